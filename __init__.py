@@ -1,0 +1,6 @@
+"""primerl: a peer-to-peer node for decentralised reinforcement learning of language models.
+
+The repository root is this package (see `package-dir` in pyproject.toml). Start reading in `node/roles/`.
+"""
+
+__version__ = "0.1.0"

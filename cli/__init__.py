@@ -1,0 +1,1 @@
+"""One file a command: parses, calls, prints; decides nothing."""

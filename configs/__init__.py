@@ -1,0 +1,1 @@
+"""TOML that ships with the package: `primerl-node rl @ configs/demo.toml`."""

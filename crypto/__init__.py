@@ -1,0 +1,1 @@
+"""Keys, signatures and content hashes. Imports nothing of ours."""

@@ -1,0 +1,101 @@
+"""Node identity: one Ed25519 key signs, names the node, and is its iroh and libp2p identity.
+
+A SecretKey never appears in a repr, a log line or a message.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+NODE_ID_BYTES = 32
+SIGNATURE_BYTES = 64
+
+NodeId = Annotated[bytes, msgspec.Meta(min_length=NODE_ID_BYTES, max_length=NODE_ID_BYTES)]
+"""The node's raw Ed25519 public key, 32 bytes."""
+
+Signature = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+
+class KeyFileError(Exception):
+    """A key file cannot be read: absent, malformed, readable by others, or locked by a passphrase."""
+
+
+class SecretKey:
+    """An Ed25519 private key."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.node_id: bytes = key.public_key().public_bytes_raw()
+
+    @classmethod
+    def generate(cls) -> "SecretKey":
+        """A fresh key from the operating system's randomness."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> "SecretKey":
+        """The key of a 32-byte seed."""
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    def seed(self) -> bytes:
+        """The 32 secret bytes, for the two transports that must hold the same key."""
+        return self._key.private_bytes_raw()
+
+    def sign(self, message: bytes) -> bytes:
+        """The 64-byte Ed25519 signature of `message` (RFC 8032)."""
+        return self._key.sign(message)
+
+    def __repr__(self) -> str:
+        return f"SecretKey(node_id={self.node_id[:5].hex()}..)"
+
+    def save(self, path: Path, passphrase: str | None = None) -> None:
+        """Write the key as PKCS#8 PEM with mode 0600; never over an existing file."""
+        encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
+        if passphrase:
+            encryption = serialization.BestAvailableEncryption(passphrase.encode())
+        pem = self._key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption
+        )
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(pem)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def load(cls, path: Path, passphrase: str | None = None) -> "SecretKey":
+        """Read a key file.
+
+        Raises:
+            KeyFileError: absent, readable by other users, malformed, or a wrong passphrase.
+        """
+        try:
+            if path.stat().st_mode & 0o077:
+                raise KeyFileError(f"{path} is readable by others: run `chmod 600 {path}`")
+            pem = path.read_bytes()
+        except FileNotFoundError as error:
+            raise KeyFileError(f"no key at {path}: run `primerl-node init`") from error
+        try:
+            key = serialization.load_pem_private_key(
+                pem, passphrase.encode() if passphrase else None
+            )
+        except (ValueError, TypeError) as error:
+            raise KeyFileError(f"cannot open {path}: {error}") from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise KeyFileError(f"{path} holds no Ed25519 key")
+        return cls(key)
+
+
+def verify(node_id: bytes, signature: bytes, message: bytes) -> bool:
+    """Whether `signature` is `node_id`'s over exactly `message`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(node_id).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

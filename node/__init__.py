@@ -1,0 +1,1 @@
+"""Everything that runs: stores, weights, network, engines, environments, training, proofs, roles, daemon."""

@@ -1,0 +1,284 @@
+"""Configuration: defaults < TOML files (`@ a.toml @ b.toml`) < environment (`PRIMERL_`) < flags.
+
+Closed (an unknown key is an error), constrained by type, units in the names. RunConfig is what `train` and
+`rl` read, JoinConfig what `join` reads; both hold NodeConfig's sections.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_config import BaseConfig
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class NetworkConfig(BaseConfig):
+    """How this node is reached and how it reaches others."""
+
+    host: str = "0.0.0.0"
+    """Address to listen on; 127.0.0.1 keeps everything on this machine."""
+    port: Port = 0
+    """UDP port of iroh; 0 takes the port of the last start, or a free one."""
+    advertise: list[str] = []
+    """host:port hints put into tickets and peer records in place of what is bound."""
+    share_address: bool = True
+    """Whether admitted peers of the run may learn our addresses; if not, only the trainer does."""
+    relay_urls: list[str] = []
+    """iroh relays of your own; public relays are never used unless listed here."""
+    libp2p: bool = True
+    """Peer discovery and gossip by libp2p; everything works, a little slower, without."""
+    libp2p_port: Port = 0
+    """TCP port of libp2p; 0 takes a free one."""
+    mdns: bool = False
+    """Find peers on the local network."""
+    connect_timeout_s: Seconds = 10.0
+    request_timeout_s: Seconds = 20.0
+    max_peers: Positive = 256
+    max_streams_per_peer: Positive = 32
+    max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
+    """Pace of chunk uploads in megabits/s; 0 is no limit."""
+
+
+class EngineConfig(BaseConfig):
+    """What generates."""
+
+    type: Literal["hf", "vllm", "scripted"] = "hf"
+    """`hf`: embedded loop over transformers weights; `vllm`: vLLM in process; `scripted`: a fake, for tests."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    """`auto` takes cuda where there is one, else cpu."""
+    max_batch: Positive = 256
+    """Most sequences generated at once."""
+    max_model_len: Positive = 1024
+    batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
+    """How long `hf` waits for more requests before it starts a batch."""
+    vllm: dict[str, Any] = {}
+    """Passed to vLLM's engine arguments verbatim."""
+
+
+class ModelCreateConfig(BaseConfig):
+    """Shape of a model that is made locally with random weights (Qwen3 architecture)."""
+
+    hidden_size: Positive = 96
+    num_hidden_layers: Positive = 2
+    num_attention_heads: Positive = 4
+    num_key_value_heads: Positive = 2
+    head_dim: Positive = 32
+    intermediate_size: Positive = 192
+    vocab_size: Positive = 288
+    rope_theta: Annotated[float, Field(gt=0)] = 100.0
+    tie_word_embeddings: bool = True
+    max_position_embeddings: Positive = 1024
+
+
+class ModelConfig(BaseConfig):
+    """The model that a run trains."""
+
+    name: str = "tiny-qwen3"
+    """A local directory or a hub id; with `create` it is only a label."""
+    create: ModelCreateConfig | None = None
+    """Make the model and a byte-level tokenizer here instead of loading one."""
+
+
+class EnvironmentConfig(BaseConfig):
+    """One `verifiers` v1 taskset."""
+
+    id: str = "reverse-text"
+    """Module name of the taskset, as `verifiers` spells it; `reverse-text` and `arithmetic` are bundled."""
+    args: dict[str, Any] = {}
+    """The taskset's own options."""
+    max_turns: Positive = 8
+
+
+class SamplingConfig(BaseConfig):
+    """The sampling contract: every worker samples like this."""
+
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    max_tokens: Positive = 16
+
+
+class RolloutsConfig(BaseConfig):
+    """How work is handed out and how old it may become."""
+
+    group_size: Positive = 8
+    """Rollouts per task."""
+    groups_per_batch: Positive = 16
+    """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
+    groups_per_lease: Positive = 4
+    max_off_policy_steps: Annotated[int, Field(ge=0)] = 2
+    """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous."""
+    lease_timeout_s: Seconds = 60.0
+    """After this a lease is re-issued to somebody else."""
+    leases_per_worker: Positive = 2
+    """Leases that one worker may hold at a time."""
+    batch_timeout_s: Seconds = 600.0
+    """How long the trainer waits for a batch before it counts an empty one."""
+    max_empty_batches: Positive = 10
+    """Empty or signal-free batches in a row that stop the run."""
+
+
+class LossConfig(BaseConfig):
+    """The policy-gradient loss, by name."""
+
+    type: Literal["dppo_kl", "grpo_two_sided"] = "dppo_kl"
+    adv_tau: float = 1.0
+    kl_tau: float = 1e-3
+    dppo_mask_low: Annotated[float, Field(gt=0)] = 0.2
+    dppo_mask_high: Annotated[float, Field(gt=0)] = 0.2
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """grpo_two_sided: the ratio's lower clip is 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    clip_ratio_max: Annotated[float, Field(gt=1)] = 4.0
+    """grpo_two_sided: cap of the ratio where the advantage is negative (delta of INTELLECT-2)."""
+
+
+class TrainingConfig(BaseConfig):
+    """How the trainer learns."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    scheduler: Literal["constant", "linear"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_lr_ratio: Fraction = 0.1
+    """`linear` decays to lr x this at max_steps."""
+    seq_len: Positive = 2048
+    """Longest packed sequence, tokens."""
+    advantage: Literal["grpo", "grpo_std"] = "grpo"
+    """`grpo`: reward minus group mean; `grpo_std`: divided by the group's standard deviation too."""
+    loss: LossConfig = LossConfig()
+    threads: Annotated[int, Field(ge=0)] = 0
+    """torch threads; 0 leaves torch's choice. Small models want 1."""
+    device: str = "auto"
+
+
+class WarmupConfig(BaseConfig):
+    """Supervised warm-up on the environment's own demonstrations before RL."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    batch_size: Positive = 128
+    max_steps: Positive = 200
+    target: Fraction = 0.28
+    """Stop when sampled exact match on training prompts reaches this."""
+    eval_interval: Positive = 5
+    eval_prompts: Positive = 256
+
+
+class WeightsConfig(BaseConfig):
+    """How policy versions travel."""
+
+    chunk_mib: Annotated[float, Field(gt=0, le=16)] = 4.0
+    anchor_interval: Positive = 10
+    """A full checkpoint at least every this many versions."""
+    keep_versions: Positive = 16
+    """Versions kept beyond what live chains need."""
+    max_disk_gib: Annotated[float, Field(gt=0)] = 64.0
+    head_ttl_s: Seconds = 86400.0
+    """After this a head is no longer believed to be news."""
+
+
+class VerificationConfig(BaseConfig):
+    """What is checked before anything is learned."""
+
+    logprob_fraction: Fraction = 0.1
+    """Share of rollouts whose logprobs are recomputed under the policy version they claim."""
+    logprob_tolerance: Annotated[float, Field(gt=0)] = 0.05
+    """Largest accepted mean absolute difference per token of one rollout."""
+    score_all: bool = True
+    """Recompute every reward; the reward that is learned from is always the trainer's own."""
+
+
+class CheckpointConfig(BaseConfig):
+    """Exact checkpoints of the trainer."""
+
+    interval: Positive = 1
+    """Steps between checkpoints; 1 lets --resume go on at exactly the published version."""
+    keep_last: Positive = 2
+
+
+class EvaluationConfig(BaseConfig):
+    """Evaluation on held-out prompts before and after."""
+
+    prompts: Annotated[int, Field(ge=0)] = 256
+    """0 switches evaluation off."""
+
+
+class LogConfig(BaseConfig):
+    """Logging."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    json_lines: bool = False
+    """Structured log lines on stderr (the log file is always structured)."""
+
+
+class LaunchConfig(BaseConfig):
+    """What `primerl-node rl` starts beside the trainer."""
+
+    workers: Annotated[int, Field(ge=0)] = 2
+    start_timeout_s: Seconds = 300.0
+
+
+class NodeConfig(BaseConfig):
+    """What every node has."""
+
+    data_dir: Path = Path.home() / ".primerl"
+    """Key, ledger, chunks and control socket of this node."""
+    network: NetworkConfig = NetworkConfig()
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    log: LogConfig = LogConfig()
+
+
+class JoinConfig(NodeConfig):
+    """`primerl-node join`."""
+
+    role: Literal["inference"] = "inference"
+    ticket: str = ""
+    """The join ticket that the trainer printed."""
+    leases: Positive = 2
+    """Leases to hold at a time."""
+    exit_on_end: bool = True
+    """Leave when the run ends; else wait for the trainer to come back."""
+
+
+class RunConfig(NodeConfig):
+    """`primerl-node train` and `primerl-node rl`."""
+
+    name: str = "run"
+    """Run directory under output_dir."""
+    output_dir: Path = Path("outputs")
+    seed: int = 0
+    max_steps: Positive = 200
+    resume: bool = False
+    """Continue the run in its directory from the last complete checkpoint."""
+    clean: bool = False
+    """Delete what an earlier run of this name left."""
+    ticket_ttl_s: Seconds = 7 * 86400.0
+    model: ModelConfig = ModelConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    training: TrainingConfig = TrainingConfig()
+    warmup: WarmupConfig | None = None
+    verification: VerificationConfig = VerificationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run writes: logs, metrics, checkpoints, weights, summary."""
+        return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "RunConfig":
+        if self.sampling.max_tokens >= self.training.seq_len:
+            raise ValueError("sampling.max_tokens must be below training.seq_len")
+        if self.rollouts.groups_per_lease > self.rollouts.groups_per_batch:
+            raise ValueError("rollouts.groups_per_lease must not exceed rollouts.groups_per_batch")
+        return self

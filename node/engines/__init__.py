@@ -1,0 +1,1 @@
+"""Engines generate tokens under a stamped policy version. They know no network."""

@@ -1,0 +1,69 @@
+"""The engine seam: token ids in, token ids and the sampler's own logprobs out.
+
+The engine stamps the policy version at generation time, first and last per completion: a load() that
+lands while a completion runs is seen in its stamp. Batching is the engine's business: callers call
+generate() concurrently. Implementations: scripted.py (fake), hf.py, vllm.py.
+Suite: tests/conformance/engine.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ..weights.state import State
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One completion to sample.
+
+    Tokens are drawn from softmax(logits / temperature) with no top-k or top-p, reproducibly from
+    `seed` (0 <= seed < 2**63): the same seed, prompt and weights give the same tokens whatever else
+    is in the batch. A drawn stop token is part of the completion.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled: `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution
+    that it was drawn from (temperature applied)."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: Literal["stop", "length"]
+    policy_first: int
+    policy_last: int
+
+
+class Engine(Protocol):
+    """Generates under the policy version that was loaded last."""
+
+    @property
+    def policy_version(self) -> int:
+        """The loaded version; -1 before the first load()."""
+        ...
+
+    async def start(self, model_dir: Path) -> None:
+        """Read config and tokenizer files from `model_dir` (no weights there). Raises EngineError."""
+        ...
+
+    async def load(self, version: int, state: State) -> None:
+        """Replace the weights. The caller has already proved the state's digest.
+
+        Completions in flight finish, either on the old weights or across both; their stamp says which.
+        """
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion. Raises EngineError if the engine died or holds no weights."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything; pending generate() calls raise EngineError."""
+        ...

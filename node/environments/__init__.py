@@ -1,0 +1,1 @@
+"""Environments give tasks, drive rollouts and score them."""

@@ -1,0 +1,105 @@
+"""The environment seam: tasks by index, rollouts driven by a policy, scores that can be recomputed.
+
+Trainer and worker hold the same environment (the run manifest fixes it), so a task is named by its index
+and its digest, and a reward is a claim that the trainer recomputes. A bad rollout is data, not a crash:
+run() reports errors in the episode. Implementations: verifiers.py (real), counting.py (fake).
+Suite: tests/conformance/environment.py.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from ..engines.engine import Completion
+
+Split = Literal["train", "eval"]
+
+Policy = Callable[[Sequence[int], int], Awaitable[Completion]]
+"""(prompt token ids, turn number from 0) -> completion. Seed, temperature and limits are bound in."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: `digest` identifies its content across machines."""
+
+    index: int
+    digest: bytes
+    split: Split = "train"
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One training sequence: prompt, sampled and environment tokens in order.
+
+    `sampled[i]` says whether the model drew token i; `logprobs[i]` is its logprob, 0.0 where not sampled.
+    """
+
+    token_ids: list[int]
+    sampled: list[bool]
+    logprobs: list[float]
+    policy_first: int
+    policy_last: int
+    finish: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Reward and named metrics (e.g. `exact`) of one rollout."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One finished rollout of a task; `branches` is empty when `error` says why it failed."""
+
+    branches: list[Branch]
+    score: Score
+    error: str = ""
+
+
+class Environment(Protocol):
+    """A source of tasks with a way to play and to score them."""
+
+    @property
+    def name(self) -> str:
+        """Its id in the run manifest."""
+        ...
+
+    async def start(self) -> None:
+        """Make it ready (heavy imports, tool servers). Raises EnvironmentFailed."""
+        ...
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        """Task number `index` of a split; the same on every machine. Splits share no task."""
+        ...
+
+    def prompt(self, task: Task) -> list[int]:
+        """The token ids that the first turn of this task starts with."""
+        ...
+
+    def demonstration(self, task: Task) -> list[int] | None:
+        """Token ids of a right first reply, stop token included, for warm-up by SFT; None if unknown."""
+        ...
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Play the task once with `policy` and score it."""
+        ...
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        """Recompute the score of a finished rollout from its tokens alone. Raises ScoreMismatch if the
+        tokens are no rollout of this task (wrong prompt, environment turns altered)."""
+        ...
+
+    async def close(self) -> None:
+        """Stop whatever start() started."""
+        ...
+
+
+class EnvironmentFailed(Exception):
+    """The environment cannot be made or run at all."""
+
+
+class ScoreMismatch(Exception):
+    """The tokens are not a rollout of the task that they claim."""

@@ -1,0 +1,1 @@
+"""Tasksets that ship with the node: ordinary `verifiers` v1 packages."""

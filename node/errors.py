@@ -1,0 +1,61 @@
+"""Errors of a running node, each with the exit code that the CLI returns.
+
+    NodeError                1   anything else that has a one-line explanation
+      UsageError             2   bad config, bad flags, unknown keys
+      TicketError            3   wrong or expired ticket, other run
+      BusyError              4   port, socket or data directory already in use
+      StorageError           5   disk full, unreadable or corrupt data
+      NetworkError           6   nobody could be reached
+      EngineError            7   the engine or the trainer backend failed
+      RunFailed              8   the run itself stopped: ten empty batches, equivocation
+
+The message says what to do; it is printed as one line on stderr.
+"""
+
+
+class NodeError(Exception):
+    """Base of everything that ends a command with one line instead of a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(NodeError):
+    """The command line or a config is wrong."""
+
+    exit_code = 2
+
+
+class TicketError(NodeError):
+    """The ticket is malformed, expired, or for something else."""
+
+    exit_code = 3
+
+
+class BusyError(NodeError):
+    """Something that must be ours alone is in use."""
+
+    exit_code = 4
+
+
+class StorageError(NodeError):
+    """The disk is full, or what it holds cannot be read."""
+
+    exit_code = 5
+
+
+class NetworkError(NodeError):
+    """No peer could be reached in time."""
+
+    exit_code = 6
+
+
+class EngineError(NodeError):
+    """An engine or a trainer backend failed."""
+
+    exit_code = 7
+
+
+class RunFailed(NodeError):
+    """The run cannot go on."""
+
+    exit_code = 8

@@ -1,0 +1,1 @@
+"""Peers, streams, heads and chunks. Knows nothing of models or torch."""

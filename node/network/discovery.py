@@ -1,0 +1,47 @@
+"""The discovery seam: finding peers, and best-effort gossip of small sealed facts.
+
+Nothing here is believed: a fact is a sealed envelope that the receiver verifies itself, and a node
+works with discovery switched off. Implementations: `MemoryDiscovery` (memory.py) and libp2p.py.
+Suite: tests/conformance/discovery.py.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A gossiped fact as it came in: the sealed bytes and which neighbour handed them over."""
+
+    sealed: bytes
+    source: bytes
+    """NodeId of the neighbour (not of the signer); empty when unknown."""
+
+
+class Discovery(Protocol):
+    """Finds peers of one run and spreads facts among them."""
+
+    def addresses(self) -> tuple[str, ...]:
+        """Our own discovery addresses (multiaddrs with our peer id), for tickets and records."""
+        ...
+
+    async def start(self, bootstrap: Sequence[str]) -> None:
+        """Listen, then connect to `bootstrap` in the background; unreachable entries are retried."""
+        ...
+
+    async def publish(self, sealed: bytes) -> None:
+        """Gossip a sealed fact of at most MAX_GOSSIP bytes. Best effort; never blocks for long."""
+        ...
+
+    def facts(self) -> AsyncIterator[Fact]:
+        """Facts from others, de-duplicated by content, bounded: the oldest are dropped first."""
+        ...
+
+    def neighbours(self) -> int:
+        """How many discovery connections we hold."""
+        ...
+
+    async def close(self) -> None:
+        """Stop within seconds. Never raises."""
+        ...

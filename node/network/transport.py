@@ -1,0 +1,122 @@
+"""The transport seam: authenticated streams between nodes that are named by their keys.
+
+A connection is made to a NodeId, never to an address: addresses are hints. Whoever opens, closes.
+Every method may be cancelled; a cancelled read or write leaves its stream fit only for abort().
+Implementations: memory.py (tests, one process), iroh.py (QUIC). Suite: tests/conformance/transport.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+class TransportError(Exception):
+    """A transport could not do what was asked. Base of the three below."""
+
+
+class Unreachable(TransportError):
+    """No address led to that node in time, or it refused the ALPN."""
+
+
+class StreamClosed(TransportError):
+    """The stream ended before the bytes asked for came, or was reset by the peer."""
+
+
+class ConnectionLost(TransportError):
+    """The connection is gone; so are all its streams."""
+
+
+class AddressInUse(TransportError):
+    """The bind address is taken by another program."""
+
+
+@dataclass(frozen=True)
+class PathInfo:
+    """How a connection runs right now."""
+
+    kind: Literal["direct", "relayed", "memory"]
+    rtt_ms: float | None
+    bytes_sent: int
+    bytes_received: int
+
+
+class Stream(Protocol):
+    """One bidirectional byte stream."""
+
+    async def read_exact(self, size: int) -> bytes:
+        """Exactly `size` bytes. Raises StreamClosed if the peer finishes or resets before that."""
+        ...
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of `data`; waits for flow control."""
+        ...
+
+    async def finish(self) -> None:
+        """Say that nothing more will be written; the other direction stays open."""
+        ...
+
+    async def abort(self) -> None:
+        """Reset both directions. Never raises."""
+        ...
+
+
+class Connection(Protocol):
+    """An authenticated connection to one peer under one ALPN."""
+
+    @property
+    def peer(self) -> bytes:
+        """The NodeId that the handshake proved."""
+        ...
+
+    @property
+    def alpn(self) -> bytes:
+        """The protocol that both sides agreed on."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is known to be gone."""
+        ...
+
+    async def open_stream(self) -> Stream:
+        """A new stream; the peer sees it once something is written."""
+        ...
+
+    async def accept_stream(self) -> Stream:
+        """The next stream that the peer opened. Raises ConnectionLost when there will be none."""
+        ...
+
+    def path(self) -> PathInfo:
+        """Path kind, round-trip time and byte counters of this connection."""
+        ...
+
+    async def close(self, reason: str = "") -> None:
+        """Close the connection and all its streams. Never raises; closing twice is fine."""
+        ...
+
+
+class Transport(Protocol):
+    """One node's endpoint."""
+
+    @property
+    def node_id(self) -> bytes:
+        """Our own NodeId."""
+        ...
+
+    def addresses(self) -> tuple[str, ...]:
+        """Where others may reach us, as `host:port` hints (or relay URLs)."""
+        ...
+
+    async def connect(
+        self, peer: bytes, addresses: Sequence[str], alpn: bytes, *, deadline: float
+    ) -> Connection:
+        """Connect to `peer` within `deadline` seconds. Raises Unreachable."""
+        ...
+
+    async def accept(self) -> Connection:
+        """The next incoming connection, handshake done. Raises ConnectionLost once closed."""
+        ...
+
+    async def close(self) -> None:
+        """Close everything. Never raises."""
+        ...

@@ -1,0 +1,1 @@
+"""Checks that decide what may be learned from."""

@@ -1,0 +1,1 @@
+"""START READING HERE: one file, one role, one loop."""

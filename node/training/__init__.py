@@ -1,0 +1,1 @@
+"""Learning. Knows nothing of the network."""

@@ -1,0 +1,72 @@
+"""The trainer backend seam: a batch in, one optimizer step, a bf16 policy out.
+
+The daemon awaits; whatever computes does so off the event loop. Implementations: local.py (real, one
+process), counting.py (fake). Suite: tests/conformance/backend.py.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..weights.state import State
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sequence of T tokens. All lists have length T; position 0 is never trained.
+
+    `logprobs` are the sampler's (behaviour policy); `advantage` applies to every token with `mask`.
+    """
+
+    token_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step learns from; `step` counts from 1 and trains policy `step - 1`."""
+
+    step: int
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Figures of one step, by prime-rl's names: `loss/mean`, `mismatch_kl/all/mean`, `optim/grad_norm`,
+    `optim/lr`, `entropy/all/mean`, `time/forward_backward`, `tokens`."""
+
+    values: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class TrainBackend(Protocol):
+    """Owns model, optimizer and schedule."""
+
+    async def start(self, model_dir: Path) -> None:
+        """Build model and optimizer; `model_dir` holds a Hugging Face model (config and weights)."""
+        ...
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        """One optimizer step; an empty batch only advances the schedule. Raises EngineError."""
+        ...
+
+    async def state(self) -> State:
+        """The bf16 policy as it would be published now."""
+        ...
+
+    async def save(self, directory: Path) -> None:
+        """Write everything that resume needs (model, optimizer, scheduler, RNG) into `directory`."""
+        ...
+
+    async def load(self, directory: Path) -> None:
+        """Continue exactly from what save() wrote."""
+        ...
+
+    async def export(self, directory: Path) -> None:
+        """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything."""
+        ...

@@ -1,0 +1,1 @@
+"""What nodes say, and what of it they may believe. No I/O, no asyncio, no torch."""

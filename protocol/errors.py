@@ -1,0 +1,67 @@
+"""Errors of the protocol, and the reason codes of every refusal.
+
+    ProtocolError
+      LocalProtocolError      our own bug: we would have said something wrong
+      RemoteProtocolError     their fault; carries a Reason
+
+A Reason travels in refusals and verdicts; its meaning never changes, new ones are added.
+"""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why something was refused. The value is what travels and what metrics are named after."""
+
+    MALFORMED = "malformed"
+    TOO_LARGE = "too_large"
+    WRONG_VERSION = "wrong_version"
+    BAD_SIGNATURE = "bad_signature"
+    WRONG_SIGNER = "wrong_signer"
+    WRONG_RUN = "wrong_run"
+    WRONG_RECIPIENT = "wrong_recipient"
+    WRONG_PURPOSE = "wrong_purpose"
+    EXPIRED = "expired"
+    REPLAYED = "replayed"
+    ROLLBACK = "rollback"
+    EQUIVOCATION = "equivocation"
+    WRONG_BASE = "wrong_base"
+    WRONG_DIGEST = "wrong_digest"
+    NOT_ADMITTED = "not_admitted"
+    BANNED = "banned"
+    RATE_LIMITED = "rate_limited"
+    NOT_FOUND = "not_found"
+    BUSY = "busy"
+    DISK_FULL = "disk_full"
+    UNKNOWN_LEASE = "unknown_lease"
+    LEASE_EXPIRED = "lease_expired"
+    LEASE_DONE = "lease_done"
+    WRONG_TASK = "wrong_task"
+    MISSING_INDEX = "missing_index"
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+    FUTURE_POLICY = "future_policy"
+    TOKEN_OUT_OF_RANGE = "token_out_of_range"
+    BAD_PROMPT = "bad_prompt"
+    BAD_TERMINATION = "bad_termination"
+    BAD_REWARD = "bad_reward"
+    BAD_LOGPROBS = "bad_logprobs"
+    ENVIRONMENT_ERROR = "environment_error"
+    RUN_ENDED = "run_ended"
+
+
+class ProtocolError(Exception):
+    """Anything wrong with what was said or about to be said."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We tried to say something that the protocol does not allow."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """A peer said something that the protocol does not allow."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
+        self.reason = reason
+        self.detail = detail

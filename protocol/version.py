@@ -1,0 +1,29 @@
+"""The wire version with its history, the ALPNs, and the size limits that are checked before allocation."""
+
+WIRE_VERSION = 1
+"""1 (2026-11): the first."""
+
+ALPN_CONTROL = b"primerl/control/1"
+"""Requests and replies: hello, leases, submissions, heads, peers."""
+ALPN_BLOBS = b"primerl/blobs/1"
+"""Chunks by digest, on their own connection so that bulk never delays a lease."""
+
+KIB = 1024
+MIB = 1024 * KIB
+
+MAX_MESSAGE = 1 * MIB
+"""One control message."""
+MAX_GOSSIP = 4 * KIB
+"""One gossiped fact."""
+MAX_CHUNK = 16 * MIB
+"""One chunk of a weight artifact."""
+MAX_MANIFEST = 16 * MIB
+"""One policy manifest: a 200,000-tensor model would still fit."""
+MAX_SUBMISSION = 256 * MIB
+"""One uploaded bundle; a lease's byte quota is the real, smaller bound."""
+MAX_ADDRESSES = 16
+MAX_NAME = 256
+"""Characters of a tensor name, environment id, software version, refusal text."""
+
+CLOCK_SKEW_S = 60
+"""How far two honest clocks may differ."""
