@@ -40,7 +40,9 @@ class Tensor:
 
     def __post_init__(self) -> None:
         if self.data.dtype != BITS[self.dtype] or self.data.size != numel(self.shape):
-            raise ValueError(f"{self.dtype} {self.shape} does not fit {self.data.dtype} x {self.data.size}")
+            raise ValueError(
+                f"{self.dtype} {self.shape} does not fit {self.data.dtype} x {self.data.size}"
+            )
 
 
 State = Mapping[str, Tensor]
@@ -58,7 +60,9 @@ def numel(shape: Iterable[int]) -> int:
 def tensor_digest(tensor: Tensor) -> bytes:
     """BLAKE3 over dtype, shape and the little-endian bits."""
     header = f"{tensor.dtype}{list(tensor.shape)}".encode()
-    return digest_parts([len(header).to_bytes(4, "little"), header, memoryview(tensor.data).cast("B")])
+    return digest_parts(
+        [len(header).to_bytes(4, "little"), header, memoryview(tensor.data).cast("B")]
+    )
 
 
 def state_digest(tensors: Mapping[str, bytes]) -> bytes:

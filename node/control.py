@@ -1,0 +1,190 @@
+"""The local control socket: one JSON line asks, one JSON line answers. Both ends, and the rows they show.
+
+The socket belongs to its owner alone (0600, in a 0700 directory); it is never a network socket.
+"""
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .errors import BusyError, NetworkError, NodeError
+
+SOCKET_NAME = "control.sock"
+MAX_LINE = 4 * 1024 * 1024
+ASK_TIMEOUT_S = 10.0
+
+Command = Callable[[], Awaitable[Any]]
+
+
+class PeerRow(msgspec.Struct):
+    """One line of `primerl-node peers`."""
+
+    id: str
+    short: str
+    role: str
+    path: str
+    """direct, relayed, memory, or - when not connected."""
+    rtt_ms: float | None
+    bytes_sent: int
+    bytes_received: int
+    version: int
+    """Policy version it says it holds; -1 before the first."""
+    lag: int
+    leases: int
+    accepted: int
+    rejected: int
+    top_reason: str
+    trust: float
+    reliability: float
+    last_seen_s: float | None
+    """Seconds ago."""
+    software: str
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """`primerl-node status`."""
+
+    id: str
+    short: str
+    role: str
+    software: str
+    pid: int
+    uptime_s: float
+    data_dir: str
+    run: str = ""
+    run_name: str = ""
+    phase: str = "starting"
+    """starting, joining, catching up, warm-up, evaluating, running, finishing, ended."""
+    step: int = 0
+    max_steps: int = 0
+    version: int = -1
+    """Policy version that this node holds."""
+    newest_version: int = -1
+    """Newest version that it has heard of."""
+    reward: float | None = None
+    """Mean reward of the last batch (trainer)."""
+    staleness: float | None = None
+    """Mean staleness of the last batch, versions (trainer)."""
+    leases: int = 0
+    """Leases held (worker) or out (trainer)."""
+    waiting_groups: int = 0
+    accepted: int = 0
+    rejected: dict[str, int] = {}
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    chunk_bytes_by_source: dict[str, int] = {}
+    """Chunk bytes fetched, by short id of the source (`trainer` for the trainer)."""
+    peers: int = 0
+    neighbours: int = 0
+    """libp2p connections."""
+    detail: str = ""
+    history: list[tuple[int, float]] = []
+    """(step, mean reward) so far (trainer)."""
+    seconds: dict[str, float] = {}
+    """Seconds by phase."""
+
+
+def socket_path(data_dir: Path) -> Path:
+    """Where the control socket of a data directory is."""
+    return data_dir / SOCKET_NAME
+
+
+class ControlServer:
+    """Answers commands of the local user."""
+
+    def __init__(self, data_dir: Path, commands: Mapping[str, Command]) -> None:
+        self._path = socket_path(data_dir)
+        self._commands = commands
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises BusyError if a node already answers there."""
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if len(os.fsencode(self._path)) > 100:
+            raise NodeError(f"{self._path} is too long for a socket: use a shorter --data-dir")
+        if self._path.exists():
+            if _answers(self._path):
+                raise BusyError(f"a node already runs in {self._path.parent}: stop it first")
+            self._path.unlink()
+        self._server = await asyncio.start_unix_server(self._serve, self._path, limit=MAX_LINE)
+        self._path.chmod(0o600)
+
+    async def close(self) -> None:
+        """Stop listening and remove the socket."""
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                reply = await self._answer(await reader.readline())
+                writer.write(msgspec.json.encode(reply) + b"\n")
+                await writer.drain()
+        except (TimeoutError, ConnectionError, ValueError):
+            pass  # a local caller that hung up, stalled or sent an endless line
+        finally:
+            writer.close()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            name = json.loads(line)["command"]
+            command = self._commands[name]
+        except (ValueError, KeyError, TypeError):
+            return {"error": f"commands are: {', '.join(sorted(self._commands))}"}
+        try:
+            return {"data": await command()}
+        except NodeError as error:
+            return {"error": str(error)}
+
+
+def ask(data_dir: Path, command: str) -> Any:
+    """Ask the node that runs in `data_dir`; returns decoded JSON.
+
+    Raises:
+        NetworkError: no node runs there, or it does not answer.
+    """
+    path = socket_path(data_dir)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(ASK_TIMEOUT_S)
+            connection.connect(str(path))
+            connection.sendall(json.dumps({"command": command}).encode() + b"\n")
+            reply = _read_line(connection)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise NetworkError(
+            f"no node runs in {data_dir}: start one, or name its --data-dir"
+        ) from error
+    except (TimeoutError, OSError) as error:
+        raise NetworkError(f"the node in {data_dir} does not answer: {error}") from error
+    answer = json.loads(reply)
+    if "error" in answer:
+        raise NodeError(str(answer["error"]))
+    return answer["data"]
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    parts: list[bytes] = []
+    while not parts or not parts[-1].endswith(b"\n"):
+        part = connection.recv(65536)
+        if not part:
+            break
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _answers(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(1.0)
+            connection.connect(str(path))
+    except OSError:
+        return False
+    return True

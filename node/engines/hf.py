@@ -1,0 +1,216 @@
+"""The embedded engine: concurrent generate() calls become batches of one decode loop.
+
+One worker thread does everything that computes, in order of submission. That order is the whole
+synchronisation: a load runs between two batches, and a batch has exactly one version.
+"""
+
+import asyncio
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import EngineConfig
+from ..errors import EngineError
+from ..weights.state import State
+from .engine import Completion, GenerateRequest
+from .requests import check_request
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from .network import Network
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BATCHES = 16
+"""Batches that may wait; whoever asks for more is told so."""
+CLOSED = "the engine is closed: start another one"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A policy version and its network, replaced together."""
+
+    version: int
+    network: "Network"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request and where its completion goes."""
+
+    request: GenerateRequest
+    done: asyncio.Future[Completion]
+
+
+class HfEngine:
+    """An Engine over transformers weights: start(), then load() and generate() at will, close().
+
+    In float32 a batch's size moves a logit by rounding only, so a seed gives the same tokens in any
+    company; in bfloat16 that rounding is coarse enough to turn a near tie once in a while.
+    Memory grows with engine.max_batch x sequence length, and holds two networks during a load.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._model_dir: Path | None = None
+        self._loaded: Loaded | None = None
+        self._jobs: asyncio.Queue[Job] = asyncio.Queue(QUEUE_BATCHES * config.max_batch)
+        self._waiting: set[asyncio.Future[Completion]] = set()
+        self._worker: Worker | None = None
+        self._batcher: asyncio.Task[None] | None = None
+        self._closing = threading.Event()
+
+    @property
+    def policy_version(self) -> int:
+        """See Engine."""
+        loaded = self._loaded
+        return loaded.version if loaded else -1
+
+    async def start(self, model_dir: Path) -> None:
+        """See Engine. A started engine must be closed."""
+        from .. import models
+
+        if self._worker is not None:
+            raise EngineError("the engine was started before: make another one")
+        self._worker = Worker("hf-engine")
+        await self._worker.run(models.load_config, model_dir)
+        self._model_dir = model_dir
+        self._batcher = asyncio.create_task(self._run_batches(), name="hf-engine batches")
+        self._batcher.add_done_callback(self._ended)
+
+    async def load(self, version: int, state: State) -> None:
+        """See Engine. Waits for the batch that runs; a state that does not fit changes nothing."""
+        await self._started().run(self._load, version, state)
+        logger.info("policy %d loaded", version)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine. Raises EngineError too for a request that this model cannot answer."""
+        self._started()
+        loaded = self._loaded
+        if loaded is None:
+            raise EngineError("the engine holds no weights: load a policy version first")
+        check_request(request, loaded.network.vocab_size, self._config.max_model_len)
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._enqueue(Job(request, done))
+        self._waiting.add(done)
+        try:
+            return await done
+        finally:
+            self._waiting.discard(done)
+
+    async def close(self) -> None:
+        """See Engine. Returns when the worker thread has ended; may be called twice."""
+        self._closing.set()
+        if self._batcher is not None:
+            self._batcher.cancel()
+            await asyncio.wait([self._batcher])  # it awaits nothing that ignores a cancel
+        if self._worker is not None:
+            await self._worker.close()
+        self._loaded = None
+
+    # -- on the event loop ------------------------------------------------------------------------
+
+    def _started(self) -> Worker:
+        """The worker, or the EngineError that says why there is none to use."""
+        if self._closing.is_set():
+            raise EngineError(CLOSED)
+        if self._worker is None or self._batcher is None:
+            raise EngineError("the engine is not started: call start() first")
+        if self._batcher.done():
+            raise EngineError("the engine died (its log says why): start another one")
+        return self._worker
+
+    def _enqueue(self, job: Job) -> None:
+        try:
+            self._jobs.put_nowait(job)
+        except asyncio.QueueFull as error:
+            raise EngineError(
+                f"{self._jobs.maxsize} requests wait already: ask for fewer at once, "
+                "or raise engine.max_batch"
+            ) from error
+
+    async def _run_batches(self) -> None:
+        worker = self._worker
+        assert worker is not None  # start() makes it before this task
+        while True:
+            batch = await self._next_batch()
+            try:
+                completions = await worker.run(self._generate, [job.request for job in batch])
+            except EngineError as error:  # of this batch only: the engine goes on
+                _fail([job.done for job in batch], str(error), error)
+                continue
+            for job, completion in zip(batch, completions, strict=True):
+                if not job.done.done():
+                    job.done.set_result(completion)
+
+    async def _next_batch(self) -> list[Job]:
+        """Wait for a request, then a little for company; whoever gave up meanwhile is left out."""
+        batch = [await self._jobs.get()]
+        if self._jobs.qsize() + 1 < self._config.max_batch:
+            await asyncio.sleep(self._config.batch_window_ms / 1000)
+        while len(batch) < self._config.max_batch and not self._jobs.empty():
+            batch.append(self._jobs.get_nowait())
+        return [job for job in batch if not job.done.done()]
+
+    def _ended(self, batcher: asyncio.Task[None]) -> None:
+        """The batches ended, by close() or by an error that took the engine along."""
+        error = None if batcher.cancelled() else batcher.exception()
+        if error is None:
+            _fail(self._waiting, CLOSED, None)
+            return
+        logger.error("the engine died", exc_info=error)
+        _fail(self._waiting, f"the engine died ({error}): start another one", error)
+
+    # -- in the worker thread ---------------------------------------------------------------------
+
+    def _load(self, version: int, state: State) -> None:
+        from .network import build_network
+
+        self._check_open()
+        assert self._model_dir is not None  # start() sets it
+        config = self._config
+        network = build_network(self._model_dir, state, dtype=config.dtype, device=config.device)
+        self._loaded = Loaded(version, network)
+
+    def _generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+        from .decoding import decode
+
+        self._check_open()
+        loaded = self._loaded
+        if loaded is None or not requests:
+            return []
+        drawn = decode(
+            loaded.network,
+            requests,
+            max_length=self._config.max_model_len,
+            cancelled=self._closing.is_set,
+        )
+        version = loaded.version
+        return [
+            Completion(
+                token_ids=one.token_ids,
+                logprobs=one.logprobs,
+                finish="stop" if one.stopped else "length",
+                policy_first=version,
+                policy_last=version,
+            )
+            for one in drawn
+        ]
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise EngineError(CLOSED)
+
+
+def _fail(
+    futures: "list[asyncio.Future[Completion]] | set[asyncio.Future[Completion]]",
+    message: str,
+    cause: BaseException | None,
+) -> None:
+    for future in futures:
+        if not future.done():
+            error = EngineError(message)
+            error.__cause__ = cause
+            future.set_exception(error)

@@ -1,0 +1,74 @@
+"""Networks: weights and a forward pass with a key-value cache, one thread, no asyncio.
+
+A network never changes: other weights are another network, so a load that fails leaves the old one
+whole. Implementations: qwen3.py (fast, dense Qwen3), causal.py (any causal model of transformers).
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import models
+from ..weights.state import State
+
+
+class Session(Protocol):
+    """The cache of B sequences that grow by one token a step."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep rows `rows` [N] int64 of the cache, in that order; a row may be taken repeatedly."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` [B]; the next token's logits [B, V]."""
+        ...
+
+
+class Network(Protocol):
+    """Call under torch.inference_mode(), from one thread at a time."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V; token ids are below it."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in and logits come out."""
+        ...
+
+    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple[Session, Tensor]:
+        """Read prompts `tokens` [P, T], padded on the left where `mask` [P, T] is False.
+
+        Returns the session of these P sequences and the next token's logits [P, V].
+        """
+        ...
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of `tokens` [B, T]; padding on the right needs no mask."""
+        ...
+
+
+def build_network(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+    """The fastest network that computes `model_dir`'s architecture, holding the weights `state`.
+
+    Raises EngineError if the tensors of `state` are not exactly those of the architecture.
+    """
+    from .causal import CausalNetwork
+    from .qwen3 import Qwen3Network, computes
+
+    config = models.load_config(model_dir)
+    place = pick_device(device)
+    if computes(config):
+        return Qwen3Network(config, state, dtype=dtype, device=place)
+    model = models.model_from_state(model_dir, state, dtype=dtype, device=place)
+    return CausalNetwork(model)
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is cuda where there is one, else cpu."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)

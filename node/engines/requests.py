@@ -1,0 +1,27 @@
+"""What every engine refuses before it computes: one bad request must not fail its whole batch."""
+
+from ..errors import EngineError
+from .engine import GenerateRequest
+
+
+def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
+    """Raise EngineError unless a model of `vocab_size` can answer within `max_model_len` tokens.
+
+    A completion that would not fit is cut at `max_model_len`; a prompt that leaves no room for one
+    token is refused.
+    """
+    prompt = request.prompt
+    if not prompt:
+        raise EngineError("the prompt is empty: give at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise EngineError(f"the prompt has tokens outside 0..{vocab_size - 1}: check the tokenizer")
+    if len(prompt) >= max_model_len:
+        raise EngineError(
+            f"the prompt has {len(prompt)} tokens: raise engine.max_model_len ({max_model_len})"
+        )
+    if request.max_tokens < 1:
+        raise EngineError(f"max_tokens is {request.max_tokens}: ask for one token or more")
+    if not 0 < request.temperature < float("inf"):
+        raise EngineError(f"temperature is {request.temperature}: give a number above 0")
+    if not 0 <= request.seed < 2**63:
+        raise EngineError(f"seed {request.seed} is outside 0..2**63-1: reduce it")

@@ -1,0 +1,103 @@
+"""A fake engine: tokens are a pure function of prompt, seed and version. No model, no torch.
+
+It keeps every promise of the seam except that a distribution stands behind its log-probabilities.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import EngineError
+from ..weights.state import State
+from .engine import Completion, GenerateRequest
+from .requests import check_request
+
+Script = Callable[[GenerateRequest, int], Sequence[int]]
+"""(request, policy version) -> the tokens that it would say if nothing cut it short."""
+
+
+class ScriptedEngine:
+    """An Engine that says what `script` says, or else hashed tokens and now and then a stop token.
+
+    Every generate() takes `delay_s`, so that a test can do something meanwhile.
+    """
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        vocab_size: int = 256,
+        max_model_len: int = 1024,
+        delay_s: float = 0.0,
+    ) -> None:
+        self._script = script or self._hashed
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._delay_s = delay_s
+        self._version = -1
+        self._started = False
+        self._closed = asyncio.Event()
+
+    @property
+    def policy_version(self) -> int:
+        """See Engine."""
+        return self._version
+
+    async def start(self, model_dir: Path) -> None:
+        """See Engine. The model is not read."""
+        self._started = True
+
+    async def load(self, version: int, state: State) -> None:
+        """See Engine. The weights are not kept."""
+        self._check_running()
+        self._version = version
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine. A load during the delay shows in `policy_last`."""
+        self._check_running()
+        if self._version < 0:
+            raise EngineError("the engine holds no weights: load a policy version first")
+        check_request(request, self._vocab_size, self._max_model_len)
+        first = self._version
+        try:
+            await asyncio.wait_for(self._closed.wait(), self._delay_s)
+        except TimeoutError:
+            return _cut(request, self._script(request, first), first, self._version)
+        raise EngineError("the engine is closed: start another one")
+
+    async def close(self) -> None:
+        """See Engine."""
+        self._closed.set()
+
+    def _check_running(self) -> None:
+        if self._closed.is_set():
+            raise EngineError("the engine is closed: start another one")
+        if not self._started:
+            raise EngineError("the engine is not started: call start() first")
+
+    def _hashed(self, request: GenerateRequest, version: int) -> list[int]:
+        stops = request.stop_token_ids
+        drawn: list[int] = []
+        for index in range(request.max_tokens):
+            number = _number(request, version, index)
+            ends = stops and number % 8 == 0
+            drawn.append(stops[number // 8 % len(stops)] if ends else number % self._vocab_size)
+        return drawn
+
+
+def _cut(request: GenerateRequest, script: Sequence[int], first: int, last: int) -> Completion:
+    """The script up to its first stop token or to max_tokens."""
+    said = list(script[: request.max_tokens])
+    ends = [index for index, token in enumerate(said) if token in request.stop_token_ids]
+    if ends:
+        said = said[: ends[0] + 1]
+    logprobs = [-1.0 - _number(request, first, index) % 1000 / 1000 for index in range(len(said))]
+    return Completion(said, logprobs, "stop" if ends else "length", first, last)
+
+
+def _number(request: GenerateRequest, version: int, index: int) -> int:
+    """48 bits that depend on everything a token may depend on."""
+    words = (request.seed, version, request.temperature, index, *request.prompt)
+    digest = hashlib.blake2b(repr(words).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,210 @@
+"""Chat messages to token ids and back, with a model directory's own tokenizer and chat template.
+
+Every machine must get the same ids: nothing here may depend on the clock, the locale or the network. The
+template came with the model, so it runs in jinja's sandbox.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .environment import EnvironmentFailed
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer
+
+Message = Mapping[str, Any]
+"""`role` and `content`, as chat templates know them."""
+
+UNREADABLE = "\ufffd"
+_MARK = "primerl-reply-ends-here"
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class ChatFormat:
+    """A tokenizer, a compiled template and the tokens that end a reply."""
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        template: "jinja2.Template",
+        *,
+        variables: Mapping[str, str],
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._variables = dict(variables)
+        self._known = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.stop_token_ids = stop_token_ids
+        """Ascending; the ids that models.stop_token_ids() finds."""
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "ChatFormat":
+        """Read tokenizer.json, the chat template and the stop tokens. Raises EnvironmentFailed."""
+        from tokenizers import Tokenizer
+
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise EnvironmentFailed(
+                f"{model_dir} has no tokenizer.json: save the model's fast tokenizer there"
+            )
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        settings = _read_json(model_dir / "tokenizer_config.json")
+        variables = {name: _text(settings.get(name)) for name in _SPECIAL_NAMES}
+        return cls(
+            tokenizer,
+            _compile(_template_text(model_dir, settings)),
+            variables=variables,
+            stop_token_ids=_stop_token_ids(model_dir, tokenizer, variables["eos_token"]),
+        )
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a whole conversation up to where the model speaks. Raises EnvironmentFailed
+        if the template refuses it."""
+        return self._encode(self._render(messages))
+
+    def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """Token ids between a reply that ended with `last_token` and the next one: what closes the
+        reply, then `messages`, then the generation prompt.
+
+        A reply is never tokenised again (its text may not lead back to the same ids, and templates
+        rewrite old replies), so that a conversation stays one sequence.
+        """
+        opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        _, mark, rest = self._render([*opening, *messages]).partition(_MARK)
+        if not mark:
+            raise EnvironmentFailed(
+                "the chat template drops replies: use a model whose template keeps them"
+            )
+        if last_token in self.stop_token_ids:
+            rest = rest.removeprefix(self._tokenizer.id_to_token(last_token) or "")
+        return self._encode(rest)
+
+    def text(self, reply: Sequence[int]) -> str:
+        """What a reply says, its final stop token left out. Special tokens elsewhere stay visible and
+        ids that no token has show as U+FFFD: neither may hide in a right answer."""
+        ids = list(reply[:-1] if reply and reply[-1] in self.stop_token_ids else reply)
+        if self._known.issuperset(ids):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+        parts = [self.text([token]) if token in self._known else UNREADABLE for token in ids]
+        return "".join(parts)
+
+    def reply(self, text: str) -> list[int]:
+        """Token ids of a reply that says `text`, stop token included."""
+        closing = self._encode(self._closing())
+        stop = next((token for token in closing if token in self.stop_token_ids), None)
+        return [*self._encode(text), self.stop_token_ids[0] if stop is None else stop]
+
+    def _closing(self) -> str:
+        opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        return self._render(opening, generate=False).partition(_MARK)[2]
+
+    def _render(self, messages: Sequence[Message], *, generate: bool = True) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._template.render(
+                messages=list(messages),
+                add_generation_prompt=generate,
+                tools=None,
+                documents=None,
+                **self._variables,
+            )
+        except TemplateError as error:
+            raise EnvironmentFailed(
+                f"the model's chat template refuses the conversation ({error}): "
+                "use a model whose template knows these roles"
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise EnvironmentFailed(f"{path} is no JSON ({error}): fetch the model again") from error
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _text(token: object) -> str:
+    """A special token of tokenizer_config.json: a string, or an object that holds one."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _template_text(model_dir: Path, settings: Mapping[str, Any]) -> str:
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    if not isinstance(template, str):
+        raise EnvironmentFailed(
+            f"{model_dir} has no chat template: add chat_template.jinja, or use an instruct model"
+        )
+    return template
+
+
+def _compile(text: str) -> "jinja2.Template":
+    """Compile as transformers does, but without `strftime_now`: a prompt with today's date in it would
+    be another prompt on the validator tomorrow, and templates have a fixed date to fall back on."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks replies for loss masks; the tokens are the same without it."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: object, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    try:
+        return environment.from_string(text)
+    except TemplateError as error:
+        raise EnvironmentFailed(
+            f"the model's chat template does not compile ({error}): fetch the model again"
+        ) from error
+
+
+def _stop_token_ids(model_dir: Path, tokenizer: "Tokenizer", end: str) -> tuple[int, ...]:
+    """The generation config's (else the config's) end tokens, and the tokenizer's."""
+    found: list[Any] = []
+    for name in ("generation_config.json", "config.json"):
+        if not found and (model_dir / name).is_file():
+            ids = _read_json(model_dir / name).get("eos_token_id")
+            found = ids if isinstance(ids, list) else [ids]
+    found.append(tokenizer.token_to_id(end) if end else None)
+    stops = tuple(sorted({token for token in found if isinstance(token, int)}))
+    if not stops:
+        raise EnvironmentFailed(
+            f"{model_dir} names no end-of-sequence token: add eos_token_id to its "
+            "generation_config.json"
+        )
+    return stops

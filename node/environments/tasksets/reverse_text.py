@@ -1,0 +1,111 @@
+"""Reverse a short random string: the taskset of the demo, an ordinary `verifiers` v1 package.
+
+It imports nothing of ours, so that `verifiers` can load it by itself. A string belongs to one split for
+ever, by its own hash: nothing that is learned from can turn up in the evaluation.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Literal
+
+import verifiers.v1 as vf
+from pydantic import Field, model_validator
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+HELD_OUT_BELOW = 26
+"""Of 256 values of a string's first hash byte: about a tenth of all strings is held out."""
+
+
+class ReverseTextConfig(vf.TasksetConfig):
+    """Which strings are asked for."""
+
+    seed: int = 0
+    split: Literal["train", "eval"] = "train"
+    min_len: int = Field(4, ge=1)
+    max_len: int = Field(8, le=1024)
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "ReverseTextConfig":
+        if self.min_len > self.max_len:
+            raise ValueError("min_len must not exceed max_len")
+        return self
+
+
+class ReverseTextData(vf.TaskData):
+    """One string and its mirror image."""
+
+    answer: str
+
+
+class ReverseTextTask(vf.Task[ReverseTextData]):
+    """One turn: the reply must be the reversed string and nothing else."""
+
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        """One reply is all there is."""
+        return trace.num_turns >= 1
+
+    @vf.reward(weight=1.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        """1.0 for the reversed string in a reply that ended by itself, else 0.0."""
+        return float(trace.last_reply == self.data.answer and not trace.is_truncated)
+
+    @vf.metric
+    async def lcs(self, trace: vf.Trace) -> float:
+        """Longest common subsequence of reply and answer, over the longer of both; 0.0..1.0."""
+        reply, answer = trace.last_reply, self.data.answer
+        return common_subsequence(reply, answer) / max(len(reply), len(answer))
+
+
+def common_subsequence(left: str, right: str) -> int:
+    """Length of the longest common subsequence; O(len(left) * len(right)) time, one row of memory."""
+    row = [0] * (len(right) + 1)
+    for char in left:
+        diagonal = 0
+        for column, other in enumerate(right, start=1):
+            above = row[column]
+            row[column] = diagonal + 1 if char == other else max(above, row[column - 1])
+            diagonal = above
+    return row[-1]
+
+
+class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
+    """Endless; task number i needs no walk from 0."""
+
+    INFINITE = True
+
+    def load(self) -> Iterator[ReverseTextTask]:
+        """All tasks in order."""
+        return map(self.task_at, itertools.count())
+
+    def task_at(self, index: int) -> ReverseTextTask:
+        """Task number `index` (from 0): a function of seed, split, lengths and index alone."""
+        text = next(filter(self._in_split, map(self._draw(index), itertools.count())))
+        data = ReverseTextData(idx=index, prompt=text, answer=text[::-1])
+        return ReverseTextTask(data, self.config.task)
+
+    def _in_split(self, text: str) -> bool:
+        held_out = hashlib.blake2b(text.encode()).digest()[0] < HELD_OUT_BELOW
+        return held_out == (self.config.split == "eval")
+
+    def _draw(self, index: int):
+        """Attempt number -> a string. One hash, read as a number in mixed base: the same everywhere,
+        unlike `random`, whose algorithms may change with Python."""
+        config = self.config
+        span = config.max_len - config.min_len + 1
+
+        def draw(attempt: int) -> str:
+            name = f"reverse-text/{config.seed}/{config.split}/{index}/{attempt}".encode()
+            number = int.from_bytes(hashlib.shake_128(name).digest(16 + config.max_len), "big")
+            number, extra = divmod(number, span)
+            letters: list[str] = []
+            for _ in range(config.min_len + extra):
+                number, letter = divmod(number, len(LETTERS))
+                letters.append(LETTERS[letter])
+            return "".join(letters)
+
+        return draw
+
+
+__all__ = ["ReverseTextTaskset"]

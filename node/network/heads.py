@@ -1,0 +1,225 @@
+"""Policy heads: kept, served, and followed from neighbours, so that a version is known within moments.
+
+Everything goes through TrustedRun.admit; where a head came from does not matter.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from ...crypto.hashing import digest, short
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import PolicyManifest
+from ...protocol.messages import MAX_HEADS, GetHeads, HeadNotice, Heads, RunEnded, WatchHeads
+from ...protocol.trust import AdmittedHead, TrustedRun
+from ...protocol.version import ALPN_CONTROL, MAX_MESSAGE
+from ..ledger import Ledger
+from .links import Links
+from .rpc import Refused, receive_reply, send
+from .transport import Stream, TransportError
+
+logger = logging.getLogger(__name__)
+
+KEEPALIVE_S = 2.0
+"""A watch says something at least this often, so that a silent one is known to be dead."""
+INLINE_MANIFEST = 200 * 1024
+RECONNECT_S = 0.3
+RECONNECT_MAX_S = 3.0
+
+
+class HeadBook:
+    """The heads and manifests that this node knows, durable through the ledger."""
+
+    def __init__(self, trusted: TrustedRun, ledger: Ledger) -> None:
+        self._trusted = trusted
+        self._ledger = ledger
+        self._manifests: dict[tuple[int, int], bytes] = {}
+        self._news = asyncio.Condition()
+        self.ended = ""
+        """Why the run ended; empty while it goes on."""
+        for sealed, manifest in ledger.heads():
+            self._restore(sealed, manifest)
+
+    @property
+    def trusted(self) -> TrustedRun:
+        """The chain as it may be believed."""
+        return self._trusted
+
+    def latest(self) -> AdmittedHead | None:
+        """The newest head."""
+        return self._trusted.latest()
+
+    def order(self) -> tuple[int, int]:
+        """(term, version) of the newest head; (0, -1) without any."""
+        head = self.latest()
+        return head.order if head else (0, -1)
+
+    async def admit(self, notice: HeadNotice) -> AdmittedHead | None:
+        """Take in a head from anybody; None if known. Raises RemoteProtocolError, Equivocation."""
+        admitted = self._trusted.admit(notice.head, now=int(time.time()))
+        if admitted is None:
+            return None
+        document = notice.manifest
+        if document:
+            self._trusted.check_manifest(admitted, document)
+        await self._keep(admitted, document)
+        return admitted
+
+    async def _keep(self, admitted: AdmittedHead, document: bytes) -> None:
+        if document:
+            self._manifests[admitted.order] = document
+        self._ledger.add_head(*admitted.order, admitted.sealed, document)
+        async with self._news:
+            self._news.notify_all()
+
+    def manifest(self, head: AdmittedHead) -> PolicyManifest | None:
+        """The manifest of a head, if we hold it."""
+        document = self._manifests.get(head.order)
+        return None if document is None else self._trusted.check_manifest(head, document)
+
+    def attach(self, head: AdmittedHead, document: bytes) -> PolicyManifest:
+        """Take in a manifest that had to be fetched. Raises RemoteProtocolError."""
+        manifest = self._trusted.check_manifest(head, document)
+        self._manifests[head.order] = document
+        return manifest
+
+    def held(self) -> list[AdmittedHead]:
+        """Heads of the newest term, oldest first."""
+        term = self.order()[0]
+        heads = self._trusted.heads
+        return [heads[order] for order in sorted(heads) if order[0] == term]
+
+    def notice(self, head: AdmittedHead) -> HeadNotice:
+        """The message that tells of a head."""
+        document = self._manifests.get(head.order, b"")
+        return HeadNotice(head.sealed, document if len(document) <= INLINE_MANIFEST else b"")
+
+    def forget(self, below: int) -> None:
+        """Drop versions of the newest term below one, and all of earlier terms."""
+        term = self.order()[0]
+        for order in [one for one in self._trusted.heads if one[0] < term or one[1] < below]:
+            del self._trusted.heads[order]
+            self._manifests.pop(order, None)
+        self._ledger.drop_heads(term, below)
+
+    async def end(self, detail: str) -> None:
+        """There will be no more heads; tell all watchers."""
+        self.ended = detail or "the run has ended"
+        async with self._news:
+            self._news.notify_all()
+
+    async def wait_news(self, known: tuple[int, int], timeout: float) -> bool:
+        """Wait for a head newer than `known` or the end of the run; False at the timeout."""
+        try:
+            async with asyncio.timeout(timeout), self._news:
+                await self._news.wait_for(lambda: self.order() > known or bool(self.ended))
+        except TimeoutError:
+            return False
+        return True
+
+    def _restore(self, sealed: bytes, manifest: bytes) -> None:
+        try:
+            admitted = self._trusted.admit(sealed, now=0)
+        except RemoteProtocolError as error:
+            logger.warning("forgetting a head in the ledger: %s", error)
+            return
+        if admitted is not None and manifest and digest(manifest) == admitted.head.manifest:
+            self._manifests[admitted.order] = manifest
+
+
+class HeadServer:
+    """Answers WatchHeads and GetHeads."""
+
+    def __init__(self, book: HeadBook) -> None:
+        self._book = book
+
+    async def watch(self, stream: Stream, request: WatchHeads) -> None:
+        """Push the newest head whenever it changes; skips versions that a slow watcher missed."""
+        known = (request.term, request.after)
+        while True:
+            if self._book.order() > known:
+                head = self._book.latest()
+                assert head is not None
+                known = head.order
+                await send(stream, self._book.notice(head))
+            elif self._book.ended:
+                await send(stream, RunEnded(self._book.ended))
+                await stream.finish()
+                return
+            elif not await self._book.wait_news(known, KEEPALIVE_S):
+                await send(stream, Heads(()))
+
+    async def get(self, stream: Stream, request: GetHeads) -> None:
+        """All held heads after a version, as many as fit a message."""
+        notices: list[HeadNotice] = []
+        size = 0
+        for head in self._book.held():
+            notice = self._book.notice(head)
+            size += len(notice.head) + len(notice.manifest) + 32
+            if len(notices) == MAX_HEADS or size > MAX_MESSAGE // 2:
+                break
+            if head.head.version > request.after:
+                notices.append(notice)
+        await send(stream, Heads(tuple(notices)))
+        await stream.finish()
+
+
+class HeadFollower:
+    """Keeps a watch on one neighbour and reconnects for ever."""
+
+    def __init__(
+        self,
+        book: HeadBook,
+        links: Links,
+        peer: bytes,
+        *,
+        authority: bool,
+        on_fraud: Callable[[RemoteProtocolError], None],
+    ) -> None:
+        self._book = book
+        self._links = links
+        self._peer = peer
+        self._authority = authority
+        self._on_fraud = on_fraud
+        self.connected = False
+
+    async def run(self) -> None:
+        """Follow until the run ends."""
+        pause = RECONNECT_S
+        while not self._book.ended:
+            try:
+                await self._follow()
+                pause = RECONNECT_S
+            except Refused as refusal:
+                logger.info("%s gives us no heads: %s", short(self._peer), refusal)
+            except RemoteProtocolError as error:
+                if error.reason == Reason.EQUIVOCATION:
+                    self._on_fraud(error)
+                    return
+                logger.warning("bad head from %s: %s", short(self._peer), error)
+            except (TransportError, TimeoutError) as error:
+                logger.debug("watch of %s broke: %s", short(self._peer), error)
+            pause = RECONNECT_S if self.connected else min(pause * 1.5, RECONNECT_MAX_S)
+            self.connected = False
+            await asyncio.sleep(pause)
+
+    async def _follow(self) -> None:
+        connection = await self._links.get(self._peer, ALPN_CONTROL)
+        stream = await connection.open_stream()
+        try:
+            term, version = self._book.order()
+            await send(stream, WatchHeads(term, version))
+            while not self._book.ended:
+                async with asyncio.timeout(3 * KEEPALIVE_S):
+                    news = await receive_reply(stream, HeadNotice | Heads | RunEnded)  # type: ignore[arg-type]
+                self.connected = True
+                if isinstance(news, HeadNotice):
+                    await self._book.admit(news)
+                elif isinstance(news, RunEnded) and self._authority:
+                    await self._book.end(news.detail)
+        except (TransportError, TimeoutError):
+            await self._links.drop(self._peer, ALPN_CONTROL)
+            raise
+        finally:
+            await stream.abort()

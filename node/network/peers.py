@@ -1,0 +1,130 @@
+"""The peer table: who they are, how we reach them, how reliable they have been.
+
+Reliability is about service (it heals by itself); trust is about truth and lives in protocol/reputation.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...protocol.errors import Reason
+from ...protocol.manifests import PeerRecord
+from .transport import Connection, PathInfo
+
+EMA = 0.3
+HEAL = 0.02
+"""Every observation of anybody heals everybody's success by this much, so that nobody is shut out for ever."""
+
+
+@dataclass
+class Peer:
+    """One row of the table."""
+
+    node: bytes
+    record: PeerRecord | None = None
+    sealed: bytes = b""
+    """The sealed record, to pass on."""
+    addresses: tuple[str, ...] = ()
+    connections: list[Connection] = field(default_factory=list[Connection])
+    last_seen: float = 0.0
+    """Unix seconds."""
+    success: float = 1.0
+    """EMA of requests that worked."""
+    bandwidth: float = 0.0
+    """EMA of bytes per second of chunks we fetched from it; 0 before the first."""
+    sent: int = 0
+    received: int = 0
+    """Bytes over connections that are gone; add the live ones with path()."""
+    blamed: Counter[Reason] = field(default_factory=Counter[Reason])
+
+    def path(self) -> PathInfo | None:
+        """How we are connected now, with byte counters over all connections ever."""
+        live = [one.path() for one in self.connections if not one.closed]
+        if not live:
+            return None
+        best = min(live, key=lambda info: (info.kind == "relayed", info.rtt_ms or 0.0))
+        sent = self.sent + sum(info.bytes_sent for info in live)
+        received = self.received + sum(info.bytes_received for info in live)
+        return PathInfo(best.kind, best.rtt_ms, sent, received)
+
+
+class PeerTable:
+    """All peers that we know."""
+
+    def __init__(self) -> None:
+        self._peers: dict[bytes, Peer] = {}
+
+    def get(self, node: bytes) -> Peer:
+        """The row of `node`, made if need be."""
+        return self._peers.setdefault(node, Peer(node))
+
+    def rows(self) -> list[Peer]:
+        """A snapshot of all rows."""
+        return list(self._peers.values())
+
+    def learn(self, record: PeerRecord, sealed: bytes) -> None:
+        """Take in a verified peer record."""
+        peer = self.get(record.node)
+        peer.record, peer.sealed = record, sealed
+        peer.addresses = record.addresses or peer.addresses
+
+    def hint(self, node: bytes, addresses: Iterable[str]) -> None:
+        """Addresses from a ticket, before any record is known."""
+        peer = self.get(node)
+        peer.addresses = tuple(addresses) or peer.addresses
+
+    def connected(self, node: bytes, connection: Connection) -> None:
+        """A connection is up, whoever dialled."""
+        peer = self.get(node)
+        peer.connections.append(connection)
+        peer.last_seen = time.time()
+
+    def disconnected(self, node: bytes, connection: Connection) -> None:
+        """A connection is gone; its byte counters stay."""
+        peer = self.get(node)
+        if connection in peer.connections:
+            peer.connections.remove(connection)
+            info = connection.path()
+            peer.sent += info.bytes_sent
+            peer.received += info.bytes_received
+
+    def seen(self, node: bytes) -> None:
+        """The peer said something valid."""
+        self.get(node).last_seen = time.time()
+
+    def served(self, node: bytes, size: int, seconds: float) -> None:
+        """The peer gave us `size` good bytes in `seconds`."""
+        peer = self.get(node)
+        peer.success += EMA * (1.0 - peer.success)
+        rate = size / max(seconds, 1e-4)
+        peer.bandwidth = (
+            rate if not peer.bandwidth else peer.bandwidth + EMA * (rate - peer.bandwidth)
+        )
+        self._heal()
+
+    def failed(self, node: bytes) -> None:
+        """The peer did not deliver."""
+        peer = self.get(node)
+        peer.success -= EMA * peer.success
+        self._heal()
+
+    def blame(self, node: bytes, reason: Reason) -> None:
+        """The peer broke the protocol."""
+        self.get(node).blamed[reason] += 1
+        self.failed(node)
+
+    def reliability(self, node: bytes) -> float:
+        """Success in 0..1."""
+        return self.get(node).success
+
+    def weight(self, node: bytes) -> float:
+        """Success times bandwidth, for choosing sources; an untried peer counts as a middling one."""
+        peer = self.get(node)
+        known = [other.bandwidth for other in self._peers.values() if other.bandwidth]
+        typical = sorted(known)[len(known) // 2] if known else 1.0
+        return max(peer.success, 0.01) * (peer.bandwidth or typical)
+
+    def _heal(self) -> None:
+        for peer in self._peers.values():
+            peer.success = min(1.0, peer.success + HEAL * (1.0 - peer.success))

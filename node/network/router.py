@@ -1,0 +1,105 @@
+"""The accept loop: one ALPN, one handler; per-peer limits before anything is read.
+
+A handler answers one stream. What it raises of theirs becomes a refusal; a bug of ours costs that request,
+with a traceback in the log, never the node.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+from ...crypto.hashing import short
+from ...protocol.errors import Reason, RemoteProtocolError
+from .limits import TokenBucket
+from .peers import PeerTable
+from .rpc import refuse
+from .transport import Connection, ConnectionLost, Stream, Transport, TransportError
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[bytes, Stream], Awaitable[None]]
+"""(peer's NodeId, stream) -> answered."""
+
+CONNECTIONS_PER_PEER = 8
+REQUESTS_PER_SECOND = 200.0
+REQUEST_BURST = 400.0
+
+
+class Router:
+    """Accepts connections and streams, and hands each stream to the handler of its ALPN."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        peers: PeerTable,
+        handlers: Mapping[bytes, Handler],
+        *,
+        max_streams_per_peer: int,
+        max_peers: int,
+    ) -> None:
+        self._transport = transport
+        self._peers = peers
+        self._handlers = handlers
+        self._max_streams = max_streams_per_peer
+        self._max_peers = max_peers
+        self._connections: Counter[bytes] = Counter()
+        self._streams: Counter[bytes] = Counter()
+        self._buckets: dict[bytes, TokenBucket] = {}
+
+    async def run(self) -> None:
+        """Accept until the transport is closed."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    connection = await self._transport.accept()
+                except ConnectionLost:
+                    return
+                tasks.create_task(self._serve(connection))
+
+    async def _serve(self, connection: Connection) -> None:
+        peer = connection.peer
+        crowded = len(self._connections) >= self._max_peers and peer not in self._connections
+        if crowded or self._connections[peer] >= CONNECTIONS_PER_PEER:
+            await connection.close("too many connections")
+            return
+        self._connections[peer] += 1
+        self._peers.connected(peer, connection)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    stream = await connection.accept_stream()
+                    tasks.create_task(self._answer(connection, stream))
+        except* TransportError:
+            logger.debug("connection of %s ended", short(peer))
+        finally:
+            self._peers.disconnected(peer, connection)
+            await connection.close()
+            self._connections[peer] -= 1
+            if not self._connections[peer]:
+                del self._connections[peer]
+                self._buckets.pop(peer, None)
+
+    async def _answer(self, connection: Connection, stream: Stream) -> None:
+        peer = connection.peer
+        bucket = self._buckets.setdefault(peer, TokenBucket(REQUESTS_PER_SECOND, REQUEST_BURST))
+        if self._streams[peer] >= self._max_streams or not bucket.allows(1, time.monotonic()):
+            await refuse(stream, Reason.RATE_LIMITED, "too many requests at once")
+            return
+        self._streams[peer] += 1
+        try:
+            await self._handlers[connection.alpn](peer, stream)
+        except RemoteProtocolError as error:
+            self._peers.blame(peer, error.reason)
+            logger.info("refused %s: %s", short(peer), error)
+            await refuse(stream, error.reason, error.detail)
+        except (TransportError, TimeoutError) as error:
+            logger.debug("stream of %s broke: %s", short(peer), error)
+            await stream.abort()
+        except Exception:
+            # One request of one stranger must not end the node, whatever our bug is.
+            logger.exception("bug while answering %s", short(peer))
+            await refuse(stream, Reason.BUSY, "internal error")
+        finally:
+            self._streams[peer] -= 1

@@ -1,0 +1,224 @@
+"""Trio in one daemon thread beside asyncio: a call bridge, and a bounded way back for events.
+
+What belongs to trio is touched inside that thread only; asyncio sees `call` and `EventQueue`.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple, Unpack
+
+if TYPE_CHECKING:
+    import trio
+    import trio.lowlevel
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0
+"""How long stop() waits for trio to unwind before it leaves the daemon thread to the process."""
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+
+class TrioStopped(Exception):
+    """The trio thread is not running, or stopped before a call into it returned."""
+
+
+class EventQueue(Generic[T]):
+    """A bounded queue filled by any thread and read by one asyncio loop; the oldest drop first."""
+
+    def __init__(self, limit: int) -> None:
+        self.dropped = 0
+        self._items: deque[T] = deque(maxlen=limit)
+        self._lock = threading.Lock()
+        self._readable = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waking = False
+        self._closed = False
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Name the loop whose readers put() wakes; what is put before that is dropped."""
+        self._loop = loop
+
+    def put(self, item: T) -> None:
+        """Add an item, from any thread. Never blocks; at most one wake-up is under way."""
+        with self._lock:
+            if self._closed or self._loop is None:
+                return
+            self.dropped += len(self._items) == self._items.maxlen
+            self._items.append(item)
+            wake, self._waking = not self._waking, True
+        if wake:
+            _to_loop(self._loop, self._wake)
+
+    def close(self) -> None:
+        """End every reader once it has taken what is left. From the loop's thread only."""
+        with self._lock:
+            self._closed = True
+        self._readable.set()
+
+    def __aiter__(self) -> "EventQueue[T]":
+        return self
+
+    async def __anext__(self) -> T:
+        while True:
+            with self._lock:
+                if self._items:
+                    return self._items.popleft()
+                if self._closed:
+                    raise StopAsyncIteration
+                self._readable.clear()
+            await self._readable.wait()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._waking = False
+        self._readable.set()
+
+
+class TrioThread:
+    """One daemon thread that runs trio from start() to stop(), serving one asyncio loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._nursery: trio.Nursery | None = None
+        self._ended = asyncio.Event()
+        self._calls: set[asyncio.Future[Any]] = set()
+
+    @property
+    def nursery(self) -> "trio.Nursery":
+        """Where long-lived trio tasks live; for use inside the trio thread only."""
+        if self._nursery is None:
+            raise TrioStopped(f"{self._name} is not running: start() it first")
+        return self._nursery
+
+    async def start(self) -> None:
+        """Start the thread and wait until trio runs in it. Once only."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        self._thread = threading.Thread(
+            target=self._main, args=(loop, ready), name=self._name, daemon=True
+        )
+        self._thread.start()
+        await ready
+
+    async def call(
+        self, function: Callable[[Unpack[Args]], Awaitable[T]], *args: Unpack[Args]
+    ) -> T:
+        """Await `function(*args)` inside trio; its result or its error comes back.
+
+        Cancelling this call cancels the function; stopping the thread ends the call.
+
+        Raises:
+            TrioStopped: the thread is not running, or stopped before the function returned.
+        """
+        if self._token is None or self._ended.is_set():
+            raise TrioStopped(f"{self._name} is not running: start() it first")
+        import trio
+
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+        scope = trio.CancelScope()
+
+        async def run() -> None:
+            try:
+                with scope:
+                    _to_loop(loop, _resolve, result, await function(*args))
+            except Exception as error:
+                # Not swallowed: it is raised again in the caller, on the other side.
+                _to_loop(loop, _fail, result, error)
+
+        self._calls.add(result)
+        self._schedule(self._spawn, run)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._schedule(scope.cancel)
+            raise
+        finally:
+            self._calls.discard(result)
+
+    async def stop(self) -> None:
+        """Cancel everything in trio and join the thread. Never raises; twice is fine."""
+        if self._thread is None:
+            return
+        self._schedule(self._cancel)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._ended.wait()
+            self._thread.join(1.0)  # its last statement has run: this takes microseconds
+        except TimeoutError:
+            logger.warning("%s did not stop in %.0f s; it ends with us", self._name, STOP_SECONDS)
+        self._thread = None
+
+    def _schedule(self, function: Callable[..., object], *args: object) -> None:
+        import trio
+
+        if self._token is None:
+            return
+        try:
+            self._token.run_sync_soon(function, *args)
+        except trio.RunFinishedError:
+            logger.debug("%s has already ended", self._name)
+
+    def _spawn(self, run: Callable[[], Awaitable[None]]) -> None:
+        # Too late is no error here: _finish fails every call that is still waiting.
+        if self._nursery is not None:
+            self._nursery.start_soon(run)
+
+    def _cancel(self) -> None:
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()
+
+    def _main(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
+        import trio
+
+        try:
+            trio.run(self._live, loop, ready)
+        except Exception:
+            # A background task failed. The thread is done for; every call says so from now on.
+            logger.exception("%s died", self._name)
+        finally:
+            _to_loop(loop, self._finish)
+
+    async def _live(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
+        import trio
+
+        self._token = trio.lowlevel.current_trio_token()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                _to_loop(loop, _resolve, ready, None)
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
+
+    def _finish(self) -> None:
+        self._ended.set()
+        for call in self._calls:
+            _fail(call, TrioStopped(f"{self._name} stopped during the call"))
+
+
+def _resolve(future: "asyncio.Future[T]", value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: "asyncio.Future[Any]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _to_loop(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object
+) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        # The asyncio loop is closed already: nobody is left to tell.
+        logger.debug("an event came after its loop was closed")

@@ -1,0 +1,176 @@
+"""The cheap checks on a submission: pure functions of bytes, cheapest first, each with a reason code.
+
+Limits come from the run manifest and the lease, never from the submission. A rollout's fault is data: it is
+returned as a Rejection and costs that rollout; a fault of the bundle raises and costs the bundle.
+"""
+
+from dataclasses import dataclass, field
+
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import Lease
+from ...protocol.manifests import RunManifest
+from ...protocol.rollouts import (
+    BranchRecord,
+    GroupRecord,
+    Rejection,
+    RolloutRecord,
+    Submission,
+    unpack_f32,
+    unpack_u32,
+)
+from ..environments.environment import Branch
+
+
+@dataclass
+class CheckedRollout:
+    """A rollout that passed so far."""
+
+    group: int
+    index: int
+    branches: list[Branch]
+    claimed_reward: float
+
+
+@dataclass
+class CheckedSubmission:
+    """What is left of a submission after the cheap checks."""
+
+    rollouts: list[CheckedRollout] = field(default_factory=list[CheckedRollout])
+    rejections: list[Rejection] = field(default_factory=list[Rejection])
+
+
+class Rejected(Exception):
+    """One rollout fails a check."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason.value}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def check_submission(
+    submission: Submission, lease: Lease, run: RunManifest, version: int
+) -> CheckedSubmission:
+    """Compare a submission with its lease and the run's contract; `version` is the newest published.
+
+    Raises:
+        RemoteProtocolError: WRONG_TASK, TOO_LARGE: the bundle is not the work of this lease.
+    """
+    if len(submission.groups) != len(lease.tasks):
+        raise RemoteProtocolError(Reason.WRONG_TASK, "not the tasks of the lease")
+    checked = CheckedSubmission()
+    for number, (group, task) in enumerate(zip(submission.groups, lease.tasks, strict=True)):
+        if (group.task_index, group.task_digest) != (task.index, task.digest):
+            raise RemoteProtocolError(Reason.WRONG_TASK, f"group {number} is of another task")
+        if len(group.rollouts) > lease.group_size:
+            raise RemoteProtocolError(Reason.TOO_LARGE, f"group {number} has too many rollouts")
+        _check_group(number, group, lease, run, version, checked)
+    return checked
+
+
+def _check_group(
+    number: int,
+    group: GroupRecord,
+    lease: Lease,
+    run: RunManifest,
+    version: int,
+    checked: CheckedSubmission,
+) -> None:
+    for index in range(lease.group_size):
+        try:
+            if index >= len(group.rollouts):
+                raise Rejected(Reason.MISSING_INDEX, "an index that is missing counts as failed")
+            record = group.rollouts[index]
+            branches = _check_rollout(record, lease, run, version)
+        except Rejected as fault:
+            checked.rejections.append(Rejection(number, index, fault.reason, fault.detail[:500]))
+        else:
+            checked.rollouts.append(CheckedRollout(number, index, branches, record.reward))
+
+
+def _check_rollout(
+    record: RolloutRecord, lease: Lease, run: RunManifest, version: int
+) -> list[Branch]:
+    if record.error:
+        raise Rejected(Reason.ENVIRONMENT_ERROR, record.error)
+    if not record.branches:
+        raise Rejected(Reason.MISSING_INDEX, "no tokens")
+    if record.reward != record.reward or abs(record.reward) > 1e9:
+        raise Rejected(Reason.BAD_REWARD, "not a finite reward")
+    return [_check_branch(branch, lease, run, version) for branch in record.branches]
+
+
+def _check_branch(record: BranchRecord, lease: Lease, run: RunManifest, version: int) -> Branch:
+    branch = _unpack(record)
+    _check_lengths(branch, run)
+    if branch.policy_last > version:
+        raise Rejected(Reason.FUTURE_POLICY, f"policy {branch.policy_last}, newest is {version}")
+    if branch.policy_first > branch.policy_last:
+        raise Rejected(Reason.MALFORMED, "first policy version after the last")
+    if branch.policy_first < lease.min_version:
+        raise Rejected(
+            Reason.STALE, f"policy {branch.policy_first}, the lease asks for {lease.min_version}"
+        )
+    check_termination(branch, run)
+    return branch
+
+
+def _unpack(record: BranchRecord) -> Branch:
+    try:
+        tokens, logprobs = unpack_u32(record.tokens), unpack_f32(record.logprobs)
+    except RemoteProtocolError as error:
+        raise Rejected(error.reason, error.detail) from error
+    if any(flag > 1 for flag in record.sampled) or len(record.sampled) != len(tokens):
+        raise Rejected(Reason.MALFORMED, "the mask does not fit the tokens")
+    if len(logprobs) != sum(record.sampled):
+        raise Rejected(Reason.MALFORMED, "not one logprob per sampled token")
+    drawn = iter(logprobs)
+    return Branch(
+        token_ids=tokens,
+        sampled=[flag == 1 for flag in record.sampled],
+        logprobs=[next(drawn) if flag else 0.0 for flag in record.sampled],
+        policy_first=record.policy_first,
+        policy_last=record.policy_last,
+        finish=record.finish,
+    )
+
+
+def _check_lengths(branch: Branch, run: RunManifest) -> None:
+    if not 2 <= len(branch.token_ids) <= run.limits.max_model_len:
+        raise Rejected(Reason.TOO_LARGE, f"{len(branch.token_ids)} tokens")
+    if branch.sampled[0] or not any(branch.sampled):
+        raise Rejected(Reason.MALFORMED, "a prompt and then sampled tokens are expected")
+    if max(branch.token_ids) >= run.model.vocab_size:
+        raise Rejected(Reason.TOKEN_OUT_OF_RANGE, f"token {max(branch.token_ids)}")
+    if any(value > 1e-3 for value in branch.logprobs):
+        raise Rejected(Reason.BAD_LOGPROBS, "a logprob above zero")
+
+
+def check_termination(branch: Branch, run: RunManifest) -> None:
+    """Every reply must end by a stop token or by its full length, and hold no stop token before its end."""
+    stops = frozenset(run.model.stop_token_ids)
+    runs = sampled_runs(branch.sampled)
+    if len(runs) > run.limits.max_turns:
+        raise Rejected(Reason.TOO_LARGE, f"{len(runs)} turns")
+    for number, (start, end) in enumerate(runs):
+        reply = branch.token_ids[start:end]
+        if any(token in stops for token in reply[:-1]):
+            raise Rejected(Reason.BAD_TERMINATION, "tokens after a stop token")
+        full = len(reply) == run.sampling.max_tokens or end == run.limits.max_model_len
+        if len(reply) > run.sampling.max_tokens or not (full or reply[-1] in stops):
+            raise Rejected(Reason.BAD_TERMINATION, f"reply of {len(reply)} tokens was cut short")
+        if number == len(runs) - 1 and (branch.finish == "stop") != (reply[-1] in stops):
+            raise Rejected(Reason.BAD_TERMINATION, f"did not finish by {branch.finish}")
+
+
+def sampled_runs(sampled: list[bool]) -> list[tuple[int, int]]:
+    """Half-open index ranges of the runs of sampled tokens: one per reply."""
+    runs: list[tuple[int, int]] = []
+    start = -1
+    for position, flag in enumerate([*sampled, False]):
+        if flag and start < 0:
+            start = position
+        elif not flag and start >= 0:
+            runs.append((start, position))
+            start = -1
+    return runs

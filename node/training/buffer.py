@@ -1,0 +1,168 @@
+"""The rollout buffer: bounded in size and in staleness. No torch, no asyncio, no I/O.
+
+A group leaves only by cut() or by the sweep of advance(); the sweep is the guarantee that nothing older
+than `max_off_policy_steps` is ever trained, early cancels elsewhere only save work.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Refusal = Literal["stale", "future", "thin", "full"]
+"""Why add() refused: too old, claims a version that does not exist yet, fewer than two rollouts with
+tokens, buffer at its capacity."""
+
+
+@dataclass(frozen=True)
+class BranchTokens:
+    """One training sequence of T tokens: ids, which of them the model drew, the sampler's logprobs."""
+
+    token_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """One rollout (a conversation may have several branches) and the trainer's own reward for it."""
+
+    branches: list[BranchTokens]
+    reward: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """All surviving rollouts of one task under one lease; they are compared with each other only."""
+
+    task: bytes
+    """Digest of the task."""
+    environment: str
+    rollouts: list[ScoredRollout]
+    policy_oldest: int
+    """Oldest version that generated any token of any rollout: the group ages as a unit."""
+    node: bytes
+    """Id of the worker."""
+    lease: bytes
+
+
+@dataclass(frozen=True)
+class StalenessStats:
+    """Versions behind, over some groups (`off_policy/mean` and `off_policy/max`)."""
+
+    count: int
+    mean: float
+    max: int
+
+
+@dataclass(frozen=True)
+class BufferSnapshot:
+    """Everything of a buffer, in order, of plain types: msgspec encodes and decodes it as it is."""
+
+    version: int
+    groups: list[Group]
+    counts: dict[str, int] = field(default_factory=dict[str, int])
+
+
+class RolloutBuffer:
+    """Groups that wait to be trained, oldest policy version first, first come first among equals."""
+
+    def __init__(self, *, max_off_policy_steps: int, capacity: int) -> None:
+        """`capacity` is in groups; `max_off_policy_steps` = 0 admits only the version being trained."""
+        self.max_off_policy_steps = max_off_policy_steps
+        self.capacity = capacity
+        self.counts: Counter[str] = Counter()
+        """Groups so far by what became of them: added, cut, swept, and each Refusal."""
+        self._version = 0
+        self._groups: list[Group] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def version(self) -> int:
+        """The policy version being trained: batch `version + 1` is cut next."""
+        return self._version
+
+    def add(self, group: Group, trained_version: int) -> Refusal | None:
+        """Take a group in while `trained_version` is being trained, or say why not.
+
+        A newer `trained_version` than the buffer's own advances it first; an older one is ignored.
+        """
+        self.advance(trained_version)
+        refusal = self._refusal(group)
+        self.counts[refusal or "added"] += 1
+        if refusal is None:
+            insort(self._groups, group, key=_age_key)
+        return refusal
+
+    def advance(self, version: int) -> list[Group]:
+        """`version` is being trained now; returns the groups that became too old, which are gone."""
+        self._version = max(self._version, version)
+        swept = [group for group in self._groups if self._is_stale(group)]
+        if swept:
+            self._groups = [group for group in self._groups if not self._is_stale(group)]
+            self.counts["swept"] += len(swept)
+        return swept
+
+    def cut(self, n_groups: int, *, per_node: int | None = None) -> list[Group] | None:
+        """Take a batch of `n_groups` out, or None while there are too few.
+
+        With `per_node` no worker supplies more than that many; what exceeds it waits for a later batch.
+        """
+        if n_groups < 1:
+            raise ValueError("a batch needs at least one group")
+        taken: list[int] = []
+        shares: Counter[bytes] = Counter()
+        for index, group in enumerate(self._groups):
+            if len(taken) == n_groups:
+                break
+            if per_node is None or shares[group.node] < per_node:
+                shares[group.node] += 1
+                taken.append(index)
+        if len(taken) < n_groups:
+            return None
+        batch = [self._groups[index] for index in taken]
+        chosen = set(taken)
+        self._groups = [group for i, group in enumerate(self._groups) if i not in chosen]
+        self.counts["cut"] += n_groups
+        return batch
+
+    def staleness(self, groups: Iterable[Group] | None = None) -> StalenessStats:
+        """Staleness of `groups` (say, a batch just cut), or of all that wait, as of now."""
+        chosen = self._groups if groups is None else groups
+        ages = [self._version - group.policy_oldest for group in chosen]
+        if not ages:
+            return StalenessStats(0, 0.0, 0)
+        return StalenessStats(len(ages), sum(ages) / len(ages), max(ages))
+
+    def snapshot(self) -> BufferSnapshot:
+        """What restore() needs to go on exactly here."""
+        return BufferSnapshot(self._version, list(self._groups), dict(self.counts))
+
+    def restore(self, snapshot: BufferSnapshot) -> list[Group]:
+        """Become what was saved; returns what a bound that was tightened since then sweeps."""
+        self._version = snapshot.version
+        self._groups = list(snapshot.groups)
+        self.counts = Counter(snapshot.counts)
+        return self.advance(snapshot.version)
+
+    def _refusal(self, group: Group) -> Refusal | None:
+        if group.policy_oldest > self._version:
+            return "future"
+        if self._is_stale(group):
+            return "stale"
+        if sum(1 for rollout in group.rollouts if rollout.branches) < 2:
+            return "thin"
+        if len(self._groups) >= self.capacity:
+            return "full"
+        return None
+
+    def _is_stale(self, group: Group) -> bool:
+        return self._version - group.policy_oldest > self.max_off_policy_steps
+
+
+def _age_key(group: Group) -> int:
+    """insort puts equals to the right: first in, first out within a version."""
+    return group.policy_oldest

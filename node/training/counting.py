@@ -1,0 +1,107 @@
+"""A trainer backend that only counts, for tests of what stands around it. No torch.
+
+Its policy is a function of the model directory's name, the seed and the batches it was given, in order:
+two of them that saw the same agree, and any difference shows.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ...crypto.hashing import digest
+from ..errors import EngineError, StorageError
+from ..models import contract_files
+from ..weights.state import State, Tensor
+from .backend import Batch, StepMetrics
+from .durable import whole_directory, write_whole
+
+WORDS = 16
+"""bf16 elements of the only tensor; a BLAKE3 digest holds exactly so many."""
+
+
+class CountingBackend:
+    """TrainBackend without a model."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        self.batches: list[Batch] = []
+        """Every batch since start() or load(), for tests to look at."""
+        self._seed = seed
+        self._model_dir: Path | None = None
+        self._step = 0
+        self._history = b""
+
+    async def start(self, model_dir: Path) -> None:
+        """Begin a history."""
+        self._model_dir = model_dir
+        self._history = digest(f"seed {self._seed}".encode())
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        """Fold `batch` into the history; an empty one only counts."""
+        self._running()
+        if batch.step <= self._step:
+            raise EngineError(
+                f"step {batch.step} came after step {self._step}: number them upwards"
+            )
+        self._step = batch.step
+        self.batches.append(batch)
+        if batch.samples:
+            self._history = digest(self._history + msgspec.msgpack.encode(batch))
+        tokens = sum(sum(sample.mask[1:]) for sample in batch.samples)
+        return StepMetrics({"tokens": float(tokens), "optim/skipped": 0.0})
+
+    async def state(self) -> State:
+        """One tensor whose bits are the history's digest."""
+        self._running()
+        bits = np.frombuffer(self._history, dtype="<u2").copy()
+        return {"history.weight": Tensor("BF16", (WORDS,), bits)}
+
+    async def save(self, directory: Path) -> None:
+        """Write step and history."""
+        self._running()
+        record = {"step": self._step, "history": self._history.hex()}
+        with whole_directory(directory) as partial:
+            write_whole(partial / "counting.json", json.dumps(record).encode())
+
+    async def load(self, directory: Path) -> None:
+        """Continue from save(). Raises StorageError."""
+        self._running()
+        try:
+            record = json.loads((directory / "counting.json").read_text())
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{directory} cannot be read: resume from an earlier one") from error
+        self._step, self._history = int(record["step"]), bytes.fromhex(record["history"])
+        self.batches = []
+
+    async def export(self, directory: Path) -> None:
+        """Write the state as model.safetensors beside the contract files of the model directory."""
+        model_dir = self._running()
+        state = await self.state()
+        with whole_directory(directory) as partial:
+            for name in contract_files(model_dir):
+                shutil.copyfile(model_dir / name, partial / name)
+            write_whole(partial / "model.safetensors", _safetensors(state))
+
+    async def close(self) -> None:
+        """Stop answering."""
+        self._model_dir = None
+
+    def _running(self) -> Path:
+        if self._model_dir is None:
+            raise EngineError("the trainer backend is not running: call start() first")
+        return self._model_dir
+
+
+def _safetensors(state: State) -> bytes:
+    """The safetensors file of a state of bf16 tensors: header length, JSON header, bits."""
+    header: dict[str, object] = {}
+    data = b""
+    for name, tensor in state.items():
+        bits = tensor.data.tobytes()
+        offsets = [len(data), len(data) + len(bits)]
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+        data += bits
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data

@@ -1,0 +1,64 @@
+"""Directories that are either whole or absent, whatever crash comes between two writes.
+
+Data, fsync, rename: nothing that carries the final name is ever incomplete.
+"""
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL = ".partial"
+"""Suffix of a directory that is still being written, or was when the node died."""
+REPLACED = ".replaced"
+"""Suffix of the old directory for the moment between two renames."""
+
+
+@contextmanager
+def whole_directory(target: Path) -> Generator[Path, None, None]:
+    """Yield an empty directory to fill; it becomes `target` when the block ends without an error.
+
+    An older `target` is replaced. Raises OSError.
+    """
+    partial = target.with_name(target.name + PARTIAL)
+    replaced = target.with_name(target.name + REPLACED)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        sync_tree(partial)
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        partial.rename(target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write `data` and have it on the disk before returning."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_tree(directory: Path) -> None:
+    """fsync every file and directory below `directory`, itself last."""
+    for root, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            sync(Path(root, name))
+        sync(Path(root))
+
+
+def sync(path: Path) -> None:
+    """fsync one file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

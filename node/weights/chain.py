@@ -1,0 +1,183 @@
+"""Planning over policy versions: what to fetch, what to keep, when to publish an anchor. No I/O.
+
+A delta is only ever planned onto the exact state that it names; a version number alone proves nothing.
+"""
+
+from collections.abc import Collection, Iterator
+from collections.abc import Set as AbstractSet
+
+from ...protocol.manifests import Artifact, PolicyManifest
+from ...protocol.version import MAX_CHUNK
+from .errors import NoPath, WeightsError
+
+NOTHING = -1
+"""The version held by a node that holds no weights."""
+
+Step = tuple[int, Artifact]
+"""A version, and the artifact that reaches it."""
+_Route = tuple[int, int, tuple[Step, ...]]
+"""Bytes to fetch, steps, and the steps themselves; compares by the first two."""
+
+
+def cut(payload: Iterator[bytes], chunk_size: int) -> Iterator[bytes]:
+    """`payload` again in chunks of `chunk_size` bytes, the last one shorter; no empty chunk."""
+    if not 0 < chunk_size <= MAX_CHUNK:
+        raise ValueError(f"chunk size {chunk_size} is not in 1..{MAX_CHUNK}")
+    held = bytearray()
+    for part in payload:
+        held += part
+        while len(held) >= chunk_size:
+            yield bytes(held[:chunk_size])
+            del held[:chunk_size]
+    if held:
+        yield bytes(held)
+
+
+class Chain:
+    """The policy versions that are known to be genuine, and the ways between them."""
+
+    def __init__(self) -> None:
+        self._manifests: dict[int, PolicyManifest] = {}
+
+    def add(self, manifest: PolicyManifest) -> None:
+        """Learn of a version; the caller has checked its signature.
+
+        Raises WeightsError if the version is known with another state: rewind() first, if the
+        trainer's head says that it went back.
+        """
+        known = self._manifests.get(manifest.version)
+        if known is not None and known.state != manifest.state:
+            raise WeightsError(f"version {manifest.version} is known with another state")
+        self._manifests[manifest.version] = manifest
+
+    def rewind(self, version: int) -> None:
+        """Forget `version` and everything after it: the trainer resumed from before."""
+        self._manifests = {v: m for v, m in self._manifests.items() if v < version}
+
+    def get(self, version: int) -> PolicyManifest | None:
+        """The manifest of `version`, if known."""
+        return self._manifests.get(version)
+
+    @property
+    def newest(self) -> int:
+        """The newest known version, or NOTHING."""
+        return max(self._manifests, default=NOTHING)
+
+    def plan(
+        self,
+        have_version: int,
+        have_state: bytes,
+        target_version: int,
+        *,
+        stored: AbstractSet[bytes] = frozenset(),
+    ) -> list[Step]:
+        """The steps to `target_version` that fetch the fewest bytes, then the fewest steps.
+
+        They start from the state that is held (`have_version` NOTHING: none is) or from an anchor.
+        Empty if the target is held. Chunks whose digests are in `stored` cost nothing. Raises
+        NoPath.
+        """
+        held = None if have_version == NOTHING else (have_version, have_state)
+        route = self._cheapest(held, target_version, self._manifests.keys(), stored)
+        if route is None:
+            raise NoPath(
+                f"nothing known leads from version {have_version} to {target_version}: "
+                "wait for an anchor or ask for older manifests"
+            )
+        return list(route)
+
+    def live(self, keep: int) -> list[Step]:
+        """What must stay so that every one of the `keep` newest versions can be reached.
+
+        For each of them the chain from the newest anchor at or before it, for nodes that hold
+        nothing, and its own artifacts, for nodes that follow; thus deltas stay even where the
+        anchor before them is not known.
+        """
+        if keep < 1:
+            raise ValueError("keep at least the newest version")
+        kept = sorted(self._manifests)[-keep:]
+        steps: dict[tuple[int, int], Step] = {}
+        for version in kept:
+            chain = self._from_newest_anchor(version)
+            own = [(version, a) for a in self._manifests[version].artifacts]
+            for reached, artifact in [*chain, *own]:
+                steps[reached, artifact.base_version] = (reached, artifact)
+        return [steps[key] for key in sorted(steps)]
+
+    def live_chunks(self, keep: int) -> set[bytes]:
+        """Digests of the chunks of live(); everything else may be collected."""
+        return {chunk.digest for _, artifact in self.live(keep) for chunk in artifact.chunks}
+
+    def forget(self, keep: int) -> None:
+        """Drop the manifests that live() does not need."""
+        live = {version for version, _ in self.live(keep)}
+        self._manifests = {v: m for v, m in self._manifests.items() if v in live}
+
+    def needs_anchor(self, version: int, interval: int, *, outweigh: float = 1.0) -> bool:
+        """Whether `version`, about to be published, must come with an anchor.
+
+        So if no anchor leads to the version before it, if the newest one is `interval` versions
+        old, or if the deltas since then together exceed `outweigh` times its size: then a late
+        joiner fetches less when there is a new one.
+        """
+        chain = self._from_newest_anchor(version - 1)
+        if not chain:
+            return True
+        anchored, anchor = chain[0]
+        deltas = sum(artifact.size for _, artifact in chain[1:])
+        return version - anchored >= interval or deltas > outweigh * anchor.size
+
+    def _from_newest_anchor(self, version: int) -> list[Step]:
+        """The cheapest chain to `version` from the newest anchor that has one; empty if none."""
+        for anchored in sorted(self._manifests, reverse=True):
+            if anchored <= version and _has_anchor(self._manifests[anchored]):
+                route = self._cheapest(None, version, {anchored}, frozenset())
+                if route is not None:
+                    return list(route)
+        return []
+
+    def _cheapest(
+        self,
+        held: tuple[int, bytes] | None,
+        target: int,
+        anchors: Collection[int],
+        stored: AbstractSet[bytes],
+    ) -> tuple[Step, ...] | None:
+        """Shortest path from (version, state) `held` or from an anchor at a version in `anchors`.
+
+        Deltas only go up, so one pass in version order settles every version.
+        """
+        routes: dict[tuple[int, bytes], _Route] = {} if held is None else {held: (0, 0, ())}
+        for version in sorted(v for v in self._manifests if v <= target):
+            manifest = self._manifests[version]
+            here = (version, manifest.state)
+            ways = [routes[here]] if here in routes else []
+            for artifact in manifest.artifacts:
+                before = _before(artifact, version, routes, version in anchors)
+                if before is not None:
+                    spent, count, steps = before
+                    cost = sum(c.size for c in artifact.chunks if c.digest not in stored)
+                    ways.append((spent + cost, count + 1, (*steps, (version, artifact))))
+            if ways:
+                routes[here] = min(ways, key=lambda way: way[:2])
+        known = self._manifests.get(target)
+        found = routes.get((target, known.state)) if known else None
+        return found[2] if found else None
+
+
+def _has_anchor(manifest: PolicyManifest) -> bool:
+    return any(artifact.kind == "anchor" for artifact in manifest.artifacts)
+
+
+def _before(
+    artifact: Artifact,
+    version: int,
+    routes: dict[tuple[int, bytes], _Route],
+    anchor_counts: bool,
+) -> _Route | None:
+    """The route to where `artifact` may be applied, or None."""
+    if artifact.kind == "anchor":
+        return (0, 0, ()) if anchor_counts else None
+    if artifact.base_version >= version:
+        return None
+    return routes.get((artifact.base_version, artifact.base_state))

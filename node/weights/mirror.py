@@ -1,0 +1,120 @@
+"""The policy that this node holds, kept equal to the trainer's bit for bit.
+
+A state becomes the held one only after every tensor in it was hashed and found to be what the signed
+manifest promises; until commit() nothing that is held changes.
+"""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ...crypto.hashing import NO_DIGEST, short
+from ...protocol.manifests import Artifact, PolicyManifest
+from .chain import NOTHING
+from .codec import CODEC, apply_delta, decode_full
+from .errors import CodecError, DigestMismatch, WrongBase
+from .state import State, digests, state_digest, tensor_digest
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A proved state: its version, tensors, their digests, and the digest of the whole."""
+
+    version: int
+    state: State
+    digests: Mapping[str, bytes]
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A proved policy, and the digest of the state that it was made from."""
+
+    policy: Policy
+    base: bytes = field(repr=False)
+
+
+EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
+"""What a node holds before its first anchor."""
+
+
+def prove(version: int, state: State) -> Policy:
+    """Hash `state`, for the trainer, which made it, or to compare with a manifest's base state."""
+    hashes = digests(state)
+    return Policy(version, state, hashes, state_digest(hashes))
+
+
+class Mirror:
+    """Holds one policy; prepare() the next beside it, commit() to swap."""
+
+    def __init__(self, policy: Policy = EMPTY, *, threads: int = 1) -> None:
+        self._policy = policy
+        self._threads = threads
+
+    @property
+    def policy(self) -> Policy:
+        """What is held."""
+        return self._policy
+
+    def prepare(
+        self, manifest: PolicyManifest, artifact: Artifact, payload: bytes | Iterable[bytes]
+    ) -> Prepared:
+        """Decode `payload` into a copy and prove it. Nothing that is held changes.
+
+        Blocks for as long as decoding and hashing take. Raises CodecError, WrongBase or
+        DigestMismatch.
+        """
+        held = self._policy
+        if artifact.codec != CODEC:
+            raise CodecError(f"codec {artifact.codec!r} is unknown, update this node")
+        if artifact.kind == "anchor":
+            base = EMPTY
+            state = decode_full(payload, manifest.tensors, threads=self._threads)
+        else:
+            base = held
+            _check_base(held, artifact)
+            state = apply_delta(held.state, payload, manifest.tensors, threads=self._threads)
+        return Prepared(self._prove(manifest, state, held), base.digest)
+
+    def commit(self, prepared: Prepared) -> Policy:
+        """Hold `prepared` from now on. Raises WrongBase if the base was replaced meanwhile."""
+        if prepared.base not in (EMPTY.digest, self._policy.digest):
+            raise WrongBase(
+                f"version {prepared.policy.version} was prepared on state {short(prepared.base)}, "
+                f"but {short(self._policy.digest)} is held by now: prepare it again"
+            )
+        self._policy = prepared.policy
+        return self._policy
+
+    def _prove(self, manifest: PolicyManifest, state: State, held: Policy) -> Policy:
+        """The policy `state`, or DigestMismatch. Only objects of the held state are not re-hashed."""
+        hashes = self._hash(state, held)
+        for info in manifest.tensors:
+            if hashes[info.name] != info.digest:
+                raise DigestMismatch(
+                    f"version {manifest.version}: tensor {info.name} is "
+                    f"{short(hashes[info.name])}, the manifest says {short(info.digest)}"
+                )
+        whole = state_digest(hashes)
+        if whole != manifest.state:
+            raise DigestMismatch(
+                f"version {manifest.version}: state is {short(whole)}, "
+                f"the manifest says {short(manifest.state)}"
+            )
+        return Policy(manifest.version, state, hashes, whole)
+
+    def _hash(self, state: State, held: Policy) -> dict[str, bytes]:
+        fresh = [name for name in state if state[name] is not held.state.get(name)]
+        with ThreadPoolExecutor(max(1, self._threads)) as pool:
+            hashed = dict(
+                zip(fresh, pool.map(tensor_digest, map(state.__getitem__, fresh)), strict=True)
+            )
+        return {name: hashed.get(name) or held.digests[name] for name in state}
+
+
+def _check_base(held: Policy, artifact: Artifact) -> None:
+    if (artifact.base_version, artifact.base_state) != (held.version, held.digest):
+        raise WrongBase(
+            f"the delta is for version {artifact.base_version} ({short(artifact.base_state)}), "
+            f"held is {held.version} ({short(held.digest)})"
+        )

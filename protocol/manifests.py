@@ -1,0 +1,182 @@
+"""Signed documents: what a run is, what a policy version is, who a peer is.
+
+Small sealed heads name large content-addressed documents; a document is believed because a head names it.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ..crypto.hashing import Digest, digest
+from ..crypto.keys import NodeId
+from .errors import LocalProtocolError
+from .version import MAX_ADDRESSES, MAX_CHUNK, MAX_MANIFEST, MAX_NAME
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Role = Literal["inference", "trainer", "validator", "seed"]
+UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Addresses = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+
+
+class ChunkRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A chunk by the hash of its bytes."""
+
+    digest: Digest
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNK)]
+
+
+class FileRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One small file of the model contract (config, tokenizer, chat template)."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    """A plain file name: no separator, no leading dot."""
+    chunk: ChunkRef
+
+
+class ModelContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model of a run, by digest: a worker needs nothing but the ticket."""
+
+    name: Name
+    files: Annotated[tuple[FileRef, ...], msgspec.Meta(max_length=64)]
+    base_state: Digest
+    """State digest of the bf16 weights that the run started from."""
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)]
+
+
+class EnvironmentContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An environment, so that every node makes the same tasks."""
+
+    id: Name
+    config: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
+    """EnvironmentConfig as JSON."""
+    seed: int
+    version: Name
+    """Version of the library that runs it, shown when task digests disagree."""
+
+
+class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How every token is drawn: softmax(logits / temperature), no top-k, no top-p."""
+
+    temperature: Annotated[float, msgspec.Meta(gt=0, le=2)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+
+
+class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds that every node knows beforehand."""
+
+    max_off_policy_steps: Annotated[int, msgspec.Meta(ge=0)]
+    group_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    max_turns: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
+    logprob_fraction: float
+    logprob_tolerance: float
+
+
+class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run is. Its digest is the run id, so nothing in it can change."""
+
+    name: Name
+    created: UnixSeconds
+    software: Name
+    trainer: NodeId
+    """The only key whose heads, leases, receipts and verdicts count."""
+    model: ModelContract
+    environment: EnvironmentContract
+    sampling: SamplingContract
+    limits: RunLimits
+    max_steps: Annotated[int, msgspec.Meta(ge=1)]
+    nonce: Digest
+    """Random: two runs of one config are two runs."""
+
+
+def encode(document: msgspec.Struct) -> bytes:
+    """The bytes of a document; its digest is taken over exactly these."""
+    return msgspec.msgpack.encode(document)
+
+
+def run_id(manifest: bytes) -> bytes:
+    """The run id of an encoded RunManifest."""
+    return digest(manifest)
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Name, safetensors dtype, shape and digest of one tensor."""
+
+    name: Name
+    dtype: Annotated[str, msgspec.Meta(max_length=8)]
+    shape: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**40)], ...], msgspec.Meta(max_length=8)
+    ]
+    digest: Digest
+
+
+class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way to reach a version: a full anchor, or a delta on a named base."""
+
+    kind: Literal["anchor", "delta"]
+    base_version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+    """-1 for an anchor."""
+    base_state: Digest
+    """State digest that the delta must be applied to; zeros for an anchor."""
+    codec: Name
+    size: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+    chunks: Annotated[tuple[ChunkRef, ...], msgspec.Meta(max_length=2**20)]
+
+
+class PolicyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything about one policy version; named by the digest in its head."""
+
+    run: Digest
+    version: Version
+    state: Digest
+    tensors: Annotated[tuple[TensorInfo, ...], msgspec.Meta(max_length=2**18)]
+    artifacts: Annotated[tuple[Artifact, ...], msgspec.Meta(min_length=1, max_length=16)]
+
+
+class PolicyHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The small signed fact that a version exists: it fits a gossip message."""
+
+    term: Version
+    """Raised when a resumed trainer had to go back; (term, version) never decreases."""
+    version: Version
+    previous: Digest
+    """Digest of the previous head's payload; zeros at version 0 and where a term begins."""
+    state: Digest
+    manifest: Digest
+    manifest_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_MANIFEST)]
+    created: UnixSeconds
+    expires: UnixSeconds
+
+
+class PeerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who a node is and how to reach it, signed by itself."""
+
+    node: NodeId
+    role: Role
+    software: Name
+    addresses: Addresses
+    """host:port hints of iroh."""
+    discovery: Addresses
+    """libp2p multiaddrs."""
+    share_address: bool
+    """Whether the trainer may show this record to other admitted peers."""
+
+
+class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stranger needs to join: enough to check everything else offline."""
+
+    run: Digest
+    trainer: NodeId
+    addresses: Addresses
+    discovery: Addresses
+    issued: UnixSeconds
+    expires: UnixSeconds
+
+
+def check_sizes(document: bytes, limit: int) -> bytes:
+    """`document`, or LocalProtocolError if peers would refuse it as too large."""
+    if len(document) > limit:
+        raise LocalProtocolError(f"document of {len(document)} bytes exceeds {limit}")
+    return document

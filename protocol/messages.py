@@ -1,0 +1,164 @@
+"""Everything said between nodes. One stream carries one request and its reply; a watch carries many.
+
+New fields go last with a default; a new message is a new tag; changes of meaning raise WIRE_VERSION.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from ..crypto.hashing import Digest
+from .errors import Reason
+from .manifests import Name, Role, Version
+from .version import MAX_GOSSIP, MAX_SUBMISSION
+
+Sealed = Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
+SmallSealed = Annotated[bytes, msgspec.Meta(max_length=MAX_GOSSIP)]
+Document = Annotated[bytes, msgspec.Meta(max_length=256 * 1024)]
+MAX_HEADS = 64
+MAX_RECORDS = 64
+MAX_LEASES = 64
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class name is the tag on the wire."""
+
+
+class Hello(Message, frozen=True):
+    """First request of a worker to a trainer."""
+
+    wire_version: int
+    role: Role
+    software: Name
+    ticket: Sealed
+    record: SmallSealed
+    """The worker's sealed PeerRecord."""
+
+
+class Welcome(Message, frozen=True):
+    """The worker is admitted."""
+
+    manifest: Sealed
+    """The sealed RunManifest."""
+    software: Name
+
+
+class WatchHeads(Message, frozen=True):
+    """Send me heads newer than this, now and as they come. Any node answers."""
+
+    term: Version
+    after: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+
+
+class HeadNotice(Message, frozen=True):
+    """A sealed head, with its manifest where that is small enough (else fetch it as a chunk)."""
+
+    head: SmallSealed
+    manifest: Document = b""
+
+
+class RunEnded(Message, frozen=True):
+    """There will be no further heads or leases."""
+
+    detail: Name = ""
+
+
+class GetHeads(Message, frozen=True):
+    """The heads that a plan from `after` to the newest version may need, oldest first."""
+
+    after: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+
+
+class Heads(Message, frozen=True):
+    """At most MAX_HEADS of them; ask again from the last one."""
+
+    notices: Annotated[tuple[HeadNotice, ...], msgspec.Meta(max_length=MAX_HEADS)]
+
+
+class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker tells of itself; shown, never believed."""
+
+    version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+    busy: float = 0.0
+    """Share of the last seconds that the engine was generating."""
+    chunk_bytes: Annotated[dict[Name, int], msgspec.Meta(max_length=64)] = {}
+    """Chunk bytes fetched so far, by source."""
+
+
+class LeaseRequest(Message, frozen=True):
+    """I have room for so many leases."""
+
+    wanted: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASES)]
+    stats: WorkerStats
+
+
+class LeaseReply(Message, frozen=True):
+    """Leases (may be none: come again), verdicts since the last request, and who else holds weights."""
+
+    leases: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
+    verdicts: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
+    upstreams: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)]
+    """Sealed PeerRecords to fetch chunks from, best first; the trainer itself is always the last resort."""
+    retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
+
+
+class SubmitOffer(Message, frozen=True):
+    """I have a submission of this digest and size; the raw bytes follow once you say from where."""
+
+    digest: Digest
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SUBMISSION)]
+    lease_id: Version
+
+
+class SubmitFrom(Message, frozen=True):
+    """Send the bytes from this offset on."""
+
+    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_SUBMISSION)]
+
+
+class Submitted(Message, frozen=True):
+    """The sealed Receipt."""
+
+    receipt: Sealed
+
+
+class SyncRecords(Message, frozen=True):
+    """Anti-entropy of peer records: these are mine, tell me yours."""
+
+    records: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)]
+
+
+class Goodbye(Message, frozen=True):
+    """I leave; lease my work to somebody else."""
+
+    detail: Name = ""
+
+
+class Accepted(Message, frozen=True):
+    """Plain yes."""
+
+
+class GetChunk(Message, frozen=True):
+    """Send me this chunk; wait up to `wait_ms` for it if you are fetching it yourself."""
+
+    digest: Digest
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 0
+
+
+class ChunkFollows(Message, frozen=True):
+    """`size` raw bytes follow this frame."""
+
+    size: Annotated[int, msgspec.Meta(ge=0, le=2**26)]
+
+
+class Refusal(Message, frozen=True):
+    """No, and why."""
+
+    reason: Reason
+    detail: Name = ""
+
+
+ControlRequest = Hello | WatchHeads | GetHeads | LeaseRequest | SubmitOffer | SyncRecords | Goodbye
+"""What may open a stream on ALPN_CONTROL."""
+BlobRequest = GetChunk
+"""What may open a stream on ALPN_BLOBS."""

@@ -1,0 +1,131 @@
+"""Rollouts as they travel: tokens, mask and logprobs packed as little-endian arrays, and the verdicts on them.
+
+A submission is one sealed bundle of the groups of one lease. Rewards in it are claims.
+"""
+
+import math
+import sys
+from array import array
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from ..crypto.hashing import Digest
+from .errors import LocalProtocolError, Reason, RemoteProtocolError
+from .manifests import Name, UnixSeconds, Version
+
+MAX_BRANCH_TOKENS = 2**20
+
+Packed = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BRANCH_TOKENS)]
+
+
+class BranchRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One training sequence of T tokens, S of them sampled."""
+
+    tokens: Packed
+    """T x u32."""
+    sampled: Packed
+    """T bytes: 1 where the model drew the token, else 0."""
+    logprobs: Packed
+    """S x f32, of the sampled tokens in order."""
+    policy_first: Version
+    policy_last: Version
+    finish: Literal["stop", "length"]
+
+
+class RolloutRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One rollout of a task; `error` says why there are no branches."""
+
+    branches: Annotated[tuple[BranchRecord, ...], msgspec.Meta(max_length=64)]
+    reward: float
+    error: Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class GroupRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All rollouts of one task of a lease, in index order: a missing index is a failed index."""
+
+    task_index: Version
+    task_digest: Digest
+    rollouts: Annotated[tuple[RolloutRecord, ...], msgspec.Meta(max_length=4096)]
+
+
+class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that one lease produced."""
+
+    lease: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
+    """The sealed lease: a trainer that lost its memory still recognises its own signature."""
+    groups: Annotated[tuple[GroupRecord, ...], msgspec.Meta(max_length=4096)]
+    engine: Name
+
+
+class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The trainer holds these bytes durably; it says nothing yet of their worth."""
+
+    submission: Digest
+    lease_id: Version
+    received: UnixSeconds
+
+
+class Rejection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Why one rollout was not accepted, with the evidence in words."""
+
+    group: int
+    rollout: int
+    reason: Reason
+    detail: Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What became of a submission."""
+
+    submission: Digest
+    lease_id: Version
+    accepted: int
+    rejections: Annotated[tuple[Rejection, ...], msgspec.Meta(max_length=4096)]
+    audited: int
+    """Rollouts whose logprobs were recomputed."""
+
+
+def pack_u32(values: list[int]) -> bytes:
+    """Token ids as little-endian u32."""
+    return _little(array("I", values))
+
+
+def pack_f32(values: list[float]) -> bytes:
+    """Log-probabilities as little-endian f32."""
+    if not all(math.isfinite(value) for value in values):
+        raise LocalProtocolError("a logprob is not finite")
+    return _little(array("f", values))
+
+
+def unpack_u32(data: bytes) -> list[int]:
+    """Inverse of pack_u32. Raises RemoteProtocolError(MALFORMED)."""
+    values: array[int] = array("I")
+    return _fill(values, data).tolist()
+
+
+def unpack_f32(data: bytes) -> list[float]:
+    """Inverse of pack_f32; refuses NaN and infinities."""
+    filled: array[float] = array("f")
+    values = _fill(filled, data).tolist()
+    if not all(math.isfinite(value) for value in values):
+        raise RemoteProtocolError(Reason.MALFORMED, "a logprob is not finite")
+    return values
+
+
+A = TypeVar("A", "array[int]", "array[float]")
+
+
+def _little(values: A) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _fill(values: A, data: bytes) -> A:
+    if len(data) % values.itemsize:
+        raise RemoteProtocolError(Reason.MALFORMED, "an array is cut short")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,49 @@
+"""Join tickets as text: `primerl1-` and unpadded base64url of a sealed Ticket.
+
+A ticket is signed by the trainer key that it names, so a damaged or invented one is noticed offline.
+"""
+
+import base64
+import binascii
+
+from ..crypto.keys import SecretKey
+from .envelope import Envelope, Purpose, seal, unseal
+from .errors import Reason, RemoteProtocolError
+from .manifests import Ticket
+from .session import decode
+
+PREFIX = "primerl1-"
+MAX_TICKET_CHARACTERS = 8192
+
+
+def issue(key: SecretKey, ticket: Ticket) -> str:
+    """The text of a ticket, signed by the trainer."""
+    sealed = seal(key, Purpose.TICKET, ticket.run, ticket, expires=ticket.expires)
+    return PREFIX + base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
+
+
+def sealed_bytes(text: str) -> bytes:
+    """The sealed bytes inside a ticket text. Raises RemoteProtocolError(MALFORMED)."""
+    text = text.strip()
+    if not text.startswith(PREFIX) or len(text) > MAX_TICKET_CHARACTERS:
+        raise RemoteProtocolError(Reason.MALFORMED, f"a ticket starts with {PREFIX}")
+    body = text[len(PREFIX) :]
+    try:
+        return base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RemoteProtocolError(Reason.MALFORMED, "the ticket is damaged") from error
+
+
+def read(text: str, *, now: int) -> Ticket:
+    """The ticket in `text`, with signature and expiry checked. Raises RemoteProtocolError."""
+    return check(sealed_bytes(text), now=now)
+
+
+def check(sealed: bytes, *, now: int) -> Ticket:
+    """As read(), of the sealed bytes."""
+    trainer = decode(sealed, Envelope).signer
+    opened = unseal(sealed, Purpose.TICKET, Ticket, now=now, signer=trainer)
+    ticket = opened.body
+    if ticket.trainer != trainer or decode(sealed, Envelope).run != ticket.run:
+        raise RemoteProtocolError(Reason.WRONG_SIGNER, "not signed by the trainer it names")
+    return ticket

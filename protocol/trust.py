@@ -1,0 +1,125 @@
+"""What a node may believe of its run: heads in order, one trainer key, nothing rolled back. Sans I/O.
+
+Admitting and committing are two calls on purpose: a failed download may be tried again, a loaded version
+cannot be rolled back.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ..crypto.hashing import NO_DIGEST, digest
+from .envelope import Purpose, unseal
+from .errors import Reason, RemoteProtocolError
+from .manifests import PolicyHead, PolicyManifest
+from .session import decode
+
+REMEMBERED_HEADS = 4096
+
+
+class EquivocationProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Two sealed heads of one (term, version) under the trainer's signature: anybody can check it."""
+
+    first: bytes
+    second: bytes
+
+
+class Equivocation(RemoteProtocolError):
+    """The trainer signed two different heads of one version."""
+
+    def __init__(self, proof: EquivocationProof, version: int) -> None:
+        super().__init__(Reason.EQUIVOCATION, f"two heads of version {version}")
+        self.proof = proof
+
+
+@dataclass(frozen=True)
+class AdmittedHead:
+    """A head that checked out, with its digest and sealed form."""
+
+    head: PolicyHead
+    digest: bytes
+    sealed: bytes
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Heads are ordered by term, then version."""
+        return (self.head.term, self.head.version)
+
+
+@dataclass
+class TrustedRun:
+    """The chain of heads as one client may believe it."""
+
+    run: bytes
+    trainer: bytes
+    committed: tuple[int, int] = (0, -1)
+    """Highest (term, version) ever loaded; survives restarts, so an old head is never news again."""
+    heads: dict[tuple[int, int], AdmittedHead] = field(
+        default_factory=dict[tuple[int, int], AdmittedHead]
+    )
+
+    def latest(self) -> AdmittedHead | None:
+        """The newest admitted head."""
+        return self.heads[max(self.heads)] if self.heads else None
+
+    def admit(self, sealed: bytes, *, now: int) -> AdmittedHead | None:
+        """Check a sealed head; None if it is already known.
+
+        Raises:
+            Equivocation: it contradicts a known head.
+            RemoteProtocolError: WRONG_SIGNER, WRONG_RUN, EXPIRED, BAD_SIGNATURE; ROLLBACK when it belongs
+                to a term that has been left; WRONG_BASE when it does not follow the head before it.
+        """
+        opened = unseal(
+            sealed, Purpose.HEAD, PolicyHead, now=now, run=self.run, signer=self.trainer
+        )
+        admitted = AdmittedHead(opened.body, digest(opened.payload), sealed)
+        known = self.heads.get(admitted.order)
+        if known is not None:
+            if known.digest != admitted.digest:
+                raise Equivocation(EquivocationProof(known.sealed, sealed), admitted.head.version)
+            return None
+        self._check_order(admitted)
+        self._check_links(admitted)
+        self.heads[admitted.order] = admitted
+        while len(self.heads) > REMEMBERED_HEADS:
+            del self.heads[min(self.heads)]
+        return admitted
+
+    def commit(self, admitted: AdmittedHead) -> None:
+        """The version is loaded: from now on nothing older is ever loaded.
+
+        Raises:
+            RemoteProtocolError: ROLLBACK.
+        """
+        if admitted.order < self.committed:
+            raise RemoteProtocolError(Reason.ROLLBACK, f"{admitted.order} after {self.committed}")
+        self.committed = admitted.order
+
+    def check_manifest(self, admitted: AdmittedHead, document: bytes) -> PolicyManifest:
+        """Decode the manifest that a head names. Raises RemoteProtocolError(WRONG_DIGEST, WRONG_RUN)."""
+        if digest(document) != admitted.head.manifest:
+            raise RemoteProtocolError(
+                Reason.WRONG_DIGEST, "the manifest is not the one in the head"
+            )
+        manifest = decode(document, PolicyManifest)
+        head = admitted.head
+        if (manifest.run, manifest.version, manifest.state) != (self.run, head.version, head.state):
+            raise RemoteProtocolError(Reason.WRONG_RUN, "the manifest is of another version")
+        return manifest
+
+    def _check_order(self, admitted: AdmittedHead) -> None:
+        newest_term = max((term for term, _ in self.heads), default=self.committed[0])
+        if admitted.head.term < max(newest_term, self.committed[0]):
+            raise RemoteProtocolError(Reason.ROLLBACK, f"term {admitted.head.term} was left")
+
+    def _check_links(self, admitted: AdmittedHead) -> None:
+        term, version = admitted.order
+        before = self.heads.get((term, version - 1))
+        after = self.heads.get((term, version + 1))
+        if before is not None and admitted.head.previous != before.digest:
+            raise RemoteProtocolError(Reason.WRONG_BASE, f"version {version} does not follow ours")
+        if after is not None and after.head.previous not in (admitted.digest, NO_DIGEST):
+            raise RemoteProtocolError(
+                Reason.WRONG_BASE, f"version {version} is not followed by ours"
+            )
