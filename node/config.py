@@ -226,8 +226,9 @@ class LaunchConfig(BaseConfig):
 class NodeConfig(BaseConfig):
     """What every node has."""
 
-    data_dir: Path = Path.home() / ".primerl"
-    """Key, ledger, chunks and control socket of this node."""
+    data_dir: Path | None = None
+    """Key, ledger, chunks and control socket of this node. Default: ~/.primerl for a worker, the directory
+    `trainer` inside the run's own for a trainer."""
     network: NetworkConfig = NetworkConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -242,8 +243,6 @@ class JoinConfig(NodeConfig):
     """The join ticket that the trainer printed."""
     leases: Positive = 2
     """Leases to hold at a time."""
-    exit_on_end: bool = True
-    """Leave when the run ends; else wait for the trainer to come back."""
 
 
 class RunConfig(NodeConfig):

@@ -12,6 +12,8 @@
 The message says what to do; it is printed as one line on stderr.
 """
 
+from collections.abc import Iterator
+
 
 class NodeError(Exception):
     """Base of everything that ends a command with one line instead of a traceback."""
@@ -59,3 +61,17 @@ class RunFailed(NodeError):
     """The run cannot go on."""
 
     exit_code = 8
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to report of a task group that fell: a NodeError if there is one, else the first."""
+    leaves = list(_leaves(group))
+    return next((leaf for leaf in leaves if isinstance(leaf, NodeError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -87,7 +87,7 @@ class Ledger:
     def add_head(self, term: int, version: int, sealed: bytes, manifest: bytes) -> None:
         """Remember a head with its manifest document."""
         self._write(
-            "INSERT OR IGNORE INTO heads VALUES (?, ?, ?, ?)", (term, version, sealed, manifest)
+            "INSERT OR REPLACE INTO heads VALUES (?, ?, ?, ?)", (term, version, sealed, manifest)
         )
 
     def heads(self) -> list[tuple[bytes, bytes]]:

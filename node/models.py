@@ -4,42 +4,46 @@ The only file that imports transformers, and no line of it may run code that cam
 remote code is off everywhere and weights are read from safetensors only.
 """
 
-import json
 import logging
-import os
-import shutil
 import sys
-from collections.abc import Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import ModelCreateConfig
-from .errors import EngineError, StorageError
-from .tensors import bf16_state, from_torch, to_torch, torch_dtype
-from .weights.state import State, Tensor
+from .errors import EngineError
+from .model_files import (
+    CONTRACT_PATTERNS,
+    WEIGHT_PATTERNS,
+    contract_files,
+    export,
+    one_line,
+    read_json,
+    read_state,
+    vocab_size,
+)
+from .tensors import bf16_state, to_torch, torch_dtype
+from .weights.state import State
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "contract_files",
+    "create",
+    "export",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "model_from_state",
+    "policy_state",
+    "read_state",
+    "resolve",
+    "stop_token_ids",
+    "vocab_size",
+]
 
-CONTRACT_PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "*.tiktoken",
-)
-WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ROLE_TOKENS = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
@@ -63,7 +67,7 @@ COMPACT_TEMPLATE = (
 
 
 def _transformers() -> Any:
-    """Import transformers with its broken companions hidden and its progress bars off.
+    """Import transformers with its broken companions hidden and its chatter off.
 
     transformers imports torchvision, torchaudio and torchcodec wherever they are installed, even
     for text models. Beside a CPU build of torch the usual wheels (CUDA builds) fail to import, and
@@ -71,14 +75,16 @@ def _transformers() -> Any:
     """
     if "transformers" not in sys.modules:
         for name in ("torchvision", "torchaudio", "torchcodec"):
-            _hide_if_broken(name)
+            hide_if_broken(name)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # our errors repeat what it would log
     return transformers
 
 
-def _hide_if_broken(name: str) -> None:
+def hide_if_broken(name: str) -> None:
+    """Make a module that is installed but cannot be imported look absent."""
     try:
         __import__(name)
     except ModuleNotFoundError as error:
@@ -184,48 +190,12 @@ def resolve(name: str) -> Path:
     return Path(found)
 
 
-def contract_files(directory: Path) -> list[str]:
-    """Sorted names of the files that tokens and shapes depend on; never weights, never code."""
-    return sorted(
-        entry.name
-        for entry in directory.iterdir()
-        if entry.is_file()
-        and any(fnmatch(entry.name, pattern) for pattern in CONTRACT_PATTERNS)
-        and entry.suffix not in (".py", ".safetensors")
-    )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise EngineError(
-            f"{path} is missing: give a complete Hugging Face model directory"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{path} cannot be read ({error}): fetch the model again") from error
-    if not isinstance(loaded, dict):
-        raise EngineError(f"{path} does not hold a JSON object: fetch the model again")
-    return loaded
-
-
-def vocab_size(directory: Path) -> int:
-    """Rows of the model's embedding (config.json); token ids are below this."""
-    config = _json(directory / "config.json")
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    if not isinstance(size, int):
-        raise EngineError(
-            f"{directory / 'config.json'} has no vocab_size: use a causal language model"
-        )
-    return size
-
-
 def stop_token_ids(directory: Path) -> tuple[int, ...]:
     """Ids that end a completion, ascending: generation config's (else config's) and the tokenizer's."""
     found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file() and not found:
-            ids = _json(directory / name).get("eos_token_id")
+            ids = read_json(directory / name).get("eos_token_id")
             found = ids if isinstance(ids, list) else [ids]
     found.append(load_tokenizer(directory).eos_token_id)
     ends = tuple(sorted({token for token in found if isinstance(token, int)}))
@@ -246,7 +216,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise EngineError(
-            f"the tokenizer of {directory} cannot be loaded: {_line(error)}"
+            f"the tokenizer of {directory} cannot be loaded: {one_line(error)}"
         ) from error
 
 
@@ -256,7 +226,9 @@ def load_config(directory: Path) -> Any:
     try:
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        raise EngineError(f"the config of {directory} cannot be loaded: {_line(error)}") from error
+        raise EngineError(
+            f"the config of {directory} cannot be loaded: {one_line(error)}"
+        ) from error
 
 
 def load_model(
@@ -276,7 +248,9 @@ def load_model(
             trust_remote_code=False,
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise EngineError(f"the model of {directory} cannot be loaded: {_line(error)}") from error
+        raise EngineError(
+            f"the model of {directory} cannot be loaded: {one_line(error)}"
+        ) from error
     return model.to(device).eval()
 
 
@@ -290,16 +264,22 @@ def model_from_state(
     config = load_config(directory)
     family = _model_class(config)
     wanted = torch_dtype(dtype)
-    weights = {name: to_torch(tensor) for name, tensor in state.items()}
+    # cloned: transformers keeps tensors that have the right dtype already, and ours are shared
+    weights = {name: to_torch(tensor).clone() for name, tensor in state.items()}
     try:
         model, report = family.from_pretrained(
-            None, config=config, state_dict=weights, dtype=wanted, output_loading_info=True
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=wanted,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except (ValueError, RuntimeError) as error:
-        raise EngineError(f"the state does not fit {directory}: {_line(error)}") from error
+        raise EngineError(f"the state does not fit {directory}: {one_line(error)}") from error
     faults = {key: sorted(map(str, names)) for key, names in report.items() if names}
     if faults:
-        raise EngineError(f"the state does not fit {directory}: {_line(faults)}")
+        raise EngineError(f"the state does not fit {directory}: {one_line(faults)}")
     return model.to(device).eval()
 
 
@@ -312,13 +292,6 @@ def _model_class(config: Any) -> Any:
         raise EngineError(
             f"transformers has no causal language model {config.model_type!r}: choose another model"
         ) from error
-
-
-def _line(error: object) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-# -- states ---------------------------------------------------------------------------------------
 
 
 def policy_state(model: "PreTrainedModel") -> State:
@@ -338,72 +311,3 @@ def policy_state(model: "PreTrainedModel") -> State:
         seen.add(tensor.data_ptr())
         once[name] = tensor
     return bf16_state(revert_weight_conversion(model, once).items())
-
-
-def read_state(directory: Path) -> State:
-    """Every tensor in the safetensors files of a model directory, bits as stored."""
-    from safetensors import SafetensorError, safe_open
-
-    state: dict[str, Tensor] = {}
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise EngineError(
-            f"{directory} holds no *.safetensors: convert the model to safetensors first"
-        )
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as reader:
-                names = list(reader.keys())
-                tensors = {name: from_torch(reader.get_tensor(name)) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise EngineError(
-                f"{path} cannot be read ({_line(error)}): fetch the model again"
-            ) from error
-        if twice := state.keys() & tensors.keys():
-            raise EngineError(f"{path} repeats {min(twice)!r}: remove the stale weight file")
-        state |= tensors
-    return state
-
-
-def export(state: State, model_dir: Path, directory: Path) -> None:
-    """Write `state` and the contract files of `model_dir` as a Hugging Face model, atomically.
-
-    Whatever `directory` held is replaced once the new files are on disk. Raises StorageError.
-    """
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write_weights(state, partial / "model.safetensors")
-        for name in contract_files(model_dir):
-            shutil.copyfile(model_dir / name, partial / name)
-        for path in (*partial.iterdir(), partial):
-            _fsync(path)
-        _replace(partial, directory)
-    except OSError as error:
-        raise StorageError(f"cannot export to {directory}: {error}") from error
-
-
-def _write_weights(state: Mapping[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {name: to_torch(tensor) for name, tensor in state.items()}
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _replace(source: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    source.rename(target)
-    _fsync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,6 +4,7 @@ What get() returns has just been hashed; what put() acknowledged survives SIGKIL
 File names are made from digests alone, never from anything a peer called something.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -113,7 +114,8 @@ def write_atomic(path: Path, parts: Iterable[bytes | memoryview], disk: Disk | N
         disk.rename(temporary, path)
         disk.sync(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise _storage_error(path, error) from error
 
 
@@ -191,6 +193,7 @@ class FileStore:
         self._lock = Lock()
         self._sizes: dict[bytes, int] | None = None
         self._reserved = 0
+        self._made: set[Path] = set()
 
     def put(self, data: bytes) -> bytes:
         """Keep `data`; on the disk when this returns."""
@@ -246,11 +249,11 @@ class FileStore:
         with self._lock:
             if self._index().pop(name, None) is None:
                 return
-        path = self._path(name)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise _storage_error(path, error) from error
+            path = self._path(name)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise _storage_error(path, error) from error
 
     def names(self) -> set[bytes]:
         """All digests."""
@@ -283,11 +286,14 @@ class FileStore:
 
     def _make(self, directory: Path) -> None:
         """Create `directory` so that it survives a crash: its name is synced in its parent."""
-        if directory.is_dir():
+        if directory in self._made:
             return
-        self._make(directory.parent)
-        directory.mkdir(mode=0o700, exist_ok=True)
+        if directory != self._directory:
+            self._make(directory.parent)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Also when it exists: whoever made it may have been killed before this line.
         self._disk.sync(directory.parent)
+        self._made.add(directory)
 
     def _index(self) -> dict[bytes, int]:
         """Sizes by digest; scanned once. The lock is held."""

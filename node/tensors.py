@@ -59,7 +59,6 @@ def to_torch(
     bits = tensor.data.view(_SIGNED[tensor.data.itemsize])
     if not bits.flags.writeable:
         bits = bits.copy()
-    # uint8 bits: viewing 0-d or empty tensors of another width is refused by torch after reshape
     flat = torch.from_numpy(bits).view(torch_dtype(tensor.dtype))
     return flat.reshape(tensor.shape).to(device=device, dtype=dtype)
 
@@ -72,13 +71,12 @@ def from_torch(t: "torch.Tensor", dtype_name: str | None = None) -> Tensor:
     import torch
 
     names = {getattr(torch, torch_name): name for name, torch_name in _TORCH_NAMES.items()}
-    name = dtype_name or names.get(t.dtype)
-    if name is None or name not in BITS:
+    name = dtype_name or names.get(t.dtype, str(t.dtype))
+    if name not in BITS:
         raise EngineError(
-            f"a state cannot hold {t.dtype}: convert to one of {', '.join(sorted(BITS))}"
+            f"a state cannot hold {name}: convert to one of {', '.join(sorted(BITS))}"
         )
     converted = t.detach().to(torch_dtype(name))
-    # resolves views, devices and aliasing at once: the copy below is the only one on a CPU
     owned = converted.to("cpu", copy=converted.data_ptr() == t.data_ptr()).contiguous()
     signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[owned.element_size()]
     bits = owned.reshape(-1).view(signed).numpy().view(BITS[name])

@@ -62,8 +62,8 @@ class TrustedRun:
         """The newest admitted head."""
         return self.heads[max(self.heads)] if self.heads else None
 
-    def admit(self, sealed: bytes, *, now: int) -> AdmittedHead | None:
-        """Check a sealed head; None if it is already known.
+    def admit(self, sealed: bytes, *, now: int) -> tuple[AdmittedHead, bool]:
+        """Check a sealed head; the flag says whether it was news.
 
         Raises:
             Equivocation: it contradicts a known head.
@@ -78,13 +78,13 @@ class TrustedRun:
         if known is not None:
             if known.digest != admitted.digest:
                 raise Equivocation(EquivocationProof(known.sealed, sealed), admitted.head.version)
-            return None
+            return known, False
         self._check_order(admitted)
         self._check_links(admitted)
         self.heads[admitted.order] = admitted
         while len(self.heads) > REMEMBERED_HEADS:
             del self.heads[min(self.heads)]
-        return admitted
+        return admitted, True
 
     def commit(self, admitted: AdmittedHead) -> None:
         """The version is loaded: from now on nothing older is ever loaded.

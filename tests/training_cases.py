@@ -19,7 +19,9 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def sample(rng: random.Random, *, prompt: int = 4, drawn: int = 5, advantage: float = 1.0) -> Sample:
+def sample(
+    rng: random.Random, *, prompt: int = 4, drawn: int = 5, advantage: float = 1.0
+) -> Sample:
     length = prompt + drawn
     return Sample(
         token_ids=[rng.randrange(256) for _ in range(length)],

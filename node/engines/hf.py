@@ -1,6 +1,6 @@
 """The embedded engine: concurrent generate() calls become batches of one decode loop.
 
-One worker thread does everything that computes, in order of submission. That order is the whole
+One thread does everything that computes, in order of submission. That order is the whole
 synchronisation: a load runs between two batches, and a batch has exactly one version.
 """
 
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from ..config import EngineConfig
 from ..errors import EngineError
+from ..model_files import one_line
 from ..weights.state import State
+from .compute import ComputeThread
 from .engine import Completion, GenerateRequest
 from .requests import check_request
-from .worker import Worker
 
 if TYPE_CHECKING:
-    from .network import Network
+    from .network import Network, NetworkBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,14 @@ class HfEngine:
     Memory grows with engine.max_batch x sequence length, and holds two networks during a load.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, build: "NetworkBuilder | None" = None) -> None:
         self._config = config
+        self._build = build
         self._model_dir: Path | None = None
         self._loaded: Loaded | None = None
         self._jobs: asyncio.Queue[Job] = asyncio.Queue(QUEUE_BATCHES * config.max_batch)
         self._waiting: set[asyncio.Future[Completion]] = set()
-        self._worker: Worker | None = None
+        self._thread: ComputeThread | None = None
         self._batcher: asyncio.Task[None] | None = None
         self._closing = threading.Event()
 
@@ -72,10 +74,10 @@ class HfEngine:
         """See Engine. A started engine must be closed."""
         from .. import models
 
-        if self._worker is not None:
+        if self._thread is not None:
             raise EngineError("the engine was started before: make another one")
-        self._worker = Worker("hf-engine")
-        await self._worker.run(models.load_config, model_dir)
+        self._thread = ComputeThread("hf-engine")
+        await self._thread.run(models.load_config, model_dir)
         self._model_dir = model_dir
         self._batcher = asyncio.create_task(self._run_batches(), name="hf-engine batches")
         self._batcher.add_done_callback(self._ended)
@@ -101,26 +103,26 @@ class HfEngine:
             self._waiting.discard(done)
 
     async def close(self) -> None:
-        """See Engine. Returns when the worker thread has ended; may be called twice."""
+        """See Engine. Returns when the compute thread has ended; may be called twice."""
         self._closing.set()
         if self._batcher is not None:
             self._batcher.cancel()
             await asyncio.wait([self._batcher])  # it awaits nothing that ignores a cancel
-        if self._worker is not None:
-            await self._worker.close()
+        if self._thread is not None:
+            await self._thread.close()
         self._loaded = None
 
     # -- on the event loop ------------------------------------------------------------------------
 
-    def _started(self) -> Worker:
-        """The worker, or the EngineError that says why there is none to use."""
+    def _started(self) -> ComputeThread:
+        """The thread, or the EngineError that says why there is none to use."""
         if self._closing.is_set():
             raise EngineError(CLOSED)
-        if self._worker is None or self._batcher is None:
+        if self._thread is None or self._batcher is None:
             raise EngineError("the engine is not started: call start() first")
         if self._batcher.done():
             raise EngineError("the engine died (its log says why): start another one")
-        return self._worker
+        return self._thread
 
     def _enqueue(self, job: Job) -> None:
         try:
@@ -132,12 +134,12 @@ class HfEngine:
             ) from error
 
     async def _run_batches(self) -> None:
-        worker = self._worker
-        assert worker is not None  # start() makes it before this task
+        thread = self._thread
+        assert thread is not None  # start() makes it before this task
         while True:
             batch = await self._next_batch()
             try:
-                completions = await worker.run(self._generate, [job.request for job in batch])
+                completions = await thread.run(self._generate, [job.request for job in batch])
             except EngineError as error:  # of this batch only: the engine goes on
                 _fail([job.done for job in batch], str(error), error)
                 continue
@@ -161,17 +163,23 @@ class HfEngine:
             _fail(self._waiting, CLOSED, None)
             return
         logger.error("the engine died", exc_info=error)
-        _fail(self._waiting, f"the engine died ({error}): start another one", error)
+        _fail(self._waiting, f"the engine died ({one_line(error)}): start another one", error)
 
-    # -- in the worker thread ---------------------------------------------------------------------
+    # -- in the compute thread ---------------------------------------------------------------------
 
     def _load(self, version: int, state: State) -> None:
         from .network import build_network
 
         self._check_open()
         assert self._model_dir is not None  # start() sets it
-        config = self._config
-        network = build_network(self._model_dir, state, dtype=config.dtype, device=config.device)
+        config, build = self._config, self._build or build_network
+        try:
+            network = build(self._model_dir, state, dtype=config.dtype, device=config.device)
+        except RuntimeError as error:  # torch's own: no memory, no such device
+            raise EngineError(
+                f"policy {version} cannot be loaded ({one_line(error)}): "
+                "check engine.device and free memory"
+            ) from error
         self._loaded = Loaded(version, network)
 
     def _generate(self, requests: list[GenerateRequest]) -> list[Completion]:

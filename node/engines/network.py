@@ -51,6 +51,14 @@ class Network(Protocol):
         ...
 
 
+class NetworkBuilder(Protocol):
+    """How a state becomes a network, see build_network()."""
+
+    def __call__(self, model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+        """Raises EngineError."""
+        ...
+
+
 def build_network(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
     """The fastest network that computes `model_dir`'s architecture, holding the weights `state`.
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..config import EngineConfig
 from ..errors import EngineError
+from ..model_files import one_line
 from ..weights.state import State
-from .worker import Worker
+from .compute import ComputeThread
 
 if TYPE_CHECKING:
     from .network import Network
@@ -48,7 +49,7 @@ class HfScorer:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._model_dir: Path | None = None
-        self._worker: Worker | None = None
+        self._thread: ComputeThread | None = None
         self._loaded: tuple[int, Network] | None = None
         self._closing = threading.Event()
 
@@ -56,28 +57,33 @@ class HfScorer:
         """See Scorer."""
         from .. import models
 
-        if self._worker is not None:
+        if self._thread is not None:
             raise EngineError("the scorer was started before: make another one")
-        self._worker = Worker("hf-scorer")
-        await self._worker.run(models.load_config, model_dir)
+        self._thread = ComputeThread("hf-scorer")
+        await self._thread.run(models.load_config, model_dir)
         self._model_dir = model_dir
 
     async def logprobs(
         self, state: State, sequences: Sequence[Sequence[int]], temperature: float, *, key: int
     ) -> list[list[float]]:
         """See Scorer. Raises EngineError for a state or tokens that do not fit the model."""
-        if self._worker is None or self._model_dir is None or self._closing.is_set():
+        if self._thread is None or self._model_dir is None or self._closing.is_set():
             raise EngineError("the scorer is not running: call start() first")
-        return await self._worker.run(self._score, state, sequences, temperature, key)
+        try:
+            return await self._thread.run(self._score, state, sequences, temperature, key)
+        except RuntimeError as error:  # torch's own: no memory, no such device
+            raise EngineError(
+                f"scoring failed ({one_line(error)}): check engine.device and free memory"
+            ) from error
 
     async def close(self) -> None:
         """See Scorer."""
         self._closing.set()
-        if self._worker is not None:
-            await self._worker.close()
+        if self._thread is not None:
+            await self._thread.close()
         self._loaded = None
 
-    # -- in the worker thread ---------------------------------------------------------------------
+    # -- in the compute thread ---------------------------------------------------------------------
 
     def _score(
         self, state: State, sequences: Sequence[Sequence[int]], temperature: float, key: int

@@ -63,7 +63,8 @@ class ScriptedEngine:
         try:
             await asyncio.wait_for(self._closed.wait(), self._delay_s)
         except TimeoutError:
-            return _cut(request, self._script(request, first), first, self._version)
+            script = self._script(request, first)[: self._max_model_len - len(request.prompt)]
+            return _cut(request, script, first, self._version)
         raise EngineError("the engine is closed: start another one")
 
     async def close(self) -> None:

@@ -184,7 +184,7 @@ def _compile(text: str) -> "jinja2.Template":
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
+    environment.globals.update(raise_exception=refuse)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
         return environment.from_string(text)
     except TemplateError as error:

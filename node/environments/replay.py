@@ -10,7 +10,11 @@ from ..engines.engine import Completion
 from .environment import Branch, ScoreMismatch
 
 
-class BadCompletion(Exception):
+class PlayFailed(Exception):
+    """The rollout came to no score; the text says why. Data, not a crash."""
+
+
+class BadCompletion(PlayFailed):
     """The tokens cannot be one completion under the sampling contract."""
 
 

@@ -1,16 +1,150 @@
-"""The verifiers adapter: a taskset of that library as one of our environments, played in this process.
+"""A `verifiers` taskset behind our seam.
 
-The only file that imports verifiers (the bundled tasksets apart), and importing it costs seconds: go
-through build.py. Model calls never leave the process: no harness program, no interception server, no
-HTTP. Two ways to play, and the same episode from both:
-
-- a plain taskset (one turn, no Env of its own, no @vf.intercept) takes a short way: its Trace is built
-  from verifiers' public types and verifiers' own Task.setup, @vf.stop, finalize and score() run over
-  it. 0.3 ms of CPU a rollout, where the library's HTTP loop takes 5.4 ms;
-- everything else goes through verifiers' own Env.run, Agent and Rollout, with a harness that calls the
-  policy directly and a runtime that runs no commands.
-
-Environments with tool servers or containers are refused: a node runs no commands for a stranger.
+This half knows tasks, digests and recorded rollouts; playing.py knows the library and is imported by
+start(), because that takes seconds. A score is always the outcome of playing: run() plays with the
+policy, score() plays again with what a rollout says the policy answered.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..config import EnvironmentConfig
+from .chat import ChatFormat
+from .environment import (
+    Branch,
+    EnvironmentFailed,
+    Episode,
+    Policy,
+    Score,
+    ScoreMismatch,
+    Split,
+    Task,
+)
+from .exchange import Exchange
+from .replay import PlayFailed, Recording
+
+if TYPE_CHECKING:
+    from .playing import Player, Prepared
+
+PREPARED_TASKS = 4096
+"""Tasks kept with their prompt tokens; a group's rollouts share one."""
+
+
+class VerifiersEnvironment:
+    """Rollouts run concurrently on one event loop; no model call leaves the process."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        *,
+        model_dir: Path,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+        deadline: float = 60.0,
+    ) -> None:
+        """`seed` is the taskset's, unless its own options name one; `max_tokens` bounds one turn;
+        `deadline` bounds the taskset's own code between two turns, in seconds."""
+        self._config = config
+        self._model_dir = model_dir
+        self._seed = seed
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._deadline = deadline
+        self._prepare = lru_cache(PREPARED_TASKS)(self._load)
+        self._chat: ChatFormat | None = None
+        self._player: Player | None = None
+
+    @property
+    def name(self) -> str:
+        """The taskset's id."""
+        return self._config.id
+
+    async def start(self) -> None:
+        """Read the tokenizer, import verifiers, find the taskset. Raises EnvironmentFailed."""
+        from .playing import open_player
+
+        self._chat = ChatFormat.load(self._model_dir)
+        self._player = open_player(
+            self._config,
+            chat=self._chat,
+            seed=self._seed,
+            max_tokens=self._max_tokens,
+            temperature=self._temperature,
+        )
+        await self._player.start()
+        self._prepare(0, "train")  # an empty taskset, or a template that refuses it, fails here
+
+    async def close(self) -> None:
+        """Stop what the taskset started."""
+        player, self._player = self._player, None
+        if player is not None:
+            await player.close()
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        """Task number `index`; its digest is verifiers' own content hash (SHA-256)."""
+        return Task(index=index, digest=self._prepare(index, split).digest, split=split)
+
+    def prompt(self, task: Task) -> list[int]:
+        """The first turn's prompt; empty where the taskset's own code opens the conversation.
+        Raises ScoreMismatch if the task has other content here."""
+        return list(self._own(task).prompt)
+
+    def demonstration(self, task: Task) -> list[int] | None:
+        """The task data's `answer` as a reply; None without one, or where turns hang on replies."""
+        answer = self._own(task).answer
+        return None if answer is None else self._format.reply(answer)
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Play and score. What the policy raises comes through; all else is the episode's `error`."""
+        try:
+            return await self._play(self._own(task), policy)
+        except (PlayFailed, ScoreMismatch, EnvironmentFailed) as error:
+            return Episode(branches=[], score=Score(reward=0.0), error=str(error))
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        """Play again with the recorded turns and score what comes out. Also raises ScoreMismatch if
+        the taskset itself fails on these replies: such a rollout has no score."""
+        recording = Recording(branches, stop_token_ids=self._format.stop_token_ids)
+        try:
+            episode = await self._play(self._own(task), recording)
+        except (PlayFailed, EnvironmentFailed) as error:
+            raise ScoreMismatch(str(error)) from error
+        recording.check(episode.branches)
+        return episode.score
+
+    async def _play(self, prepared: "Prepared", policy: Policy) -> Episode:
+        exchange = Exchange(
+            policy,
+            max_tokens=self._max_tokens,
+            stop_token_ids=self._format.stop_token_ids,
+            deadline=self._deadline,
+        )
+        async with exchange.bounded():
+            return await self._started.play(prepared, exchange)
+
+    def _own(self, task: Task) -> "Prepared":
+        prepared = self._prepare(task.index, task.split)
+        if prepared.digest != task.digest:
+            raise ScoreMismatch(
+                f"task {task.index} of {self.name!r} has other content here: "
+                "install the run's version of the taskset"
+            )
+        return prepared
+
+    def _load(self, index: int, split: Split) -> "Prepared":
+        return self._started.load(index, split)
+
+    @property
+    def _started(self) -> "Player":
+        if self._player is None:
+            raise EnvironmentFailed(f"environment {self.name!r} is not running: call start() first")
+        return self._player
+
+    @property
+    def _format(self) -> ChatFormat:
+        if self._chat is None:
+            raise EnvironmentFailed(f"environment {self.name!r} is not running: call start() first")
+        return self._chat

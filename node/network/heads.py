@@ -55,23 +55,19 @@ class HeadBook:
         head = self.latest()
         return head.order if head else (0, -1)
 
-    async def admit(self, notice: HeadNotice) -> AdmittedHead | None:
-        """Take in a head from anybody; None if known. Raises RemoteProtocolError, Equivocation."""
-        admitted = self._trusted.admit(notice.head, now=int(time.time()))
-        if admitted is None:
-            return None
-        document = notice.manifest
-        if document:
-            self._trusted.check_manifest(admitted, document)
-        await self._keep(admitted, document)
-        return admitted
-
-    async def _keep(self, admitted: AdmittedHead, document: bytes) -> None:
-        if document:
-            self._manifests[admitted.order] = document
-        self._ledger.add_head(*admitted.order, admitted.sealed, document)
-        async with self._news:
-            self._news.notify_all()
+    async def admit(self, notice: HeadNotice) -> bool:
+        """Take in a head from anybody; whether it was news. Raises RemoteProtocolError, Equivocation."""
+        head, news = self._trusted.admit(notice.head, now=int(time.time()))
+        if notice.manifest and head.order not in self._manifests:
+            self._trusted.check_manifest(head, notice.manifest)
+            self._manifests[head.order] = notice.manifest
+            news = True
+        if news:
+            document = self._manifests.get(head.order, b"")
+            self._ledger.add_head(*head.order, head.sealed, document)
+            async with self._news:
+                self._news.notify_all()
+        return news
 
     def manifest(self, head: AdmittedHead) -> PolicyManifest | None:
         """The manifest of a head, if we hold it."""
@@ -120,12 +116,12 @@ class HeadBook:
 
     def _restore(self, sealed: bytes, manifest: bytes) -> None:
         try:
-            admitted = self._trusted.admit(sealed, now=0)
+            head, _ = self._trusted.admit(sealed, now=0)
         except RemoteProtocolError as error:
             logger.warning("forgetting a head in the ledger: %s", error)
             return
-        if admitted is not None and manifest and digest(manifest) == admitted.head.manifest:
-            self._manifests[admitted.order] = manifest
+        if manifest and digest(manifest) == head.head.manifest:
+            self._manifests[head.order] = manifest
 
 
 class HeadServer:

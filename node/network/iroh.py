@@ -1,9 +1,339 @@
 """The iroh transport: QUIC between nodes named by their Ed25519 keys. Only this file imports iroh.
 
-No IrohError leaves this package half: _cause() reads it once, and what goes up is a TransportError.
+No IrohError gets out: each is translated once, here or in iroh_streams.py.
 """
 
-from typing import TYPE_CHECKING
+import asyncio
+import errno
+import logging
+import socket
+import weakref
+from collections.abc import Coroutine, Sequence
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
+
+from ...crypto.hashing import short
+from ...crypto.keys import SecretKey
+from ...protocol.version import MAX_ADDRESSES
+from . import iroh_bytes
+from .iroh_streams import IrohConnection, cause
+from .transport import AddressInUse, ConnectionLost, TransportError, Unreachable
+from .waiting import Inbox
 
 if TYPE_CHECKING:
-    pass
+    import iroh
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 256
+"""Connections that may wait for accept(); further ones are closed."""
+HANDSHAKE_S = 10.0
+CLOSE_S = 1.0
+"""The peers are told at once; iroh would wait 3 s more for one that never answered."""
+RELAY_S = 5.0
+"""How long start() waits for a relay before it goes on without."""
+RESOLVE_S = 3.0
+"""How long connect() waits for the names among its hints."""
+SILENCE_S = 12.0
+"""A living peer sends a keep-alive every 5 s; iroh itself would wait 30 s and more."""
+
+
+class IrohTransport:
+    """One node's QUIC endpoint. start() binds, close() ends everything that came of it.
+
+    `host` is an IP address: 0.0.0.0 listens everywhere, any other IPv4 address on that one alone.
+    Relays are used only if they are in `relay_urls`. At most `max_handshakes` handshakes run at a
+    time. A connection from which nothing came for `silence_s` seconds is closed.
+    """
+
+    def __init__(
+        self,
+        key: SecretKey,
+        *,
+        host: str,
+        port: int,
+        alpns: Sequence[bytes],
+        relay_urls: Sequence[str] = (),
+        max_handshakes: int = 256,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._key = key
+        self._host = host
+        self._port = port
+        self._alpns = list(alpns)
+        self._relay_urls = {url.rstrip("/") for url in relay_urls}
+        self._max_handshakes = max_handshakes
+        self._silence_s = silence_s
+        self._endpoint: iroh.Endpoint | None = None
+        self._iroh_error: type[Exception] = TransportError
+        self._closed = False
+        self._handshakes = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._connections: weakref.WeakSet[IrohConnection] = weakref.WeakSet()
+        self._incoming: Inbox[IrohConnection] = Inbox(BACKLOG, _transport_closed)
+
+    @property
+    def node_id(self) -> bytes:
+        """Our own NodeId."""
+        return self._key.node_id
+
+    async def start(self) -> None:
+        """Bind the UDP port and begin to take connections.
+
+        Raises:
+            AddressInUse: another program has the port.
+            TransportError: `host` is not an address of this machine, or we were started before.
+        """
+        if self._endpoint is not None or self._closed:
+            raise TransportError("an IrohTransport starts once: make a new one")
+        binding = _binding()
+        self._iroh_error = binding.IrohError
+        try:
+            endpoint = await self._builder(binding).bind()
+        except binding.IrohError as error:
+            raise self._bind_failure(cause(error)) from error
+        self._endpoint = endpoint
+        self._spawn(self._accept_all(endpoint))
+        self._spawn(self._watch_silence())
+        if self._relay_urls:
+            await self._wait_for_relay(endpoint)
+
+    def addresses(self) -> tuple[str, ...]:
+        """`host:port` of every usable interface, IPv4 first, then our relay if it answers."""
+        endpoint = self._started()
+        known = endpoint.addr()
+        usable = [hint for hint in known.direct_addresses() if _usable(hint, self._host)]
+        if not usable:  # offline: programs on this machine still reach us
+            usable = [f"127.0.0.1:{_port(hint)}" for hint in endpoint.bound_sockets()[:1]]
+        relay = known.relay_url()
+        return (*sorted(usable, key=_is_ipv6), *([relay] if relay else []))
+
+    async def connect(
+        self, peer: bytes, addresses: Sequence[str], alpn: bytes, *, deadline: float
+    ) -> IrohConnection:
+        """Connect to `peer` within `deadline` seconds. Raises Unreachable.
+
+        Hints that cannot be read are skipped. Addresses that led to `peer` before are tried too.
+        """
+        if self._closed:
+            raise Unreachable("our own transport is closed: start a new one")
+        endpoint = self._started()
+        try:
+            async with asyncio.timeout(deadline):
+                target = await self._target(peer, addresses)
+                return self._adopt(await endpoint.connect(target, alpn))
+        except TimeoutError as error:
+            raise Unreachable(
+                f"{short(peer)} did not answer within {deadline:g} s: is the node up, and UDP open?"
+            ) from error
+        except self._iroh_error as error:
+            raise Unreachable(f"cannot connect to {short(peer)}: {cause(error)}") from error
+
+    async def accept(self) -> IrohConnection:
+        """The next incoming connection, handshake done."""
+        return await self._incoming.take()
+
+    async def close(self) -> None:
+        """Close every connection, then the endpoint. Takes at most CLOSE_S seconds."""
+        if self._closed:
+            return
+        self._closed = True
+        self._incoming.close()
+        try:
+            await self._close_endpoint()
+        finally:
+            self._endpoint = None  # iroh frees the port when nobody holds the endpoint
+            tasks = tuple(self._tasks)
+            for task in tasks:
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _close_endpoint(self) -> None:
+        if self._endpoint is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._endpoint.close()
+        except (TimeoutError, self._iroh_error) as error:
+            logger.debug("the endpoint was dropped before it had closed: %s", cause(error))
+
+    def _builder(self, binding: Any) -> "iroh.EndpointBuilder":
+        builder: iroh.EndpointBuilder = binding.EndpointBuilder()
+        builder.apply_minimal()
+        builder.secret_key(self._key.seed())
+        builder.alpns(self._alpns)
+        for address in _bind_addresses(self._host, self._port):
+            builder.bind_addr(address)
+        relays = binding.RelayMode
+        builder.relay_mode(
+            relays.custom_from_urls(sorted(self._relay_urls))
+            if self._relay_urls
+            else relays.disabled()
+        )
+        return builder
+
+    def _bind_failure(self, why: str) -> TransportError:
+        where = f"UDP {self._host}:{self._port}"
+        if f"os error {errno.EADDRINUSE}" in why:
+            return AddressInUse(
+                f"{where} is taken by another program: stop it, or set network.port to another port"
+            )
+        return TransportError(f"cannot listen on {where}: {why}; check network.host and port")
+
+    async def _wait_for_relay(self, endpoint: "iroh.Endpoint") -> None:
+        try:
+            async with asyncio.timeout(RELAY_S):
+                await endpoint.online()
+        except TimeoutError:
+            logger.warning("no relay answered yet: check network.relay_urls; going on without")
+
+    async def _accept_all(self, endpoint: "iroh.Endpoint") -> None:
+        try:
+            while (incoming := await endpoint.accept_next()) is not None:
+                if self._handshakes >= self._max_handshakes:
+                    await self._refuse(incoming)
+                    continue
+                self._handshakes += 1
+                self._spawn(self._handshake(incoming))
+        finally:
+            self._incoming.close()
+
+    async def _refuse(self, incoming: "iroh.Incoming") -> None:
+        try:
+            await incoming.refuse()
+        except self._iroh_error as error:
+            logger.debug("refusing a handshake failed: %s", cause(error))
+
+    async def _handshake(self, incoming: "iroh.Incoming") -> None:
+        """See one handshake through. Its failure is the peer's matter alone."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                accepting = await incoming.accept()
+                connection = self._adopt(await accepting.connect())
+        except (TimeoutError, self._iroh_error) as error:
+            logger.debug("an incoming handshake failed: %s", cause(error))
+            return
+        finally:
+            self._handshakes -= 1
+        if not self._incoming.offer(connection):
+            await connection.close("busy: try again later")
+
+    async def _watch_silence(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._silence_s / 4)
+            for connection in list(self._connections):
+                if connection.closed:
+                    self._connections.discard(connection)
+                elif connection.silent_s(loop.time()) > self._silence_s:
+                    logger.info("%s fell silent: closing", short(connection.peer))
+                    await connection.close("silent for too long")
+
+    async def _target(self, peer: bytes, addresses: Sequence[str]) -> "iroh.EndpointAddr":
+        binding = _binding()
+        hints = addresses[:MAX_ADDRESSES]
+        relays = (hint for hint in hints if hint.rstrip("/") in self._relay_urls)
+        resolved = await asyncio.gather(*(_resolve(hint) for hint in hints if "://" not in hint))
+        direct = [address for found in resolved for address in found]
+        return binding.EndpointAddr(
+            binding.EndpointId.from_bytes(peer), next(relays, None), direct[:MAX_ADDRESSES]
+        )
+
+    def _adopt(self, connection: "iroh.Connection") -> IrohConnection:
+        adopted = IrohConnection(connection, foreign_error=self._iroh_error, spawn=self._spawn)
+        adopted.silent_s(asyncio.get_running_loop().time())
+        self._connections.add(adopted)
+        return adopted
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, self._iroh_error):
+            logger.error("a task of the transport failed", exc_info=error)
+
+    def _started(self) -> "iroh.Endpoint":
+        if self._endpoint is None:
+            raise TransportError("the transport is closed or was never started: await start()")
+        return self._endpoint
+
+
+def _binding() -> Any:
+    """The iroh module, repaired (see iroh_bytes.py). Loading it takes a fifth of a second."""
+    import iroh
+    from iroh import iroh_ffi
+
+    iroh_bytes.install(iroh_ffi)
+    return iroh
+
+
+def _transport_closed() -> ConnectionLost:
+    return ConnectionLost("the transport is closed: no more connections will come")
+
+
+def _bind_addresses(host: str, port: int) -> list[str]:
+    """What iroh shall bind: left alone it listens on all of IPv6 beside one IPv4 address."""
+    try:
+        address = ip_address(host)
+    except ValueError as error:
+        raise TransportError(
+            f"network.host must be an IP address such as 0.0.0.0 or 127.0.0.1, not {host!r}"
+        ) from error
+    own = f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+    if address.is_unspecified:
+        return [own]
+    if address.version == 6:
+        return [own, "127.0.0.1:0"]
+    return [own, "[::1]:0"] if _has_ipv6_loopback() else [own]
+
+
+def _has_ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def _usable(hint: str, host: str) -> bool:
+    """Whether others can use a bound address as a hint: ours if `host` is one, else any routable."""
+    address, bound = ip_address(hint.rpartition(":")[0].strip("[]")), ip_address(host)
+    return not address.is_link_local if bound.is_unspecified else address == bound
+
+
+def _port(hint: str) -> str:
+    return hint.rpartition(":")[2]
+
+
+def _is_ipv6(hint: str) -> bool:
+    return hint.startswith("[")
+
+
+async def _resolve(hint: str) -> list[str]:
+    """The socket addresses of one `host:port` hint; none if it cannot be read or resolved."""
+    host, _, port = hint.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        return []
+    try:
+        address = ip_address(host.strip("[]"))
+        return [f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"]
+    except ValueError:
+        return await _look_up(host, int(port))
+
+
+async def _look_up(host: str, port: int) -> list[str]:
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, family=socket.AF_INET, type=socket.SOCK_DGRAM
+            )
+    except (OSError, UnicodeError, TimeoutError) as error:
+        logger.debug("cannot resolve the hint %s:%d: %s", host, port, error)
+        return []
+    return [f"{address[4][0]}:{port}" for address in found]

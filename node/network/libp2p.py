@@ -1,172 +1,407 @@
-"""libp2p discovery and gossip: the only file that imports libp2p, which runs on trio in one thread.
+"""libp2p discovery and gossip: the only file that imports libp2p, which is trio and runs in a thread.
 
 Nothing here is believed and nothing depends on it: libp2p failing costs speed, never the node.
-Kademlia is asked with a deadline and may fail; whatever must arrive goes by the transport.
+The library is handed foreign bytes all day, so every way in has a limit and a last resort.
 """
 
-import asyncio
+import ipaddress
 import logging
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+import os
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Unpack
 
-from ...crypto.keys import NODE_ID_BYTES, SecretKey
-from ...protocol.errors import LocalProtocolError
-from ...protocol.version import KIB, MAX_GOSSIP
+from ...crypto.keys import SecretKey
+from ...protocol.version import KIB
 from .discovery import Fact
 from .gossip_limits import Gate
-from .transport import TransportError
-from .trio_thread import EventQueue, TrioStopped, TrioThread
+from .peer_ids import node_id_of
+from .ports import check_free
+from .transport import AddressInUse
+from .trio_discovery import TrioDiscovery
 
 if TYPE_CHECKING:
-    import trio
+    from libp2p.abc import IHost, INetStream
+    from libp2p.peer.id import ID
+    from libp2p.peer.peerinfo import PeerInfo
+    from libp2p.pubsub.gossipsub import GossipSub
+    from libp2p.pubsub.pb import rpc_pb2
+    from libp2p.pubsub.pubsub import Pubsub
+    from multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 
-PEER_ID_PREFIX = bytes.fromhex("002408011220")
-"""Identity multihash of a protobuf PublicKey{Ed25519, 32 bytes}: peer id = prefix + node id."""
-
-FACT_QUEUE = 256
 MAX_FRAME = 256 * KIB
 """One pubsub frame; an honest one carries a few facts or a list of message names."""
 MAX_BOOTSTRAP = 16
 WANTED_NEIGHBOURS = 4
 """Below this, bootstrap peers are dialled again."""
-HIGH_WATER = 24
-MAX_CONNECTIONS = 64
+HIGH_WATER, MAX_CONNECTIONS = 24, 64
+"""Connections above the first are closed after a while, above the second refused."""
 DIAL_SECONDS = 10.0
 RETRY_SECONDS = (1.0, 30.0)
+"""First and longest pause between two dials of a bootstrap peer."""
 LOOKUP_SECONDS = 20.0
-LOOKUP_EVERY_SECONDS = (30.0, 600.0)
+LOOKUP_PAUSES = (2.0, 600.0)
+"""First and longest pause between two rounds of Kademlia."""
 DIALS_PER_LOOKUP = 3
-RESTART_SECONDS = (1.0, 60.0)
+HANG_UP_SECONDS = 2.0
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
-def peer_id_of(node_id: bytes) -> bytes:
-    """The libp2p peer id (38 bytes) of a node id."""
-    if len(node_id) != NODE_ID_BYTES:
-        raise ValueError(f"a node id has {NODE_ID_BYTES} bytes, not {len(node_id)}")
-    return PEER_ID_PREFIX + node_id
-
-
-def node_id_of(peer_id: bytes) -> bytes:
-    """The node id inside a libp2p peer id. Raises ValueError for ids of other key types."""
-    if len(peer_id) != len(PEER_ID_PREFIX) + NODE_ID_BYTES or not peer_id.startswith(
-        PEER_ID_PREFIX
-    ):
-        raise ValueError("not the peer id of an Ed25519 key: such a peer is none of ours")
-    return peer_id[len(PEER_ID_PREFIX) :]
-
-
-class Libp2pDiscovery:
+class Libp2pDiscovery(TrioDiscovery):
     """Discovery by libp2p: bootstrap peers, Kademlia providers of the run, GossipSub, mDNS."""
 
     def __init__(
         self, key: SecretKey, *, run_id: bytes, host: str, port: int, mdns: bool = False
     ) -> None:
+        super().__init__(self._begin_life, port=port)
         self.gate = Gate()
-        self._seed = key.seed()
+        self._key = key
         self._run = run_id.hex()
         self._host = host
-        self._port = port
         self._mdns = mdns
-        self._facts: EventQueue[Fact] = EventQueue(FACT_QUEUE)
-        self._thread = TrioThread("libp2p")
-        self._life: _Life | None = None
-        self._addresses: tuple[str, ...] = ()
 
-    @property
-    def dropped_facts(self) -> int:
-        """Facts that nobody took from facts() in time."""
-        return self._facts.dropped
+    def _begin_life(
+        self, port: int, receive: Callable[[Fact], None]
+    ) -> AbstractAsyncContextManager["Libp2pLife"]:
+        _quiet()
+        check_free(self._host, port)
+        life = Libp2pLife(self._key, self._run, self.gate, receive)
+        return life.open(self._host, port, mdns=self._mdns)
 
-    def addresses(self) -> tuple[str, ...]:
-        """Our multiaddrs with /p2p/PEERID; empty before start()."""
-        return self._addresses
 
-    async def start(self, bootstrap: Sequence[str]) -> None:
-        """Listen, then connect to `bootstrap` in the background.
+class Libp2pLife:
+    """One libp2p host with its gossip and its Kademlia. For the trio thread only."""
 
-        Raises:
-            AddressInUse: another program has the TCP port.
-            TransportError: the address is not one of this machine's.
-        """
-        self._facts.bind(asyncio.get_running_loop())
+    def __init__(
+        self, key: SecretKey, run: str, gate: Gate, receive: Callable[[Fact], None]
+    ) -> None:
+        from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+
+        self.port = 0
+        self.addresses: tuple[str, ...] = ()
+        self._run = run
+        self._topic = f"primerl/{run}/1"
+        self._content = "1220" + run  # dressed as a SHA-256 multihash, as a DHT key has to be
+        self._gate = gate
+        self._host = _make_host(key)
+        self._router = _make_router()
+        self._pubsub = _guarded_pubsub(self._host, self._router, self._topic, gate, receive)
+        self._dht = KadDHT(self._host, DHTMode.SERVER, enable_values=False)
+
+    @asynccontextmanager
+    async def open(self, host: str, port: int, *, mdns: bool) -> "AsyncGenerator[Libp2pLife]":
+        """Listen and run every service until the block is left."""
+        from libp2p.tools.anyio_service import background_trio_service
+
         try:
-            await self._thread.start()
-            await self._thread.call(self._open, tuple(bootstrap))
-        except BaseException:
-            await self.close()
-            raise
-
-    async def publish(self, sealed: bytes) -> None:
-        """Gossip a sealed fact; while libp2p is down it goes nowhere.
-
-        Raises:
-            LocalProtocolError: the fact is larger than MAX_GOSSIP.
-        """
-        if len(sealed) > MAX_GOSSIP:
-            raise LocalProtocolError(
-                f"a fact of {len(sealed)} bytes cannot be gossiped (at most {MAX_GOSSIP}):"
-                " send a digest of it, and the bytes by the transport"
-            )
-        life = self._life
-        if life is None:
-            return
-        try:
-            await self._thread.call(life.publish, sealed)
-        except TrioStopped:
-            logger.debug("a fact was not gossiped: discovery is closed")
-
-    def facts(self) -> AsyncIterator[Fact]:
-        """Facts from others as they come; ends with close()."""
-        return self._facts
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self._host.run([_multiaddr(host, port)]))
+                for service in (self._pubsub, self._router, self._dht):
+                    await stack.enter_async_context(background_trio_service(service))
+                stack.push_async_callback(self._hang_up)
+                await self._pubsub.wait_until_ready()
+                await self._pubsub.subscribe(self._topic)
+                self._note_addresses()
+                if mdns:
+                    stack.callback(_start_mdns(self._host, self._run))
+                yield self
+        finally:
+            # This cache keeps a thread of its own, which nothing in the library ever stops.
+            self._pubsub.seen_messages.stop()
 
     def neighbours(self) -> int:
-        """How many connected peers listen to this run's topic."""
-        life = self._life
-        return 0 if life is None else life.neighbours()
+        """How many connected peers listen to the topic: one look-up, safe from any thread."""
+        return len(self._pubsub.peer_topics.get(self._topic, ()))
 
-    async def close(self) -> None:
-        """Leave, and join the thread. Never raises; closing twice is fine."""
-        await self._thread.stop()
-        self._life = None
-        self._facts.close()
+    async def publish(self, sealed: bytes) -> None:
+        """Hand a fact to the mesh; each neighbour's queue is bounded and drops what is too much."""
+        self._gate.knows(sealed)
+        await self._pubsub.publish(self._topic, sealed)
 
-    async def _open(self, bootstrap: tuple[str, ...]) -> None:
-        await self._thread.nursery.start(self._supervise, bootstrap)
-
-    async def _supervise(
-        self, bootstrap: tuple[str, ...], *, task_status: "trio.TaskStatus[None]"
-    ) -> None:
-        """Start libp2p again whenever it dies; only the first start may fail for good."""
+    async def keep_connected(self, bootstrap: Sequence[str]) -> None:
+        """Dial the bootstrap peers whenever we are short of neighbours, and ask Kademlia."""
         import trio
 
-        _quiet()
-        peers = _parse_bootstrap(bootstrap)
-        started, pause = False, RESTART_SECONDS[0]
+        async with trio.open_nursery() as nursery:
+            for info in list(_parse(bootstrap))[:MAX_BOOTSTRAP]:
+                nursery.start_soon(self._keep_dialling, info)
+            await self._keep_looking()
+
+    async def _hang_up(self) -> None:
+        """Close every connection; the library forgets those that it dialled itself."""
+        import trio
+
+        with trio.move_on_after(HANG_UP_SECONDS, shield=True):
+            async with trio.open_nursery() as nursery:
+                for peer in self._host.get_connected_peers():
+                    nursery.start_soon(_attempt, HANG_UP_SECONDS, self._host.disconnect, peer)
+            await self._host.close()
+
+    def _note_addresses(self) -> None:
+        bound = [a for one in self._host.get_network().listeners.values() for a in one.get_addrs()]
+        if not bound:
+            raise AddressInUse("the TCP port was taken while libp2p started: start again")
+        self.port = int(bound[0].value_for_protocol("tcp") or 0)
+        self.addresses = tuple(str(address) for address in self._host.get_addrs())
+
+    async def _keep_dialling(self, info: "PeerInfo") -> None:
+        import trio
+
+        pause, longest = RETRY_SECONDS
         while True:
+            if self.neighbours() < WANTED_NEIGHBOURS and not self._is_connected(info.peer_id):
+                connected = await self._dial(info)
+                pause = RETRY_SECONDS[0] if connected else min(2 * pause, longest)
+            await trio.sleep(pause * random.uniform(0.8, 1.2))
+
+    async def _keep_looking(self) -> None:
+        import trio
+
+        pause, longest = LOOKUP_PAUSES
+        while True:
+            await trio.sleep(pause * random.uniform(0.8, 1.2))
+            # The router keeps these for a feature that is off here, and never lets them go.
+            self._router.recent_message_deliveries.clear()
+            alone = not self._host.get_connected_peers()
+            await (self._dial_known() if alone else self._look())
+            pause = min(2 * pause, RETRY_SECONDS[1] if alone else longest)
+
+    async def _look(self) -> None:
+        """One round of Kademlia: who else serves this run, and tell that we do."""
+        for peer in self._host.get_connected_peers():
+            await _attempt(LOOKUP_SECONDS, self._dht.add_peer, peer)
+        found = await _attempt(LOOKUP_SECONDS, self._find) or []
+        await _attempt(LOOKUP_SECONDS, self._dht.provide, self._content)
+        await self._dial_some([info for info in found if not self._is_connected(info.peer_id)])
+
+    async def _dial_known(self) -> None:
+        """Try peers whose addresses we have from mDNS or from better days."""
+        from libp2p.peer.peerinfo import PeerInfo
+
+        book = self._host.get_peerstore()
+        ids = [peer for peer in book.peers_with_addrs() if peer != self._host.get_id()]
+        await self._dial_some([PeerInfo(peer, book.addrs(peer)) for peer in ids])
+
+    async def _dial_some(self, infos: "list[PeerInfo]") -> None:
+        for info in random.sample(infos, min(DIALS_PER_LOOKUP, len(infos))):
+            await self._dial(info)
+
+    async def _find(self) -> "list[PeerInfo]":
+        """Providers of the run: those that told us, and those that others know of."""
+        records, key = self._dht.provider_store.providers, bytes.fromhex(self._content)
+        # A key with local records, our own among them, is never looked up elsewhere.
+        told = records.pop(key, {})
+        try:
+            found = await self._dht.find_providers(self._content)
+        finally:
+            records.setdefault(key, {}).update(told)
+        return found + [record.provider_info for record in told.values()]
+
+    async def _dial(self, info: "PeerInfo") -> bool:
+        await _attempt(DIAL_SECONDS, self._host.connect, info)
+        return self._is_connected(info.peer_id)
+
+    def _is_connected(self, peer: "ID") -> bool:
+        return peer == self._host.get_id() or bool(self._host.get_network().get_connections(peer))
+
+
+def _guarded_pubsub(
+    host: "IHost", router: "GossipSub", topic: str, gate: Gate, receive: Callable[[Fact], None]
+) -> "Pubsub":
+    """Pubsub that reads no faster than the gate allows and survives whatever it is sent."""
+    import trio
+    from libp2p.io.exceptions import IOException, MessageTooLarge
+    from libp2p.network.connection.exceptions import RawConnError
+    from libp2p.network.stream.exceptions import StreamError
+    from libp2p.pubsub.pb import rpc_pb2
+    from libp2p.pubsub.pubsub import Pubsub
+    from libp2p.pubsub.utils import maybe_consume_signed_record
+    from libp2p.utils.varint import read_varint_prefixed_bytes_limited
+
+    own = host.get_id()
+
+    class GuardedPubsub(Pubsub):
+        async def stream_handler(self, stream: "INetStream") -> None:
+            neighbour = stream.muxed_conn.peer_id
             try:
-                _check_free(self._host, self._port)
-                async with _open_life(self._seed, self._run, self._listen(), self._receive) as life:
-                    self._enter(life)
-                    if not started:
-                        task_status.started()
-                    started, pause = True, RESTART_SECONDS[0]
-                    await life.keep_connected(peers, mdns=self._mdns)
-            except TransportError:
-                if not started:
-                    raise
-                logger.warning("TCP port %d was taken while libp2p was down", self._port)
+                await self.continuously_read_stream(stream)
             except Exception as error:
-                # Foreign code that died of foreign bytes: that must not end the node.
-                if not started:
-                    raise TransportError(
-                        "libp2p did not start: set network.libp2p = false to go on without it"
-                    ) from error
-                logger.warning("libp2p died and starts again in %.0f s: %r", pause, error)
-            self._life = None
-            await trio.sleep(pause)
-            pause = min(2 * pause, RESTART_SECONDS[1])
+                # Left alone, an error here would take the whole host down with it.
+                ended = isinstance(error, (StreamError, IOException, RawConnError))
+                if ended and not isinstance(error, MessageTooLarge):
+                    return
+                logger.debug("%s is cut off for what it sent: %r", neighbour, error)
+                await _attempt(DIAL_SECONDS, host.disconnect, neighbour)
+
+        async def continuously_read_stream(self, stream: "INetStream") -> None:
+            # One message after the other: the library starts a task for each, without a bound.
+            neighbour = stream.muxed_conn.peer_id
+            while self.manager.is_running:
+                frame = await read_varint_prefixed_bytes_limited(stream, MAX_FRAME)
+                now = trio.current_time()
+                await trio.sleep(gate.pause(node_id_of(neighbour.to_bytes()), len(frame), now))
+                await self._take(neighbour, rpc_pb2.RPC.FromString(frame))
+
+        async def _take(self, neighbour: "ID", rpc: "rpc_pb2.RPC") -> None:
+            if not maybe_consume_signed_record(rpc, host, neighbour):
+                return
+            for message in rpc.publish:
+                await self.push_msg(neighbour, message)
+            for subscription in rpc.subscriptions[: self.max_subscriptions_per_rpc]:
+                self.handle_subscription(neighbour, subscription)
+            if rpc.HasField("control"):
+                await self.router.handle_rpc(rpc, neighbour)
+
+        async def push_msg(self, msg_forwarder: "ID", msg: "rpc_pb2.Message") -> None:
+            if msg_forwarder != own:
+                neighbour = node_id_of(msg_forwarder.to_bytes())
+                node_id_of(msg.from_id)  # other key types make the signature check raise
+                foreign = list(msg.topicIDs) == [topic] and msg.from_id != own.to_bytes()
+                if not foreign or not gate.admits(neighbour, msg.data, trio.current_time()):
+                    return
+            await super().push_msg(msg_forwarder, msg)
+
+        def notify_subscriptions(self, publish_message: "rpc_pb2.Message") -> None:
+            # Facts leave by the validator, which alone knows who handed them over.
+            del publish_message
+
+    def accept(forwarder: "ID", message: "rpc_pb2.Message") -> bool:
+        if forwarder == own:
+            return True
+        origin = node_id_of(message.from_id)
+        if not gate.accepts(origin, message.data, trio.current_time()):
+            return False
+        receive(Fact(bytes(message.data), node_id_of(forwarder.to_bytes())))
+        return True
+
+    # A verdict that is kept would let a flood's copy of a fact condemn the honest ones.
+    pubsub = GuardedPubsub(
+        host, router, strict_signing=True, allowed_topics={topic}, validation_cache_ttl=-1
+    )
+    pubsub.set_topic_validator(topic, accept, False)
+    return pubsub
+
+
+def _make_host(key: SecretKey) -> "IHost":
+    """A TCP host under the node's own key: Noise and nothing weaker, and few connections."""
+    from libp2p import new_host
+    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.crypto.x25519 import create_new_key_pair as create_noise_pair
+    from libp2p.network.config import ConnectionConfig
+    from libp2p.rcmgr import ResourceLimits, new_resource_manager
+    from libp2p.security.noise.transport import PROTOCOL_ID, Transport
+    from libp2p.transport.tcp.tcp import TCP
+
+    pair = create_new_key_pair(key.seed())
+    noise = Transport(pair, noise_privkey=create_noise_pair().private_key)
+    return new_host(
+        key_pair=pair,
+        sec_opt={PROTOCOL_ID: noise},  # the default also offers plaintext, where ids are claims
+        muxer_preference="YAMUX",
+        transports=[TCP()],
+        addrs_factory=_dialable,
+        disable_identify_address_discovery=True,
+        connection_config=ConnectionConfig(
+            min_connections=0,
+            low_watermark=0,
+            high_watermark=HIGH_WATER,
+            max_connections=MAX_CONNECTIONS,
+        ),
+        # Without these switches a machine whose memory is full of weights is refused peers.
+        resource_manager=new_resource_manager(
+            ResourceLimits(max_connections=2 * MAX_CONNECTIONS),
+            enable_memory_limits=False,
+            enable_circuit_breaker=False,
+            enable_graceful_degradation=False,
+        ),
+    )
+
+
+def _make_router() -> "GossipSub":
+    from libp2p.custom_types import TProtocol
+    from libp2p.pubsub.gossipsub import GossipSub
+
+    # Its own spam and diversity rules count addresses, and a machine room has one: ours is the gate.
+    return GossipSub(
+        protocols=[TProtocol("/meshsub/1.1.0")],
+        degree=6,
+        degree_low=4,
+        degree_high=12,
+        heartbeat_initial_delay=0.2,
+        heartbeat_interval=1,
+        adaptive_gossip_enabled=False,
+        spam_protection_enabled=False,
+        eclipse_protection_enabled=False,
+    )
+
+
+def _start_mdns(host: "IHost", run: str) -> Callable[[], None]:
+    """Announce us on the local network, to nodes of this run only; returns what stops it."""
+    from libp2p.discovery.mdns.mdns import create_mdns_discovery
+
+    try:
+        mdns = create_mdns_discovery(
+            host.get_network(), private_network_fingerprint=run[:10], host=host
+        )
+    except OSError as error:
+        logger.warning("mDNS is off, this machine has no multicast: %s", error)
+        return lambda: None
+    mdns.start()
+    return mdns.stop
+
+
+async def _attempt(
+    seconds: float, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args
+) -> T | None:
+    """The one way to ask libp2p for something that may fail: a deadline, and None for an error."""
+    import trio
+
+    try:
+        with trio.fail_after(seconds):
+            return await function(*args)
+    except Exception as error:
+        # Transports, foreign answers and the library's own slips all come out here, untyped.
+        logger.debug("libp2p could not %s: %r", function.__name__, error)
+        return None
+
+
+def _parse(bootstrap: Sequence[str]) -> "Iterator[PeerInfo]":
+    from libp2p.peer.peerinfo import info_from_p2p_addr
+    from multiaddr import Multiaddr
+    from multiaddr.exceptions import Error
+
+    for text in bootstrap:
+        try:
+            yield info_from_p2p_addr(Multiaddr(text))
+        except (ValueError, Error) as error:
+            logger.warning("bootstrap entry %r is not /ip4/../tcp/../p2p/..: %s", text, error)
+
+
+def _multiaddr(host: str, port: int) -> "Multiaddr":
+    from multiaddr import Multiaddr
+
+    return Multiaddr(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}")
+
+
+def _dialable(addresses: "Sequence[Multiaddr]") -> "list[Multiaddr]":
+    """What to tell others: a wildcard address stands for the machine's own ones."""
+    from libp2p.utils.address_validation import expand_wildcard_address
+
+    return [one for address in addresses for one in expand_wildcard_address(address)]
+
+
+def _quiet() -> None:
+    """Silence libp2p, which logs what peers send it; LIBP2P_DEBUG turns its own logging on."""
+    import libp2p
+
+    if not os.environ.get("LIBP2P_DEBUG"):
+        library = logging.getLogger(libp2p.__name__)
+        library.setLevel(logging.CRITICAL)
+        library.propagate = False  # some of its loggers set a level of their own
+        if not library.handlers:
+            library.addHandler(logging.NullHandler())  # else Python prints warnings to stderr

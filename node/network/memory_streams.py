@@ -72,10 +72,10 @@ class Pipe:
         self._unread.clear()
         self._changed.fire()
 
-    def drop(self) -> None:
+    def drop(self, broken: Broken) -> None:
         """Fail for good, unless the writer finished in order."""
         if not self._finished:
-            self.fail(_dropped)
+            self.fail(broken)
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -94,7 +94,7 @@ class MemoryStream:
         self._unusable = False
         # A stream that its owner forgot is a reset for the peer, never a clean end.
         for pipe in (incoming, outgoing):
-            weakref.finalize(self, pipe.drop).atexit = False
+            weakref.finalize(self, pipe.drop, _dropped).atexit = False
 
     async def read_exact(self, size: int) -> bytes:
         """Exactly `size` bytes, or StreamClosed."""
@@ -116,10 +116,11 @@ class MemoryStream:
             self.outgoing.finish()
 
     async def abort(self) -> None:
-        """Reset both directions."""
+        """Reset what was not finished, and refuse what the peer still sends."""
         self._unusable = True
         self._connection.announce(self)
-        self.fail(lambda: StreamClosed("the stream was aborted"))
+        self.incoming.drop(_aborted)
+        self.outgoing.drop(_aborted)
 
     def fail(self, broken: Broken) -> None:
         """Break both directions."""
@@ -217,7 +218,8 @@ class MemoryConnection:
         if self.closed or not stream.unseen:
             return
         stream.unseen = False
-        if not self._other.admit(MemoryStream(self._other, stream.outgoing, stream.incoming)):
+        far = MemoryStream(self._other, stream.outgoing, stream.incoming)
+        if not self._other.admit(far):
             stream.fail(lambda: StreamClosed("the peer takes no more streams now: try later"))
 
     def admit(self, stream: MemoryStream) -> bool:
@@ -246,6 +248,10 @@ class MemoryConnection:
 
     def _lost(self) -> ConnectionLost:
         return ConnectionLost(f"the connection to {self._peer[:5].hex()} is gone: {self._reason}")
+
+
+def _aborted() -> StreamClosed:
+    return StreamClosed("the stream was aborted")
 
 
 def _dropped() -> StreamClosed:

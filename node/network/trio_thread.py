@@ -5,6 +5,7 @@ What belongs to trio is touched inside that thread only; asyncio sees `call` and
 
 import asyncio
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -107,9 +108,7 @@ class TrioThread:
         self._thread.start()
         await ready
 
-    async def call(
-        self, function: Callable[[Unpack[Args]], Awaitable[T]], *args: Unpack[Args]
-    ) -> T:
+    async def call(self, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
         """Await `function(*args)` inside trio; its result or its error comes back.
 
         Cancelling this call cancels the function; stopping the thread ends the call.
@@ -123,7 +122,7 @@ class TrioThread:
 
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
-        scope = trio.CancelScope()
+        scope = trio.move_on_after(math.inf)
 
         async def run() -> None:
             try:

@@ -53,14 +53,10 @@ class Checkpoints:
         for name in parts:
             if not _PART.fullmatch(name):
                 raise ValueError(f"{name!r} is no part name: use a-z, 0-9, '_', '.', '-'")
-        target = self.path(step)
-        try:
-            with whole_directory(target) as partial:
-                await backend.save(partial / BACKEND)
-                await asyncio.to_thread(_write_parts, partial, step, parts)
-            await asyncio.to_thread(self._retain)
-        except OSError as error:
-            raise StorageError(f"cannot write {target}: {error}; free some disk") from error
+        with whole_directory(self.path(step)) as partial:
+            await backend.save(partial / BACKEND)
+            await asyncio.to_thread(_write_parts, partial, step, parts)
+        await asyncio.to_thread(self._retain)
 
     async def read(self, step: int) -> dict[str, bytes]:
         """The parts of a checkpoint, after every file of it was checked against the record.
@@ -109,10 +105,10 @@ class Checkpoints:
         """Drop all but the newest keep_last, and what a crash left half-written."""
         for step in self.steps()[: -self.keep_last]:
             # the record goes first: a half-removed checkpoint must not look complete
-            (self.path(step) / COMPLETE).unlink()
-            shutil.rmtree(self.path(step))
+            (self.path(step) / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(self.path(step), ignore_errors=True)
         for leftover in self.directory.glob(f"step_*{PARTIAL}"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _heal(self) -> None:
         """Undo the first half of a replacement that a crash cut in two."""

@@ -13,7 +13,8 @@ import numpy as np
 
 from ...crypto.hashing import digest
 from ..errors import EngineError, StorageError
-from ..models import contract_files
+from ..model_files import contract_files
+from ..weights.checkpoint import write_checkpoint
 from ..weights.state import State, Tensor
 from .backend import Batch, StepMetrics
 from .durable import whole_directory, write_whole
@@ -82,7 +83,7 @@ class CountingBackend:
         with whole_directory(directory) as partial:
             for name in contract_files(model_dir):
                 shutil.copyfile(model_dir / name, partial / name)
-            write_whole(partial / "model.safetensors", _safetensors(state))
+            write_checkpoint(partial / "model.safetensors", state)
 
     async def close(self) -> None:
         """Stop answering."""
@@ -92,16 +93,3 @@ class CountingBackend:
         if self._model_dir is None:
             raise EngineError("the trainer backend is not running: call start() first")
         return self._model_dir
-
-
-def _safetensors(state: State) -> bytes:
-    """The safetensors file of a state of bf16 tensors: header length, JSON header, bits."""
-    header: dict[str, object] = {}
-    data = b""
-    for name, tensor in state.items():
-        bits = tensor.data.tobytes()
-        offsets = [len(data), len(data) + len(bits)]
-        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
-        data += bits
-    encoded = json.dumps(header).encode()
-    return len(encoded).to_bytes(8, "little") + encoded + data

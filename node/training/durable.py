@@ -9,6 +9,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..errors import StorageError
+
 PARTIAL = ".partial"
 """Suffix of a directory that is still being written, or was when the node died."""
 REPLACED = ".replaced"
@@ -19,13 +21,13 @@ REPLACED = ".replaced"
 def whole_directory(target: Path) -> Generator[Path, None, None]:
     """Yield an empty directory to fill; it becomes `target` when the block ends without an error.
 
-    An older `target` is replaced. Raises OSError.
+    An older `target` is replaced. Raises StorageError, also for any OSError of the block.
     """
     partial = target.with_name(target.name + PARTIAL)
     replaced = target.with_name(target.name + REPLACED)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         yield partial
         sync_tree(partial)
         if target.exists():
@@ -33,9 +35,12 @@ def whole_directory(target: Path) -> Generator[Path, None, None]:
             target.rename(replaced)
         partial.rename(target)
         sync(target.parent)
-    except BaseException:
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {target}: {error}; free some disk or permit it"
+        ) from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 

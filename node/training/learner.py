@@ -4,7 +4,6 @@ One thread at a time. A step whose loss or gradient is not finite changes no wei
 not fit the model is left out and counted before it can raise.
 """
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,18 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
-from .. import models
+from .. import model_files, models
 from ..config import TrainingConfig
-from ..errors import StorageError
 from ..weights.state import State
 from .backend import Batch, Sample, StepMetrics
-from .durable import whole_directory
 from .forward import trained_tokens
 from .losses import LossSums, policy_loss
 from .packing import Packed, pack
+from .saved import SavedLearner, read_saved, rng_state, set_rng_state
 from .schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -32,7 +28,6 @@ if TYPE_CHECKING:
 Example = tuple[Sequence[int], Sequence[int]]
 """(prompt token ids, completion token ids with the stop token)."""
 
-SAVE_FORMAT = 1
 MAX_LOGPROB = 1e-3
 """Rounding may lift the logprob of a sure token above 0; a probability of 2 is a lie."""
 WARMUP_BETAS = (0.9, 0.98)
@@ -57,7 +52,7 @@ class Learner:
         self._config = config
         self._max_steps = max_steps
         self._temperature = temperature
-        self._vocabulary = models.vocab_size(model_dir)
+        self._vocabulary = model_files.vocab_size(model_dir)
         self._parameters = dict(model.named_parameters())  # a tied weight appears once
         self._optimizer = self._fresh_optimizer()
         self._warmup_optimizer: torch.optim.AdamW | None = None
@@ -109,6 +104,20 @@ class Learner:
         values["time/forward_backward"] = time.perf_counter() - started
         return StepMetrics(values)
 
+    def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """The trainer's logprob of every trained token of each sample, 0.0 elsewhere; no gradient."""
+        found: list[list[float]] = []
+        for sample in samples:
+            row = [0.0] * len(sample.token_ids)
+            places = [t for t, trained in enumerate(sample.mask) if trained and t]
+            for micro_batch in pack([sample], len(row)).micro_batches:
+                with torch.no_grad():
+                    inputs = trained_tokens(self._model, micro_batch, self._temperature)
+                for place, value in zip(places, inputs.logprobs.tolist(), strict=True):
+                    row[place] = value
+            found.append(row)
+        return found
+
     def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
         """One step of plain cross entropy on the completions; returns the loss per token.
 
@@ -142,42 +151,28 @@ class Learner:
 
     def export(self, directory: Path) -> None:
         """Write the bf16 policy as a Hugging Face model. Raises StorageError."""
-        models.export(self.state(), self._model_dir, directory)
+        model_files.export(self.state(), self._model_dir, directory)
 
     def save(self, directory: Path) -> None:
         """Write weights, moments, step and RNG; `directory` is whole or absent. Raises StorageError."""
-        try:
-            with whole_directory(directory) as partial:
-                save_file(_owned(self._parameters), partial / "model.safetensors")
-                save_file(_owned(self._moments()), partial / "optimizer.safetensors")
-                save_file(_rng_state(), partial / "rng.safetensors")
-                header = {"format": SAVE_FORMAT, "step": self.step_done}
-                (partial / "learner.json").write_text(json.dumps(header))
-        except OSError as error:
-            raise StorageError(f"cannot save to {directory}: {error}; free some disk") from error
+        moments = {
+            f"{name}:{key}": value
+            for name, parameter in self._parameters.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        SavedLearner(self.step_done, self._parameters, moments, rng_state()).write(directory)
 
     def load(self, directory: Path) -> None:
         """Become what save() wrote there, bit by bit. Raises StorageError, then nothing has changed."""
-        try:
-            header = json.loads((directory / "learner.json").read_text())
-            weights = load_file(directory / "model.safetensors")
-            moments = load_file(directory / "optimizer.safetensors")
-            rng = load_file(directory / "rng.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
-            raise StorageError(
-                f"{directory} cannot be read ({error}): resume from an earlier checkpoint"
-            ) from error
-        shapes = {name: tensor.shape for name, tensor in weights.items()}
-        expected = {name: tensor.shape for name, tensor in self._parameters.items()}
-        if header.get("format") != SAVE_FORMAT or shapes != expected:
-            raise StorageError(f"{directory} is of another model or format: start with --clean")
+        saved = read_saved(directory, self._parameters)
         with torch.no_grad():
-            for name, tensor in weights.items():
+            for name, tensor in saved.weights.items():
                 self._parameters[name].copy_(tensor)
-        self._set_moments(moments)
-        _set_rng_state(rng)
+        self._optimizer = self._fresh_optimizer()
+        self._set_moments(saved.moments)
+        set_rng_state(saved.rng)
         self._warmup_optimizer = None
-        self.step_done = int(header["step"])
+        self.step_done = saved.step
 
     def _fits(self, sample: Sample) -> bool:
         """Whether the lists agree, ids are in the vocabulary and every number can be learned from."""
@@ -224,21 +219,12 @@ class Learner:
             weight_decay=self._config.weight_decay,
         )
 
-    def _moments(self) -> dict[str, torch.Tensor]:
-        """AdamW's state by parameter name: `<name>:step`, `:exp_avg`, `:exp_avg_sq`."""
-        return {
-            f"{name}:{key}": value
-            for name, parameter in self._parameters.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-        }
-
-    def _set_moments(self, moments: dict[str, torch.Tensor]) -> None:
-        by_index: dict[int, dict[str, torch.Tensor]] = {}
+    def _set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
         index = {name: position for position, name in enumerate(self._parameters)}
+        by_index: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in moments.items():
-            name, _, field = key.rpartition(":")
-            by_index.setdefault(index[name], {})[field] = value
-        self._optimizer = self._fresh_optimizer()
+            name, _, moment = key.rpartition(":")
+            by_index.setdefault(index[name], {})[moment] = value
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
@@ -262,21 +248,3 @@ def _demonstration(example: Example) -> Sample:
     length = len(prompt) + len(completion)
     mask = [False] * len(prompt) + [True] * len(completion)
     return Sample([*prompt, *completion], mask, [0.0] * length, 1.0)
-
-
-def _owned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous CPU tensors, as safetensors wants them."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng_state(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

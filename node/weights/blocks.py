@@ -31,8 +31,8 @@ Bits = NDArray[Any]
 
 
 def max_body(numel: int, width: int) -> int:
-    """The longest body of a block: raw, with every plane stored."""
-    return (numel + 4) * width
+    """More than any method makes of a block: positions and moves with every one an escape."""
+    return 2 * numel * width + 64
 
 
 def encode_block(base: Bits | None, new: Bits, dtype: str) -> tuple[int, bytes]:

@@ -146,9 +146,9 @@ def _ordered(
             yield pending.popleft().result()
 
 
-def _parts(count: int) -> list[slice]:
+def _parts(count: int) -> Iterator[slice]:
     """The blocks of a tensor of `count` elements; none for an empty one."""
-    return [slice(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK)]
+    return (slice(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK))
 
 
 def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:
@@ -207,7 +207,7 @@ class _Reader:
             return method, memoryview(b"")
         (size,) = _SIZE.unpack(self.take(_SIZE.size))
         if size > max_body(part.stop - part.start, BITS[dtype].itemsize):
-            raise CodecError(f"a block announces {size} bytes, more than it needs raw")
+            raise CodecError(f"a block announces {size} bytes, more than any coding needs")
         return method, self.take(size)
 
     def finish(self) -> None:

@@ -61,7 +61,11 @@ def tensor_digest(tensor: Tensor) -> bytes:
     """BLAKE3 over dtype, shape and the little-endian bits."""
     header = f"{tensor.dtype}{list(tensor.shape)}".encode()
     return digest_parts(
-        [len(header).to_bytes(4, "little"), header, memoryview(tensor.data).cast("B")]
+        [
+            len(header).to_bytes(4, "little"),
+            header,
+            np.ascontiguousarray(tensor.data).data.cast("B"),
+        ]
     )
 
 

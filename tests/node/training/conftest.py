@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-
 from training_cases import make_model
 
 

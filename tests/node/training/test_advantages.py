@@ -1,10 +1,10 @@
 import math
 
 import pytest
+from training_cases import group
 
 from primerl.node.training.advantages import credit, grpo, grpo_std
 from primerl.node.training.buffer import BranchTokens, Group, ScoredRollout
-from training_cases import group
 
 
 def test_grpo_is_the_distance_from_the_group_mean() -> None:

@@ -2,9 +2,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from training_cases import group
 
 from primerl.node.training.buffer import BufferSnapshot, RolloutBuffer
-from training_cases import group
 
 MOVES = st.lists(
     st.one_of(

@@ -3,10 +3,10 @@ import random
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from training_cases import sample
 
 from primerl.node.training.backend import Sample
 from primerl.node.training.packing import pack
-from training_cases import sample
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
@@ -36,7 +36,10 @@ def test_nothing_is_truncated_silently() -> None:
 
 
 def test_position_zero_and_padding_are_never_trained() -> None:
-    samples = [Sample([1, 2], [True, True], [-1.0, -1.0], 1.0), Sample([3] * 4, [True] * 4, [-1.0] * 4, 1.0)]
+    samples = [
+        Sample([1, 2], [True, True], [-1.0, -1.0], 1.0),
+        Sample([3] * 4, [True] * 4, [-1.0] * 4, 1.0),
+    ]
     (batch,) = pack(samples, seq_len=8).micro_batches
     assert batch.mask.tolist() == [[False, True, True, True], [False, True, False, False]]
 
@@ -60,6 +63,8 @@ def test_the_order_of_the_samples_decides_nothing_about_shapes() -> None:
 
 
 def test_advantage_and_logprobs_stay_with_their_tokens() -> None:
-    (batch,) = pack([Sample([7, 8, 9], [False, True, True], [0.0, -1.5, -2.5], 0.25)], 8).micro_batches
+    (batch,) = pack(
+        [Sample([7, 8, 9], [False, True, True], [0.0, -1.5, -2.5], 0.25)], 8
+    ).micro_batches
     assert batch.logprobs.tolist() == [[0.0, -1.5, -2.5]]
     assert np.all(batch.advantages == 0.25)

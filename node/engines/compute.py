@@ -15,7 +15,7 @@ CLOSE_TIMEOUT_S = 60.0
 """Longest wait for the call that runs while the thread is closed."""
 
 
-class Worker:
+class ComputeThread:
     """A thread that runs one call at a time, first come first served."""
 
     def __init__(self, name: str) -> None:

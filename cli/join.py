@@ -1,0 +1,103 @@
+"""`primerl-node join`: work for a run."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .configured import AsJson, DryRun, arguments, environment, options, show_config
+
+if TYPE_CHECKING:
+    from ..node.config import JoinConfig
+
+MAX_TICKET_FILE = 16384
+"""Bytes; a ticket has at most 8192 characters."""
+
+
+def run(
+    ctx: typer.Context,
+    ticket: Annotated[
+        str | None,
+        typer.Option(
+            "--ticket", "-t", help="The join ticket, a file that holds it, or - for standard input."
+        ),
+    ] = None,
+    role: Annotated[str | None, typer.Option("--role", help="What to be: inference.")] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--data-dir", "-d", help="Where this node keeps its key and weights (~/.primerl)."
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Join a run with a ticket: fetch the policy, generate rollouts, send them in.
+
+    Come and go as you like; needs no open port. The ticket is checked before anything is sent.
+
+    \b
+    Examples:
+      primerl-node join --ticket primerl1-... --data-dir worker
+      ssh trainer primerl-node ticket | primerl-node join --ticket -
+      primerl-node join --ticket run.ticket --engine.type vllm
+    """
+    from ..node.config import JoinConfig
+    from ..node.load import load
+
+    given = options(ticket=ticket, role=role, data_dir=data_dir)
+    config = load(JoinConfig, arguments(ctx, given), environment())
+    if dry_run:
+        show_config(config, as_json=as_json)
+        return
+    config = with_checked_ticket(config)
+    from ..node.daemon import join
+    from .signals import run as run_to_end
+
+    run_to_end(join(config))
+
+
+def with_checked_ticket(config: "JoinConfig") -> "JoinConfig":
+    """The config with the ticket's text in it. Raises TicketError; needs no network."""
+    from ..node.errors import TicketError
+    from ..protocol import tickets
+    from ..protocol.errors import Reason, RemoteProtocolError
+
+    if not config.ticket:
+        raise TicketError(
+            "no ticket: give --ticket with what `primerl-node ticket` prints on the trainer's machine"
+        )
+    text = ticket_text(config.ticket)
+    try:
+        tickets.read(text, now=int(time.time()))
+    except RemoteProtocolError as error:
+        if error.reason is Reason.EXPIRED:
+            raise TicketError(
+                "the ticket has expired: ask the trainer's operator for a new one (`primerl-node ticket`)"
+            ) from error
+        raise TicketError(
+            f"this is no ticket that can be trusted ({error}): copy it again, whole and in one line"
+        ) from error
+    return config.model_copy(update={"ticket": text})
+
+
+def ticket_text(given: str) -> str:
+    """The ticket itself, where a file or - was given. Raises TicketError."""
+    from ..node.errors import TicketError
+    from ..protocol.tickets import PREFIX
+
+    if given == "-":
+        return sys.stdin.read(MAX_TICKET_FILE).strip()
+    if given.strip().startswith(PREFIX):
+        return given.strip()
+    try:
+        with Path(given).expanduser().open(encoding="utf-8") as file:
+            return file.read(MAX_TICKET_FILE).strip()
+    except FileNotFoundError as error:
+        raise TicketError(
+            f"{given[:40]} is neither a ticket (they start with {PREFIX}) nor a file"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise TicketError(f"cannot read a ticket from {given[:80]}: {error}") from error

@@ -1,0 +1,146 @@
+"""The program `primerl-node`: its commands, and the one place where an error becomes a line and an exit code.
+
+Nothing heavy may be imported at the top of any file in this package: `--help` must stay fast.
+"""
+
+import os
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..crypto.keys import KeyFileError
+from ..node.errors import NodeError, StorageError
+from ..protocol.errors import RemoteProtocolError
+from . import identity, init, join, peers, rl, status, stop, ticket, train
+from .configured import ConfigCommand
+from .signals import Interrupted
+
+PROGRAM = "primerl-node"
+
+HELP = """Train language models together: one trainer learns, inference workers anywhere generate.
+
+\b
+Try it on this machine, one command from nothing to a model that got better:
+  primerl-node rl @ demo
+
+\b
+The same by hand, in three terminals:
+  primerl-node train @ demo                        prints a join ticket
+  primerl-node join --ticket T --data-dir worker   as often as you like, anywhere
+  primerl-node peers --watch                       who is here, and how they do
+"""
+
+EPILOG = """\b
+Configuration, for train, join and rl (later wins):
+  defaults < `@ file.toml` (left to right) < PRIMERL_TRAINING__LR=1e-6 < --training.lr 1e-6
+
+\b
+Exit codes:
+  0 done               4 port or directory in use     8 the run itself failed
+  1 anything else      5 disk full, unreadable data   130 interrupted (ctrl-C)
+  2 wrong usage        6 nobody could be reached      143 terminated
+  3 wrong ticket       7 engine or trainer failed
+"""
+
+# typer brings its own click in some versions: this is that one's ClickException.
+CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name=PROGRAM,
+    help=HELP,
+    epilog=EPILOG,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(  # pyright: ignore[reportUnusedFunction] - typer calls it
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Config flags are read by load(), not by typer."""
+
+app.command("rl", cls=ConfigCommand, context_settings=FREE)(rl.run)
+app.command("train", cls=ConfigCommand, context_settings=FREE)(train.run)
+app.command("join", cls=ConfigCommand, context_settings=FREE)(join.run)
+app.command("status")(status.run)
+app.command("peers")(peers.run)
+app.command("ticket")(ticket.run)
+app.command("stop")(stop.run)
+app.command("init")(init.run)
+app.command("id")(identity.run)
+
+
+def main() -> None:
+    """Entry point: run the command line, exit with the documented code."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    if "PRIMERL_PARENT_PID" in os.environ:
+        from ..node.processes import leave_with_parent
+
+        leave_with_parent(os.environ)
+    sys.exit(execute(sys.argv[1:]))
+
+
+def execute(args: list[str]) -> int:
+    """Run one command line; returns its exit code. A user's mistake is one line on stderr."""
+    try:
+        code = app(args, prog_name=PROGRAM, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except NodeError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyFileError as error:
+        return _fail(str(error), StorageError.exit_code)
+    except RemoteProtocolError as error:
+        return _fail(f"refused by the other side: {error}", NodeError.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    except Interrupted as stopped:
+        return 128 + stopped.number
+    except BrokenPipeError:  # `primerl-node peers | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NodeError.exit_code
+    except CommandLineError as error:
+        return _command_line(error)
+
+
+def _command_line(error: Exception) -> int:
+    code = int(getattr(error, "exit_code", 2))
+    context = getattr(error, "ctx", None)
+    message = str(getattr(error, "format_message", error.__str__)())
+    if not message:  # no_args_is_help has already printed the help
+        typer.echo(context.get_help() if context else "")
+        return code
+    place = getattr(context, "command_path", PROGRAM)
+    return _fail(f"{message.rstrip('.')} (see `{place} --help`)", code)
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Tables for people: peers and status. Everything here turns rows into rich renderables and asks nobody."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from ..node.control import PeerRow, Status
+
+NONE = "-"
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def peers_table(rows: Sequence[PeerRow]) -> Any:
+    """`primerl-node peers`."""
+    if not rows:
+        return "no peers yet"
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    right = {"RTT", "SENT", "RECV", "VER", "LAG", "LEASES", "TRUST", "REL", "SEEN"}
+    for name in (
+        *("PEER", "ROLE", "PATH", "RTT", "SENT", "RECV", "VER", "LAG", "LEASES"),
+        *("OK/REJECTED", "TRUST", "REL", "SEEN", "SOFTWARE"),
+    ):
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    for row in sorted(rows, key=lambda row: (row.role != "trainer", row.role, row.short)):
+        table.add_row(*_peer_cells(row))
+    return table
+
+
+def _peer_cells(row: PeerRow) -> tuple[str, ...]:
+    return (
+        escape(row.short),
+        escape(row.role or NONE),
+        escape(row.path),
+        NONE if row.rtt_ms is None else f"{row.rtt_ms:.1f} ms",
+        size(row.bytes_sent),
+        size(row.bytes_received),
+        version(row.version),
+        str(row.lag) if row.version >= 0 else NONE,
+        str(row.leases),
+        f"{row.accepted}/{row.rejected}"
+        + (f" ({escape(row.top_reason)})" if row.top_reason else ""),
+        f"{row.trust:.2f}",
+        f"{row.reliability:.2f}",
+        NONE if row.last_seen_s is None else f"{duration(row.last_seen_s)} ago",
+        escape(row.software or NONE),
+    )
+
+
+def status_table(status: Status) -> Any:
+    """`primerl-node status`."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in status_lines(status):
+        table.add_row(name, escape(value))
+    return table
+
+
+def status_lines(status: Status) -> list[tuple[str, str]]:
+    """What there is to say of a node, label and value."""
+    node = f"{status.short}  {status.role}, version {status.software}, pid {status.pid}"
+    lines = [
+        ("node", f"{node}, up {duration(status.uptime_s)}"),
+        ("data", status.data_dir),
+        ("run", f"{status.run_name or NONE}  {status.run[:10]}".rstrip()),
+        ("phase", f"{status.phase}  {status.detail}".rstrip()),
+    ]
+    if status.role == "trainer":
+        lines.append(("step", f"{status.step} of {status.max_steps}"))
+        lines.append(("reward", f"{number(status.reward)}  {sparkline(rewards(status), 40)}"))
+        lines.append(("staleness", number(status.staleness)))
+    lines.append(("policy", f"version {version(status.version)}, {_lag(status)}"))
+    lines.append(("leases", f"{status.leases}, {status.waiting_groups} groups waiting"))
+    lines.append(("rollouts", f"{status.accepted} accepted, {rejected(status.rejected)}"))
+    lines.append(
+        ("bytes", f"{size(status.bytes_sent)} sent, {size(status.bytes_received)} received")
+    )
+    if status.chunk_bytes_by_source:
+        lines.append(("chunks", sources(status.chunk_bytes_by_source)))
+    lines.append(("peers", f"{status.peers}, {status.neighbours} libp2p neighbours"))
+    if status.seconds:
+        lines.append(("time", seconds(status.seconds)))
+    return lines
+
+
+def _lag(status: Status) -> str:
+    behind = status.newest_version - status.version
+    return "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
+
+
+def rewards(status: Status) -> list[float]:
+    """Mean rewards so far, oldest first."""
+    return [reward for _, reward in status.history]
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units."""
+    unit = 0
+    while count >= 1000 and unit < len(UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.0f} {UNITS[unit]}" if unit == 0 else f"{count:.1f} {UNITS[unit]}"
+
+
+def duration(total: float) -> str:
+    """Seconds as a person would say them."""
+    if total < 60:
+        return f"{total:.0f} s"
+    minutes, rest = divmod(int(total), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def version(held: int) -> str:
+    """A policy version; before the first there is none."""
+    return str(held) if held >= 0 else NONE
+
+
+def number(value: float | None) -> str:
+    """Two decimals, or nothing."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def rejected(reasons: Mapping[str, int]) -> str:
+    """Rejected rollouts with their reasons, commonest first."""
+    total = sum(reasons.values())
+    if not total:
+        return "none rejected"
+    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    return f"{total} rejected ({', '.join(f'{name} {count}' for name, count in ordered)})"
+
+
+def sources(counts: Mapping[str, int]) -> str:
+    """Chunk bytes by source with shares, largest first."""
+    total = sum(counts.values()) or 1
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {size(count)} ({count / total:.0%})" for name, count in ordered)
+
+
+def seconds(phases: Mapping[str, float]) -> str:
+    """Seconds by phase, longest first."""
+    ordered = sorted(phases.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {spent:.1f} s" for name, spent in ordered)
+
+
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values as one line of blocks, averaged into at most `width` cells, lowest to highest."""
+    if not values or width < 1:
+        return ""
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    cells = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(cells), max(cells)
+    span = high - low or 1.0
+    return "".join(BLOCKS[round((cell - low) / span * (len(BLOCKS) - 1))] for cell in cells)

@@ -1,0 +1,60 @@
+"""`primerl-node train`: be the trainer of a run."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from .configured import AsJson, DryRun, arguments, environment, show_config
+
+if TYPE_CHECKING:
+    from ..node.config import RunConfig
+    from ..node.watch import View
+
+
+def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) -> None:
+    """Start a run and train it: prints a join ticket, then learns from whoever joins.
+
+    \b
+    Examples:
+      primerl-node train @ demo
+      primerl-node train @ demo @ mine.toml --training.lr 1e-5 --rollouts.group-size 16
+      primerl-node train @ demo --resume       go on where it was interrupted
+      primerl-node train @ demo --dry-run      show the whole config, start nothing
+    """
+    from ..node.config import RunConfig
+    from ..node.load import load
+
+    config = load(RunConfig, arguments(ctx), environment())
+    if dry_run:
+        show_config(config, as_json=as_json)
+        return
+    from .live import open_view
+    from .signals import run as run_to_end
+    from .summary import print_summary
+
+    with open_view(f"primerl-node train  {config.name}") as view:
+        directory = run_to_end(train_and_show(config, view))
+    if not print_summary(directory / "summary.json"):
+        typer.echo(f"stopped; go on with --resume: {directory}")
+
+
+async def train_and_show(config: "RunConfig", view: "View") -> Path:
+    """Train, with our own node in the view."""
+    from ..node.daemon import train
+    from ..node.watch import NodeState, follow
+
+    def announce(ticket: str) -> None:
+        view.say(f"join this run from anywhere:\n  primerl-node join --ticket {ticket}")
+
+    data_dir = config.data_dir or config.run_dir / "trainer"
+    nodes = {"trainer": NodeState("trainer", data_dir, note="running")}
+    watching = asyncio.create_task(follow(nodes, view), name="live view")
+    try:
+        return await train(config, announce=announce)
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching

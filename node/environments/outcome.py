@@ -1,0 +1,66 @@
+"""From a finished trace to our branches and score.
+
+Reads the trace by its public fields only, so that nothing here needs the library that made it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..engines.engine import Completion
+from .environment import Branch, Score
+from .replay import PlayFailed
+
+
+def branch(
+    token_ids: list[int],
+    sampled: list[bool],
+    logprobs: list[float],
+    turns: Sequence[Completion],
+) -> Branch:
+    """A training sequence and the turns in it, in order; at least one."""
+    return Branch(
+        token_ids=token_ids,
+        sampled=sampled,
+        logprobs=logprobs,
+        policy_first=min(turn.policy_first for turn in turns),
+        policy_last=max(turn.policy_last for turn in turns),
+        finish=turns[-1].finish,
+    )
+
+
+def only_trace(traces: Sequence[Any]) -> Any:
+    """The episode's one trace. Raises PlayFailed if there are several, or if it failed."""
+    if len(traces) != 1:
+        raise PlayFailed(f"{len(traces)} rollouts in an episode: only 1 is supported")
+    trace = traces[0]
+    if not trace.ok or trace.is_timeout:
+        last = trace.last_error
+        raise PlayFailed(trace.stop_condition if last is None else f"{last.type}: {last.message}")
+    return trace
+
+
+def branches(trace: Any, completions: Mapping[int, Completion]) -> list[Branch]:
+    """The trace's root-to-leaf paths that hold a turn; `completions` by id() of the sampled node.
+    Raises PlayFailed if there is none."""
+    found: list[Branch] = []
+    for it in trace.branches:
+        turns = [completions[id(node)] for node in it.nodes if node.sampled]
+        if turns:
+            found.append(branch(it.token_ids, it.sampled_mask, it.logprobs, turns))
+    if not found:
+        raise PlayFailed(f"the rollout ended without a turn: {trace.stop_condition}")
+    return found
+
+
+def score(trace: Any) -> Score:
+    """The weighted sum of the rewards; each reward stands by name among the metrics, unweighted.
+    Raises PlayFailed where one is NaN or infinite."""
+    named: dict[str, float] = {
+        name: reward.score for name, reward in trace.rewards.items() if reward is not None
+    }
+    named |= {name: value for name, value in trace.metrics.items() if value is not None}
+    total = float(trace.reward)
+    if not all(map(math.isfinite, [total, *named.values()])):
+        raise PlayFailed("a reward or metric is not a finite number: mend the taskset")
+    return Score(reward=total, metrics=named)

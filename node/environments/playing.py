@@ -1,0 +1,400 @@
+"""Playing a taskset of `verifiers`: the only file that imports it, the bundled tasksets apart.
+
+No model call leaves the process: there is no harness program, interception server or HTTP. Two ways, and
+the same episode from both:
+
+- a plain taskset (no Env of its own, no hooks on single requests) takes the short way: a Trace made of
+  the library's public types, over which its own stops, hooks and Task.score() run;
+- any other goes through the library's Env.run, Agent and Rollout, with a harness that calls the policy
+  and a runtime that runs no commands.
+
+Tasksets with tool servers or containers are refused: a node runs no commands for a stranger.
+"""
+
+# The library's classes are generic over types that only a taskset knows.
+# pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
+
+import importlib
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1 import graph
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.errors import boundary
+from verifiers.v1.interception import Interception
+from verifiers.v1.runtimes import NetworkPolicyConfig, SubprocessRuntimeInfo
+from verifiers.v1.session import RolloutLimits, RolloutSession, hook_boundary
+from verifiers.v1.state import state_cls
+from verifiers.v1.types import content_text
+from verifiers.v1.utils import loaders
+from verifiers.v1.utils.decorators import discover_decorated, invoke
+from verifiers.v1.utils.generic import concrete_type
+
+from ..config import EnvironmentConfig
+from ..engines.engine import Completion
+from . import outcome
+from .chat import ChatFormat
+from .environment import EnvironmentFailed, Episode, Split
+from .exchange import Exchange
+from .indexing import TaskIndex
+from .options import load_tasksets
+from .replay import PlayFailed
+
+BUNDLED = {"reverse-text": "reverse_text", "arithmetic": "arithmetic"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all rollouts of one task share."""
+
+    task: vf.Task
+    digest: bytes
+    record: vf.TraceTask
+    state: type[vf.State]
+    messages: list[Any]
+    prompt: tuple[int, ...]
+    stops: list[Callable[..., Any]]
+    answer: str | None
+    """The right first reply, where the task data has one and the taskset is plain."""
+
+
+class Player:
+    """One taskset, ready to be played; made by open_player()."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        *,
+        chat: ChatFormat,
+        tasks: TaskIndex,
+        env: vf.Env | None,
+        agent: vf.AgentConfig,
+    ) -> None:
+        self._config = config
+        self._chat = chat
+        self._tasks = tasks
+        self._env = env
+        self._agent = agent
+        self._info = vf.AgentInfo(config=agent)
+        self._context = vf.ModelContext(model="policy", client=vf.EvalClientConfig())
+        self._limits = RolloutLimits(max_turns=config.max_turns)
+        self._network = NetworkPolicyConfig()
+        self._box = NoCommands()
+
+    async def start(self) -> None:
+        """Start what the taskset's Env shares between episodes."""
+        if self._env is not None:
+            await self._env.start()
+
+    async def close(self) -> None:
+        """Stop what the taskset's Env shares."""
+        if self._env is not None:
+            await self._env.stop()
+
+    def load(self, index: int, split: Split) -> Prepared:
+        """Task number `index` of `split`, its prompt tokenised. Raises EnvironmentFailed."""
+        task: vf.Task = self._tasks.get(index, split)
+        data, content = task.data, task.hash
+        if data.image or data.agent_user or data.skills or data.network_block:
+            raise EnvironmentFailed(f"task {index} wants a container: use another taskset")
+        if data.prompt is None and self._env is None:
+            raise EnvironmentFailed(f"task {index} has no prompt: mend the taskset")
+        messages = [] if data.prompt is None else _messages(data.system_prompt, data.prompt)
+        answer = getattr(data, "answer", None)
+        return Prepared(
+            task=task,
+            digest=bytes.fromhex(content),
+            record=vf.TraceTask(type=type(task).__name__, data=data, key=task.key, hash=content),
+            state=state_cls(type(task)),
+            messages=messages,
+            prompt=tuple(self._chat.prompt(_wire(messages))) if messages else (),
+            stops=task.hooks("stop"),
+            answer=answer if isinstance(answer, str) and self._env is None else None,
+        )
+
+    async def play(self, prepared: Prepared, exchange: Exchange) -> Episode:
+        """One rollout. Raises PlayFailed, and what the policy raised."""
+        try:
+            if self._env is None:
+                return await self._play_plain(prepared, exchange)
+            return await self._play_env(self._env, prepared, exchange)
+        except vf.RolloutError as error:
+            exchange.check()
+            raise PlayFailed(f"{type(error).__name__}: {error}") from error
+
+    async def _play_plain(self, prepared: Prepared, exchange: Exchange) -> Episode:
+        """One turn, in the order of the library's Rollout."""
+        task, prompt = prepared.task, prepared.prompt
+        trace = vf.Trace(task=prepared.record, state=prepared.state(), agent=self._info)
+        at_hand: dict[str | type, Any] = {"trace": trace, "runtime": self._box}
+        if type(task).setup is not vf.Task.setup:
+            async with boundary(vf.TaskError, "task setup"):
+                await invoke(task.setup, at_hand)
+        session = RolloutSession(self._context, trace, self._network, prepared.stops, self._limits)
+        if (stop := await session.refused()) is not None:
+            raise PlayFailed(f"the taskset's @stop {stop} ends the rollout before its first turn")
+        started = time.time()
+        completion = await exchange.sample(prompt)
+        reply = self._record(trace, prepared, completion, started)
+        trace.stop("agent_completed")
+        if type(task).finalize is not vf.Task.finalize:
+            async with boundary(vf.TaskError, "task finalize"):
+                await invoke(task.finalize, at_hand)
+        await task.score(trace, self._box)
+        logprobs = [0.0] * len(prompt) + completion.logprobs
+        sequence = outcome.branch(reply.token_ids, reply.mask, logprobs, [completion])
+        return Episode(branches=[sequence], score=outcome.score(trace))
+
+    def _record(
+        self, trace: vf.Trace, prepared: Prepared, completion: Completion, started: float
+    ) -> vf.MessageNode:
+        """Put the one turn onto the trace, as graph.prepare_turn().commit() would (which spends 0.5 ms
+        in pydantic's model_construct). Returns the reply's node."""
+        for parent, message in enumerate(prepared.messages, start=-1):
+            node = vf.MessageNode(parent=None if parent < 0 else parent, message=message)
+            trace.nodes.append(node)
+        reply = vf.MessageNode(
+            parent=len(trace.nodes) - 1,
+            message=_say(self._chat, completion),
+            sampled=True,
+            token_ids=[*prepared.prompt, *completion.token_ids],
+            mask=[False] * len(prepared.prompt) + [True] * len(completion.token_ids),
+            logprobs=completion.logprobs,
+        )
+        trace.nodes.append(reply)
+        trace.calls.append(_call(prepared.prompt, completion, len(trace.nodes) - 1, started))
+        return reply
+
+    async def _play_env(self, env: vf.Env, prepared: Prepared, exchange: Exchange) -> Episode:
+        """The library's own way, from Env.run down to Rollout."""
+        harness = PolicyHarness(self._chat, exchange)
+        episode = vf.Episode(task=prepared.record)
+        placement = {"runtime": self._box, "on_trace": episode.traces.append}
+
+        def sit(_: str, seat: vf.AgentConfig) -> vf.Agent:
+            limit = min(self._config.max_turns, seat.max_turns or self._config.max_turns)
+            config = self._agent.model_copy(update={"max_turns": limit})
+            return BorrowingAgent(config, harness, placement)
+
+        agents = vf.Agents(env.config, sit)
+        async with boundary(vf.EnvError, type(env).__name__):
+            await env.setup(agents)
+            await env.run(prepared.task, agents)
+            await env.finalize(prepared.task, episode)
+        exchange.check()
+        trace = outcome.only_trace(episode.traces)
+        branches = outcome.branches(trace, harness.completions)
+        return Episode(branches=branches, score=outcome.score(trace))
+
+
+# -- the library's parts, played in process -------------------------------------------------------
+
+
+class NoCommands(vf.Runtime):
+    """The box that hooks get as `runtime`: it exists, and refuses everything."""
+
+    def __init__(self) -> None:
+        super().__init__("in-process")
+        self.config = vf.SubprocessConfig()
+        self.info = SubprocessRuntimeInfo()
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def run(self, *_: object, **__: object) -> vf.ProgramResult:
+        """Refused, like reading and writing files."""
+        raise vf.SandboxError("a node runs no commands: use a taskset that scores in Python")
+
+    write = _read = run  # type: ignore[assignment]
+
+
+class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
+    """An episode's harness and its interception in one: a model call is a call of the policy."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    def __init__(self, chat: ChatFormat, exchange: Exchange) -> None:
+        vf.Harness.__init__(self, vf.HarnessConfig.model_validate({"id": "null"}))
+        Interception.__init__(self)
+        self._chat = chat
+        self._exchange = exchange
+        self._sessions: dict[str, RolloutSession] = {}
+        self.completions: dict[int, Completion] = {}
+        """id() of a sampled node, which its trace keeps alive -> what was sampled."""
+
+    async def start(self) -> None:
+        """Nothing listens."""
+
+    @asynccontextmanager
+    async def acquire(self, session: RolloutSession) -> AsyncGenerator[tuple[str, str, str]]:
+        """Hold a rollout's session under its trace id while it runs."""
+        self._sessions[session.trace.id] = session
+        try:
+            yield "in-process", session.trace.id, ""
+        finally:
+            del self._sessions[session.trace.id]
+            session.release()
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        """One segment: the conversation so far in, one reply onto the trace."""
+        system, prompt = self.resolve_prompt(data)
+        answered = await self._turn(self._sessions[secret], _messages(system, prompt or []))
+        return vf.ProgramResult(0 if answered else 1, "", "")
+
+    async def _turn(self, session: RolloutSession, messages: list[Any]) -> bool:
+        """One model call, in the order of the library's server. False if something refused it."""
+        trace = session.trace
+        if session.stopped or await session.refused() is not None:
+            return False
+        request, rewrites, stop = await session.rewrite_request(vf.Request(messages=messages))
+        trace.request_rewrites.extend(rewrites)
+        if stop is not None:
+            trace.stop(stop)
+            return False
+        turn = graph.prepare_turn(trace, request.messages)
+        prompt, started = self._prompt(turn), time.time()
+        completion = await self._exchange.sample(prompt)
+        tokens = vf.TurnTokens(
+            prompt_ids=prompt,
+            completion_ids=completion.token_ids,
+            completion_logprobs=completion.logprobs,
+        )
+        response = vf.Response(
+            id="",
+            created=0,
+            model="policy",
+            message=_say(self._chat, completion),
+            finish_reason=completion.finish,
+            tokens=tokens,
+        )
+        _, rewrites, stop = await session.rewrite_response(response)
+        if rewrites:
+            raise ValueError("an @intercept rewrote a reply: tokens and text would disagree")
+        node = turn.commit(response)
+        session.consume_prepared(turn.tail)
+        self.completions[id(trace.nodes[node])] = completion
+        trace.calls.append(_call(prompt, completion, node, started))
+        if stop is not None:
+            trace.stop(stop)
+        return True
+
+    def _prompt(self, turn: graph.PendingTurn) -> list[int]:
+        """The conversation's token ids; after a reply they extend those of the turn before."""
+        before = turn.previous_renderer_token_ids()
+        if before is None or any(message.role == "assistant" for message in turn.tail):
+            return self._chat.prompt(_wire(turn.prompt))
+        prompt, reply = before
+        return [*prompt, *reply, *self._chat.continuation(_wire(turn.tail), reply[-1])]
+
+
+class BorrowingAgent(vf.Agent):
+    """An agent whose rollouts borrow the box without commands and note their traces in a list."""
+
+    def __init__(
+        self, config: vf.AgentConfig, harness: PolicyHarness, placement: dict[str, Any]
+    ) -> None:
+        """`placement` is what every rollout gets: the runtime, and who notes its trace."""
+        super().__init__(config, interception=harness)
+        self.harness = harness
+        self._placement = placement
+
+    async def run(self, task: vf.Task, **options: Any) -> vf.Trace:
+        """A whole rollout."""
+        return await super().run(task, **{**options, **self._placement})
+
+    @asynccontextmanager
+    async def interaction(self, task: vf.Task, **options: Any) -> AsyncGenerator[vf.Interaction]:
+        """A rollout held open, turn by turn."""
+        async with super().interaction(task, **{**options, **self._placement}) as interaction:
+            yield interaction
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+def open_player(
+    config: EnvironmentConfig, *, chat: ChatFormat, seed: int, max_tokens: int, temperature: float
+) -> Player:
+    """Find the taskset and how to play it. Raises EnvironmentFailed."""
+    tasksets = load_tasksets(config, seed, _find)
+    agent = vf.AgentConfig(
+        model="policy",
+        harness=vf.HarnessConfig.model_validate({"id": "null"}),
+        runtime=vf.SubprocessConfig(),
+        client=vf.EvalClientConfig(),
+        sampling=vf.SamplingConfig(temperature=temperature, max_tokens=max_tokens),
+        max_turns=config.max_turns,
+    )
+    tasks = TaskIndex(tasksets, dealt="eval" not in tasksets)
+    env = _load_env(config.id, tasksets["train"])
+    return Player(config, chat=chat, tasks=tasks, env=env, agent=agent)
+
+
+def _load_env(name: str, taskset: vf.Taskset) -> vf.Env | None:
+    """The taskset's own Env; None where the short way plays it. Raises EnvironmentFailed."""
+    kind: type[vf.Env] = vf.SingleAgentEnv if name in BUNDLED else loaders.environment_class(name)
+    if kind is vf.SingleAgentEnv and not _hooks_requests(type(taskset).task_type()):
+        return None
+    env: vf.Env = kind(loaders.resolve_env_config({"taskset": taskset.config.model_dump()}))
+    if len(agent_config_fields(env.config)) != 1:
+        raise EnvironmentFailed(f"{name!r} has several agents: use an environment with one")
+    return env
+
+
+def _find(name: str) -> tuple[type[vf.Taskset], type[vf.TasksetConfig]]:
+    if name in BUNDLED:
+        module = importlib.import_module(f".tasksets.{BUNDLED[name]}", __package__)
+        kind: type[vf.Taskset] = getattr(module, module.__all__[0])
+    else:
+        kind = loaders.taskset_class(name)
+    return kind, concrete_type(kind, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
+
+
+def _hooks_requests(task: type[vf.Task]) -> bool:
+    """Whether the task has @intercept hooks or stops on single requests and responses."""
+    blank = object.__new__(task)
+    stops = discover_decorated(blank, "stop")
+    on_trace = all(hook_boundary(stop, allow_trace=True) is vf.Trace for stop in stops)
+    return not on_trace or bool(discover_decorated(blank, "intercept"))
+
+
+# -- between the library's types and ours ---------------------------------------------------------
+
+
+def _messages(system: str | None, prompt: str | Sequence[Any]) -> list[Any]:
+    opening = [] if system is None else [vf.SystemMessage(content=system)]
+    return [*opening, *([vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt)]
+
+
+def _wire(messages: Sequence[Any]) -> list[dict[str, str]]:
+    return [{"role": it.role, "content": content_text(it.content or "")} for it in messages]
+
+
+def _say(chat: ChatFormat, completion: Completion) -> vf.AssistantMessage:
+    return vf.AssistantMessage(content=chat.text(completion.token_ids) or None)
+
+
+def _call(prompt: Sequence[int], completion: Completion, node: int, started: float) -> vf.ModelCall:
+    return vf.ModelCall(
+        node=node,
+        model="policy",
+        finish_reason=completion.finish,
+        usage=vf.Usage(prompt_tokens=len(prompt), completion_tokens=len(completion.token_ids)),
+        time=vf.TimeSpan(start=started, end=time.time()),
+    )

@@ -1,0 +1,49 @@
+"""Logging: one line per event on stderr for people, the same as JSON lines in a file for machines."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from .config import LogConfig
+
+QUIET = (
+    "asyncio",
+    "libp2p",
+    "verifiers",
+    "renderers",
+    "httpx",
+    "matplotlib",
+    "transformers",
+    "urllib3",
+)
+"""Libraries whose chatter below a warning is nobody's business here."""
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time (Unix seconds), level, logger and message; a traceback where there is one."""
+        line: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name.removeprefix("primerl.node."),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure(config: LogConfig, file: Path) -> None:
+    """Send the log to stderr and, as JSON lines, to `file`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    console = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+    console.setFormatter(JsonLines() if config.json_lines else plain)
+    lines = logging.FileHandler(file, encoding="utf-8")
+    lines.setFormatter(JsonLines())
+    logging.basicConfig(level=config.level.upper(), handlers=[console, lines], force=True)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,86 @@
+"""Facts from discovery: heads, peer records and equivocation proofs, each verified before anything is done.
+
+Gossip is the fast path only; nothing waits for it. Commands never come this way.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from ...crypto.hashing import short
+from ...protocol.envelope import Envelope, Purpose, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import PeerRecord
+from ...protocol.messages import HeadNotice
+from ...protocol.session import decode
+from .discovery import Discovery, Fact
+from .heads import HeadBook
+from .peers import PeerTable
+
+logger = logging.getLogger(__name__)
+
+RECORD_INTERVAL_S = 20.0
+
+
+def read_record(sealed: bytes, run: bytes, now: int) -> PeerRecord:
+    """A peer record that its own subject signed. Raises RemoteProtocolError."""
+    opened = unseal(sealed, Purpose.PEER, PeerRecord, now=now, run=run)
+    if opened.body.node != opened.signer:
+        raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
+    return opened.body
+
+
+class Gossip:
+    """Pumps facts between discovery and what this node believes."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        book: HeadBook,
+        peers: PeerTable,
+        *,
+        record: Callable[[], bytes],
+        on_fraud: Callable[[RemoteProtocolError], None],
+    ) -> None:
+        self._discovery = discovery
+        self._book = book
+        self._peers = peers
+        self._record = record
+        self._on_fraud = on_fraud
+
+    async def run(self) -> None:
+        """Listen and announce until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._listen())
+            tasks.create_task(self._announce())
+
+    async def publish(self, sealed: bytes) -> None:
+        """Tell others a sealed fact, best effort."""
+        await self._discovery.publish(sealed)
+
+    async def _announce(self) -> None:
+        while True:
+            await self._discovery.publish(self._record())
+            await asyncio.sleep(RECORD_INTERVAL_S)
+
+    async def _listen(self) -> None:
+        async for fact in self._discovery.facts():
+            try:
+                await self._take(fact)
+            except RemoteProtocolError as error:
+                if error.reason == Reason.EQUIVOCATION:
+                    self._on_fraud(error)
+                elif fact.source:
+                    self._peers.blame(fact.source, error.reason)
+                logger.info("gossip from %s refused: %s", short(fact.source), error)
+
+    async def _take(self, fact: Fact) -> None:
+        purpose = decode(fact.sealed, Envelope).purpose
+        if purpose == Purpose.HEAD:
+            await self._book.admit(HeadNotice(fact.sealed))
+        elif purpose == Purpose.PEER:
+            run = self._book.trusted.run
+            self._peers.learn(read_record(fact.sealed, run, int(time.time())), fact.sealed)
+        else:
+            raise RemoteProtocolError(Reason.WRONG_PURPOSE, f"{purpose} is not gossiped")

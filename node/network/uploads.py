@@ -1,0 +1,123 @@
+"""Uploads of submissions: offered by digest, resumed where they broke off, receipted once they are durable."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from ...crypto.hashing import digest
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.messages import SubmitFrom, SubmitOffer, Submitted
+from ...protocol.version import ALPN_CONTROL, MAX_SUBMISSION
+from .links import Links
+from .rpc import TooSlow, receive_reply, send
+from .transport import Stream, TransportError
+
+PIECE_BYTES = 256 * 1024
+MIN_RATE = 32 * 1024
+"""Bytes per second below which an upload is cut off; it may resume."""
+GRACE_S = 10.0
+PARTIALS_PER_PEER = 4
+PARTIAL_TTL_S = 300.0
+
+
+async def upload(
+    links: Links, trainer: bytes, sealed: bytes, lease_id: int, *, deadline: float
+) -> bytes:
+    """Hand a sealed submission to the trainer; returns the sealed receipt.
+
+    Raises:
+        Refused, RemoteProtocolError, TransportError.
+    """
+    connection = await links.get(trainer, ALPN_CONTROL)
+    stream = await connection.open_stream()
+    try:
+        async with asyncio.timeout(deadline + len(sealed) / MIN_RATE):
+            await send(stream, SubmitOffer(digest(sealed), len(sealed), lease_id))
+            reply = await receive_reply(stream, SubmitFrom | Submitted)  # type: ignore[arg-type]
+            if isinstance(reply, SubmitFrom):
+                for start in range(reply.offset, len(sealed), PIECE_BYTES):
+                    await stream.write(sealed[start : start + PIECE_BYTES])
+                reply = await receive_reply(stream, Submitted)
+            await stream.finish()
+            return reply.receipt
+    except TimeoutError as error:
+        raise TooSlow("the trainer did not take the submission in time") from error
+    except TransportError:
+        await links.drop(trainer, ALPN_CONTROL)
+        raise
+    finally:
+        await stream.abort()
+
+
+@dataclass
+class Partial:
+    """Bytes of an upload that broke off."""
+
+    data: bytearray = field(default_factory=bytearray)
+    touched: float = 0.0
+    busy: bool = False
+
+
+class UploadReceiver:
+    """The trainer's end: collects the bytes, bounded per peer, and lets broken uploads resume."""
+
+    def __init__(self) -> None:
+        self._partials: dict[tuple[bytes, bytes], Partial] = {}
+
+    async def repeat(self, stream: Stream, receipt: bytes) -> None:
+        """Answer an offer of what is already here with its receipt."""
+        await send(stream, Submitted(receipt))
+        await stream.finish()
+
+    async def receive(
+        self,
+        peer: bytes,
+        stream: Stream,
+        offer: SubmitOffer,
+        *,
+        limit: int,
+        accept: Callable[[bytes], Awaitable[bytes]],
+    ) -> None:
+        """Take the bytes of `offer` (at most `limit`), pass them to `accept`, answer with its receipt.
+
+        Raises:
+            RemoteProtocolError: TOO_LARGE, WRONG_DIGEST, RATE_LIMITED, or what `accept` raises.
+        """
+        if offer.size > min(limit, MAX_SUBMISSION):
+            raise RemoteProtocolError(Reason.TOO_LARGE, f"{offer.size} bytes, at most {limit}")
+        partial = self._open(peer, offer.digest)
+        partial.busy = True
+        try:
+            await self._fill(stream, partial, offer.size)
+        finally:
+            partial.busy = False
+            partial.touched = time.monotonic()
+        del self._partials[peer, offer.digest]
+        data = bytes(partial.data)
+        if digest(data) != offer.digest:
+            raise RemoteProtocolError(Reason.WRONG_DIGEST, "the bytes are not those offered")
+        receipt = await accept(data)
+        await send(stream, Submitted(receipt))
+        await stream.finish()
+
+    async def _fill(self, stream: Stream, partial: Partial, size: int) -> None:
+        async with asyncio.timeout(GRACE_S + size / MIN_RATE):
+            await send(stream, SubmitFrom(len(partial.data)))
+            while len(partial.data) < size:
+                piece = min(PIECE_BYTES, size - len(partial.data))
+                partial.data += await stream.read_exact(piece)
+
+    def _open(self, peer: bytes, name: bytes) -> Partial:
+        now = time.monotonic()
+        for key, old in list(self._partials.items()):
+            if not old.busy and now - old.touched > PARTIAL_TTL_S:
+                del self._partials[key]
+        partial = self._partials.get((peer, name))
+        if partial is None:
+            if sum(1 for owner, _ in self._partials if owner == peer) >= PARTIALS_PER_PEER:
+                raise RemoteProtocolError(Reason.RATE_LIMITED, "too many unfinished uploads")
+            partial = self._partials[peer, name] = Partial()
+        elif partial.busy:
+            raise RemoteProtocolError(Reason.BUSY, "this upload is under way")
+        return partial

@@ -1,0 +1,119 @@
+"""Child processes that leave no orphans, and how a child notices that its parent has gone.
+
+A child leads its own process group: it does not get the terminal's ctrl-C, and stop() ends what it started too.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PARENT_VARIABLE = "PRIMERL_PARENT_PID"
+TAIL_BYTES = 16384
+
+
+class Child:
+    """One process, its log and its group."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._command = command
+        self._environment = environment
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, which is its group too; None before start()."""
+        return self._process.pid if self._process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and its end was not yet seen."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start it; output is appended to the log."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(self._environment),
+                start_new_session=True,
+            )
+
+    async def wait(self) -> int:
+        """Its exit code; negative for the signal that killed it."""
+        assert self._process is not None, "start() comes first"
+        return await self._process.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to the whole group after `grace_s`; returns when it is gone."""
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            signal_process(process.pid, signal.SIGTERM)
+            try:
+                async with asyncio.timeout(grace_s):
+                    await process.wait()
+            except TimeoutError:
+                pass
+        kill_group(process.pid)
+        await process.wait()
+
+    def last_lines(self, count: int) -> list[str]:
+        """The end of its log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+                return log.read().decode(errors="replace").splitlines()[-count:]
+        except OSError:
+            return []
+
+
+def signal_process(pid: int, number: signal.Signals) -> None:
+    """Signal one process; one that has gone is fine."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL everything in the group that `pid` leads or led."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # nobody left; macOS answers EPERM for a group of zombies
+
+
+def leave_with_parent(
+    environ: Mapping[str, str], *, poll_s: float = 0.5, grace_s: float = 20
+) -> None:
+    """Where a parent asked for it, end with it: SIGTERM to ourselves, SIGKILL after `grace_s`.
+
+    A daemon thread, because the event loop of a busy node may be slow just then.
+    """
+    parent = environ.get(PARENT_VARIABLE, "")
+    if not parent.isdigit():
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(poll_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+        if os.getpgrp() == os.getpid():
+            kill_group(os.getpid())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()

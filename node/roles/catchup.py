@@ -1,0 +1,231 @@
+"""Keeping a node's weights at the newest policy version: plan, fetch, prove, load; then serve them on.
+
+The engine only ever gets a state whose digest equals the one in the trainer's signed head.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from ...crypto.hashing import short
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.manifests import Artifact, ChunkRef
+from ...protocol.messages import GetHeads, Heads
+from ...protocol.trust import AdmittedHead
+from ...protocol.version import ALPN_CONTROL
+from ..config import WeightsConfig
+from ..engines.engine import Engine
+from ..errors import NetworkError, StorageError
+from ..ledger import Ledger
+from ..network.blobs import BlobFetcher
+from ..network.heads import HeadBook
+from ..network.links import Links
+from ..network.rpc import Refused
+from ..network.transport import TransportError
+from ..store import Store
+from ..weights.chain import Chain, NoPath
+from ..weights.errors import WeightsError
+from ..weights.mirror import Mirror
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 30.0
+RETRY_S = 0.5
+ASK_TIMEOUT_S = 10.0
+COLLECT_EVERY = 16
+COMMITTED = "committed"
+
+
+class CatchUp:
+    """Follows the head book with a mirror of the weights and an engine."""
+
+    def __init__(
+        self,
+        *,
+        book: HeadBook,
+        links: Links,
+        fetcher: BlobFetcher,
+        store: Store,
+        ledger: Ledger,
+        engine: Engine,
+        config: WeightsConfig,
+        trainer: bytes,
+        upstreams: Callable[[], Sequence[bytes]],
+        keep_chunks: set[bytes],
+    ) -> None:
+        self._book = book
+        self._links = links
+        self._fetcher = fetcher
+        self._store = store
+        self._ledger = ledger
+        self._engine = engine
+        self._config = config
+        self._trainer = trainer
+        self._upstreams = upstreams
+        self._keep_chunks = keep_chunks
+        self._chain = Chain()
+        self._term = 0
+        self._mirror = Mirror()
+        self._loaded = asyncio.Condition()
+        self.versions_loaded = 0
+
+    @property
+    def version(self) -> int:
+        """The version that is loaded; -1 before the first."""
+        return self._mirror.policy.version
+
+    @property
+    def state_digest(self) -> bytes:
+        """Digest of the loaded state, as proved."""
+        return self._mirror.policy.digest
+
+    async def run(self) -> None:
+        """Follow until the run ends."""
+        loaded: tuple[int, int] = (0, -1)
+        while not self._book.ended:
+            if not await self._book.wait_news(loaded, IDLE_S):
+                continue
+            head = self._book.latest()
+            if head is None or head.order <= loaded:
+                continue
+            try:
+                await self._reach(head)
+                loaded = head.order
+            except (NetworkError, TransportError, Refused, NoPath) as error:
+                logger.info("version %d is not here yet: %s", head.head.version, error)
+                await asyncio.sleep(RETRY_S)
+            except (WeightsError, RemoteProtocolError) as error:
+                logger.warning("version %d is refused: %s", head.head.version, error)
+                await self._start_over()
+            except StorageError as error:
+                logger.error("version %d cannot be kept: %s", head.head.version, error)
+                await asyncio.sleep(5.0)
+
+    async def wait_version(self, version: int, timeout: float) -> bool:
+        """Wait until `version` or a newer one is loaded."""
+        try:
+            async with asyncio.timeout(timeout), self._loaded:
+                await self._loaded.wait_for(lambda: self.version >= version)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _reach(self, head: AdmittedHead) -> None:
+        """Bring weights and engine to `head`."""
+        start = time.monotonic()
+        if head.head.term != self._term:
+            self._term, self._chain = head.head.term, Chain()
+        steps = await self._plan(head)
+        for version, artifact in steps:
+            await self._fetcher.fetch(artifact.chunks, self._upstreams(), self._trainer)
+            await self._apply(version, artifact)
+        policy = self._mirror.policy
+        await self._engine.load(policy.version, policy.state)
+        self._book.trusted.commit(head)
+        term, version = head.order
+        self._ledger.set(COMMITTED, term.to_bytes(8, "big") + version.to_bytes(8, "big"))
+        self.versions_loaded += 1
+        logger.info(
+            "policy %d loaded in %.2fs: %s, %d step(s)",
+            policy.version,
+            time.monotonic() - start,
+            short(policy.digest),
+            len(steps),
+        )
+        async with self._loaded:
+            self._loaded.notify_all()
+        await self._collect()
+
+    async def _apply(self, version: int, artifact: Artifact) -> None:
+        manifest = self._chain.get(version)
+        assert manifest is not None
+        prepared = await asyncio.to_thread(
+            self._mirror.prepare, manifest, artifact, self._payload(artifact)
+        )
+        self._mirror.commit(prepared)
+
+    def _payload(self, artifact: Artifact) -> Iterator[bytes]:
+        for chunk in artifact.chunks:
+            data = self._store.get(chunk.digest)
+            if data is None:
+                raise StorageError(f"chunk {short(chunk.digest)} was lost from the store")
+            yield data
+
+    async def _plan(self, head: AdmittedHead) -> list[tuple[int, Artifact]]:
+        """The cheapest way to `head`; asks for older manifests if those at hand do not lead there."""
+        await self._learn_manifests()
+        held = self._mirror.policy
+        try:
+            return self._chain.plan(held.version, held.digest, head.head.version)
+        except NoPath:
+            await self._ask_heads(held.version)
+            await self._learn_manifests()
+        try:
+            return self._chain.plan(held.version, held.digest, head.head.version)
+        except NoPath:
+            await self._ask_heads(-1)
+            await self._learn_manifests()
+            return self._chain.plan(held.version, held.digest, head.head.version)
+
+    async def _ask_heads(self, after: int) -> None:
+        """Fetch the heads after a version from a neighbour that has them, the trainer last."""
+        for source in [*self._upstreams(), self._trainer]:
+            try:
+                await self._ask_heads_of(source, after)
+                return
+            except (TransportError, Refused) as error:
+                logger.debug("no heads from %s: %s", short(source), error)
+
+    async def _ask_heads_of(self, source: bytes, after: int) -> None:
+        newest = self._book.order()[1]
+        while after < newest:
+            heads = await self._links.request(
+                source, ALPN_CONTROL, GetHeads(after), Heads, deadline=ASK_TIMEOUT_S
+            )
+            if not heads.notices:
+                return
+            for notice in heads.notices:
+                await self._book.admit(notice)
+            after = max(after + 1, self._last_version(heads))
+
+    def _last_version(self, heads: Heads) -> int:
+        sealed = {notice.head for notice in heads.notices}
+        return max((h.head.version for h in self._book.held() if h.sealed in sealed), default=-1)
+
+    async def _learn_manifests(self) -> None:
+        """Bring the chain up to what the book knows; fetches manifests too large to come with a head."""
+        for head in self._book.held():
+            if self._chain.get(head.head.version) is not None:
+                continue
+            manifest = self._book.manifest(head)
+            if manifest is None:
+                reference = ChunkRef(head.head.manifest, head.head.manifest_size)
+                await self._fetcher.fetch([reference], self._upstreams(), self._trainer)
+                document = await asyncio.to_thread(self._store.get, head.head.manifest)
+                manifest = self._book.attach(head, document or b"")
+            self._chain.add(manifest)
+
+    async def _start_over(self) -> None:
+        """What we hold leads nowhere: take the way from an anchor."""
+        self._mirror = Mirror()
+        self._chain = Chain()
+        await asyncio.sleep(RETRY_S)
+
+    async def _collect(self) -> None:
+        if self.versions_loaded % COLLECT_EVERY:
+            return
+        keep = self._config.keep_versions
+        live = self._chain.live_chunks(keep)
+        self._book.forget(min(version for version, _ in self._chain.live(keep)))
+        self._chain.forget(keep)
+        documents = {head.head.manifest for head in self._book.held()}
+        await asyncio.to_thread(self._store.collect, live | documents | self._keep_chunks)
+
+
+def read_committed(ledger: Ledger) -> tuple[int, int]:
+    """The (term, version) that this node had loaded when it was last alive."""
+    data = ledger.get(COMMITTED)
+    if data is None:
+        return (0, -1)
+    return int.from_bytes(data[:8], "big"), int.from_bytes(data[8:], "big")

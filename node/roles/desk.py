@@ -1,0 +1,310 @@
+"""The trainer's desk: admits workers, hands out leases, takes in submissions, passes on verdicts.
+
+Cheap refusals happen here, before a receipt; what a receipt acknowledges is in the ledger first.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ... import __version__
+from ...crypto.hashing import short
+from ...crypto.keys import SecretKey
+from ...protocol import tickets
+from ...protocol.envelope import Purpose, seal, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import Lease, LeaseBook
+from ...protocol.messages import (
+    MAX_LEASES,
+    Accepted,
+    ControlRequest,
+    GetHeads,
+    Hello,
+    LeaseReply,
+    LeaseRequest,
+    SubmitOffer,
+    SyncRecords,
+    WatchHeads,
+    Welcome,
+    WorkerStats,
+)
+from ...protocol.reputation import Reputation
+from ...protocol.rollouts import Receipt, Submission
+from ...protocol.version import WIRE_VERSION
+from ..errors import StorageError
+from ..ledger import Arrived, Ledger
+from ..network.gossip import read_record
+from ..network.heads import HeadServer
+from ..network.peers import PeerTable
+from ..network.rpc import receive, send
+from ..network.transport import Stream
+from ..network.uploads import UploadReceiver
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 15.0
+HOLD_S = 1.0
+"""How long a lease request waits for work before it is told to come again."""
+RETRY_MS = 50
+ALIVE_S = 10.0
+"""A worker that asked for nothing for this long is not offered as an upstream."""
+MAX_UPSTREAMS = 8
+LATE_GRACE_S = 5.0
+
+
+@dataclass
+class Worker:
+    """What the desk knows of an admitted worker."""
+
+    rank: int
+    """Order of admission: chunks flow from lower to higher ranks."""
+    stats: WorkerStats = field(default_factory=lambda: WorkerStats(-1))
+    asked: float = 0.0
+    """Monotonic seconds of its last lease request."""
+    verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
+
+
+class LeaseDesk:
+    """Answers the control requests of workers."""
+
+    def __init__(
+        self,
+        *,
+        key: SecretKey,
+        run_id: bytes,
+        sealed_manifest: bytes,
+        book: LeaseBook,
+        boot: int,
+        ledger: Ledger,
+        peers: PeerTable,
+        heads: HeadServer,
+        task_digest: Callable[[int], bytes],
+        capacity: Callable[[], int],
+        version: Callable[[], int],
+        arrivals: "asyncio.Queue[Arrived]",
+    ) -> None:
+        self._key = key
+        self._run_id = run_id
+        self._sealed_manifest = sealed_manifest
+        self.book = book
+        self._boot = boot
+        self._ledger = ledger
+        self._peers = peers
+        self._heads = heads
+        self._task_digest = task_digest
+        self._capacity = capacity
+        self._version = version
+        self._arrivals = arrivals
+        self._uploads = UploadReceiver()
+        self._work = asyncio.Condition()
+        self.workers: dict[bytes, Worker] = {}
+        self.reputations: dict[bytes, Reputation] = {}
+        for node in ledger.admitted():
+            self.workers[node] = Worker(len(self.workers))
+
+    def reputation(self, node: bytes) -> Reputation:
+        """Evidence about a worker."""
+        return self.reputations.setdefault(node, Reputation())
+
+    async def work_changed(self) -> None:
+        """Capacity may have grown: wake the lease requests that wait."""
+        async with self._work:
+            self._work.notify_all()
+
+    async def handle(self, peer: bytes, stream: Stream) -> None:
+        """Answer one control request (a router handler)."""
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            request: ControlRequest = await receive(stream, ControlRequest)  # type: ignore[arg-type]
+        self._peers.seen(peer)
+        match request:
+            case Hello():
+                reply = self._hello(peer, request)
+            case WatchHeads():
+                return await self._heads.watch(stream, request)
+            case GetHeads():
+                return await self._heads.get(stream, request)
+            case LeaseRequest():
+                reply = await self._lease(self._worker(peer), peer, request)
+            case SubmitOffer():
+                self._worker(peer)
+                return await self._submit(peer, stream, request)
+            case SyncRecords():
+                self._worker(peer)
+                reply = SyncRecords(self._upstreams(peer))
+            case _:  # Goodbye, the last of the union
+                self._worker(peer)
+                self.book.release(peer)
+                await self.work_changed()
+                reply = Accepted()
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            await send(stream, reply)
+            await stream.finish()
+
+    def _worker(self, peer: bytes) -> Worker:
+        worker = self.workers.get(peer)
+        if worker is None:
+            raise RemoteProtocolError(Reason.NOT_ADMITTED, "say hello with a ticket first")
+        return worker
+
+    def _hello(self, peer: bytes, hello: Hello) -> Welcome:
+        if hello.wire_version != WIRE_VERSION:
+            detail = f"wire version {hello.wire_version}, this run speaks {WIRE_VERSION}"
+            raise RemoteProtocolError(Reason.WRONG_VERSION, detail)
+        now = int(time.time())
+        if peer not in self.workers:
+            ticket = tickets.check(hello.ticket, now=now)
+            if (ticket.run, ticket.trainer) != (self._run_id, self._key.node_id):
+                raise RemoteProtocolError(Reason.WRONG_RUN, "the ticket is for another run")
+        record = read_record(hello.record, self._run_id, now)
+        if record.node != peer:
+            raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
+        self._peers.learn(record, hello.record)
+        if peer not in self.workers:
+            self._ledger.admit(peer, now)
+            self.workers[peer] = Worker(len(self.workers))
+            logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
+        # What it held before it said hello is lost to it.
+        self.book.release(peer)
+        return Welcome(self._sealed_manifest, __version__)
+
+    async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
+        worker.stats = request.stats
+        worker.asked = time.monotonic()
+        if self.reputation(peer).quarantined:
+            raise RemoteProtocolError(
+                Reason.BANNED, f"too much was rejected: {self.reputation(peer).top_reason()}"
+            )
+        leases = self._grant(peer, request.wanted)
+        try:
+            async with asyncio.timeout(HOLD_S), self._work:
+                while not leases and request.wanted and not worker.verdicts:
+                    await self._work.wait()
+                    leases = self._grant(peer, request.wanted)
+        except TimeoutError:
+            pass  # nothing to do right now; the reply says when to come again
+        verdicts = [worker.verdicts.popleft() for _ in range(min(MAX_LEASES, len(worker.verdicts)))]
+        return LeaseReply(tuple(leases), tuple(verdicts), self._upstreams(peer), RETRY_MS)
+
+    def _grant(self, peer: bytes, wanted: int) -> list[bytes]:
+        sealed: list[bytes] = []
+        while len(sealed) < wanted and self._version() >= 0:
+            lease = self.book.grant(
+                peer,
+                version=self._version(),
+                capacity=self._capacity(),
+                digest_of=self._task_digest,
+                seed=secrets.token_bytes(32),
+                now=time.time(),
+            )
+            if lease is None:
+                break
+            sealed.append(
+                seal(
+                    self._key,
+                    Purpose.LEASE,
+                    self._run_id,
+                    lease,
+                    recipient=peer,
+                    sequence=lease.lease_id,
+                    expires=int(lease.deadline) + 60,
+                )
+            )
+        return sealed
+
+    def _upstreams(self, peer: bytes) -> tuple[bytes, ...]:
+        """Records of live workers admitted before `peer` that hold weights and may be shown."""
+        me = self.workers[peer].rank
+        now = time.monotonic()
+        found: list[tuple[int, bytes]] = []
+        for node, worker in self.workers.items():
+            row = self._peers.get(node)
+            alive = now - worker.asked < ALIVE_S and worker.stats.version >= 0
+            if worker.rank < me and alive and row.record is not None and row.record.share_address:
+                found.append((worker.rank, row.sealed))
+        # The nearest ranks first: a line of workers, each sending to few.
+        found.sort(reverse=True)
+        return tuple(sealed for _, sealed in found[:MAX_UPSTREAMS])
+
+    async def _submit(self, peer: bytes, stream: Stream, offer: SubmitOffer) -> None:
+        known = self._ledger.receipt(offer.digest)
+        if known is not None:
+            raise_unless_own(known, self._run_id, self._key.node_id, peer)
+            await self._uploads.repeat(stream, known)
+            return
+        if self._ledger.lease_done(offer.lease_id):
+            raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {offer.lease_id} was answered")
+        held = self.book.held.get(offer.lease_id)
+        if held is None and offer.lease_id >> 32 == self._boot:
+            raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {offer.lease_id} is not out")
+        limit = self.book.policy.max_bytes
+
+        async def accept(data: bytes) -> bytes:
+            return await self._receive(peer, offer, data)
+
+        await self._uploads.receive(peer, stream, offer, limit=limit, accept=accept)
+
+    async def _receive(self, peer: bytes, offer: SubmitOffer, data: bytes) -> bytes:
+        """Check the bundle against its lease, make it durable, and only then sign a receipt."""
+        now = time.time()
+        lease = self._check_bundle(peer, offer, data, now)
+        if lease.deadline + LATE_GRACE_S < now:
+            raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {lease.lease_id} is over")
+        if self._ledger.lease_done(lease.lease_id):
+            raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {lease.lease_id} was answered")
+        receipt = seal(
+            self._key,
+            Purpose.RECEIPT,
+            self._run_id,
+            Receipt(offer.digest, lease.lease_id, int(now)),
+            recipient=peer,
+            sequence=lease.lease_id,
+            expires=int(now) + 7 * 86400,
+        )
+        if self._arrivals.full():
+            raise RemoteProtocolError(Reason.BUSY, "the inbox is full: come again")
+        try:
+            arrival = self._ledger.receive(offer.digest, lease.lease_id, peer, data, receipt)
+        except StorageError as error:
+            logger.error("a submission could not be kept: %s", error)
+            raise RemoteProtocolError(
+                Reason.DISK_FULL, "the trainer cannot store it now"
+            ) from error
+        if lease.lease_id in self.book.held:
+            self.book.settle(lease.lease_id, peer)
+        self._arrivals.put_nowait(Arrived(arrival, offer.digest, lease.lease_id, peer, data))
+        await self.work_changed()
+        return receipt
+
+    def _check_bundle(self, peer: bytes, offer: SubmitOffer, data: bytes, now: float) -> Lease:
+        submission = unseal(
+            data,
+            Purpose.SUBMISSION,
+            Submission,
+            now=int(now),
+            run=self._run_id,
+            signer=peer,
+            recipient=self._key.node_id,
+        ).body
+        lease = open_lease(submission.lease, self._run_id, self._key.node_id, peer)
+        if lease.lease_id != offer.lease_id:
+            raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
+        return lease
+
+
+def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
+    """The lease inside a submission: our own signature, to this worker. Its deadline is checked apart."""
+    return unseal(
+        sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
+    ).body
+
+
+def raise_unless_own(receipt: bytes, run: bytes, trainer: bytes, peer: bytes) -> None:
+    """A receipt is repeated to the node that it was given to, and to nobody else."""
+    try:
+        unseal(receipt, Purpose.RECEIPT, Receipt, now=0, run=run, signer=trainer, recipient=peer)
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(Reason.REPLAYED, "another node submitted this") from error

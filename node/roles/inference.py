@@ -1,0 +1,333 @@
+"""The inference role: lease -> generate -> score -> sign -> spool -> upload -> receipt.
+
+A worker generates only under a policy whose digest it has proved, only what a lease asks for, and keeps what
+it made on disk until the trainer's receipt is here.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from ...crypto.hashing import digest, short
+from ...crypto.keys import SecretKey
+from ...protocol.envelope import Purpose, seal, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import Lease, TaskRef, sample_seed
+from ...protocol.manifests import RunManifest
+from ...protocol.messages import Accepted, Goodbye, LeaseReply, LeaseRequest, WorkerStats
+from ...protocol.rollouts import (
+    BranchRecord,
+    GroupRecord,
+    Receipt,
+    RolloutRecord,
+    Submission,
+    Verdict,
+    pack_f32,
+    pack_u32,
+)
+from ...protocol.version import ALPN_CONTROL
+from ..engines.engine import Completion, Engine, GenerateRequest
+from ..environments.environment import Branch, Environment, Episode, Task
+from ..errors import StorageError
+from ..ledger import Ledger
+from ..network.blobs import BlobFetcher
+from ..network.gossip import read_record
+from ..network.heads import HeadBook
+from ..network.links import Links
+from ..network.peers import PeerTable
+from ..network.rpc import Refused
+from ..network.transport import TransportError
+from ..network.uploads import upload
+from .catchup import CatchUp
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 20.0
+PAUSE_S = 0.2
+PAUSE_MAX_S = 3.0
+VERSION_WAIT_S = 30.0
+SUBMISSION_TTL_S = 3600
+FINAL_REASONS = frozenset(set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL})
+"""Refusals after which the same bytes will never be taken."""
+
+
+class InferenceRole:
+    """One worker's loops."""
+
+    def __init__(
+        self,
+        *,
+        key: SecretKey,
+        run_id: bytes,
+        run: RunManifest,
+        links: Links,
+        peers: PeerTable,
+        book: HeadBook,
+        fetcher: BlobFetcher,
+        catchup: CatchUp,
+        engine: Engine,
+        engine_name: str,
+        environment: Environment,
+        ledger: Ledger,
+        leases: int,
+    ) -> None:
+        self._key = key
+        self._run_id = run_id
+        self._run = run
+        self._links = links
+        self._peers = peers
+        self._book = book
+        self._fetcher = fetcher
+        self._catchup = catchup
+        self._engine = engine
+        self._engine_name = engine_name
+        self._environment = environment
+        self._ledger = ledger
+        self._max_leases = leases
+        self._spooled = asyncio.Event()
+        self._active: set[int] = set()
+        self._busy = 0.0
+        self._busy_since = time.monotonic()
+        self.upstreams: list[bytes] = []
+        self.accepted = 0
+        self.rejected: Counter[str] = Counter()
+        self.on_not_admitted: Callable[[], None] = lambda: None
+
+    @property
+    def held(self) -> int:
+        """Leases being worked on."""
+        return len(self._active)
+
+    async def run(self) -> None:
+        """Work until the run ends."""
+        self._spooled.set()
+        async with asyncio.TaskGroup() as tasks:
+            follow = tasks.create_task(self._catchup.run())
+            uploads = tasks.create_task(self._upload_loop())
+            await self._lease_loop(tasks)
+            await follow
+            uploads.cancel()
+
+    async def leave(self) -> None:
+        """Tell the trainer that our leases may go to somebody else."""
+        try:
+            await self._links.request(
+                self._run.trainer, ALPN_CONTROL, Goodbye("leaving"), Accepted, deadline=2.0
+            )
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.debug("goodbye was not heard: %s", error)
+
+    async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
+        pause = PAUSE_S
+        while not self._book.ended:
+            wanted = self._max_leases - len(self._active)
+            if self._catchup.version < 0 or wanted <= 0:
+                await asyncio.sleep(0.02)
+                continue
+            try:
+                reply = await self._ask_leases(wanted)
+            except (TransportError, Refused, RemoteProtocolError) as error:
+                logger.info("no leases: %s", error)
+                if isinstance(error, Refused) and error.reason == Reason.NOT_ADMITTED:
+                    self.on_not_admitted()
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.6, PAUSE_MAX_S)
+                continue
+            pause = PAUSE_S
+            for sealed in reply.leases:
+                self._accept(sealed, tasks)
+            if not reply.leases:
+                await asyncio.sleep(reply.retry_after_ms / 1000)
+
+    async def _ask_leases(self, wanted: int) -> LeaseReply:
+        now = time.monotonic()
+        busy = self._busy / max(now - self._busy_since, 1e-3)
+        self._busy, self._busy_since = 0.0, now
+        stats = WorkerStats(self._catchup.version, min(busy, 1.0), self.chunk_sources())
+        reply = await self._links.request(
+            self._run.trainer,
+            ALPN_CONTROL,
+            LeaseRequest(wanted, stats),
+            LeaseReply,
+            deadline=ASK_TIMEOUT_S,
+        )
+        self.learn_upstreams(reply.upstreams)
+        for sealed in reply.verdicts:
+            self._take_verdict(sealed)
+        return reply
+
+    def chunk_sources(self) -> dict[str, int]:
+        """Chunk bytes by source, as shown in tables."""
+        trainer = self._run.trainer
+        return {
+            ("trainer" if source == trainer else short(source)): size
+            for source, size in self._fetcher.fetched.items()
+        }
+
+    def learn_upstreams(self, records: Sequence[bytes]) -> None:
+        """Take in the sealed records of peers that the trainer names as sources."""
+        upstreams: list[bytes] = []
+        for sealed in records:
+            try:
+                record = read_record(sealed, self._run_id, int(time.time()))
+            except RemoteProtocolError as error:
+                logger.info("bad peer record from the trainer: %s", error)
+                continue
+            self._peers.learn(record, sealed)
+            upstreams.append(record.node)
+        self.upstreams = upstreams
+
+    def _take_verdict(self, sealed: bytes) -> None:
+        verdict = unseal(
+            sealed,
+            Purpose.VERDICT,
+            Verdict,
+            now=int(time.time()),
+            run=self._run_id,
+            signer=self._run.trainer,
+        ).body
+        self.accepted += verdict.accepted
+        for rejection in verdict.rejections:
+            self.rejected[rejection.reason.value] += 1
+        if verdict.rejections:
+            first = verdict.rejections[0]
+            logger.info(
+                "lease %d: %d accepted, %d rejected, first %s (%s)",
+                verdict.lease_id,
+                verdict.accepted,
+                len(verdict.rejections),
+                first.reason.value,
+                first.detail,
+            )
+
+    def _accept(self, sealed: bytes, tasks: asyncio.TaskGroup) -> None:
+        lease = unseal(
+            sealed,
+            Purpose.LEASE,
+            Lease,
+            now=int(time.time()),
+            run=self._run_id,
+            signer=self._run.trainer,
+            recipient=self._key.node_id,
+        ).body
+        self._active.add(lease.lease_id)
+        tasks.create_task(self._work(lease, sealed))
+
+    async def _work(self, lease: Lease, sealed: bytes) -> None:
+        """Do one lease; a lease that cannot be done in time is left to expire."""
+        try:
+            async with asyncio.timeout(max(0.0, lease.deadline - time.time())):
+                if not await self._catchup.wait_version(lease.min_version, VERSION_WAIT_S):
+                    return
+                start = time.monotonic()
+                groups = await asyncio.gather(*(self._group(lease, task) for task in lease.tasks))
+                self._busy += time.monotonic() - start
+            submission = Submission(sealed, tuple(groups), self._engine_name)
+            self._spool(lease, submission)
+        except TimeoutError:
+            logger.warning("lease %d ran out of time", lease.lease_id)
+        except StorageError as error:
+            logger.error("lease %d is lost: %s", lease.lease_id, error)
+        finally:
+            self._active.discard(lease.lease_id)
+
+    def _spool(self, lease: Lease, submission: Submission) -> None:
+        bundle = seal(
+            self._key,
+            Purpose.SUBMISSION,
+            self._run_id,
+            submission,
+            recipient=self._run.trainer,
+            sequence=lease.lease_id,
+            expires=int(time.time()) + SUBMISSION_TTL_S,
+        )
+        self._ledger.spool(digest(bundle), lease.lease_id, lease.deadline, bundle)
+        self._spooled.set()
+
+    async def _group(self, lease: Lease, reference: TaskRef) -> GroupRecord:
+        task = self._environment.task(reference.index)
+        if task.digest != reference.digest:
+            detail = "this node's environment makes another task of that index"
+            failed = RolloutRecord((), 0.0, detail)
+            return GroupRecord(reference.index, reference.digest, (failed,) * lease.group_size)
+        episodes = await asyncio.gather(
+            *(self._rollout(lease, task, index) for index in range(lease.group_size))
+        )
+        records = tuple(rollout_record(episode) for episode in episodes)
+        return GroupRecord(reference.index, reference.digest, records)
+
+    async def _rollout(self, lease: Lease, task: Task, index: int) -> Episode:
+        async def policy(prompt: Sequence[int], turn: int) -> Completion:
+            seed = sample_seed(self._run_id, lease, self._key.node_id, task.digest, index, turn)
+            return await self._engine.generate(
+                GenerateRequest(
+                    prompt=tuple(prompt),
+                    max_tokens=self._run.sampling.max_tokens,
+                    temperature=self._run.sampling.temperature,
+                    seed=seed,
+                    stop_token_ids=self._run.model.stop_token_ids,
+                )
+            )
+
+        return await self._environment.run(task, policy)
+
+    async def _upload_loop(self) -> None:
+        pause = PAUSE_S
+        while True:
+            await self._spooled.wait()
+            self._spooled.clear()
+            for name, lease_id, _, sealed in self._ledger.spooled():
+                try:
+                    await self._upload(name, lease_id, sealed)
+                    pause = PAUSE_S
+                except (TransportError, Refused, RemoteProtocolError) as error:
+                    logger.info("upload of lease %d waits: %s", lease_id, error)
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 1.6, PAUSE_MAX_S)
+                    self._spooled.set()
+                    break
+
+    async def _upload(self, name: bytes, lease_id: int, sealed: bytes) -> None:
+        try:
+            receipt = await upload(
+                self._links, self._run.trainer, sealed, lease_id, deadline=ASK_TIMEOUT_S
+            )
+        except Refused as refusal:
+            if refusal.reason not in FINAL_REASONS:
+                raise
+            logger.warning("lease %d was refused: %s", lease_id, refusal)
+            self.rejected[refusal.reason.value] += 1
+            self._ledger.unspool(name)
+            return
+        opened = unseal(
+            receipt,
+            Purpose.RECEIPT,
+            Receipt,
+            now=int(time.time()),
+            run=self._run_id,
+            signer=self._run.trainer,
+        )
+        if opened.body.submission != name:
+            raise RemoteProtocolError(Reason.WRONG_DIGEST, "a receipt for something else")
+        self._ledger.unspool(name)
+
+
+def rollout_record(episode: Episode) -> RolloutRecord:
+    """An episode as it travels."""
+    branches = tuple(branch_record(branch) for branch in episode.branches)
+    return RolloutRecord(branches, episode.score.reward, episode.error[:500])
+
+
+def branch_record(branch: Branch) -> BranchRecord:
+    """A branch as it travels."""
+    drawn = [value for value, flag in zip(branch.logprobs, branch.sampled, strict=True) if flag]
+    return BranchRecord(
+        tokens=pack_u32(branch.token_ids),
+        sampled=bytes(branch.sampled),
+        logprobs=pack_f32(drawn),
+        policy_first=branch.policy_first,
+        policy_last=branch.policy_last,
+        finish=branch.finish,
+    )

@@ -1,0 +1,194 @@
+"""Publishing policy versions: prove, encode, store, sign; then, and only then, tell.
+
+A head is written to the ledger before anybody hears of it, so a killed trainer never signs a second one.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from ...crypto.hashing import NO_DIGEST, digest, short
+from ...crypto.keys import SecretKey
+from ...protocol.envelope import Purpose, seal
+from ...protocol.manifests import (
+    Artifact,
+    ChunkRef,
+    PolicyHead,
+    PolicyManifest,
+    TensorInfo,
+    check_sizes,
+    encode,
+)
+from ...protocol.messages import HeadNotice
+from ...protocol.version import MAX_MANIFEST
+from ..config import WeightsConfig
+from ..network.blobs import Arrivals
+from ..network.heads import HeadBook
+from ..store import Store
+from ..weights.chain import Chain, cut
+from ..weights.codec import CODEC, encode_delta, encode_full
+from ..weights.mirror import EMPTY, Policy, prove
+from ..weights.state import State, state_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Turns states into published versions, and keeps the chain that late joiners need."""
+
+    def __init__(
+        self,
+        *,
+        key: SecretKey,
+        run: bytes,
+        book: HeadBook,
+        store: Store,
+        arrivals: Arrivals,
+        config: WeightsConfig,
+        keep_states: int,
+        keep_chunks: set[bytes],
+    ) -> None:
+        """`keep_states` newest states stay in memory for audits; `keep_chunks` are never collected."""
+        self._key = key
+        self._run = run
+        self._book = book
+        self._store = store
+        self._arrivals = arrivals
+        self._config = config
+        self._keep_states = keep_states
+        self._keep_chunks = keep_chunks
+        self._chain = Chain()
+        self._policy: Policy = EMPTY
+        self._term = 0
+        self.states: OrderedDict[int, State] = OrderedDict()
+        self.delta_bytes = 0
+        self.full_bytes = 0
+        """What the deltas would have been as plain bf16 checkpoints."""
+        self.last_delta_bytes = 0
+
+    @property
+    def version(self) -> int:
+        """The newest published version; -1 before the first."""
+        return self._policy.version
+
+    async def resume(self, version: int, state: State) -> None:
+        """Go on from a checkpoint: in the same term if the last head is this one, else in a new term."""
+        policy = await asyncio.to_thread(prove, version, state)
+        newest = self._book.latest()
+        self._term = newest.head.term if newest else 0
+        for head in self._book.held():
+            manifest = self._book.manifest(head)
+            if manifest is not None:
+                self._chain.add(manifest)
+        if newest is None or newest.head.version < version:
+            held = self._chain.get(version - 1)
+            if newest is not None and (held is None or newest.head.version != version - 1):
+                self._begin_term(version)
+            await self.publish(version, state)
+        elif newest.head.version == version and newest.head.state == policy.digest:
+            self._hold(policy)
+        else:
+            self._begin_term(version)
+            await self.publish(version, state)
+
+    async def publish(self, version: int, state: State) -> PolicyHead:
+        """Publish `state` as `version`. Raises StorageError when the disk is full: nothing was told then."""
+        policy = await asyncio.to_thread(prove, version, state)
+        artifacts = await asyncio.to_thread(self._encode, policy)
+        manifest = PolicyManifest(
+            self._run, version, policy.digest, _tensor_table(policy), tuple(artifacts)
+        )
+        document = check_sizes(encode(manifest), MAX_MANIFEST)
+        await asyncio.to_thread(self._store.put, document)
+        sealed, head = self._sign(policy, document)
+        self._chain.add(manifest)
+        self._hold(policy)
+        for artifact in artifacts:
+            for chunk in artifact.chunks:
+                self._arrivals.arrived(chunk.digest)
+        await self._book.admit(HeadNotice(sealed, document))
+        await self._retain()
+        logger.info(
+            "policy %d published: %s, %d B", version, short(policy.digest), self.last_delta_bytes
+        )
+        return head
+
+    def _begin_term(self, version: int) -> None:
+        """The chain went further than the checkpoint: a new term starts here, with an anchor."""
+        self._term += 1
+        self._chain = Chain()
+        self._policy = EMPTY
+        logger.warning(
+            "resuming version %d in term %d: later versions are void", version, self._term
+        )
+
+    def _hold(self, policy: Policy) -> None:
+        self._policy = policy
+        self.states[policy.version] = policy.state
+        while len(self.states) > self._keep_states:
+            self.states.popitem(last=False)
+
+    def _encode(self, policy: Policy) -> list[Artifact]:
+        artifacts: list[Artifact] = []
+        held = self._policy
+        if held.version == policy.version - 1 and held.version >= 0:
+            payload = encode_delta(held.state, policy.state)
+            artifacts.append(self._artifact("delta", payload, held.version, held.digest))
+            self.last_delta_bytes = artifacts[0].size
+            self.delta_bytes += artifacts[0].size
+            self.full_bytes += state_bytes(policy.state)
+        if not artifacts or self._chain.needs_anchor(policy.version, self._config.anchor_interval):
+            artifacts.append(self._artifact("anchor", encode_full(policy.state), -1, NO_DIGEST))
+        return artifacts
+
+    def _artifact(
+        self, kind: str, payload: Iterator[bytes], base_version: int, base_state: bytes
+    ) -> Artifact:
+        chunks = [
+            ChunkRef(self._store.put(piece), len(piece))
+            for piece in cut(payload, int(self._config.chunk_mib * 2**20))
+        ]
+        return Artifact(
+            kind="anchor" if kind == "anchor" else "delta",
+            base_version=base_version,
+            base_state=base_state,
+            codec=CODEC,
+            size=sum(chunk.size for chunk in chunks),
+            chunks=tuple(chunks),
+        )
+
+    def _sign(self, policy: Policy, document: bytes) -> tuple[bytes, PolicyHead]:
+        before = self._book.trusted.heads.get((self._term, policy.version - 1))
+        now = int(time.time())
+        head = PolicyHead(
+            term=self._term,
+            version=policy.version,
+            previous=before.digest if before else NO_DIGEST,
+            state=policy.digest,
+            manifest=digest(document),
+            manifest_size=len(document),
+            created=now,
+            expires=now + int(self._config.head_ttl_s),
+        )
+        return seal(self._key, Purpose.HEAD, self._run, head, expires=head.expires), head
+
+    async def _retain(self) -> None:
+        """Collect what no live chain needs."""
+        keep = self._config.keep_versions
+        if self._policy.version % keep:
+            return
+        live = self._chain.live_chunks(keep)
+        self._chain.forget(keep)
+        oldest = min(version for version, _ in self._chain.live(keep))
+        self._book.forget(oldest)
+        documents = {head.head.manifest for head in self._book.held()}
+        await asyncio.to_thread(self._store.collect, live | documents | self._keep_chunks)
+
+
+def _tensor_table(policy: Policy) -> tuple[TensorInfo, ...]:
+    return tuple(
+        TensorInfo(name, tensor.dtype, tensor.shape, policy.digests[name])
+        for name, tensor in sorted(policy.state.items())
+    )

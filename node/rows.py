@@ -1,0 +1,72 @@
+"""The rows that `peers` and `status` show, from what a node knows."""
+
+import time
+from collections.abc import Mapping
+
+from ..crypto.hashing import short
+from ..protocol.messages import WorkerStats
+from ..protocol.reputation import Reputation
+from .control import PeerRow
+from .network.peers import Peer, PeerTable
+
+
+def peer_rows(
+    peers: PeerTable,
+    *,
+    newest: int,
+    leases: Mapping[bytes, int],
+    stats: Mapping[bytes, WorkerStats],
+    reputations: Mapping[bytes, Reputation],
+    own: bytes,
+) -> list[PeerRow]:
+    """One row per known peer, the connected ones first."""
+    rows = [
+        _row(
+            peer, newest, leases.get(peer.node, 0), stats.get(peer.node), reputations.get(peer.node)
+        )
+        for peer in peers.rows()
+        if peer.node != own
+    ]
+    return sorted(rows, key=lambda row: (row.path == "-", row.role, row.id))
+
+
+def _row(
+    peer: Peer, newest: int, leases: int, stats: WorkerStats | None, reputation: Reputation | None
+) -> PeerRow:
+    path = peer.path()
+    known = reputation or Reputation()
+    version = stats.version if stats else -1
+    return PeerRow(
+        id=peer.node.hex(),
+        short=short(peer.node),
+        role=peer.record.role if peer.record else "?",
+        path=path.kind if path else "-",
+        rtt_ms=round(path.rtt_ms, 1) if path and path.rtt_ms is not None else None,
+        bytes_sent=path.bytes_sent if path else peer.sent,
+        bytes_received=path.bytes_received if path else peer.received,
+        version=version,
+        lag=newest - version if version >= 0 else 0,
+        leases=leases,
+        accepted=known.accepted,
+        rejected=sum(known.rejected.values()),
+        top_reason=known.top_reason(),
+        trust=round(known.trust, 3),
+        reliability=round(peer.success, 3),
+        last_seen_s=round(time.time() - peer.last_seen, 1) if peer.last_seen else None,
+        software=printable(peer.record.software) if peer.record else "?",
+    )
+
+
+def total_bytes(peers: PeerTable) -> tuple[int, int]:
+    """(sent, received) over all peers ever."""
+    sent = received = 0
+    for peer in peers.rows():
+        path = peer.path()
+        sent += path.bytes_sent if path else peer.sent
+        received += path.bytes_received if path else peer.received
+    return sent, received
+
+
+def printable(text: str) -> str:
+    """Peers choose these strings: no control characters reach a terminal or a log."""
+    return "".join(character if character.isprintable() else "?" for character in text)[:64]

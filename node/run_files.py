@@ -1,0 +1,58 @@
+"""What a run leaves in its directory, and how `--clean` removes it.
+
+Nothing is deleted that does not look like a run of ours, and nothing while a node runs in it.
+"""
+
+import shutil
+from pathlib import Path
+
+from .control import ask, socket_path
+from .errors import BusyError, NetworkError, StorageError, UsageError
+
+TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
+    "ticket.txt",
+    "summary.json",
+    "reward.png",
+    "metrics.jsonl",
+    "logs",
+)
+MARKS = (TICKET, SUMMARY, METRICS, LOGS, "checkpoints", "trainer")
+"""At least one of these is in the directory of every run."""
+
+
+def clean(run_dir: Path) -> None:
+    """Remove what an earlier run left.
+
+    Raises:
+        UsageError: the directory holds things, but no run.
+        BusyError: a node runs in it.
+        StorageError: it cannot be removed.
+    """
+    if not run_dir.exists():
+        return
+    if run_dir.is_symlink() or not run_dir.is_dir():
+        raise UsageError(f"{run_dir} is no directory: choose another --name or --output-dir")
+    held = {path.name for path in run_dir.iterdir()}
+    if held and not held.intersection(MARKS):
+        raise UsageError(
+            f"{run_dir} holds no run, so --clean does not empty it: choose another --name"
+        )
+    check_free(run_dir)
+    try:
+        shutil.rmtree(run_dir)
+    except OSError as error:
+        raise StorageError(f"cannot remove {error.filename}: {error.strerror}") from error
+
+
+def check_free(run_dir: Path) -> None:
+    """Raises BusyError if a node answers in the directory of a run or right below it."""
+    for data_dir in (run_dir, *run_dir.iterdir()):
+        if not socket_path(data_dir).exists():
+            continue
+        try:
+            ask(data_dir, "status")
+        except NetworkError:
+            continue  # a socket that a killed node left
+        raise BusyError(
+            f"a node still runs in {data_dir}: `primerl-node stop --data-dir {data_dir}` ends it"
+        )

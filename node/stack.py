@@ -1,0 +1,217 @@
+"""The network half of a node, built once for every role: transport, peers, heads, chunks, discovery.
+
+Opened and closed as one; closing goes in reverse and never raises.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import __version__
+from ..crypto.keys import SecretKey
+from ..protocol.envelope import Purpose, seal
+from ..protocol.errors import RemoteProtocolError
+from ..protocol.manifests import PeerRecord, Role
+from ..protocol.trust import TrustedRun
+from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
+from .config import NodeConfig
+from .errors import BusyError, RunFailed
+from .ledger import Ledger
+from .network.blobs import Arrivals, BlobFetcher, BlobServer
+from .network.discovery import Discovery
+from .network.gossip import Gossip
+from .network.heads import HeadBook, HeadServer
+from .network.limits import Pacer
+from .network.links import Links
+from .network.peers import PeerTable
+from .network.router import Handler, Router
+from .network.transport import AddressInUse, Transport
+from .roles.catchup import read_committed
+from .store import FileStore
+
+logger = logging.getLogger(__name__)
+
+RECORD_TTL_S = 3600
+PORT = "port"
+
+
+@dataclass
+class Stack:
+    """What every role is built on."""
+
+    key: SecretKey
+    run_id: bytes
+    trainer: bytes
+    role: Role
+    config: NodeConfig
+    ledger: Ledger
+    store: FileStore
+    transport: Transport
+    peers: PeerTable
+    links: Links
+    arrivals: Arrivals
+    blobs: BlobServer
+    fetcher: BlobFetcher
+    heads: HeadBook
+    head_server: HeadServer
+    discovery: Discovery | None
+    fraud: "asyncio.Queue[RemoteProtocolError]"
+    keep_chunks: set[bytes] = field(default_factory=set[bytes])
+    """Chunks that are no weights and are never collected: model files, manifests."""
+
+    def addresses(self) -> tuple[str, ...]:
+        """host:port hints for tickets and records."""
+        return tuple(self.config.network.advertise) or self.transport.addresses()
+
+    def discovery_addresses(self) -> tuple[str, ...]:
+        """libp2p multiaddrs for tickets and records."""
+        return self.discovery.addresses() if self.discovery else ()
+
+    def record(self) -> bytes:
+        """Our sealed peer record."""
+        record = PeerRecord(
+            node=self.key.node_id,
+            role=self.role,
+            software=__version__,
+            addresses=self.addresses(),
+            discovery=self.discovery_addresses(),
+            share_address=self.config.network.share_address,
+        )
+        expires = int(time.time()) + RECORD_TTL_S
+        return seal(self.key, Purpose.PEER, self.run_id, record, expires=expires)
+
+    def public_record(self) -> bytes:
+        """As record(), but without addresses where those are not to be shared: for gossip."""
+        if self.config.network.share_address:
+            return self.record()
+        record = PeerRecord(self.key.node_id, self.role, __version__, (), (), False)
+        expires = int(time.time()) + RECORD_TTL_S
+        return seal(self.key, Purpose.PEER, self.run_id, record, expires=expires)
+
+    def router(self, control: Handler) -> Router:
+        """The accept loop of this node, with `control` answering ALPN_CONTROL."""
+        network = self.config.network
+        return Router(
+            self.transport,
+            self.peers,
+            {ALPN_CONTROL: control, ALPN_BLOBS: self.blobs.handle},
+            max_streams_per_peer=network.max_streams_per_peer,
+            max_peers=network.max_peers,
+        )
+
+    def gossip(self) -> Gossip | None:
+        """The gossip pump, where discovery is on."""
+        if self.discovery is None:
+            return None
+        return Gossip(
+            self.discovery,
+            self.heads,
+            self.peers,
+            record=self.public_record,
+            on_fraud=self.fraud.put_nowait,
+        )
+
+    async def watch_fraud(self) -> None:
+        """Ends the node when the trainer is proved to have signed two heads of one version."""
+        error = await self.fraud.get()
+        raise RunFailed(
+            f"the trainer contradicts itself ({error.detail}): stop trusting this run, tell its operator"
+        )
+
+
+@asynccontextmanager
+async def open_stack(
+    config: NodeConfig,
+    key: SecretKey,
+    ledger: Ledger,
+    directory: Path,
+    *,
+    run_id: bytes,
+    trainer: bytes,
+    role: Role,
+    bootstrap: tuple[str, ...] = (),
+) -> AsyncGenerator[Stack]:
+    """Build and start everything; `directory` holds the chunk store.
+
+    Raises:
+        BusyError: the configured port is taken.
+    """
+    async with AsyncExitStack() as cleanup:
+        transport = await _start_transport(config, key, ledger)
+        cleanup.push_async_callback(transport.close)
+        store = FileStore(directory / "chunks", max_bytes=int(config.weights.max_disk_gib * 2**30))
+        peers = PeerTable()
+        links = Links(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
+        cleanup.push_async_callback(links.close)
+        discovery = await _start_discovery(config, key, run_id, bootstrap)
+        if discovery is not None:
+            cleanup.push_async_callback(discovery.close)
+        arrivals = Arrivals()
+        trusted = TrustedRun(run_id, trainer, read_committed(ledger))
+        heads = HeadBook(trusted, ledger)
+        rate = config.network.max_upload_mbps * 1e6 / 8
+        yield Stack(
+            key=key,
+            run_id=run_id,
+            trainer=trainer,
+            role=role,
+            config=config,
+            ledger=ledger,
+            store=store,
+            transport=transport,
+            peers=peers,
+            links=links,
+            arrivals=arrivals,
+            blobs=BlobServer(store, arrivals, Pacer(rate)),
+            fetcher=BlobFetcher(links, peers, store, arrivals),
+            heads=heads,
+            head_server=HeadServer(heads),
+            discovery=discovery,
+            fraud=asyncio.Queue(16),
+        )
+
+
+async def _start_transport(config: NodeConfig, key: SecretKey, ledger: Ledger) -> Transport:
+    """iroh on the configured port, else on the port of the last start, so that peers find us again."""
+    from .network.iroh import IrohTransport
+
+    network = config.network
+    remembered = int.from_bytes(ledger.get(PORT) or b"", "big")
+    alpns = (ALPN_CONTROL, ALPN_BLOBS)
+    for port in [network.port] if network.port else [remembered, 0] if remembered else [0]:
+        transport = IrohTransport(
+            key, host=network.host, port=port, alpns=alpns, relay_urls=network.relay_urls
+        )
+        try:
+            await transport.start()
+        except AddressInUse as error:
+            if network.port:
+                raise BusyError(f"{error}: choose another --network.port") from error
+            logger.warning("port %d of the last start is taken, using another", port)
+            continue
+        bound = int(transport.addresses()[0].rsplit(":", 1)[1])
+        ledger.set(PORT, bound.to_bytes(4, "big"))
+        return transport
+    raise BusyError("no free UDP port")
+
+
+async def _start_discovery(
+    config: NodeConfig, key: SecretKey, run_id: bytes, bootstrap: tuple[str, ...]
+) -> Discovery | None:
+    network = config.network
+    if not network.libp2p:
+        return None
+    from .network.libp2p import Libp2pDiscovery
+
+    discovery = Libp2pDiscovery(
+        key, run_id=run_id, host=network.host, port=network.libp2p_port, mdns=network.mdns
+    )
+    try:
+        await discovery.start(bootstrap)
+    except AddressInUse as error:
+        raise BusyError(f"{error}: choose another --network.libp2p-port") from error
+    return discovery

@@ -1,0 +1,83 @@
+"""The summary of a run: `summary.json` and the picture. Its keys are documented in docs/summary.md."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ..crypto.hashing import short
+from ..protocol.reputation import Reputation
+from . import report
+from .config import RunConfig
+from .roles.desk import Worker
+from .roles.evaluation import EvalResult
+from .roles.trainer import Progress
+from .rundir import RunDocuments
+
+STALE = "stale"
+KL_WINDOW = 20
+"""`mismatch_kl` is the mean over the last so many steps."""
+
+
+def write(
+    config: RunConfig,
+    documents: RunDocuments,
+    *,
+    progress: Progress,
+    before: EvalResult,
+    after: EvalResult,
+    delta_bytes: int,
+    full_bytes: int,
+    workers: Mapping[bytes, Worker],
+    reputations: Mapping[bytes, Reputation],
+    weights: Path,
+    seconds: Mapping[str, float],
+) -> None:
+    """Write summary.json and reward.png into the run directory."""
+    window = progress.mismatch_kl[-KL_WINDOW:]
+    picture = config.run_dir / "reward.png"
+    document = {
+        "run": config.name,
+        "run_id": documents.run_id.hex(),
+        "seed": config.seed,
+        "steps": progress.step,
+        "policy_version": progress.step,
+        "exact_match_before": before.exact,
+        "exact_match_after": after.exact,
+        "reward_before": before.reward,
+        "reward_after": after.reward,
+        "eval_prompts": after.prompts,
+        "mismatch_kl": sum(window) / len(window) if window else 0.0,
+        "staleness_max": progress.staleness_max,
+        "accepted": progress.accepted,
+        "rejected": dict(progress.rejected),
+        "stale_fraction": progress.rejected[STALE] / max(progress.received, 1),
+        "delta_bytes": delta_bytes,
+        "full_bytes": full_bytes,
+        "chunk_bytes_by_source": {
+            short(node): dict(worker.stats.chunk_bytes) for node, worker in workers.items()
+        },
+        "workers": {short(node): _worker(reputations.get(node)) for node in workers},
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "reward_curve": [[step, round(reward, 4)] for step, reward in progress.history],
+        "weights": str(weights),
+        "picture": str(picture),
+    }
+    (config.run_dir / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
+    report.write_picture(document, picture)
+
+
+def _worker(reputation: Reputation | None) -> dict[str, int]:
+    known = reputation or Reputation()
+    return {"accepted": known.accepted, "rejected": sum(known.rejected.values())}
+
+
+def write_result(result: EvalResult) -> bytes:
+    """An evaluation as bytes for the ledger."""
+    return msgspec.json.encode(result)
+
+
+def read_result(data: bytes | None) -> EvalResult:
+    """Inverse of write_result(); zeros where nothing was kept."""
+    return msgspec.json.decode(data, type=EvalResult) if data else EvalResult(0, 0.0, 0.0)

@@ -1,0 +1,422 @@
+"""A trainer: makes or resumes a run, brings up backend, environment and desk, and trains to the end."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..crypto.keys import SecretKey
+from ..protocol import tickets
+from ..protocol.leases import LeaseBook, LeasePolicy
+from ..protocol.manifests import Ticket
+from ..protocol.version import MIB
+from . import rundir, summary
+from .config import RunConfig, WarmupConfig
+from .control import PeerRow, Status
+from .daemon import Node
+from .engines.hf import HfEngine
+from .engines.scorer import HfScorer
+from .environments.build import build_environment
+from .environments.environment import Environment, EnvironmentFailed
+from .errors import UsageError
+from .ledger import Arrived, Ledger
+from .metrics import MetricsLog, PhaseClock
+from .proofs.verifier import Verifier
+from .roles.desk import LeaseDesk
+from .roles.evaluation import EvalResult, Evaluator
+from .roles.publisher import Publisher
+from .roles.trainer import TrainerRole
+from .rows import peer_rows, total_bytes
+from .stack import Stack, open_stack
+from .training.buffer import RolloutBuffer
+from .training.checkpoints import Checkpoints
+from .training.local import LocalBackend
+from .training.warmup import WarmupProgress, warm_up
+
+logger = logging.getLogger(__name__)
+
+INBOX = 64
+"""Submissions that may wait for verification; more are told to come again."""
+WARMUP_TASKS = 1 << 40
+"""Warm-up examples come from this index of the training split on: RL never leases them."""
+WARMUP_EVAL_TASKS = 1 << 41
+BYTES_PER_TOKEN = 64
+"""Generous: tokens, mask, logprobs and framing of one token in a submission."""
+FAREWELL_S = 3.0
+EVALUATION_BEFORE = "evaluation_before"
+
+
+class TrainerNode(Node):
+    """One trainer process."""
+
+    def __init__(
+        self, config: RunConfig, key: SecretKey, data_dir: Path, announce: Callable[[str], None]
+    ) -> None:
+        super().__init__(config, key, data_dir, "trainer")
+        self._config = config
+        self._announce = announce
+        self._ticket = ""
+        self._clock = PhaseClock()
+        self._stack: Stack | None = None
+        self._desk: LeaseDesk | None = None
+        self._role: TrainerRole | None = None
+        self._publisher: Publisher | None = None
+
+    async def run(self) -> None:
+        """Train. Raises NodeError."""
+        ledger = Ledger(self.data_dir / "ledger.db")
+        try:
+            commands = {
+                "status": self._status,
+                "peers": self._peers,
+                "ticket": self._current_ticket,
+            }
+            await self.serve(lambda: self._work(ledger), commands, self._config.name)
+        finally:
+            ledger.close()
+
+    async def _work(self, ledger: Ledger) -> None:
+        with self._clock.phase("start"):
+            model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
+            # The manifest names the run, and the run names the discovery topic: so it comes first.
+            documents = await self._documents(ledger, model_dir)
+        async with open_stack(
+            self._config,
+            self.key,
+            ledger,
+            self.data_dir,
+            run_id=documents.run_id,
+            trainer=self.key.node_id,
+            role="trainer",
+        ) as stack:
+            self._stack = stack
+            stack.keep_chunks.update(file.chunk.digest for file in documents.manifest.model.files)
+            self._publish_ticket(stack)
+            environment = self._environment(model_dir)
+            backend = LocalBackend(
+                self._config.training,
+                max_steps=self._config.max_steps,
+                seed=self._config.seed,
+                temperature=self._config.sampling.temperature,
+            )
+            metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
+            try:
+                await self._train(stack, documents, environment, backend, metrics, model_dir)
+            except EnvironmentFailed as error:
+                raise UsageError(f"the environment does not start: {error}") from error
+            finally:
+                metrics.close()
+                await environment.close()
+                await backend.close()
+
+    async def _documents(self, ledger: Ledger, model_dir: Path) -> rundir.RunDocuments:
+        from .store import FileStore
+
+        limit = int(self._config.weights.max_disk_gib * 2**30)
+        store = FileStore(self.data_dir / "chunks", max_bytes=limit)
+        return await rundir.documents(self._config, self.key, ledger, store, model_dir)
+
+    def _publish_ticket(self, stack: Stack) -> None:
+        now = int(time.time())
+        ticket = Ticket(
+            run=stack.run_id,
+            trainer=self.key.node_id,
+            addresses=stack.addresses(),
+            discovery=stack.discovery_addresses(),
+            issued=now,
+            expires=now + int(self._config.ticket_ttl_s),
+        )
+        self._ticket = tickets.issue(self.key, ticket)
+        path = self._config.run_dir / "ticket.txt"
+        partial = path.with_suffix(".tmp")
+        partial.write_text(self._ticket + "\n")
+        partial.replace(path)
+        self._announce(self._ticket)
+
+    def _environment(self, model_dir: Path) -> Environment:
+        return build_environment(
+            self._config.environment,
+            model_dir=model_dir,
+            seed=self._config.seed,
+            max_tokens=self._config.sampling.max_tokens,
+            temperature=self._config.sampling.temperature,
+        )
+
+    async def _train(
+        self,
+        stack: Stack,
+        documents: rundir.RunDocuments,
+        environment: Environment,
+        backend: LocalBackend,
+        metrics: MetricsLog,
+        model_dir: Path,
+    ) -> None:
+        with self._clock.phase("start"):
+            await asyncio.gather(environment.start(), backend.start(model_dir))
+        engine = HfEngine(self._config.engine.model_copy(update={"type": "hf"}))
+        scorer = HfScorer(self._config.engine)
+        await asyncio.gather(engine.start(model_dir), scorer.start(model_dir))
+        evaluator = Evaluator(
+            engine,
+            environment,
+            max_tokens=self._config.sampling.max_tokens,
+            temperature=self._config.sampling.temperature,
+            stop_token_ids=documents.manifest.model.stop_token_ids,
+        )
+        role, publisher, desk = self._build(stack, documents, environment, backend, metrics, scorer)
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(stack.router(desk.handle).run())]
+            gossip = stack.gossip()
+            if gossip is not None:
+                background.append(tasks.create_task(gossip.run()))
+            step, before = await self._first_version(
+                stack.ledger, role, publisher, backend, environment, evaluator
+            )
+            self.phase = "running"
+            with self._clock.phase("training"):
+                await role.run(step)
+            self.phase = "finishing"
+            await stack.heads.end("the run has reached its last step")
+            after = await self._evaluate(evaluator, backend)
+            await self._finish(documents, role, publisher, backend, desk, before, after)
+            await asyncio.sleep(0 if not desk.workers else min(FAREWELL_S, 1.0))
+            for task in background:
+                task.cancel()
+        await engine.close()
+        await scorer.close()
+
+    def _build(
+        self,
+        stack: Stack,
+        documents: rundir.RunDocuments,
+        environment: Environment,
+        backend: LocalBackend,
+        metrics: MetricsLog,
+        scorer: HfScorer,
+    ) -> tuple[TrainerRole, Publisher, LeaseDesk]:
+        config, rollouts = self._config, self._config.rollouts
+        boot = stack.ledger.count_boot()
+        arrivals: asyncio.Queue[Arrived] = asyncio.Queue(INBOX)
+        publisher = Publisher(
+            key=self.key,
+            run=documents.run_id,
+            book=stack.heads,
+            store=stack.store,
+            arrivals=stack.arrivals,
+            config=config.weights,
+            keep_states=rollouts.max_off_policy_steps + 3,
+            keep_chunks=stack.keep_chunks,
+        )
+        desk = LeaseDesk(
+            key=self.key,
+            run_id=documents.run_id,
+            sealed_manifest=documents.sealed,
+            book=LeaseBook(self._lease_policy(), next_lease=boot << 32),
+            boot=boot,
+            ledger=stack.ledger,
+            peers=stack.peers,
+            heads=stack.head_server,
+            task_digest=lambda index: environment.task(index).digest,
+            capacity=lambda: role.capacity(),
+            version=lambda: publisher.version,
+            arrivals=arrivals,
+        )
+        verifier = Verifier(
+            documents.manifest, environment, scorer, publisher.states, chance=random.SystemRandom()
+        )
+        role = TrainerRole(
+            key=self.key,
+            run_id=documents.run_id,
+            config=config,
+            ledger=stack.ledger,
+            heads=stack.heads,
+            desk=desk,
+            arrivals=arrivals,
+            buffer=RolloutBuffer(
+                max_off_policy_steps=rollouts.max_off_policy_steps,
+                capacity=4 * rollouts.groups_per_batch,
+            ),
+            verifier=verifier,
+            backend=backend,
+            publisher=publisher,
+            checkpoints=Checkpoints(
+                config.run_dir / "checkpoints", keep_last=config.checkpoint.keep_last
+            ),
+            metrics=metrics,
+            clock=self._clock,
+            gossip=stack.discovery.publish if stack.discovery else _nowhere,
+        )
+        self._role, self._publisher, self._desk = role, publisher, desk
+        return role, publisher, desk
+
+    def _lease_policy(self) -> LeasePolicy:
+        config, rollouts = self._config, self._config.rollouts
+        tokens = config.training.seq_len * rollouts.group_size * rollouts.groups_per_lease
+        return LeasePolicy(
+            group_size=rollouts.group_size,
+            groups_per_batch=rollouts.groups_per_batch,
+            groups_per_lease=rollouts.groups_per_lease,
+            max_off_policy_steps=rollouts.max_off_policy_steps,
+            leases_per_worker=rollouts.leases_per_worker,
+            timeout_s=rollouts.lease_timeout_s,
+            max_bytes=min(MIB + tokens * BYTES_PER_TOKEN, 256 * MIB),
+        )
+
+    async def _first_version(
+        self,
+        ledger: Ledger,
+        role: TrainerRole,
+        publisher: Publisher,
+        backend: LocalBackend,
+        environment: Environment,
+        evaluator: Evaluator,
+    ) -> tuple[int, EvalResult]:
+        """Resume from the newest checkpoint, or warm up and publish version 0."""
+        step = role.checkpoints.latest() if self._config.resume else None
+        if step is not None:
+            parts = await role.checkpoints.read(step)
+            await backend.load(role.checkpoints.backend_directory(step))
+            await role.restore(parts)
+            await publisher.resume(step, await backend.state())
+            logger.info("resumed at step %d", step)
+            return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
+        if self._config.warmup is not None:
+            self.phase = "warm-up"
+            with self._clock.phase("warm-up"):
+                await self._warm_up(self._config.warmup, backend, environment, evaluator)
+        before = await self._evaluate(evaluator, backend)
+        ledger.set(EVALUATION_BEFORE, summary.write_result(before))
+        await role.checkpoint(0)
+        await publisher.resume(0, await backend.state())
+        return 0, before
+
+    async def _warm_up(
+        self,
+        config: WarmupConfig,
+        backend: LocalBackend,
+        environment: Environment,
+        evaluator: Evaluator,
+    ) -> None:
+        async def evaluate(state: object) -> float:
+            result = await evaluator.evaluate(
+                await backend.state(),
+                split="train",
+                first=WARMUP_EVAL_TASKS,
+                prompts=config.eval_prompts,
+                seed=self._config.seed,
+            )
+            return result.exact
+
+        def show(progress: WarmupProgress) -> None:
+            logger.info(
+                "warm-up step %d | loss %.3f | exact %.3f",
+                progress.step,
+                progress.loss,
+                progress.accuracy,
+            )
+
+        examples = demonstrations(environment)
+        await warm_up(backend, examples, config, evaluate=evaluate, progress=show)
+
+    async def _evaluate(self, evaluator: Evaluator, backend: LocalBackend) -> EvalResult:
+        prompts = self._config.evaluation.prompts
+        if not prompts:
+            return EvalResult(0, 0.0, 0.0)
+        self.phase = "evaluating"
+        with self._clock.phase("evaluate"):
+            return await evaluator.evaluate(
+                await backend.state(),
+                split="eval",
+                first=0,
+                prompts=prompts,
+                seed=self._config.seed,
+            )
+
+    async def _finish(
+        self,
+        documents: rundir.RunDocuments,
+        role: TrainerRole,
+        publisher: Publisher,
+        backend: LocalBackend,
+        desk: LeaseDesk,
+        before: EvalResult,
+        after: EvalResult,
+    ) -> None:
+        self.phase = "finishing"
+        weights = self._config.run_dir / "weights" / f"step_{role.progress.step}"
+        with self._clock.phase("export"):
+            await backend.export(weights)
+        await asyncio.to_thread(
+            summary.write,
+            self._config,
+            documents,
+            progress=role.progress,
+            before=before,
+            after=after,
+            delta_bytes=publisher.delta_bytes,
+            full_bytes=publisher.full_bytes,
+            workers=desk.workers,
+            reputations=desk.reputations,
+            weights=weights,
+            seconds=self._clock.seconds,
+        )
+
+    async def _current_ticket(self) -> dict[str, str]:
+        return {"ticket": self._ticket}
+
+    async def _status(self) -> Status:
+        status = self.base_status()
+        status.run_name, status.max_steps = self._config.name, self._config.max_steps
+        status.seconds = {name: round(value, 2) for name, value in self._clock.seconds.items()}
+        stack, role, publisher, desk = self._stack, self._role, self._publisher, self._desk
+        if stack is None:
+            return status
+        status.run = stack.run_id.hex()
+        status.bytes_sent, status.bytes_received = total_bytes(stack.peers)
+        status.peers = sum(1 for peer in stack.peers.rows() if peer.path() is not None)
+        status.neighbours = stack.discovery.neighbours() if stack.discovery else 0
+        if role is not None and publisher is not None and desk is not None:
+            progress = role.progress
+            status.step, status.reward = progress.step, progress.reward
+            status.staleness, status.history = progress.staleness, progress.history
+            status.version = status.newest_version = publisher.version
+            status.leases = len(desk.book.held)
+            status.waiting_groups = role.waiting_groups()
+            status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
+        return status
+
+    async def _peers(self) -> list[PeerRow]:
+        stack, desk, publisher = self._stack, self._desk, self._publisher
+        if stack is None or desk is None or publisher is None:
+            return []
+        leases: dict[bytes, int] = {}
+        for held in desk.book.held.values():
+            leases[held.node] = leases.get(held.node, 0) + 1
+        return peer_rows(
+            stack.peers,
+            newest=publisher.version,
+            leases=leases,
+            stats={node: worker.stats for node, worker in desk.workers.items()},
+            reputations=desk.reputations,
+            own=self.key.node_id,
+        )
+
+
+def demonstrations(environment: Environment) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, reply) token ids of training tasks that RL will never lease. Raises UsageError."""
+    index = WARMUP_TASKS
+    while True:
+        task = environment.task(index)
+        reply = environment.demonstration(task)
+        if reply is None:
+            raise UsageError(
+                f"{environment.name} has no demonstrations: remove the [warmup] section"
+            )
+        yield environment.prompt(task), reply
+        index += 1
+
+
+async def _nowhere(sealed: bytes) -> None:
+    """Gossip of a node without discovery."""

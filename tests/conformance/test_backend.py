@@ -1,0 +1,139 @@
+"""What every trainer backend promises, whatever it computes with."""
+
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from training_cases import FAST, batch, make_model
+
+from primerl.node.errors import EngineError, StorageError
+from primerl.node.model_files import contract_files, read_state
+from primerl.node.training.backend import Batch, TrainBackend
+from primerl.node.training.counting import CountingBackend
+from primerl.node.training.local import LocalBackend
+from primerl.node.weights.state import digests
+
+Make = Callable[[], TrainBackend]
+BACKENDS: dict[str, Make] = {
+    "counting": lambda: CountingBackend(seed=0),
+    "local": lambda: LocalBackend(FAST, max_steps=10, seed=0),
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def make(request: pytest.FixtureRequest) -> Make:
+    return BACKENDS[request.param]
+
+
+@pytest.fixture
+async def backend(make: Make, model_dir: Path) -> AsyncIterator[TrainBackend]:
+    subject = make()
+    await subject.start(model_dir)
+    yield subject
+    await subject.close()
+
+
+async def test_a_batch_changes_the_policy_and_says_how_many_tokens(backend: TrainBackend) -> None:
+    before = digests(await backend.state())
+    metrics = (await backend.step(batch(1))).values
+    trained = sum(sum(sample.mask[1:]) for sample in batch(1).samples)
+    assert metrics["tokens"] == trained
+    assert metrics["optim/skipped"] == 0.0
+    assert digests(await backend.state()) != before
+
+
+async def test_the_policy_is_bf16_and_a_copy(backend: TrainBackend) -> None:
+    state = await backend.state()
+    before = digests(state)
+    assert {tensor.dtype for tensor in state.values()} == {"BF16"}
+    await backend.step(batch(1))
+    assert digests(state) == before
+
+
+async def test_an_empty_batch_leaves_the_policy(backend: TrainBackend) -> None:
+    before = digests(await backend.state())
+    assert (await backend.step(Batch(1, []))).values["tokens"] == 0.0
+    assert digests(await backend.state()) == before
+
+
+async def test_a_step_is_not_trained_twice(backend: TrainBackend) -> None:
+    await backend.step(batch(2))
+    before = digests(await backend.state())
+    with pytest.raises(EngineError, match="upwards"):
+        await backend.step(batch(2))
+    assert digests(await backend.state()) == before
+
+
+async def test_the_same_batches_give_the_same_policy(make: Make, model_dir: Path) -> None:
+    found: list[dict[str, bytes]] = []
+    for _ in range(2):
+        subject = make()
+        await subject.start(model_dir)
+        await subject.step(batch(1))
+        await subject.step(batch(2))
+        found.append(digests(await subject.state()))
+        await subject.close()
+    assert found[0] == found[1]
+
+
+async def test_a_stopped_run_goes_on_as_the_unbroken_one(
+    backend: TrainBackend, make: Make, model_dir: Path, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        await backend.step(batch(step))
+    await backend.save(tmp_path / "saved")
+    resumed = make()
+    await resumed.start(model_dir)
+    await resumed.load(tmp_path / "saved")
+    assert digests(await resumed.state()) == digests(await backend.state())
+    for step in (4, 5):
+        await backend.step(batch(step))
+        await resumed.step(batch(step))
+    assert digests(await resumed.state()) == digests(await backend.state())
+    with pytest.raises(EngineError, match="upwards"):
+        await resumed.step(batch(3))
+    await resumed.close()
+
+
+async def test_saving_twice_keeps_the_second(backend: TrainBackend, tmp_path: Path) -> None:
+    await backend.save(tmp_path / "saved")
+    await backend.step(batch(1))
+    await backend.save(tmp_path / "saved")
+    after = digests(await backend.state())
+    await backend.step(batch(2))
+    await backend.load(tmp_path / "saved")
+    assert digests(await backend.state()) == after
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+async def test_loading_what_is_not_there_is_a_storage_error(
+    backend: TrainBackend, tmp_path: Path
+) -> None:
+    before = digests(await backend.state())
+    with pytest.raises(StorageError, match="earlier"):
+        await backend.load(tmp_path / "nothing")
+    assert digests(await backend.state()) == before
+
+
+async def test_an_export_holds_the_policy_and_the_contract(
+    backend: TrainBackend, model_dir: Path, tmp_path: Path
+) -> None:
+    await backend.step(batch(1))
+    await backend.export(tmp_path / "exported")
+    exported = read_state(tmp_path / "exported")
+    assert digests(exported) == digests(await backend.state())
+    assert contract_files(tmp_path / "exported") == contract_files(model_dir)
+
+
+async def test_a_closed_backend_answers_with_an_engine_error(make: Make, model_dir: Path) -> None:
+    subject = make()
+    await subject.start(model_dir)
+    await subject.close()
+    with pytest.raises(EngineError, match="start"):
+        await subject.step(batch(1))

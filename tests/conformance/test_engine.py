@@ -1,0 +1,236 @@
+"""One suite for every engine: what engine_factories.py names."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+
+import pytest
+import torch
+from conformance.engine_factories import FACTORIES, PARAMS, Factory
+from engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, started, varied_requests
+
+from primerl.node.engines.engine import Completion, Engine, GenerateRequest
+from primerl.node.errors import EngineError
+from primerl.node.weights.state import State
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    factory: Factory
+    model_dir: Path
+    states: list[State]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.set_num_threads(1)
+    factory = FACTORIES[request.param]
+    directories = [tmp_path_factory.mktemp(f"model{seed}") for seed in range(2)]
+    states = [factory.model(directory, seed) for seed, directory in enumerate(directories)]
+    return Case(factory, directories[0], states)
+
+
+@pytest.fixture
+async def engine(case: Case) -> AsyncIterator[Engine]:
+    engine = case.factory.engine()
+    try:
+        yield await started(engine, case.model_dir, case.states[0])
+    finally:
+        await engine.close()
+
+
+async def generate_all(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.gather(*map(engine.generate, requests))
+
+
+async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_in_another_order(
+    engine: Engine,
+) -> None:
+    requests = varied_requests()
+    alone = [(await generate_all(engine, [one]))[0].token_ids for one in requests]
+    together = [one.token_ids for one in await generate_all(engine, requests)]
+    backwards = [one.token_ids for one in await generate_all(engine, requests[::-1])]
+    assert together == alone
+    assert backwards[::-1] == alone
+
+
+async def test_different_seeds_give_different_tokens(engine: Engine) -> None:
+    requests = [request(seed=seed, stop=()) for seed in (0, 1, 2, 2**63 - 1)]
+    completions = await generate_all(engine, requests)
+    assert len({tuple(one.token_ids) for one in completions}) == len(requests)
+
+
+async def test_every_token_has_a_logprob_and_every_completion_its_version(engine: Engine) -> None:
+    for one in await generate_all(engine, varied_requests()):
+        assert len(one.token_ids) == len(one.logprobs) > 0
+        assert all(isfinite(value) and value <= 0 for value in one.logprobs)
+        assert (one.policy_first, one.policy_last) == (0, 0)
+    assert engine.policy_version == 0
+
+
+async def test_logprobs_are_those_of_a_plain_forward_pass_at_the_request_temperature(
+    engine: Engine, case: Case
+) -> None:
+    if not case.factory.real:
+        pytest.skip("no model stands behind this engine")
+    requests = varied_requests()
+    for one, completion in zip(requests, await generate_all(engine, requests), strict=True):
+        tokens = [*one.prompt, *completion.token_ids]
+        wanted = reference_logprobs(case.model_dir, case.states[0], tokens, one.temperature)
+        assert completion.logprobs == pytest.approx(
+            wanted[len(one.prompt) :], abs=case.factory.within, rel=0
+        )
+
+
+async def test_a_drawn_stop_token_is_the_last_token_and_the_finish_is_stop(engine: Engine) -> None:
+    stop = tuple(range(128))
+    requests = [request(seed=seed, max_tokens=200, stop=stop) for seed in range(4)]
+    for one in await generate_all(engine, requests):
+        assert one.finish == "stop"
+        assert one.token_ids[-1] in stop
+        assert not set(one.token_ids[:-1]) & set(stop)
+
+
+async def test_a_completion_without_a_stop_token_ends_at_its_length(engine: Engine) -> None:
+    requests = [request(max_tokens=length, stop=()) for length in (1, 7, 40)]
+    completions = await generate_all(engine, requests)
+    assert [len(one.token_ids) for one in completions] == [1, 7, 40]
+    assert {one.finish for one in completions} == {"length"}
+    # a longer request continues a shorter one of the same seed
+    assert completions[2].token_ids[:7] == completions[1].token_ids
+
+
+async def test_a_stop_token_at_the_last_place_finishes_as_stop(engine: Engine) -> None:
+    free = (await generate_all(engine, [request(max_tokens=5, stop=())]))[0]
+    cut = free.token_ids.index(free.token_ids[-1]) + 1
+    bound = request(max_tokens=cut, stop=(free.token_ids[-1],))
+    [one] = await generate_all(engine, [bound])
+    assert (len(one.token_ids), one.finish) == (cut, "stop")
+
+
+async def test_a_completion_is_cut_where_the_engine_s_length_ends(engine: Engine) -> None:
+    prompt = "a" * (MAX_LENGTH - 6)
+    [one] = await generate_all(engine, [request(prompt, max_tokens=2000, stop=())])
+    assert (len(one.token_ids), one.finish) == (6, "length")
+
+
+async def test_after_a_load_tokens_come_from_the_new_weights(engine: Engine, case: Case) -> None:
+    old = await generate_all(engine, varied_requests())
+    await engine.load(5, case.states[1])
+    new = await generate_all(engine, varied_requests())
+    assert engine.policy_version == 5
+    assert {(one.policy_first, one.policy_last) for one in new} == {(5, 5)}
+    assert [one.token_ids for one in old] != [one.token_ids for one in new]
+
+
+async def test_stamps_tell_the_weights_while_loads_run_beside_generation(
+    engine: Engine, case: Case
+) -> None:
+    """A completion of one version is exactly what that version's weights give."""
+    alone: dict[int, list[int]] = {}
+    for version in range(2):
+        await engine.load(version, case.states[version])
+        alone[version] = (await generate_all(engine, [request()]))[0].token_ids
+
+    async def load_in_turn() -> None:
+        for round_ in range(6):
+            await engine.load(round_ % 2, case.states[round_ % 2])
+
+    async def generate_in_turn() -> list[Completion]:
+        return [await engine.generate(request()) for _ in range(6)]
+
+    async with asyncio.timeout(DEADLINE_S):
+        loading = asyncio.create_task(load_in_turn())
+        found = await asyncio.gather(*(generate_in_turn() for _ in range(4)))
+        await loading
+    assert alone[0] != alone[1]
+    for one in itertools.chain(*found):
+        if one.policy_first == one.policy_last:
+            assert one.token_ids == alone[one.policy_first]
+        else:
+            assert {one.policy_first, one.policy_last} <= {0, 1}
+    assert engine.policy_version == 1
+
+
+async def test_concurrent_loads_leave_the_version_that_was_asked_for_last(
+    engine: Engine, case: Case
+) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        loads = [engine.load(version, case.states[version % 2]) for version in range(1, 6)]
+        await asyncio.gather(*loads)
+    [one] = await generate_all(engine, [request()])
+    assert (engine.policy_version, one.policy_first) == (5, 5)
+
+
+async def test_generating_before_the_first_load_is_an_error(case: Case) -> None:
+    engine = case.factory.engine()
+    try:
+        await engine.start(case.model_dir)
+        assert engine.policy_version == -1
+        with pytest.raises(EngineError):
+            await engine.generate(request())
+    finally:
+        await engine.close()
+
+
+async def test_close_fails_what_is_pending_and_everything_after(engine: Engine, case: Case) -> None:
+    pending = [
+        asyncio.create_task(engine.generate(request(seed=seed, max_tokens=100, stop=())))
+        for seed in range(3)
+    ]
+    await asyncio.sleep(0)
+    await engine.close()
+    async with asyncio.timeout(DEADLINE_S):
+        results = await asyncio.gather(*pending, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineError] * 3
+    with pytest.raises(EngineError):
+        await engine.generate(request())
+    with pytest.raises(EngineError):
+        await engine.load(1, case.states[1])
+    await engine.close()
+
+
+async def test_a_caller_that_gives_up_does_not_disturb_the_others(engine: Engine) -> None:
+    [wanted] = await generate_all(engine, [request()])
+    quitter = asyncio.create_task(engine.generate(request(seed=9)))
+    stayer = asyncio.create_task(engine.generate(request()))
+    await asyncio.sleep(0)
+    quitter.cancel()
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await stayer).token_ids == wanted.token_ids
+    with pytest.raises(asyncio.CancelledError):
+        await quitter
+
+
+BAD_REQUESTS = {
+    "empty prompt": replace(request(), prompt=()),
+    "token out of range": replace(request(), prompt=(1, 10_000)),
+    "negative token": replace(request(), prompt=(1, -1)),
+    "prompt too long": replace(request(), prompt=(1,) * MAX_LENGTH),
+    "no tokens wanted": replace(request(), max_tokens=0),
+    "temperature zero": replace(request(), temperature=0.0),
+    "temperature not a number": replace(request(), temperature=float("nan")),
+    "seed too large": replace(request(), seed=2**63),
+    "negative seed": replace(request(), seed=-1),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_REQUESTS)
+async def test_a_bad_request_is_refused_and_fails_nobody_else(engine: Engine, fault: str) -> None:
+    good = asyncio.create_task(engine.generate(request()))
+    with pytest.raises(EngineError):
+        await engine.generate(BAD_REQUESTS[fault])
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await good).token_ids
+
+
+def test_the_stop_token_of_these_cases_is_the_tokenizer_s(case: Case) -> None:
+    from primerl.node.models import stop_token_ids
+
+    assert stop_token_ids(case.model_dir) == (STOP,)

@@ -1,0 +1,355 @@
+"""The embedded engine from inside: its networks, its batches, and what makes it fail."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import (
+    FP32,
+    SHAPE,
+    make_llama,
+    make_qwen3,
+    request,
+    started,
+    varied_requests,
+)
+
+from primerl.node import models
+from primerl.node.engines.build import build_engine
+from primerl.node.engines.causal import CausalNetwork
+from primerl.node.engines.decoding import decode
+from primerl.node.engines.hf import HfEngine
+from primerl.node.engines.network import Network, build_network
+from primerl.node.engines.qwen3 import Qwen3Network
+from primerl.node.engines.scripted import ScriptedEngine
+from primerl.node.errors import EngineError
+from primerl.node.tensors import from_torch
+from primerl.node.weights.state import State, Tensor
+
+UNTIED = SHAPE.model_copy(
+    update={"tie_word_embeddings": False, "num_attention_heads": 6, "rope_theta": 1e6}
+)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("tied")
+    return directory, make_qwen3(directory, 3)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    directory = tmp_path_factory.mktemp("untied")
+    return directory, make_qwen3(directory, 4, UNTIED)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, make_llama(directory, 5)
+
+
+@pytest.fixture(params=["tied", "untied", "llama"])
+def model(request: pytest.FixtureRequest) -> tuple[Path, State]:
+    return request.getfixturevalue(request.param)
+
+
+def network(model: tuple[Path, State], dtype: str = "float32") -> Network:
+    return build_network(*model, dtype=dtype, device="cpu")
+
+
+# -- networks -------------------------------------------------------------------------------------
+
+
+def test_dense_qwen3_takes_the_fast_network_and_others_the_general_one(
+    tied: tuple[Path, State], llama: tuple[Path, State]
+) -> None:
+    assert isinstance(network(tied), Qwen3Network)
+    assert isinstance(network(llama), CausalNetwork)
+
+
+def test_forward_equals_transformers(model: tuple[Path, State]) -> None:
+    tokens = torch.randint(0, 272, (3, 40), generator=torch.Generator().manual_seed(0))
+    reference: Any = models.model_from_state(*model)
+    with torch.inference_mode():
+        assert torch.allclose(network(model).forward(tokens), reference(tokens).logits, atol=1e-5)
+
+
+def test_a_session_equals_whole_forward_passes_over_select_padding_and_growth(
+    model: tuple[Path, State],
+) -> None:
+    """60 steps outgrow the first cache; rows are dropped, repeated and reordered on the way."""
+    reference: Any = models.model_from_state(*model)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 272, (n,), generator=generator).tolist() for n in (3, 11, 1)]
+    tokens = torch.tensor([[0] * (11 - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor(
+        [[column >= 11 - len(prompt) for column in range(11)] for prompt in prompts]
+    )
+    sequences = prompts
+    with torch.inference_mode():
+        session, logits = network(model).prefill(tokens, mask)
+        for step in range(60):
+            for row, sequence in enumerate(sequences):
+                if step % 10 == 0:
+                    whole = reference(torch.tensor([sequence])).logits[0, -1]
+                    assert torch.allclose(logits[row], whole, atol=1e-5)
+            if step % 20 == 5:
+                rows = [2, 0, 0, 1][: 4 - step // 20]
+                session.select(torch.tensor(rows))
+                sequences = [list(sequences[row]) for row in rows]
+            following = torch.randint(0, 272, (len(sequences),), generator=generator)
+            sequences = [[*s, int(t)] for s, t in zip(sequences, following, strict=True)]
+            logits = session.step(following)
+
+
+def test_bfloat16_stays_near_transformers_in_bfloat16(tied: tuple[Path, State]) -> None:
+    tokens = torch.arange(30)[None]
+    reference: Any = models.model_from_state(*tied, dtype="bfloat16")
+    with torch.inference_mode():
+        wanted = torch.log_softmax(reference(tokens).logits.float(), -1)
+        found = torch.log_softmax(network(tied, "bfloat16").forward(tokens).float(), -1)
+    assert float((wanted - found).abs().mean()) < 0.05
+
+
+def test_a_network_does_not_share_memory_with_its_state(model: tuple[Path, State]) -> None:
+    directory, state = model
+    mine = {name: replace(tensor, data=tensor.data.copy()) for name, tensor in state.items()}
+    for dtype in ("float32", "bfloat16"):
+        made = build_network(directory, mine, dtype=dtype, device="cpu")
+        tokens = torch.arange(5)[None]
+        with torch.inference_mode():
+            before = made.forward(tokens).clone()
+            for tensor in mine.values():
+                tensor.data[:] = tensor.data[::-1].copy()
+            assert made.forward(tokens).equal(before)
+
+
+def _drop(state: dict[str, Tensor]) -> None:
+    del state["model.norm.weight"]
+
+
+def _add(state: dict[str, Tensor]) -> None:
+    state["model.extra.weight"] = state["model.norm.weight"]
+
+
+def _reshape(state: dict[str, Tensor]) -> None:
+    state["model.norm.weight"] = Tensor("BF16", (1,), np.zeros(1, dtype="<u2"))
+
+
+FAULTS: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "missing": _drop,
+    "extra": _add,
+    "wrong shape": _reshape,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_state_that_does_not_fit_is_refused_and_the_old_weights_stay(
+    model: tuple[Path, State], fault: str
+) -> None:
+    directory, state = model
+    engine = await started(HfEngine(FP32), directory, state)
+    try:
+        before = await engine.generate(request())
+        broken = dict(state)
+        FAULTS[fault](broken)
+        with pytest.raises(EngineError, match=r"model\.(norm|extra)\.weight"):
+            await engine.load(1, broken)
+        after = await engine.generate(request())
+        assert (after, engine.policy_version) == (before, 0)
+    finally:
+        await engine.close()
+
+
+async def test_integers_are_not_weights(tied: tuple[Path, State]) -> None:
+    directory, state = tied
+    norm = state["model.norm.weight"]
+    with pytest.raises(EngineError, match="I16"):
+        network((directory, {**state, "model.norm.weight": replace(norm, dtype="I16")}))
+
+
+# -- decoding -------------------------------------------------------------------------------------
+
+
+class CountingNetwork:
+    """Records the shapes that reach a real network."""
+
+    def __init__(self, inner: Network) -> None:
+        self.inner = inner
+        self.prefilled: list[tuple[int, int]] = []
+        self.stepped: list[int] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        self.prefilled.append((tokens.shape[0], tokens.shape[1]))
+        session, logits = self.inner.prefill(tokens, mask)
+        step = session.step
+
+        def counted(tokens: torch.Tensor) -> torch.Tensor:
+            self.stepped.append(len(tokens))
+            return step(tokens)
+
+        session.step = counted
+        return session, logits
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner.forward(tokens)
+
+
+def run(inner: Network, requests: Sequence[Any]) -> CountingNetwork:
+    counting = CountingNetwork(inner)
+    decode(counting, requests, max_length=256, cancelled=lambda: False)
+    return counting
+
+
+def test_equal_prompts_are_read_once(tied: tuple[Path, State]) -> None:
+    requests = [request(text, seed=seed) for text in ("abc", "de") for seed in range(8)]
+    assert run(network(tied), requests).prefilled == [(2, 3)]
+
+
+def test_the_last_token_is_not_fed_back_and_finished_rows_are_dropped(
+    tied: tuple[Path, State],
+) -> None:
+    requests = [request(seed=n, max_tokens=n, stop=()) for n in (1, 2, 2, 2, 6)]
+    # five rows, the first of them finished at once: too few to drop
+    assert run(network(tied), requests).stepped == [5, 1, 1, 1, 1]
+
+
+def test_a_step_is_not_begun_once_cancelled(tied: tuple[Path, State]) -> None:
+    counting = CountingNetwork(network(tied))
+    with pytest.raises(EngineError, match="closed"):
+        decode(counting, [request()], max_length=256, cancelled=lambda: len(counting.stepped) == 2)
+    assert len(counting.stepped) == 2
+
+
+async def test_weights_that_are_not_numbers_fail_the_request_and_not_the_engine(
+    tied: tuple[Path, State],
+) -> None:
+    directory, state = tied
+    poisoned = {**state, "model.norm.weight": from_torch(torch.full((32,), torch.nan), "BF16")}
+    engine = await started(HfEngine(FP32), directory, poisoned)
+    try:
+        with pytest.raises(EngineError, match="not numbers"):
+            await engine.generate(request())
+        await engine.load(1, state)
+        assert (await engine.generate(request())).policy_first == 1
+    finally:
+        await engine.close()
+
+
+# -- the engine -----------------------------------------------------------------------------------
+
+
+async def test_a_batch_larger_than_max_batch_is_split(tied: tuple[Path, State]) -> None:
+    directory, state = tied
+    wide = await started(HfEngine(FP32), directory, state)
+    narrow = await started(HfEngine(FP32.model_copy(update={"max_batch": 3})), directory, state)
+    try:
+        wanted = await asyncio.gather(*map(wide.generate, varied_requests()))
+        found = await asyncio.gather(*map(narrow.generate, varied_requests()))
+    finally:
+        await wide.close()
+        await narrow.close()
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
+async def test_more_requests_than_the_queue_holds_are_refused(tied: tuple[Path, State]) -> None:
+    config = FP32.model_copy(update={"max_batch": 1})
+    engine = await started(HfEngine(config), *tied)
+    try:
+        requests = [request(seed=seed, max_tokens=1) for seed in range(40)]
+        results = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+    finally:
+        await engine.close()
+    refused = [one for one in results if isinstance(one, EngineError)]
+    assert len(refused) == 24
+    assert "max_batch" in str(refused[0])
+
+
+async def test_a_load_is_not_starved_by_generation(tied: tuple[Path, State]) -> None:
+    directory, state = tied
+    engine = await started(HfEngine(FP32), directory, state)
+    seen: list[int] = []
+
+    async def generate_until_seen() -> None:
+        while 1 not in seen:
+            seen.append((await engine.generate(request(stop=()))).policy_first)
+
+    try:
+        async with asyncio.timeout(30):
+            busy = [asyncio.create_task(generate_until_seen()) for _ in range(3)]
+            await asyncio.sleep(0.02)
+            await engine.load(1, state)
+            await asyncio.gather(*busy)
+    finally:
+        await engine.close()
+    assert seen == sorted(seen)
+
+
+async def test_an_engine_that_is_not_started_or_started_twice_says_so(
+    tied: tuple[Path, State], tmp_path: Path
+) -> None:
+    engine = HfEngine(FP32)
+    with pytest.raises(EngineError, match="start"):
+        await engine.generate(request())
+    with pytest.raises(EngineError, match="start"):
+        await engine.load(0, tied[1])
+    with pytest.raises(EngineError, match="config"):
+        await engine.start(tmp_path)
+    with pytest.raises(EngineError, match="another"):
+        await engine.start(tied[0])
+    await engine.close()
+
+
+class BrokenNetwork(CountingNetwork):
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+
+def build_broken(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+    return BrokenNetwork(build_network(model_dir, state, dtype=dtype, device=device))
+
+
+async def test_an_engine_whose_batch_crashes_is_dead_and_says_so(
+    tied: tuple[Path, State],
+) -> None:
+    engine = await started(HfEngine(FP32, build=build_broken), *tied)
+    try:
+        results = await asyncio.gather(
+            engine.generate(request()), engine.generate(request()), return_exceptions=True
+        )
+        assert ["out of memory" in str(one) for one in results] == [True, True]
+        with pytest.raises(EngineError, match="died"):
+            await engine.generate(request())
+    finally:
+        await engine.close()
+
+
+async def test_an_impossible_device_is_an_engine_error(tied: tuple[Path, State]) -> None:
+    config = FP32.model_copy(update={"device": "meta:nonsense"})
+    engine = HfEngine(config)
+    await engine.start(tied[0])
+    try:
+        with pytest.raises(EngineError, match=r"engine\.device"):
+            await engine.load(0, tied[1])
+    finally:
+        await engine.close()
+
+
+def test_the_config_names_the_engine() -> None:
+    assert isinstance(build_engine(FP32), HfEngine)
+    assert isinstance(build_engine(FP32.model_copy(update={"type": "scripted"})), ScriptedEngine)

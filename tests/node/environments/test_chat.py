@@ -1,0 +1,98 @@
+"""Chat messages to tokens and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+from chat_model import (
+    ASSISTANT,
+    CHATML,
+    END_OF_TEXT,
+    IM_END,
+    IM_START,
+    SYSTEM,
+    UNDEFINED,
+    USER,
+    make_chat_model,
+)
+
+from primerl.node.environments.chat import ChatFormat
+from primerl.node.environments.environment import EnvironmentFailed
+
+HELLO = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+
+
+def test_a_conversation_is_tokenised_by_the_models_own_template(tmp_path: Path) -> None:
+    chat = ChatFormat.load(make_chat_model(tmp_path))
+    assert chat.prompt(HELLO) == [SYSTEM, 115, IM_END, USER, 104, 105, IM_END, ASSISTANT]
+    assert chat.stop_token_ids == (IM_END,)
+    assert chat.reply("ok") == [111, 107, IM_END]
+
+
+@pytest.mark.parametrize("last", [IM_END, 111])
+def test_a_continuation_closes_the_reply_once_and_never_tokenises_it_again(
+    tmp_path: Path, last: int
+) -> None:
+    chat = ChatFormat.load(make_chat_model(tmp_path, CHATML))
+    opened = [IM_START, *b"user\nmore", IM_END, 10, IM_START, *b"assistant\n"]
+    closed = [10, *opened] if last == IM_END else [IM_END, 10, *opened]
+    assert chat.continuation([{"role": "user", "content": "more"}], last) == closed
+
+
+def test_a_replys_text_shows_everything_but_its_final_stop_token(tmp_path: Path) -> None:
+    chat = ChatFormat.load(make_chat_model(tmp_path))
+    assert chat.text([*"caf\u00e9".encode(), IM_END]) == "caf\u00e9"
+    assert chat.text([97, IM_END, 98, IM_END]) == "a<|im_end|>b"
+    assert chat.text([97, UNDEFINED, 98, IM_END]) == "a\ufffdb"
+    assert chat.text([0xC3, 0x28]) == "\ufffd("
+    assert chat.text([]) == ""
+
+
+def test_all_end_tokens_count_as_stops(tmp_path: Path) -> None:
+    make_chat_model(tmp_path)
+    ends = {"eos_token_id": [END_OF_TEXT, IM_END]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    assert ChatFormat.load(tmp_path).stop_token_ids == (END_OF_TEXT, IM_END)
+
+
+def test_a_template_may_stand_in_the_tokenizers_config(tmp_path: Path) -> None:
+    make_chat_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    named = {"chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    assert ChatFormat.load(tmp_path).prompt(HELLO) == [115]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages", "does not compile"),
+        ("{{ raise_exception('only users') }}", "only users"),
+        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        ("{% for i in range(999999999) %}{% endfor %}", "refuses"),
+    ],
+)
+def test_a_template_that_is_broken_or_reaches_out_is_refused(
+    tmp_path: Path, template: str, reason: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=reason):
+        ChatFormat.load(make_chat_model(tmp_path, template)).prompt(HELLO)
+
+
+def test_a_prompt_cannot_hold_todays_date(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%Y') if strftime_now is defined else 'fixed' }}"
+    chat = ChatFormat.load(make_chat_model(tmp_path, template))
+    assert bytes(chat.prompt(HELLO)) == b"fixed"
+
+
+def test_marks_for_loss_masks_change_no_token(tmp_path: Path) -> None:
+    template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
+    assert ChatFormat.load(make_chat_model(tmp_path, template)).prompt(HELLO) == [104, 105]
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "chat_template.jinja"])
+def test_an_incomplete_model_directory_is_named(tmp_path: Path, missing: str) -> None:
+    make_chat_model(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(EnvironmentFailed, match="add|save"):
+        ChatFormat.load(tmp_path)

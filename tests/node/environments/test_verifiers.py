@@ -1,0 +1,385 @@
+"""Tasksets of the verifiers library, played in process."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from chat_model import IM_END, UNDEFINED, USER, make_chat_model
+
+from primerl.node.config import EnvironmentConfig
+from primerl.node.engines.engine import Completion
+from primerl.node.environments.build import build_environment
+from primerl.node.environments.environment import (
+    Environment,
+    EnvironmentFailed,
+    Policy,
+    ScoreMismatch,
+)
+
+TASKSETS = Path(__file__).parent / "tasksets"
+
+Start = Callable[..., Awaitable[Environment]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    monkeypatch.syspath_prepend(TASKSETS)
+    model_dir = make_chat_model(tmp_path)
+
+    async def start(
+        name: str, *, max_tokens: int = 16, deadline: float = 60.0, turns: int = 8, **args: object
+    ) -> Environment:
+        environment = build_environment(
+            EnvironmentConfig(id=name, args=args, max_turns=turns),
+            model_dir=model_dir,
+            seed=0,
+            max_tokens=max_tokens,
+            temperature=1.0,
+            deadline=deadline,
+        )
+        await environment.start()
+        return environment
+
+    return start
+
+
+def says(*replies: str | list[int], stop: bool = True) -> Policy:
+    """A policy with one reply a turn."""
+
+    async def policy(prompt: Sequence[int], turn: int) -> Completion:
+        reply = replies[turn]
+        ids = list(reply.encode()) if isinstance(reply, str) else reply
+        ids = [*ids, IM_END] if stop else ids
+        return Completion(ids, [-1.0 - turn] * len(ids), "stop" if stop else "length", turn, turn)
+
+    return policy
+
+
+# -- the bundled tasksets -------------------------------------------------------------------------
+
+
+async def test_reversing_is_rewarded_exactly_and_measured_gradually(start: Start) -> None:
+    environment = await start("reverse-text", min_len=4, max_len=4)
+    task = environment.task(3)
+    text = bytes(environment.prompt(task)[1:5])
+    mirror = text[::-1].decode()
+    right = await environment.run(task, says(mirror))
+    assert right.score.reward == 1.0
+    assert right.score.metrics == {"exact": 1.0, "lcs": 1.0}
+    half = await environment.run(task, says(mirror[:2]))
+    assert half.score.metrics == {"exact": 0.0, "lcs": 0.5}
+
+
+async def test_a_right_answer_that_was_cut_off_is_not_right(start: Start) -> None:
+    environment = await start("reverse-text", min_len=4, max_len=4, max_tokens=4)
+    task = environment.task(3)
+    mirror = bytes(environment.prompt(task)[1:5])[::-1].decode()
+    episode = await environment.run(task, says(mirror, stop=False))
+    assert episode.score.metrics == {"exact": 0.0, "lcs": 1.0}
+    assert await environment.score(task, episode.branches) == episode.score
+
+
+@pytest.mark.parametrize(
+    "hidden", [[USER], [UNDEFINED], [0xC3]], ids=["special", "no token", "utf-8"]
+)
+async def test_nothing_can_hide_in_a_right_answer(start: Start, hidden: list[int]) -> None:
+    environment = await start("reverse-text")
+    task = environment.task(0)
+    shown = environment.demonstration(task)
+    assert shown is not None
+    episode = await environment.run(task, says([*shown[:2], *hidden, *shown[2:-1]]))
+    assert (episode.score.reward, episode.error) == (0.0, "")
+    assert await environment.score(task, episode.branches) == episode.score
+
+
+async def test_scores_of_random_replies_are_recomputed_alike(start: Start) -> None:
+    environment = await start("reverse-text")
+    rng = Random(1)
+    for index in range(40):
+        task = environment.task(index)
+        ids = [rng.choice([*range(256), USER, UNDEFINED]) for _ in range(rng.randrange(15))]
+        episode = await environment.run(task, says(ids))
+        assert episode.error == ""
+        assert await environment.score(task, episode.branches) == episode.score
+
+
+async def test_arithmetic_knows_its_results(start: Start) -> None:
+    environment = await start("arithmetic", max_value=20)
+    for index in range(30):
+        task = environment.task(index)
+        question = bytes(environment.prompt(task)[1:-2]).decode()
+        episode = await environment.run(task, says(str(eval(question))))
+        assert episode.score.metrics == {"exact": 1.0, "numeric": 1.0}
+    wrong = await environment.run(environment.task(0), says("soon"))
+    assert wrong.score.metrics == {"exact": 0.0, "numeric": 0.0}
+
+
+GOLDEN = {
+    ("reverse-text", "train"): "",
+    ("reverse-text", "eval"): "",
+    ("arithmetic", "train"): "",
+    ("arithmetic", "eval"): "",
+}
+"""First 8 bytes of the digest of task 5: a change here breaks every run that is under way."""
+
+
+async def test_task_digests_are_the_same_on_every_machine(start: Start) -> None:
+    found: dict[tuple[str, str], str] = {}
+    for name in ("reverse-text", "arithmetic"):
+        environment = await start(name)
+        for split in ("train", "eval"):
+            found[name, split] = environment.task(5, split).digest[:8].hex()
+    assert found == GOLDEN
+
+
+@pytest.mark.parametrize("name", ["reverse-text", "arithmetic"])
+async def test_held_out_prompts_never_turn_up_in_training(start: Start, name: str) -> None:
+    environment, other = await start(name), await start(name, seed=1)
+    held_out = {tuple(environment.prompt(environment.task(i, "eval"))) for i in range(300)}
+    for source in (environment, other):
+        trained = {tuple(source.prompt(source.task(i))) for i in range(1500)}
+        assert not held_out & trained
+    assert len(held_out) > 200
+
+
+@pytest.mark.parametrize("name", ["reverse_text", "arithmetic"])
+def test_the_library_itself_finds_the_bundled_tasksets_and_walks_them_in_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verifiers.v1.utils import loaders
+
+    import primerl.node.environments.tasksets as bundled
+
+    monkeypatch.syspath_prepend(str(Path(bundled.__path__[0])))
+    taskset = loaders.taskset_class(name)(loaders.taskset_config_type(name)(id=name))
+    walked = list(taskset.take(20))
+    direct = [getattr(taskset, "task_at")(i) for i in range(20)]  # noqa: B009
+    assert [task.hash for task in walked] == [task.hash for task in direct]
+
+
+# -- any taskset ----------------------------------------------------------------------------------
+
+
+async def test_hooks_run_in_order_and_see_the_prompt_with_its_system_message(start: Start) -> None:
+    environment = await start("rows")
+    task = environment.task(0)
+    prompt = bytes(environment.prompt(task)[1:9])
+    assert prompt == b"be brief"
+    shown = environment.demonstration(task)
+    assert shown is not None
+    episode = await environment.run(task, says(shown[:-1]))
+    assert episode.score.reward == 0.5
+    assert episode.score.metrics == {"right": 1.0, "steps": 2.0, "turns": 1.0}
+
+
+@pytest.mark.parametrize("stop", [True, False])
+@pytest.mark.parametrize("reply", ["0", "17", "nonsense", [0xFF, 0xFE], [USER, UNDEFINED]])
+async def test_the_short_way_and_the_librarys_own_end_in_the_same_episode(
+    start: Start, reply: str | list[int], *, stop: bool
+) -> None:
+    short, long = await start("rows"), await start("rows_env")
+    task = short.task(0)
+    assert task == long.task(0)
+    assert short.prompt(task) == long.prompt(task)
+    policy = says(reply, stop=stop)
+    episode = await short.run(task, policy)
+    assert episode.error == ""
+    assert await long.run(task, policy) == episode
+    assert await long.score(task, episode.branches) == episode.score
+
+
+async def test_a_finite_taskset_starts_over_and_is_dealt_into_two_splits(start: Start) -> None:
+    environment = await start("rows")
+    prompts = {
+        split: [tuple(environment.prompt(environment.task(i, split))) for i in range(40)]
+        for split in ("train", "eval")
+    }
+    assert set(prompts["train"]).isdisjoint(prompts["eval"])
+    assert len({*prompts["train"], *prompts["eval"]}) == 40
+    count = len(set(prompts["eval"]))
+    assert prompts["eval"][0] == prompts["eval"][count]
+
+
+@pytest.mark.parametrize("name", ["rows", "rows_env"])
+@pytest.mark.parametrize(
+    ("mood", "reason"),
+    [
+        ("broken", "no such thing"),
+        ("shell", "runs no commands"),
+        ("odd", "not a finite number"),
+        ("slow", "hangs"),
+        ("impatient", "without a turn|before its first turn"),
+    ],
+)
+async def test_a_taskset_that_fails_is_an_error_in_the_episode(
+    start: Start, name: str, mood: str, reason: str
+) -> None:
+    environment = await start(name, mood=mood, deadline=0.2)
+    episode = await environment.run(environment.task(0), says("0"))
+    assert episode.branches == []
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(episode.error)
+
+
+async def test_a_rollout_whose_scoring_fails_has_no_score(start: Start) -> None:
+    (branch,) = (await (good := await start("rows")).run(good.task(0), says("0"))).branches
+    environment = await start("rows", mood="broken")
+    with pytest.raises(ScoreMismatch, match="no such thing"):
+        await environment.score(environment.task(0), [branch])
+
+
+async def test_the_policy_may_take_longer_than_the_tasksets_deadline(start: Start) -> None:
+    import asyncio
+
+    environment = await start("rows", deadline=0.05)
+    answer = says("0")
+
+    async def slow(prompt: Sequence[int], turn: int) -> Completion:
+        await asyncio.sleep(0.15)
+        return await answer(prompt, turn)
+
+    assert (await environment.run(environment.task(0), slow)).error == ""
+
+
+async def test_hooks_on_single_requests_are_honoured(start: Start) -> None:
+    environment = await start("rows_watched")
+    task = environment.task(0)
+    episode = await environment.run(task, says("hm"))
+    assert episode.error == ""
+    assert b"QUIET" in bytes(t for t in episode.branches[0].token_ids if t < 256)
+    assert await environment.score(task, episode.branches) == episode.score
+
+
+# -- several turns --------------------------------------------------------------------------------
+
+
+async def test_each_turn_extends_the_tokens_of_the_turn_before(start: Start) -> None:
+    environment = await start("guess_game")
+    task = environment.task(5)
+    seen: list[tuple[int, list[int]]] = []
+    answer = says("1", [0xC3, USER], "9", "5")
+
+    async def policy(prompt: Sequence[int], turn: int) -> Completion:
+        seen.append((turn, list(prompt)))
+        return await answer(prompt, turn)
+
+    episode = await environment.run(task, policy)
+    (branch,) = episode.branches
+    assert [turn for turn, _ in seen] == [0, 1, 2, 3]
+    assert seen[0][1] == environment.prompt(task)
+    for _, prompt in seen:
+        assert branch.token_ids[: len(prompt)] == prompt
+        assert branch.sampled[len(prompt) - 1 : len(prompt) + 1] == [False, True]
+    assert (branch.policy_first, branch.policy_last, branch.finish) == (0, 3, "stop")
+    assert [branch.logprobs[len(prompt)] for _, prompt in seen] == [-1.0, -2.0, -3.0, -4.0]
+    assert sum(branch.sampled) == 2 + 3 + 2 + 2
+    assert await environment.score(task, episode.branches) == episode.score
+
+
+async def test_a_reply_that_was_cut_off_is_closed_before_the_next_turn(start: Start) -> None:
+    environment = await start("guess_game")
+    episode = await environment.run(environment.task(5), says("1", "2", "3", "4", stop=False))
+    (branch,) = episode.branches
+    end = branch.sampled.index(True) + 1
+    assert branch.token_ids[end : end + 2] == [IM_END, USER]
+    assert branch.finish == "length"
+
+
+async def test_a_game_is_rewarded_by_its_state(start: Start) -> None:
+    environment = await start("guess_game")
+    won = await environment.run(environment.task(5), says("1", "5"))
+    assert won.score.metrics == {"solved": 1.0, "guesses": 2.0}
+    lost = await environment.run(environment.task(5), says("1", "2", "3", "4"))
+    assert lost.score.metrics == {"solved": 0.0, "guesses": 3.0}
+
+
+async def test_max_turns_ends_a_game(start: Start) -> None:
+    environment = await start("guess_game", turns=2)
+    episode = await environment.run(environment.task(5), says("1", "2"))
+    assert episode.score.metrics == {"solved": 0.0, "guesses": 2.0}
+
+
+async def test_a_game_with_altered_environment_turns_is_refused(start: Start) -> None:
+    environment = await start("guess_game")
+    task = environment.task(5)
+    (branch,) = (await environment.run(task, says("1", "2", "5"))).branches
+    ids = branch.token_ids
+    place = bytes(t if t < 256 else 0 for t in ids).index(b"higher")
+    assert not branch.sampled[place]
+    assert (await environment.score(task, [branch])).reward == 1.0
+    with pytest.raises(ScoreMismatch):
+        forged = [*ids[:place], ids[place] + 1, *ids[place + 1 :]]
+        await environment.score(task, [replace(branch, token_ids=forged)])
+
+
+async def test_a_game_with_turns_missing_or_added_is_refused(start: Start) -> None:
+    environment = await start("guess_game")
+    task = environment.task(5)
+    (lost,) = (await environment.run(task, says("1", "2", "3", "4"))).branches
+    (won,) = (await environment.run(task, says("1", "5"))).branches
+    cut = len(lost.token_ids) - 2
+    while lost.sampled[cut - 1] is False or cut == len(lost.token_ids):
+        cut -= 1
+    short = replace(
+        lost,
+        token_ids=lost.token_ids[:cut],
+        sampled=lost.sampled[:cut],
+        logprobs=lost.logprobs[:cut],
+    )
+    more = replace(
+        won,
+        token_ids=[*won.token_ids, USER, 104, 53, IM_END],
+        sampled=[*won.sampled, False, False, True, True],
+        logprobs=[*won.logprobs, 0.0, 0.0, 0.0, 0.0],
+    )
+    for forged in (short, more):
+        with pytest.raises(ScoreMismatch):
+            await environment.score(task, [forged])
+
+
+async def test_an_engine_that_dies_in_a_game_is_not_the_games_fault(start: Start) -> None:
+    environment = await start("guess_game")
+
+    async def policy(prompt: Sequence[int], turn: int) -> Completion:
+        if turn == 1:
+            raise ConnectionError("engine died")
+        return await says("1")(prompt, turn)
+
+    with pytest.raises(ConnectionError, match="engine died"):
+        await environment.run(environment.task(5), policy)
+
+
+# -- refusals at the start ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "reason"),
+    [
+        ("no-such-taskset", {}, "no taskset named 'no-such-taskset': install it"),
+        ("os.path", {}, "no taskset named 'os.path'"),
+        ("json", {}, "no taskset named 'json'"),
+        ("reverse-text", {"min_len": 9, "max_len": 4}, "min_len must not exceed max_len"),
+        ("reverse-text", {"colour": "red"}, "does not fit"),
+        ("rows", {"count": 0}, "has no task"),
+        ("rows", {"system_prompt": "/etc/hostname"}, "may not set system_prompt"),
+        ("rows", {"task": {"rewards": {"x": {"fn": "os:getcwd"}}}}, "may not set rewards"),
+        ("tooled", {}, "tool servers"),
+    ],
+)
+async def test_what_cannot_or_must_not_be_played_is_refused_at_the_start(
+    start: Start, name: str, args: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=reason):
+        await start(name, **args)
+
+
+async def test_an_environment_before_its_start_says_so(tmp_path: Path) -> None:
+    environment = build_environment(
+        EnvironmentConfig(), model_dir=tmp_path, seed=0, max_tokens=4, temperature=1.0
+    )
+    with pytest.raises(EnvironmentFailed, match=r"call start\(\) first"):
+        environment.task(0)
+    with pytest.raises(EnvironmentFailed, match=r"no tokenizer\.json"):
+        await environment.start()

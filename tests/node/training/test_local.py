@@ -1,0 +1,239 @@
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from training_cases import FAST, TINY, batch, sample
+
+from primerl.node import models
+from primerl.node.config import LossConfig, TrainingConfig
+from primerl.node.errors import EngineError, StorageError
+from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.forward import trained_tokens
+from primerl.node.training.learner import Learner
+from primerl.node.training.local import LocalBackend
+from primerl.node.training.packing import pack
+from primerl.node.weights.state import digests
+
+
+def learner(model_dir: Path, config: TrainingConfig = FAST, temperature: float = 1.0) -> Learner:
+    return Learner.build(model_dir, config, max_steps=10, seed=0, temperature=temperature)
+
+
+def masters(subject: Learner, directory: Path) -> bytes:
+    """Every file that save() writes: fp32 weights, moments, RNG, step."""
+    subject.save(directory)
+    return b"".join(path.read_bytes() for path in sorted(directory.iterdir()))
+
+
+def test_packed_logprobs_are_those_of_each_sample_alone(model_dir: Path) -> None:
+    model = models.load_model(model_dir)
+    rng = random.Random(0)
+    samples = [sample(rng, prompt=rng.randint(1, 6), drawn=rng.randint(1, 9)) for _ in range(9)]
+    samples[0] = replace(samples[0], mask=[True] * len(samples[0].mask))  # from the first token on
+    together: list[float] = []
+    for micro_batch in pack(samples, 32).micro_batches:
+        together += trained_tokens(model, micro_batch, 0.7).logprobs.tolist()
+    alone: list[float] = []
+    for one in sorted(samples, key=lambda s: -len(s.token_ids)):
+        logits = model(input_ids=torch.tensor([one.token_ids])).logits[0].float() / 0.7
+        table = logits.detach().log_softmax(-1)
+        alone += [
+            float(table[t - 1, token]) for t, token in enumerate(one.token_ids) if t and one.mask[t]
+        ]
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+def test_the_size_of_micro_batches_does_not_change_the_step(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    wide, narrow = learner(model_dir), learner(model_dir, FAST.model_copy(update={"seq_len": 16}))
+    one, other = wide.step(batch(1)).values, narrow.step(batch(1)).values
+    assert other["loss/mean"] == pytest.approx(one["loss/mean"], rel=1e-5)
+    assert other["optim/grad_norm"] == pytest.approx(one["optim/grad_norm"], rel=1e-4)
+    assert other["tokens"] == one["tokens"] > 0
+
+
+@pytest.mark.parametrize("loss", ["dppo_kl", "grpo_two_sided"])
+def test_favoured_tokens_rise_and_disfavoured_ones_fall(model_dir: Path, loss: str) -> None:
+    config = TrainingConfig(
+        lr=1e-2,
+        weight_decay=0.0,
+        threads=1,
+        device="cpu",
+        loss=LossConfig.model_validate({"type": loss}),
+    )
+    subject = learner(model_dir, config)
+    favoured = Sample([5, 6, 100], [False, False, True], [0.0, 0.0, 0.0], 1.0)
+    rejected = Sample([5, 6, 200], [False, False, True], [0.0, 0.0, 0.0], -1.0)
+
+    def probabilities() -> tuple[float, float]:
+        table = subject.logprobs([favoured, rejected])
+        return math.exp(table[0][2]), math.exp(table[1][2])
+
+    before = probabilities()
+    for step in range(1, 13):
+        current = probabilities()
+        rows = [
+            replace(favoured, logprobs=[0.0, 0.0, math.log(current[0])]),
+            replace(rejected, logprobs=[0.0, 0.0, math.log(current[1])]),
+        ]
+        values = subject.step(Batch(step, rows)).values
+        assert values["mismatch_kl/all/mean"] == pytest.approx(0.0, abs=1e-6)
+    after = probabilities()
+    assert after[0] > 3 * before[0]
+    assert after[1] < before[1]
+
+
+def test_a_resumed_run_equals_the_unbroken_one_bit_by_bit(model_dir: Path, tmp_path: Path) -> None:
+    unbroken, first = learner(model_dir), learner(model_dir)
+    for step in (1, 2, 3):
+        unbroken.step(batch(step))
+        first.step(batch(step))
+    first.save(tmp_path / "saved")
+    resumed = learner(model_dir)
+    resumed.step(batch(1, seed=99))  # whatever it was before, load() replaces all of it
+    resumed.load(tmp_path / "saved")
+    for step in (4, 5, 6):
+        metrics = unbroken.step(batch(step)).values, resumed.step(batch(step)).values
+        for values in metrics:
+            values.pop("time/forward_backward")
+        assert metrics[0] == metrics[1]
+    assert masters(unbroken, tmp_path / "a") == masters(resumed, tmp_path / "b")
+    assert digests(unbroken.state()) == digests(resumed.state())
+
+
+def test_the_random_state_of_torch_is_part_of_a_checkpoint(model_dir: Path, tmp_path: Path) -> None:
+    subject = learner(model_dir)
+    subject.save(tmp_path / "saved")
+    expected = torch.rand(3).tolist()
+    subject.load(tmp_path / "saved")
+    assert torch.rand(3).tolist() == expected
+
+
+def test_a_checkpoint_without_moments_resumes_before_the_first_step(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    subject = learner(model_dir)
+    subject.save(tmp_path / "saved")
+    expected = masters_after_one(subject, tmp_path / "a")
+    other = learner(model_dir)
+    other.step(batch(1, seed=5))
+    other.load(tmp_path / "saved")
+    assert masters_after_one(other, tmp_path / "b") == expected
+
+
+def masters_after_one(subject: Learner, directory: Path) -> bytes:
+    subject.step(batch(1))
+    return masters(subject, directory)
+
+
+@pytest.mark.parametrize("name", ["learner.json", "model.safetensors", "optimizer.safetensors"])
+def test_a_torn_checkpoint_is_refused_and_changes_nothing(
+    model_dir: Path, tmp_path: Path, name: str
+) -> None:
+    subject = learner(model_dir)
+    subject.step(batch(1))
+    subject.save(tmp_path / "saved")
+    subject.step(batch(2))
+    before = digests(subject.state())
+    torn = tmp_path / "saved" / name
+    torn.write_bytes(torn.read_bytes()[:-5])
+    with pytest.raises(StorageError, match="earlier checkpoint"):
+        subject.load(tmp_path / "saved")
+    assert digests(subject.state()) == before
+    assert subject.step_done == 2
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    other_dir = tmp_path / "other"
+    models.create(other_dir, TINY.model_copy(update={"num_hidden_layers": 1}), seed=1)
+    learner(other_dir).save(tmp_path / "saved")
+    with pytest.raises(StorageError, match="another model"):
+        learner(model_dir).load(tmp_path / "saved")
+
+
+def test_samples_that_do_not_fit_cost_themselves_only(model_dir: Path) -> None:
+    good = batch(1).samples
+    ids, mask, logprobs = good[0].token_ids, good[0].mask, good[0].logprobs
+    poison = [
+        replace(good[0], token_ids=[*ids[:-1], 288]),
+        replace(good[0], token_ids=[-1, *ids[1:]]),
+        replace(good[0], logprobs=[*logprobs[:-1], math.nan]),
+        replace(good[0], logprobs=[*logprobs[:-1], -math.inf]),
+        replace(good[0], logprobs=[*logprobs[:-1], 3.0]),
+        replace(good[0], logprobs=logprobs[:-1]),
+        replace(good[0], mask=mask[:-1]),
+        replace(good[0], advantage=math.inf),
+        Sample([], [], [], 1.0),
+    ]
+    long = Sample([1] * 65, [True] * 65, [-1.0] * 65, 1.0)
+    clean, attacked = learner(model_dir), learner(model_dir)
+    expected = clean.step(Batch(1, good)).values
+    values = attacked.step(Batch(1, [*poison, *good, long])).values
+    assert values["samples/malformed"] == len(poison)
+    assert values["samples/too_long"] == 1
+    assert values["loss/mean"] == expected["loss/mean"]
+    assert digests(attacked.state()) == digests(clean.state())
+
+
+def test_a_step_that_is_not_finite_changes_no_weight_and_is_counted(model_dir: Path) -> None:
+    subject = learner(model_dir)
+    before = digests(subject.state())
+    huge = [replace(row, advantage=1e38) for row in batch(1).samples]
+    assert subject.step(Batch(1, huge)).values["optim/skipped"] == 1.0
+    assert digests(subject.state()) == before
+    values = subject.step(batch(2)).values
+    assert values["optim/skipped"] == 0.0
+    assert digests(subject.state()) != before
+
+
+def test_an_empty_batch_only_advances_the_schedule(model_dir: Path) -> None:
+    config = FAST.model_copy(update={"scheduler": "linear", "min_lr_ratio": 0.0})
+    subject = learner(model_dir, config)
+    before = digests(subject.state())
+    values = subject.step(Batch(4, [])).values
+    assert digests(subject.state()) == before
+    assert (subject.step_done, values["tokens"]) == (4, 0.0)
+    assert values["optim/lr"] == pytest.approx(0.6 * FAST.lr)
+
+
+def test_trainer_logprobs_are_taken_at_the_sampling_temperature(model_dir: Path) -> None:
+    samples = batch(1).samples
+    cold, warm = learner(model_dir, temperature=0.5), learner(model_dir, temperature=1.0)
+    for subject, temperature in ((cold, 0.5), (warm, 1.0)):
+        logits = models.load_model(model_dir)(input_ids=torch.tensor([samples[0].token_ids])).logits
+        last = (logits[0, -2].float() / temperature).log_softmax(-1)[samples[0].token_ids[-1]]
+        assert subject.logprobs(samples[:1])[0][-1] == pytest.approx(float(last.detach()), abs=1e-5)
+
+
+def test_warm_up_leaves_no_moment_behind(model_dir: Path, tmp_path: Path) -> None:
+    subject = learner(model_dir)
+    subject.step(batch(1))
+    examples = [([1, 2, 3], [3, 2, 1, 258])] * 4
+    losses = [subject.supervised_step(examples, 1e-2) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    subject.end_supervised()
+    subject.save(tmp_path / "saved")
+    moments = (tmp_path / "saved" / "optimizer.safetensors").read_bytes()
+    assert b"exp_avg" not in moments
+
+
+async def test_a_backend_before_start_and_after_close_says_so(model_dir: Path) -> None:
+    backend = LocalBackend(FAST, max_steps=3, seed=0)
+    with pytest.raises(EngineError, match="start"):
+        await backend.state()
+    await backend.start(model_dir)
+    await backend.close()
+    await backend.close()
+    with pytest.raises(EngineError, match="start"):
+        await backend.step(batch(1))
+
+
+async def test_a_directory_without_a_model_is_an_engine_error(tmp_path: Path) -> None:
+    backend = LocalBackend(FAST, max_steps=3, seed=0)
+    with pytest.raises(EngineError):
+        await backend.start(tmp_path)
+    await backend.close()

@@ -1,0 +1,105 @@
+"""States, manifests and hypothesis strategies for the tests of node/weights."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from primerl.crypto.hashing import NO_DIGEST, digest
+from primerl.node.weights.codec import CODEC
+from primerl.node.weights.state import BITS, State, Tensor, digests, numel, state_digest
+from primerl.protocol.manifests import Artifact, ChunkRef, PolicyManifest, TensorInfo
+
+RUN = digest(b"run")
+
+
+def tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Tensor:
+    """A tensor of these bytes, its own copy."""
+    return Tensor(dtype, shape, np.frombuffer(data, BITS[dtype]).copy())
+
+
+def bf16(*values: int) -> Tensor:
+    """A flat BF16 tensor of these bit patterns."""
+    return Tensor("BF16", (len(values),), np.array(values, "<u2"))
+
+
+def same(left: State, right: State) -> bool:
+    """Equal names, types, shapes and bits."""
+    return left.keys() == right.keys() and all(
+        (t.dtype, t.shape) == (right[n].dtype, right[n].shape)
+        and t.data.tobytes() == right[n].data.tobytes()
+        for n, t in left.items()
+    )
+
+
+def infos(state: State) -> tuple[TensorInfo, ...]:
+    """What a manifest says of `state`."""
+    hashes = digests(state)
+    return tuple(TensorInfo(n, t.dtype, t.shape, hashes[n]) for n, t in state.items())
+
+
+def chunks(parts: Sequence[bytes]) -> tuple[ChunkRef, ...]:
+    """References to `parts`."""
+    return tuple(ChunkRef(digest(part), len(part)) for part in parts)
+
+
+def anchor(payload: bytes) -> Artifact:
+    """An anchor of one chunk."""
+    return Artifact("anchor", -1, NO_DIGEST, CODEC, len(payload), chunks([payload]))
+
+
+def delta(base_version: int, base_state: bytes, payload: bytes) -> Artifact:
+    """A delta of one chunk."""
+    return Artifact("delta", base_version, base_state, CODEC, len(payload), chunks([payload]))
+
+
+def manifest(version: int, state: State, *artifacts: Artifact) -> PolicyManifest:
+    """The manifest of `state`."""
+    return PolicyManifest(RUN, version, state_digest(digests(state)), infos(state), artifacts)
+
+
+def like_a_model(seed: int, elements: int) -> Tensor:
+    """BF16 weights, normal with deviation 0.02, as a matrix row."""
+    weights = np.random.default_rng(seed).normal(0, 0.02, elements).astype(np.float32)
+    return Tensor("BF16", (elements,), (weights.view(np.uint32) >> 16).astype("<u2"))
+
+
+def stepped(base: Tensor, seed: int, share: float) -> Tensor:
+    """`base` with a share of its elements moved by a few units in the last place, some far."""
+    rng = np.random.default_rng(seed)
+    data = base.data.copy()
+    chosen = rng.random(data.size) < share
+    far = rng.random(data.size) < 0.01
+    step = np.where(far, rng.integers(0, 2**16, data.size), rng.integers(1, 4, data.size))
+    data[chosen] += step[chosen].astype(data.dtype)
+    return Tensor(base.dtype, base.shape, data)
+
+
+SHAPES = st.sampled_from([(), (0,), (1,), (3,), (2, 3), (4, 0, 2), (17,), (5, 1, 7), (300,)])
+NAMES = st.text(min_size=1, max_size=8).filter(lambda name: name.isprintable())
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Any dtype, any small shape, any bits: NaN, -0.0 and denormals come by themselves."""
+    dtype = draw(st.sampled_from(sorted(BITS)))
+    shape = draw(SHAPES)
+    size = numel(shape) * BITS[dtype].itemsize
+    return tensor(dtype, shape, draw(st.binary(min_size=size, max_size=size)))
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> tuple[State, State]:
+    """Two states of one layout; the second differs nowhere, in places, or everywhere."""
+    base = draw(st.dictionaries(NAMES, tensors(), max_size=5))
+    new: dict[str, Tensor] = {}
+    for name, held in base.items():
+        data = held.data.copy()
+        for index in draw(st.lists(st.integers(0, max(0, data.size - 1)), max_size=8)):
+            if data.size:
+                bits = draw(st.integers(0, 2 ** (8 * data.itemsize) - 1))
+                data[index] = bits
+        if draw(st.booleans()):
+            data = ~data
+        new[name] = Tensor(held.dtype, held.shape, data)
+    return base, new
