@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import typer.core
@@ -21,9 +21,8 @@ DryRun = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")]
 
-FILES = """\b
-Config files: `@ file.toml`, as many as you like, or `@ demo` for the bundled one. Then every key below
-is a flag (--training.lr 1e-5) and a variable (PRIMERL_TRAINING__LR=1e-5).
+KEYS = """Config keys, each a flag (--training.lr 1e-5), a variable (PRIMERL_TRAINING__LR=1e-5) and a line of
+a TOML file (`@ file.toml`, as many as you like; `@ demo` is bundled):
 """
 
 
@@ -39,7 +38,7 @@ class ConfigCommand(typer.core.TyperCommand):
         from ..node.config import JoinConfig, RunConfig
 
         cls = JoinConfig if self.name == "join" else RunConfig
-        return f"{super().get_help(ctx).rstrip()}\n\nConfig keys:\n\n{config_help(cls)}"
+        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{config_help(cls)}"
 
 
 def config_help(cls: "type[BaseConfig]") -> str:
@@ -48,7 +47,7 @@ def config_help(cls: "type[BaseConfig]") -> str:
 
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
-        cli(cls, args=["--help"], prog="primerl-node")
+        cast(Any, cli)(cls, args=["--help"], prog="primerl-node")  # its overloads lack `prog`
     # Its own usage line and -h repeat what typer has printed.
     lines = text.getvalue().splitlines()
     return "\n".join(line for line in lines[2:] if "-h, --help" not in line)

@@ -81,15 +81,30 @@ def _program(  # pyright: ignore[reportUnusedFunction] - typer calls it
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Config flags are read by load(), not by typer."""
 
-app.command("rl", cls=ConfigCommand, context_settings=FREE)(rl.run)
-app.command("train", cls=ConfigCommand, context_settings=FREE)(train.run)
-app.command("join", cls=ConfigCommand, context_settings=FREE)(join.run)
-app.command("status")(status.run)
-app.command("peers")(peers.run)
-app.command("ticket")(ticket.run)
-app.command("stop")(stop.run)
-app.command("init")(init.run)
-app.command("id")(identity.run)
+SHORT = {
+    "rl": "Run everything on this machine: a trainer and its workers.",
+    "train": "Start a run, or resume one: prints a join ticket, learns.",
+    "join": "Work for a run, with its ticket.",
+    "status": "How the running node is doing.",
+    "peers": "Who it knows, and how they do.",
+    "ticket": "The join ticket of the running trainer.",
+    "stop": "Stop the running node in order.",
+    "init": "Make this node's key.",
+    "id": "Show this node's id.",
+}
+CONFIGURED = {"rl": rl.run, "train": train.run, "join": join.run}
+PLAIN = {
+    "status": status.run,
+    "peers": peers.run,
+    "ticket": ticket.run,
+    "stop": stop.run,
+    "init": init.run,
+    "id": identity.run,
+}
+for _name, _command in CONFIGURED.items():
+    app.command(_name, short_help=SHORT[_name], cls=ConfigCommand, context_settings=FREE)(_command)
+for _name, _command in PLAIN.items():
+    app.command(_name, short_help=SHORT[_name])(_command)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Tables for people: peers and status. Everything here turns rows into rich renderables and asks nobody."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -155,7 +156,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     count = min(width, len(values))
     edges = [index * len(values) // count for index in range(count + 1)]
-    cells = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    cells = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(cells), max(cells)
     span = high - low or 1.0
     return "".join(BLOCKS[round((cell - low) / span * (len(BLOCKS) - 1))] for cell in cells)

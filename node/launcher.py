@@ -107,7 +107,7 @@ async def launch(
 def prepare(config: RunConfig) -> None:
     """An empty place for logs, and no ticket of an earlier run. Raises BusyError, UsageError."""
     run_dir = config.run_dir
-    if config.clean:
+    if config.clean and not config.resume:
         clean(run_dir)
     (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
     check_free(run_dir)
@@ -152,6 +152,8 @@ class Launcher:
 
     async def _work(self, trained: asyncio.Task[int]) -> None:
         await self._ticket(trained)
+        if trained.done():
+            return
         names = [f"worker_{index}" for index in range(1, self._config.launch.workers + 1)]
         outcomes = await asyncio.gather(*(self._supervise(name, trained) for name in names))
         if names and not any(outcomes):
@@ -164,7 +166,9 @@ class Launcher:
         limit = self._config.launch.start_timeout_s
         try:
             async with asyncio.timeout(limit):
-                while not trained.done() and not _has_text(path):
+                while True:
+                    if trained.done() or _has_text(path):
+                        return
                     await asyncio.sleep(self.pace.poll)
         except TimeoutError as error:
             raise EngineError(

@@ -30,6 +30,7 @@ from .network.links import Links
 from .network.peers import PeerTable
 from .network.router import Handler, Router
 from .network.transport import AddressInUse, Transport
+from .parts import Parts
 from .roles.catchup import read_committed
 from .store import FileStore
 
@@ -134,6 +135,7 @@ async def open_stack(
     trainer: bytes,
     role: Role,
     bootstrap: tuple[str, ...] = (),
+    parts: Parts,
 ) -> AsyncGenerator[Stack]:
     """Build and start everything; `directory` holds the chunk store.
 
@@ -141,13 +143,13 @@ async def open_stack(
         BusyError: the configured port is taken.
     """
     async with AsyncExitStack() as cleanup:
-        transport = await _start_transport(config, key, ledger)
+        transport = await _start_transport(config, key, ledger, parts)
         cleanup.push_async_callback(transport.close)
         store = FileStore(directory / "chunks", max_bytes=int(config.weights.max_disk_gib * 2**30))
         peers = PeerTable()
         links = Links(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
         cleanup.push_async_callback(links.close)
-        discovery = await _start_discovery(config, key, run_id, bootstrap)
+        discovery = await _start_discovery(config, key, run_id, bootstrap, parts)
         if discovery is not None:
             cleanup.push_async_callback(discovery.close)
         arrivals = Arrivals()
@@ -175,43 +177,35 @@ async def open_stack(
         )
 
 
-async def _start_transport(config: NodeConfig, key: SecretKey, ledger: Ledger) -> Transport:
-    """iroh on the configured port, else on the port of the last start, so that peers find us again."""
-    from .network.iroh import IrohTransport
-
-    network = config.network
+async def _start_transport(
+    config: NodeConfig, key: SecretKey, ledger: Ledger, parts: Parts
+) -> Transport:
+    """On the configured port, else on the port of the last start, so that peers find us again."""
+    wanted = config.network.port
     remembered = int.from_bytes(ledger.get(PORT) or b"", "big")
-    alpns = (ALPN_CONTROL, ALPN_BLOBS)
-    for port in [network.port] if network.port else [remembered, 0] if remembered else [0]:
-        transport = IrohTransport(
-            key, host=network.host, port=port, alpns=alpns, relay_urls=network.relay_urls
-        )
+    for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
         try:
-            await transport.start()
+            transport = await parts.transport(config.network, key, port)
         except AddressInUse as error:
-            if network.port:
+            if wanted:
                 raise BusyError(f"{error}: choose another --network.port") from error
             logger.warning("port %d of the last start is taken, using another", port)
             continue
-        bound = int(transport.addresses()[0].rsplit(":", 1)[1])
-        ledger.set(PORT, bound.to_bytes(4, "big"))
+        ledger.set(PORT, _port(transport).to_bytes(4, "big"))
         return transport
     raise BusyError("no free UDP port")
 
 
-async def _start_discovery(
-    config: NodeConfig, key: SecretKey, run_id: bytes, bootstrap: tuple[str, ...]
-) -> Discovery | None:
-    network = config.network
-    if not network.libp2p:
-        return None
-    from .network.libp2p import Libp2pDiscovery
+def _port(transport: Transport) -> int:
+    """The port of our first address; 0 where addresses have none."""
+    last = transport.addresses()[0].rsplit(":", 1)[-1] if transport.addresses() else ""
+    return int(last) if last.isdigit() else 0
 
-    discovery = Libp2pDiscovery(
-        key, run_id=run_id, host=network.host, port=network.libp2p_port, mdns=network.mdns
-    )
+
+async def _start_discovery(
+    config: NodeConfig, key: SecretKey, run_id: bytes, bootstrap: tuple[str, ...], parts: Parts
+) -> Discovery | None:
     try:
-        await discovery.start(bootstrap)
+        return await parts.discovery(config.network, key, run_id, bootstrap)
     except AddressInUse as error:
         raise BusyError(f"{error}: choose another --network.libp2p-port") from error
-    return discovery

@@ -16,13 +16,12 @@ from . import rundir, summary
 from .config import RunConfig, WarmupConfig
 from .control import PeerRow, Status
 from .daemon import Node
-from .engines.hf import HfEngine
-from .engines.scorer import HfScorer
-from .environments.build import build_environment
+from .engines.scorer import Scorer
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import UsageError
 from .ledger import Arrived, Ledger
 from .metrics import MetricsLog, PhaseClock
+from .parts import Parts
 from .proofs.verifier import Verifier
 from .roles.desk import LeaseDesk
 from .roles.evaluation import EvalResult, Evaluator
@@ -30,10 +29,10 @@ from .roles.publisher import Publisher
 from .roles.trainer import TrainerRole
 from .rows import peer_rows, total_bytes
 from .stack import Stack, open_stack
+from .training.backend import TrainBackend
 from .training.buffer import RolloutBuffer
 from .training.checkpoints import Checkpoints
-from .training.local import LocalBackend
-from .training.warmup import WarmupProgress, warm_up
+from .training.warmup import SupervisedBackend, WarmupProgress, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +51,17 @@ class TrainerNode(Node):
     """One trainer process."""
 
     def __init__(
-        self, config: RunConfig, key: SecretKey, data_dir: Path, announce: Callable[[str], None]
+        self,
+        config: RunConfig,
+        key: SecretKey,
+        data_dir: Path,
+        announce: Callable[[str], None],
+        parts: Parts | None = None,
     ) -> None:
         super().__init__(config, key, data_dir, "trainer")
         self._config = config
         self._announce = announce
+        self._parts = parts or Parts()
         self._ticket = ""
         self._clock = PhaseClock()
         self._stack: Stack | None = None
@@ -90,17 +95,13 @@ class TrainerNode(Node):
             run_id=documents.run_id,
             trainer=self.key.node_id,
             role="trainer",
+            parts=self._parts,
         ) as stack:
             self._stack = stack
             stack.keep_chunks.update(file.chunk.digest for file in documents.manifest.model.files)
             self._publish_ticket(stack)
             environment = self._environment(model_dir)
-            backend = LocalBackend(
-                self._config.training,
-                max_steps=self._config.max_steps,
-                seed=self._config.seed,
-                temperature=self._config.sampling.temperature,
-            )
+            backend = self._parts.backend(self._config)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
             try:
                 await self._train(stack, documents, environment, backend, metrics, model_dir)
@@ -136,12 +137,13 @@ class TrainerNode(Node):
         self._announce(self._ticket)
 
     def _environment(self, model_dir: Path) -> Environment:
-        return build_environment(
+        sampling = self._config.sampling
+        return self._parts.environment(
             self._config.environment,
-            model_dir=model_dir,
-            seed=self._config.seed,
-            max_tokens=self._config.sampling.max_tokens,
-            temperature=self._config.sampling.temperature,
+            model_dir,
+            self._config.seed,
+            sampling.max_tokens,
+            sampling.temperature,
         )
 
     async def _train(
@@ -149,14 +151,14 @@ class TrainerNode(Node):
         stack: Stack,
         documents: rundir.RunDocuments,
         environment: Environment,
-        backend: LocalBackend,
+        backend: TrainBackend,
         metrics: MetricsLog,
         model_dir: Path,
     ) -> None:
         with self._clock.phase("start"):
             await asyncio.gather(environment.start(), backend.start(model_dir))
-        engine = HfEngine(self._config.engine.model_copy(update={"type": "hf"}))
-        scorer = HfScorer(self._config.engine)
+        engine = self._parts.evaluation_engine(self._config.engine)
+        scorer = self._parts.scorer(self._config.engine)
         await asyncio.gather(engine.start(model_dir), scorer.start(model_dir))
         evaluator = Evaluator(
             engine,
@@ -192,9 +194,9 @@ class TrainerNode(Node):
         stack: Stack,
         documents: rundir.RunDocuments,
         environment: Environment,
-        backend: LocalBackend,
+        backend: TrainBackend,
         metrics: MetricsLog,
-        scorer: HfScorer,
+        scorer: Scorer,
     ) -> tuple[TrainerRole, Publisher, LeaseDesk]:
         config, rollouts = self._config, self._config.rollouts
         boot = stack.ledger.count_boot()
@@ -269,7 +271,7 @@ class TrainerNode(Node):
         ledger: Ledger,
         role: TrainerRole,
         publisher: Publisher,
-        backend: LocalBackend,
+        backend: TrainBackend,
         environment: Environment,
         evaluator: Evaluator,
     ) -> tuple[int, EvalResult]:
@@ -295,10 +297,13 @@ class TrainerNode(Node):
     async def _warm_up(
         self,
         config: WarmupConfig,
-        backend: LocalBackend,
+        backend: TrainBackend,
         environment: Environment,
         evaluator: Evaluator,
     ) -> None:
+        if not isinstance(backend, SupervisedBackend):
+            raise UsageError("this backend cannot warm up: remove the [warmup] section")
+
         async def evaluate(state: object) -> float:
             result = await evaluator.evaluate(
                 await backend.state(),
@@ -320,7 +325,7 @@ class TrainerNode(Node):
         examples = demonstrations(environment)
         await warm_up(backend, examples, config, evaluate=evaluate, progress=show)
 
-    async def _evaluate(self, evaluator: Evaluator, backend: LocalBackend) -> EvalResult:
+    async def _evaluate(self, evaluator: Evaluator, backend: TrainBackend) -> EvalResult:
         prompts = self._config.evaluation.prompts
         if not prompts:
             return EvalResult(0, 0.0, 0.0)
@@ -339,7 +344,7 @@ class TrainerNode(Node):
         documents: rundir.RunDocuments,
         role: TrainerRole,
         publisher: Publisher,
-        backend: LocalBackend,
+        backend: TrainBackend,
         desk: LeaseDesk,
         before: EvalResult,
         after: EvalResult,

@@ -18,15 +18,14 @@ from . import rundir
 from .config import EnvironmentConfig, JoinConfig
 from .control import PeerRow, Status
 from .daemon import Node
-from .engines.build import build_engine
 from .engines.engine import Engine
-from .environments.build import build_environment
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import NodeError, TicketError, UsageError
 from .ledger import Ledger
 from .network.heads import HeadFollower
 from .network.rpc import Refused, receive
 from .network.transport import Stream, TransportError
+from .parts import Parts
 from .roles.catchup import CatchUp
 from .roles.inference import InferenceRole
 from .rows import peer_rows, total_bytes
@@ -43,9 +42,12 @@ FOLLOWED_PEERS = 2
 class WorkerNode(Node):
     """One inference worker process."""
 
-    def __init__(self, config: JoinConfig, key: SecretKey, data_dir: Path) -> None:
+    def __init__(
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Parts | None = None
+    ) -> None:
         super().__init__(config, key, data_dir, config.role)
         self._config = config
+        self._parts = parts or Parts()
         self._ticket_bytes = b""
         self._stack: Stack | None = None
         self._role: InferenceRole | None = None
@@ -83,6 +85,7 @@ class WorkerNode(Node):
             trainer=ticket.trainer,
             role="inference",
             bootstrap=ticket.discovery,
+            parts=self._parts,
         ) as stack:
             self._stack = stack
             stack.peers.hint(ticket.trainer, ticket.addresses)
@@ -116,7 +119,7 @@ class WorkerNode(Node):
         stack.keep_chunks.update(chunk.digest for chunk in chunks)
         await stack.fetcher.fetch(chunks, (), ticket.trainer)
         model_dir = rundir.write_model_files(run, stack.store, directory / "model")
-        engine = build_engine(self._config.engine)
+        engine = self._parts.engine(self._config.engine)
         environment = self._environment(documents, model_dir)
         try:
             await asyncio.gather(engine.start(model_dir), environment.start())
@@ -166,12 +169,9 @@ class WorkerNode(Node):
             raise UsageError(
                 f"this run's environment needs another version of us: {error}"
             ) from error
-        return build_environment(
-            config,
-            model_dir=model_dir,
-            seed=contract.seed,
-            max_tokens=documents.manifest.sampling.max_tokens,
-            temperature=documents.manifest.sampling.temperature,
+        sampling = documents.manifest.sampling
+        return self._parts.environment(
+            config, model_dir, contract.seed, sampling.max_tokens, sampling.temperature
         )
 
     def _build(

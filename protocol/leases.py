@@ -15,9 +15,6 @@ from ..crypto.hashing import Digest, derive
 from .errors import Reason, RemoteProtocolError
 from .manifests import Version
 
-LOOKAHEAD_BATCHES = 2
-"""More than this in the system only makes rollouts older, whatever the staleness bound allows."""
-
 
 class TaskRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A task by index, and by digest so that a differing environment is noticed before work is done."""
@@ -100,10 +97,12 @@ class LeaseBook:
         """Groups that may still be granted.
 
         `waiting_groups` have come back and wait to be trained; `training` says that a batch is being trained,
-        so that whatever is granted now is at least one version old when its turn comes.
+        so that whatever is granted now is at least one version old when its turn comes. One batch is made
+        while one is trained, never two: more would only make rollouts older, whatever the bound allows. With a
+        bound of 0 nothing is made while a batch is trained.
         """
-        bound = self.policy.max_off_policy_steps
-        batches = min(bound if training else bound + 1, LOOKAHEAD_BATCHES)
+        overlap = min(self.policy.max_off_policy_steps, 1)
+        batches = overlap + (0 if training else 1)
         return batches * self.policy.groups_per_batch - waiting_groups - self.outstanding_groups()
 
     def grant(

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import EngineError, UsageError
-from ..tensors import to_torch
+from ..errors import EngineError, StorageError, UsageError
+from ..weights.checkpoint import write_checkpoint
 from ..weights.state import State, state_bytes
 from .engine import Completion, GenerateRequest
 from .requests import check_request
@@ -150,7 +150,10 @@ class VllmEngine:
         with contextlib.suppress(*_START_FAULTS, EngineError, UsageError):
             await self._building
         if self._llm is not None:
+            # vLLM leaves its message context open, with two threads; by then its sockets are closed
+            context = self._llm.engine_core.resources.ctx
             await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
+            await asyncio.to_thread(context.destroy, linger=0)
         self._llm = None
         await asyncio.to_thread(_kill_children, self._pids)
 
@@ -341,9 +344,9 @@ async def _shared_file(state: State) -> AsyncGenerator[str]:
     ) as directory:
         path = Path(directory) / "state.safetensors"
         try:
-            await asyncio.to_thread(_write, state, path)
-        except OSError as error:
-            raise EngineError(f"cannot write weights for vLLM to {path}: {error}") from error
+            await asyncio.to_thread(write_checkpoint, path, state)
+        except StorageError as error:
+            raise EngineError(f"the weights cannot be handed to vLLM: {error}") from error
         yield str(path)
 
 
@@ -353,13 +356,6 @@ def _shared_memory(size: int) -> str | None:
     # containers often have 64 MiB there, and writing past the end of a tmpfs kills the process
     roomy = os.path.isdir(memory) and shutil.disk_usage(memory).free > 2 * size
     return memory if roomy else None
-
-
-def _write(state: State, path: Path) -> None:
-    from safetensors.torch import save_file
-
-    path.touch(mode=0o600)
-    save_file({name: to_torch(tensor) for name, tensor in state.items()}, path)
 
 
 @contextlib.asynccontextmanager

@@ -20,6 +20,15 @@ Message = Mapping[str, Any]
 
 UNREADABLE = "\ufffd"
 _MARK = "primerl-reply-ends-here"
+_TEMPLATE_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a foreign template's own mistakes raise, besides jinja's errors."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -115,7 +124,7 @@ class ChatFormat:
                 documents=None,
                 **self._variables,
             )
-        except TemplateError as error:
+        except (TemplateError, *_TEMPLATE_FAULTS) as error:
             raise EnvironmentFailed(
                 f"the model's chat template refuses the conversation ({error}): "
                 "use a model whose template knows these roles"

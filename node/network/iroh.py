@@ -56,6 +56,7 @@ class IrohTransport:
         relay_urls: Sequence[str] = (),
         max_handshakes: int = 256,
         silence_s: float = SILENCE_S,
+        relay_wait_s: float = RELAY_S,
     ) -> None:
         self._key = key
         self._host = host
@@ -64,6 +65,7 @@ class IrohTransport:
         self._relay_urls = {url.rstrip("/") for url in relay_urls}
         self._max_handshakes = max_handshakes
         self._silence_s = silence_s
+        self._relay_wait_s = relay_wait_s
         self._endpoint: iroh.Endpoint | None = None
         self._iroh_error: type[Exception] = TransportError
         self._closed = False
@@ -182,7 +184,7 @@ class IrohTransport:
 
     async def _wait_for_relay(self, endpoint: "iroh.Endpoint") -> None:
         try:
-            async with asyncio.timeout(RELAY_S):
+            async with asyncio.timeout(self._relay_wait_s):
                 await endpoint.online()
         except TimeoutError:
             logger.warning("no relay answered yet: check network.relay_urls; going on without")

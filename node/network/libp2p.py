@@ -8,9 +8,9 @@ import ipaddress
 import logging
 import os
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING
 
 from ...crypto.keys import SecretKey
 from ...protocol.version import KIB
@@ -20,6 +20,7 @@ from .peer_ids import node_id_of
 from .ports import check_free
 from .transport import AddressInUse
 from .trio_discovery import TrioDiscovery
+from .trio_thread import attempt
 
 if TYPE_CHECKING:
     from libp2p.abc import IHost, INetStream
@@ -47,9 +48,6 @@ LOOKUP_PAUSES = (2.0, 600.0)
 """First and longest pause between two rounds of Kademlia."""
 DIALS_PER_LOOKUP = 3
 HANG_UP_SECONDS = 2.0
-
-T = TypeVar("T")
-Args = TypeVarTuple("Args")
 
 
 class Libp2pDiscovery(TrioDiscovery):
@@ -128,7 +126,7 @@ class Libp2pLife:
         import trio
 
         async with trio.open_nursery() as nursery:
-            for info in list(_parse(bootstrap))[:MAX_BOOTSTRAP]:
+            for info in _parse(bootstrap):
                 nursery.start_soon(self._keep_dialling, info)
             await self._keep_looking()
 
@@ -139,7 +137,7 @@ class Libp2pLife:
         with trio.move_on_after(HANG_UP_SECONDS, shield=True):
             async with trio.open_nursery() as nursery:
                 for peer in self._host.get_connected_peers():
-                    nursery.start_soon(_attempt, HANG_UP_SECONDS, self._host.disconnect, peer)
+                    nursery.start_soon(attempt, HANG_UP_SECONDS, self._host.disconnect, peer)
             await self._host.close()
 
     def _note_addresses(self) -> None:
@@ -155,8 +153,7 @@ class Libp2pLife:
         pause, longest = RETRY_SECONDS
         while True:
             if self.neighbours() < WANTED_NEIGHBOURS and not self._is_connected(info.peer_id):
-                connected = await self._dial(info)
-                pause = RETRY_SECONDS[0] if connected else min(2 * pause, longest)
+                pause = RETRY_SECONDS[0] if await self._dial(info) else min(2 * pause, longest)
             await trio.sleep(pause * random.uniform(0.8, 1.2))
 
     async def _keep_looking(self) -> None:
@@ -174,9 +171,9 @@ class Libp2pLife:
     async def _look(self) -> None:
         """One round of Kademlia: who else serves this run, and tell that we do."""
         for peer in self._host.get_connected_peers():
-            await _attempt(LOOKUP_SECONDS, self._dht.add_peer, peer)
-        found = await _attempt(LOOKUP_SECONDS, self._find) or []
-        await _attempt(LOOKUP_SECONDS, self._dht.provide, self._content)
+            await attempt(LOOKUP_SECONDS, self._dht.add_peer, peer)
+        found = await attempt(LOOKUP_SECONDS, self._find) or []
+        await attempt(LOOKUP_SECONDS, self._dht.provide, self._content)
         await self._dial_some([info for info in found if not self._is_connected(info.peer_id)])
 
     async def _dial_known(self) -> None:
@@ -203,7 +200,7 @@ class Libp2pLife:
         return found + [record.provider_info for record in told.values()]
 
     async def _dial(self, info: "PeerInfo") -> bool:
-        await _attempt(DIAL_SECONDS, self._host.connect, info)
+        await attempt(DIAL_SECONDS, self._host.connect, info)
         return self._is_connected(info.peer_id)
 
     def _is_connected(self, peer: "ID") -> bool:
@@ -236,7 +233,7 @@ def _guarded_pubsub(
                 if ended and not isinstance(error, MessageTooLarge):
                     return
                 logger.debug("%s is cut off for what it sent: %r", neighbour, error)
-                await _attempt(DIAL_SECONDS, host.disconnect, neighbour)
+                await attempt(DIAL_SECONDS, host.disconnect, neighbour)
 
         async def continuously_read_stream(self, stream: "INetStream") -> None:
             # One message after the other: the library starts a task for each, without a bound.
@@ -332,7 +329,6 @@ def _make_router() -> "GossipSub":
         degree=6,
         degree_low=4,
         degree_high=12,
-        heartbeat_initial_delay=0.2,
         heartbeat_interval=1,
         adaptive_gossip_enabled=False,
         spam_protection_enabled=False,
@@ -344,10 +340,9 @@ def _start_mdns(host: "IHost", run: str) -> Callable[[], None]:
     """Announce us on the local network, to nodes of this run only; returns what stops it."""
     from libp2p.discovery.mdns.mdns import create_mdns_discovery
 
+    network = host.get_network()
     try:
-        mdns = create_mdns_discovery(
-            host.get_network(), private_network_fingerprint=run[:10], host=host
-        )
+        mdns = create_mdns_discovery(network, private_network_fingerprint=run[:10], host=host)
     except OSError as error:
         logger.warning("mDNS is off, this machine has no multicast: %s", error)
         return lambda: None
@@ -355,27 +350,12 @@ def _start_mdns(host: "IHost", run: str) -> Callable[[], None]:
     return mdns.stop
 
 
-async def _attempt(
-    seconds: float, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args
-) -> T | None:
-    """The one way to ask libp2p for something that may fail: a deadline, and None for an error."""
-    import trio
-
-    try:
-        with trio.fail_after(seconds):
-            return await function(*args)
-    except Exception as error:
-        # Transports, foreign answers and the library's own slips all come out here, untyped.
-        logger.debug("libp2p could not %s: %r", function.__name__, error)
-        return None
-
-
 def _parse(bootstrap: Sequence[str]) -> "Iterator[PeerInfo]":
     from libp2p.peer.peerinfo import info_from_p2p_addr
     from multiaddr import Multiaddr
     from multiaddr.exceptions import Error
 
-    for text in bootstrap:
+    for text in bootstrap[:MAX_BOOTSTRAP]:
         try:
             yield info_from_p2p_addr(Multiaddr(text))
         except (ValueError, Error) as error:

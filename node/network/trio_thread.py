@@ -203,6 +203,24 @@ class TrioThread:
             _fail(call, TrioStopped(f"{self._name} stopped during the call"))
 
 
+async def attempt(
+    seconds: float, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args
+) -> T | None:
+    """Inside trio, ask foreign code for what it may fail to do: a deadline, and None for an error.
+
+    Only for calls whose failure is an everyday answer, such as dialling a stranger.
+    """
+    import trio
+
+    try:
+        with trio.fail_after(seconds):
+            return await function(*args)
+    except Exception as error:
+        # Sockets, peers' answers and the library's own slips all come out here, untyped.
+        logger.debug("could not %s: %r", getattr(function, "__qualname__", function), error)
+        return None
+
+
 def _resolve(future: "asyncio.Future[T]", value: T) -> None:
     if not future.done():
         future.set_result(value)

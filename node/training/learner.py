@@ -168,7 +168,6 @@ class Learner:
         with torch.no_grad():
             for name, tensor in saved.weights.items():
                 self._parameters[name].copy_(tensor)
-        self._optimizer = self._fresh_optimizer()
         self._set_moments(saved.moments)
         set_rng_state(saved.rng)
         self._warmup_optimizer = None
@@ -220,6 +219,7 @@ class Learner:
         )
 
     def _set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
+        """Replace all moments, also by none."""
         index = {name: position for position, name in enumerate(self._parameters)}
         by_index: dict[int, dict[str, torch.Tensor]] = {}
         for key, value in moments.items():

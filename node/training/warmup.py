@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..config import WarmupConfig
 from ..weights.state import State
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 LR_WARMUP_STEPS = 20
 
 
+@runtime_checkable
 class SupervisedBackend(Protocol):
     """What a warm-up needs of a trainer backend; LocalBackend has it."""
 

@@ -5,10 +5,13 @@ discoveries that can reach each other, and name it in FACTORIES. The suite start
 closes them. facts() may be iterated anew: all iterators of one discovery share one queue.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from primerl.crypto.keys import SecretKey
 from primerl.node.network.discovery import Discovery
+from primerl.node.network.libp2p import Libp2pDiscovery
 from primerl.node.network.memory import MemoryNetwork
 
 Factory = Callable[[int], AbstractAsyncContextManager[list[Discovery]]]
@@ -26,6 +29,19 @@ async def memory(n: int) -> AsyncGenerator[list[Discovery], None]:
             await discovery.close()
 
 
-# libp2p goes here: an `async def libp2p(n)` like memory() above, and its line in FACTORIES.
+@asynccontextmanager
+async def libp2p(n: int) -> AsyncGenerator[list[Discovery]]:
+    """`n` nodes on loopback, each with a trio thread and a TCP port of its own."""
+    discoveries: list[Discovery] = [
+        Libp2pDiscovery(
+            SecretKey.from_seed(bytes([i]) * 32), run_id=bytes(32), host="127.0.0.1", port=0
+        )
+        for i in range(n)
+    ]
+    try:
+        yield discoveries
+    finally:
+        await asyncio.gather(*(discovery.close() for discovery in discoveries))
 
-FACTORIES: dict[str, Factory] = {"memory": memory}
+
+FACTORIES: dict[str, Factory] = {"libp2p": libp2p, "memory": memory}

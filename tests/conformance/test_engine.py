@@ -132,15 +132,18 @@ async def test_after_a_load_tokens_come_from_the_new_weights(engine: Engine, cas
 async def test_stamps_tell_the_weights_while_loads_run_beside_generation(
     engine: Engine, case: Case
 ) -> None:
-    """A completion of one version is exactly what that version's weights give."""
+    """A completion of one version is exactly what that version's weights give.
+
+    Versions only rise, as in a run; odd ones are one policy and even ones the other.
+    """
     alone: dict[int, list[int]] = {}
     for version in range(2):
         await engine.load(version, case.states[version])
         alone[version] = (await generate_all(engine, [request()]))[0].token_ids
 
     async def load_in_turn() -> None:
-        for round_ in range(6):
-            await engine.load(round_ % 2, case.states[round_ % 2])
+        for version in range(2, 8):
+            await engine.load(version, case.states[version % 2])
 
     async def generate_in_turn() -> list[Completion]:
         return [await engine.generate(request()) for _ in range(6)]
@@ -152,10 +155,10 @@ async def test_stamps_tell_the_weights_while_loads_run_beside_generation(
     assert alone[0] != alone[1]
     for one in itertools.chain(*found):
         if one.policy_first == one.policy_last:
-            assert one.token_ids == alone[one.policy_first]
+            assert one.token_ids == alone[one.policy_first % 2]
         else:
-            assert {one.policy_first, one.policy_last} <= {0, 1}
-    assert engine.policy_version == 1
+            assert 1 <= one.policy_first < one.policy_last <= 7
+    assert engine.policy_version == 7
 
 
 async def test_concurrent_loads_leave_the_version_that_was_asked_for_last(

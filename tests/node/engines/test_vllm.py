@@ -80,19 +80,11 @@ def sharp(state: State) -> State:
 async def engine(case: Case) -> AsyncIterator[VllmEngine]:
     """One engine for all tests of this file; each loads what it needs."""
     engine = VllmEngine(CONFIG)
-    await engine.start(case.model_dir)
-    with pytest.raises(EngineError, match="holds no weights"):
-        await engine.generate(request())
-    await expect_refused_first_states(engine, case)
-    yield engine
-    await engine.close()
-
-
-async def expect_refused_first_states(engine: VllmEngine, case: Case) -> None:
-    for name, state in bad_states(case.states[0]).items():
-        with pytest.raises(EngineError, match="does not fit"):
-            await engine.load(0, state)
-        assert engine.policy_version == -1, name
+    try:
+        await engine.start(case.model_dir)
+        yield engine
+    finally:
+        await engine.close()
 
 
 def request(
@@ -142,6 +134,18 @@ async def generate_all(engine: VllmEngine, requests: list[GenerateRequest]) -> l
 
 def near(values: list[float]) -> Any:
     return pytest.approx(values, abs=TOLERANCE, rel=0)
+
+
+async def test_the_first_state_is_checked_by_the_model_s_own_loader(
+    engine: VllmEngine, case: Case
+) -> None:
+    """Runs first: later states are compared with the first one that was right."""
+    with pytest.raises(EngineError, match="holds no weights"):
+        await engine.generate(request())
+    for name, state in bad_states(case.states[0]).items():
+        with pytest.raises(EngineError, match="does not fit"):
+            await engine.load(0, state)
+        assert engine.policy_version == -1, name
 
 
 async def test_logprobs_are_processed_and_equal_a_plain_forward_pass(
@@ -309,8 +313,8 @@ async def test_after_a_load_an_engine_equals_a_fresh_one_until_its_process_is_ki
         assert await generate_all(fresh, requests) == updated
         pending = asyncio.create_task(fresh.generate(request(max_tokens=400)))
         await asyncio.sleep(0.1)
-        for process in engine_processes(but=engine):
-            process.kill()
+        [process] = engine_processes(but=engine)
+        process.kill()
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(EngineError):
                 await pending

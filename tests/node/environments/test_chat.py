@@ -94,5 +94,5 @@ def test_marks_for_loss_masks_change_no_token(tmp_path: Path) -> None:
 def test_an_incomplete_model_directory_is_named(tmp_path: Path, missing: str) -> None:
     make_chat_model(tmp_path)
     (tmp_path / missing).unlink()
-    with pytest.raises(EnvironmentFailed, match="add|save"):
+    with pytest.raises(EnvironmentFailed, match=r"add|save"):
         ChatFormat.load(tmp_path)

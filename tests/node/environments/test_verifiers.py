@@ -117,10 +117,10 @@ async def test_arithmetic_knows_its_results(start: Start) -> None:
 
 
 GOLDEN = {
-    ("reverse-text", "train"): "",
-    ("reverse-text", "eval"): "",
-    ("arithmetic", "train"): "",
-    ("arithmetic", "eval"): "",
+    ("reverse-text", "train"): "a661a50bfbeff431",
+    ("reverse-text", "eval"): "26953de85c2ba0d2",
+    ("arithmetic", "train"): "4d663dfe1327287d",
+    ("arithmetic", "eval"): "00367a363cb033f0",
 }
 """First 8 bytes of the digest of task 5: a change here breaks every run that is under way."""
 
@@ -171,7 +171,7 @@ async def test_hooks_run_in_order_and_see_the_prompt_with_its_system_message(sta
     assert shown is not None
     episode = await environment.run(task, says(shown[:-1]))
     assert episode.score.reward == 0.5
-    assert episode.score.metrics == {"right": 1.0, "steps": 2.0, "turns": 1.0}
+    assert episode.score.metrics == {"right": 1.0, "steps": 1.0, "turns": 1.0}
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -309,8 +309,8 @@ async def test_a_game_with_altered_environment_turns_is_refused(start: Start) ->
     place = bytes(t if t < 256 else 0 for t in ids).index(b"higher")
     assert not branch.sampled[place]
     assert (await environment.score(task, [branch])).reward == 1.0
+    forged = [*ids[:place], ids[place] + 1, *ids[place + 1 :]]
     with pytest.raises(ScoreMismatch):
-        forged = [*ids[:place], ids[place] + 1, *ids[place + 1 :]]
         await environment.score(task, [replace(branch, token_ids=forged)])
 
 

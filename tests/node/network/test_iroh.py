@@ -148,24 +148,42 @@ async def test_an_endpoint_that_was_not_started_says_so() -> None:
     await transport.close()
 
 
-async def test_a_relay_hint_of_a_peer_is_not_followed() -> None:
+NO_RELAY = "http://127.0.0.1:9"
+
+
+async def test_a_relay_that_only_a_peer_names_is_not_contacted() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.setblocking(False)
         hint = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        async with running() as client:
+        async with running(relay_urls=[NO_RELAY], relay_wait_s=0.1) as client:
             with pytest.raises(Unreachable):
                 await client.connect(SecretKey.generate().node_id, [hint], ALPN, deadline=0.5)
         with pytest.raises(BlockingIOError):
             listener.accept()
 
 
+async def test_our_own_relay_is_contacted() -> None:
+    contacted = asyncio.Event()
+
+    async def see(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        contacted.set()
+        writer.close()
+
+    async with await asyncio.start_server(see, "127.0.0.1", 0) as relay:
+        url = f"http://127.0.0.1:{relay.sockets[0].getsockname()[1]}"
+        async with running(relay_urls=[url], relay_wait_s=0.1), asyncio.timeout(DEADLINE_S):
+            await contacted.wait()
+
+
 async def test_a_relay_that_does_not_answer_does_not_stop_the_start(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("primerl.node.network.iroh.RELAY_S", 0.2)
-    async with running(relay_urls=["http://127.0.0.1:9"]) as server, running() as client:
+    async with (
+        running(relay_urls=[NO_RELAY], relay_wait_s=0.1) as server,
+        running() as client,
+    ):
         assert "relay_urls" in caplog.text
         assert (await connect(client, server)).peer == server.node_id
 
@@ -363,13 +381,16 @@ def test_the_repaired_copy_writes_what_the_shipped_one_would(size: int) -> None:
         buffer.free()
 
 
-def test_the_repair_is_in_place_once_an_endpoint_is_made_and_harmless_twice() -> None:
+async def test_starting_an_endpoint_puts_the_repair_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from iroh import iroh_ffi
 
-    iroh_bytes.install(iroh_ffi)
-    iroh_bytes.install(iroh_ffi)
     builder = iroh_ffi._UniffiRustBufferBuilder  # pyright: ignore[reportPrivateUsage]
-    assert builder.write is iroh_bytes.write_whole
+    monkeypatch.setattr(builder, "write", None)
+    for _ in range(2):
+        async with running():
+            assert builder.write is iroh_bytes.write_whole
 
 
 def test_a_binding_that_changed_is_not_patched_blindly() -> None:

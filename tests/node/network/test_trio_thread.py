@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 import trio
 
-from primerl.node.network.trio_thread import EventQueue, TrioStopped, TrioThread
+from primerl.node.network.trio_thread import EventQueue, TrioStopped, TrioThread, attempt
 
 
 @pytest_asyncio.fixture
@@ -152,3 +152,9 @@ async def test_a_cancelled_reader_takes_nothing_away() -> None:
         await reader
     queue.put(5)
     assert await anext(queue) == 5
+
+
+async def test_an_attempt_has_a_deadline_and_turns_errors_into_none(thread: TrioThread) -> None:
+    assert await thread.call(attempt, 5.0, answer) == 42
+    assert await thread.call(attempt, 5.0, die) is None
+    assert await thread.call(attempt, 0.01, trio.sleep_forever) is None

@@ -1,7 +1,8 @@
 """Several turns: guess a digit, the environment says higher or lower."""
 
-# A hook must name the library's bare types, which are generic.
+# A hook must name the library's bare types, which are generic, and states are known at run time only.
 # pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeArguments=false
 
 from collections.abc import Iterator
 
@@ -13,13 +14,13 @@ class GuessData(vf.TaskData):
 
 
 class GuessState(vf.State):
-    guesses: list[str] = []
+    guesses: tuple[str, ...] = ()
 
 
 class GuessTask(vf.Task[GuessData, GuessState]):
     @vf.reward
     async def solved(self, trace: vf.Trace) -> float:
-        return float(trace.state.guesses[-1:] == [str(self.data.target)])
+        return float(trace.state.guesses[-1:] == (str(self.data.target),))
 
     @vf.metric
     async def guesses(self, trace: vf.Trace) -> float:
@@ -28,8 +29,8 @@ class GuessTask(vf.Task[GuessData, GuessState]):
 
 class GuessTaskset(vf.Taskset[GuessTask, vf.TasksetConfig]):
     def load(self) -> Iterator[GuessTask]:
-        for target in range(10):
-            data = GuessData.model_validate({"prompt": "guess", "target": target})
+        for game in range(30):
+            data = GuessData.model_validate({"prompt": f"guess {game}", "target": 5})
             yield GuessTask(data, self.config.task)
 
 
@@ -39,7 +40,7 @@ class GuessEnv(vf.SingleAgentEnv):
             segment = await interaction.turn()
             for _ in range(3):
                 guess = segment.last_reply
-                interaction.trace.state.guesses.append(guess)
+                interaction.trace.state.guesses += (guess,)
                 if guess == str(task.data.target):
                     break
                 hint = "higher" if guess < str(task.data.target) else "lower"

@@ -1,7 +1,8 @@
 """A plain, finite taskset with hooks, whose mood decides how it misbehaves."""
 
-# A hook must name the library's bare types, which are generic.
+# A hook must name the library's bare types, which are generic, and states are known at run time only.
 # pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
+# pyright: reportAttributeAccessIssue=false, reportInvalidTypeArguments=false
 
 import asyncio
 
@@ -19,15 +20,15 @@ class RowData(vf.TaskData):
 
 
 class RowState(vf.State):
-    steps: list[str] = []
+    steps: tuple[str, ...] = ()
 
 
 class RowTask(vf.Task[RowData, RowState]):
     async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
-        trace.state.steps.append("setup")
+        trace.state.steps += ("setup",)
 
     async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
-        trace.state.steps.append("finalize")
+        trace.state.steps += ("finalize",)
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
@@ -46,7 +47,10 @@ class RowTask(vf.Task[RowData, RowState]):
 
     @vf.metric
     async def counts(self, trace: vf.Trace) -> dict[str, float]:
-        return {"steps": float(len(trace.state.steps)), "turns": float(trace.num_turns)}
+        return {
+            "steps": float(trace.state.steps == ("setup", "finalize")),
+            "turns": float(trace.num_turns),
+        }
 
 
 class RowsTaskset(vf.Taskset[RowTask, RowsConfig]):

@@ -1,0 +1,100 @@
+"""The parts that a node is composed of, as factories: the real ones by default, fakes in tests.
+
+Nothing heavy is imported before a factory is called.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..crypto.keys import SecretKey
+from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
+from .config import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
+from .engines.build import build_engine
+from .engines.engine import Engine
+from .engines.scorer import Scorer
+from .environments.build import build_environment
+from .environments.environment import Environment
+from .network.discovery import Discovery
+from .network.transport import Transport
+from .training.backend import TrainBackend
+
+
+async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
+    """A started iroh endpoint. Raises AddressInUse."""
+    from .network.iroh import IrohTransport
+
+    transport = IrohTransport(
+        key,
+        host=network.host,
+        port=port,
+        alpns=(ALPN_CONTROL, ALPN_BLOBS),
+        relay_urls=network.relay_urls,
+    )
+    await transport.start()
+    return transport
+
+
+async def start_libp2p(
+    network: NetworkConfig, key: SecretKey, run_id: bytes, bootstrap: Sequence[str]
+) -> Discovery | None:
+    """A started libp2p discovery, or None where it is switched off. Raises AddressInUse."""
+    if not network.libp2p:
+        return None
+    from .network.libp2p import Libp2pDiscovery
+
+    discovery = Libp2pDiscovery(
+        key, run_id=run_id, host=network.host, port=network.libp2p_port, mdns=network.mdns
+    )
+    await discovery.start(bootstrap)
+    return discovery
+
+
+def make_environment(
+    config: EnvironmentConfig, model_dir: Path, seed: int, max_tokens: int, temperature: float
+) -> Environment:
+    """The environment of a run, not started."""
+    return build_environment(
+        config, model_dir=model_dir, seed=seed, max_tokens=max_tokens, temperature=temperature
+    )
+
+
+def make_backend(config: RunConfig) -> TrainBackend:
+    """The trainer backend of a run, not started."""
+    from .training.local import LocalBackend
+
+    return LocalBackend(
+        config.training,
+        max_steps=config.max_steps,
+        seed=config.seed,
+        temperature=config.sampling.temperature,
+    )
+
+
+def make_evaluation_engine(config: EngineConfig) -> Engine:
+    """The trainer's own engine for evaluation: always the embedded one, whatever the workers use."""
+    return build_engine(config.model_copy(update={"type": "hf"}))
+
+
+def make_scorer(config: EngineConfig) -> Scorer:
+    """What recomputes logprobs, not started."""
+    from .engines.scorer import HfScorer
+
+    return HfScorer(config)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Factories of everything that touches the world."""
+
+    transport: Callable[[NetworkConfig, SecretKey, int], Awaitable[Transport]] = start_iroh
+    discovery: Callable[
+        [NetworkConfig, SecretKey, bytes, Sequence[str]], Awaitable[Discovery | None]
+    ] = start_libp2p
+    environment: Callable[[EnvironmentConfig, Path, int, int, float], Environment] = (
+        make_environment
+    )
+    engine: Callable[[EngineConfig], Engine] = build_engine
+    evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
+    scorer: Callable[[EngineConfig], Scorer] = make_scorer
+    backend: Callable[[RunConfig], TrainBackend] = make_backend

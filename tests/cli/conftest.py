@@ -1,0 +1,77 @@
+"""The command line in this process, in an empty directory, with no node of the real user in sight."""
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from primerl.cli.main import execute
+from primerl.node.control import Command, ControlServer
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home and working directory, and an environment without our variables."""
+    for name in list(os.environ):
+        if name.startswith("PRIMERL_"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """primerl-node, as `cli("status", "--json")`."""
+
+    def run(*args: str) -> Ran:
+        code = execute(list(args))
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose path leaves room for a socket's name."""
+    with tempfile.TemporaryDirectory(prefix="prl") as path:
+        yield Path(path)
+
+
+Serve = Callable[..., object]
+
+
+@pytest.fixture
+async def serve(short_dir: Path) -> AsyncIterator[Callable[..., object]]:
+    """Start a control socket that answers with what it is given; returns its data directory."""
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str = "node", **answers: object) -> Path:
+            server = ControlServer(short_dir / name, {k: _constant(v) for k, v in answers.items()})
+            await server.start()
+            stack.push_async_callback(server.close)
+            return short_dir / name
+
+        yield start
+
+
+def _constant(value: object) -> Command:
+    async def answer() -> object:
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return answer

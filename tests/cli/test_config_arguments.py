@@ -1,0 +1,179 @@
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from primerl.node.config import JoinConfig, RunConfig
+from primerl.node.errors import UsageError
+from primerl.node.load import load
+
+from .conftest import Ran
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    a = written(
+        tmp_path / "a.toml", "seed = 1\nmax_steps = 1\n[training]\nlr = 1e-1\nseq_len = 100"
+    )
+    b = written(tmp_path / "b.toml", "max_steps = 2\n[training]\nlr = 1e-2")
+    args = ["@", a, "@", b, "--training.lr", "1e-4"]
+    config = load(RunConfig, args, {"PRIMERL_TRAINING__LR": "1e-3", "PRIMERL_MAX_STEPS": "3"})
+    assert config.training.lr == 1e-4
+    assert config.max_steps == 3
+    assert config.seed == 1
+    assert config.training.seq_len == 100
+    assert config.rollouts == RunConfig().rollouts
+
+
+def test_the_order_of_files_and_flags_on_the_line_does_not_matter(tmp_path: Path) -> None:
+    a = written(tmp_path / "a.toml", "seed = 1")
+    assert load(RunConfig, ["--seed", "2", "--resume", "@", a], {}).seed == 2
+
+
+def test_a_file_can_fill_one_section(tmp_path: Path) -> None:
+    a = written(tmp_path / "a.toml", "lr = 0.5")
+    assert load(RunConfig, ["--training", "@", a], {}).training.lr == 0.5
+    assert load(RunConfig, ["--training", f"@{a}"], {}).training.lr == 0.5
+
+
+@pytest.mark.parametrize("name", ["demo", "demo.toml", "configs/demo.toml"])
+def test_bundled_configs_are_found_by_name(name: str, home: Path) -> None:
+    assert load(RunConfig, ["@", name], {}).name == "demo"
+
+
+def test_a_file_of_the_user_goes_before_a_bundled_one(home: Path) -> None:
+    written(home / "demo.toml", 'name = "mine"')
+    assert load(RunConfig, ["@", "demo.toml"], {}).name == "mine"
+
+
+def test_values_of_every_kind_arrive() -> None:
+    flags = [
+        *("--training.betas", "[0.8,0.9]", "--network.advertise", "a:1", "b:2", "--no-clean"),
+        *("--environment.args.min-len", "5", "--name", "007", "--warmup.target", "0.5", "--resume"),
+        *('--engine.vllm={"a": 1}', "--network.libp2p=false"),
+    ]
+    config = load(RunConfig, ["@", "demo", *flags], {"PRIMERL_CLEAN": "true"})
+    assert config.training.betas == (0.8, 0.9)
+    assert config.network.advertise == ["a:1", "b:2"]
+    assert config.environment.args == {"min_len": 5, "max_len": 8}
+    assert config.name == "007"
+    assert config.warmup is not None
+    assert config.warmup.target == 0.5
+    assert config.engine.vllm == {"a": 1}
+    assert (config.clean, config.resume, config.network.libp2p) == (False, True, False)
+
+
+def test_an_optional_section_can_be_switched_off() -> None:
+    assert load(RunConfig, ["--no-warmup", "@", "demo"], {}).warmup is None
+    assert load(RunConfig, ["@", "demo"], {"PRIMERL_WARMUP": "None"}).warmup is None
+
+
+def test_a_flag_may_mend_what_a_file_got_wrong(tmp_path: Path) -> None:
+    a = written(tmp_path / "a.toml", "[rollouts]\ngroups_per_batch = 2")
+    with pytest.raises(UsageError, match="groups_per_lease must not exceed"):
+        load(RunConfig, ["@", a], {})
+    assert load(RunConfig, ["@", a, "--rollouts.groups-per-lease", "1"], {})
+
+
+def test_variables_of_another_command_are_no_error() -> None:
+    assert (
+        load(JoinConfig, [], {"PRIMERL_TRAINING__LR": "1", "PRIMERL_PASSPHRASE": "x"}).leases == 2
+    )
+    assert load(RunConfig, [], {"PRIMERL_TICKET": "t", "PRIMERL_PARENT_PID": "1"}).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "environ", "said"),
+    [
+        (
+            ["--training.lrr", "1"],
+            {},
+            "training.lrr on the command line: did you mean training.lr?",
+        ),
+        (["--lr", "1"], {}, "did you mean training.lr?"),
+        (["--warmup.lrr", "1"], {}, "did you mean warmup.lr?"),
+        (["--xyzzy", "1"], {}, "unknown config key xyzzy"),
+        ([], {"PRIMERL_TRAINING__LRR": "1"}, "did you mean PRIMERL_TRAINING__LR?"),
+        (
+            [],
+            {"PRIMERL_TRAINING__LR": "x"},
+            "training.lr in the environment: should be a valid number",
+        ),
+        ([], {"PRIMERL_NETWORK__ADVERTISE": "[x"}, "network.advertise is not valid JSON"),
+        (["--training.lr", "x"], {}, "training.lr on the command line: should be a valid number"),
+        (["--training.lr"], {}, "requires a value"),
+        (["--environment.args.x"], {}, "needs a value"),
+        (["--environment.args", "{x"], {}, "environment.args is not valid JSON"),
+        (["--max-steps", "0", "--seed", "x"], {}, "(and 1 more)"),
+        (["--training", "1"], {}, "config group"),
+        (["stray"], {}, "unrecognized arguments: stray"),
+        (["@"], {}, "followed by a config file"),
+        (["@", "nope.toml"], {}, "no config file nope.toml: give a path, or the name of a bundled"),
+    ],
+)
+def test_a_mistake_names_the_key_and_the_way_out(
+    args: list[str], environ: dict[str, str], said: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(RunConfig, args, environ)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_and_bad_keys_of_a_file_name_the_file(tmp_path: Path) -> None:
+    typo = written(tmp_path / "typo.toml", "[rollouts]\ngroup-size = 3")
+    with pytest.raises(
+        UsageError, match=r"group-size in .*typo\.toml: did you mean .*group_size\?"
+    ):
+        load(RunConfig, ["@", typo], {})
+    bad = written(tmp_path / "bad.toml", "max_steps = -1")
+    with pytest.raises(UsageError, match=r"max_steps in .*bad\.toml: should be greater"):
+        load(RunConfig, ["@", bad], {})
+    with pytest.raises(UsageError, match="max_steps on the command line"):
+        load(RunConfig, ["@", bad, "--max-steps", "-2"], {})
+
+
+def test_what_is_no_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not valid TOML"):
+        load(RunConfig, ["@", written(tmp_path / "a.toml", "a = ")], {})
+    with pytest.raises(UsageError, match="table of keys"):
+        load(RunConfig, ["@", written(tmp_path / "a.json", "[1]")], {})
+    with pytest.raises(UsageError, match="not valid TOML"):
+        load(RunConfig, ["@", written(tmp_path / "b.toml", "\x00")], {})
+
+
+def test_a_home_directory_is_expanded_everywhere(home: Path) -> None:
+    assert load(RunConfig, [], {"PRIMERL_DATA_DIR": "~/x"}).data_dir == home / "x"
+
+
+@pytest.mark.parametrize("command", ["train", "rl"])
+def test_a_dry_run_prints_a_config_that_reads_back_and_touches_nothing(
+    command: str, cli: Callable[..., Ran], home: Path
+) -> None:
+    ran = cli(command, "@", "demo", "--seed", "7", "--no-warmup", "--dry-run")
+    assert (ran.code, ran.err) == (0, "")
+    assert list(home.iterdir()) == []
+    back = load(RunConfig, ["@", written(home / "back.toml", ran.out)], {})
+    assert back == load(RunConfig, ["@", "demo", "--seed", "7", "--no-warmup"], {})
+    assert tomllib.loads(ran.out)["seed"] == 7
+
+
+def test_a_dry_run_of_join_needs_no_ticket(cli: Callable[..., Ran]) -> None:
+    ran = cli("join", "--data-dir", "d", "--engine.type", "vllm", "--dry-run", "--json")
+    assert ran.code == 0
+    shown = json.loads(ran.out)
+    assert (shown["data_dir"], shown["engine"]["type"]) == ("d", "vllm")
+
+
+def test_a_bad_config_is_one_line_with_code_2(cli: Callable[..., Ran]) -> None:
+    ran = cli("train", "--lr", "1e-5")
+    assert ran.code == 2
+    assert ran.err == (
+        "primerl-node: error: unknown config key lr on the command line: did you mean training.lr?\n"
+    )

@@ -1,0 +1,74 @@
+import io
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from primerl.cli.join import ticket_text, with_checked_ticket
+from primerl.crypto.keys import SecretKey
+from primerl.node.config import JoinConfig
+from primerl.protocol.manifests import Ticket
+from primerl.protocol.tickets import issue
+
+from .conftest import Ran
+
+KEY = SecretKey.from_seed(bytes(32))
+
+
+def ticket(*, expires_in: int = 3600) -> str:
+    now = int(time.time())
+    body = Ticket(bytes(32), KEY.node_id, ("127.0.0.1:1",), (), now, now + expires_in)
+    return issue(KEY, body)
+
+
+def test_a_good_ticket_passes_as_text_and_out_of_a_file(home: Path) -> None:
+    text = ticket()
+    (home / "t").write_text(text + "\n")
+    for given in (text, f"  {text}\n", "t", "~/t"):
+        assert with_checked_ticket(JoinConfig(ticket=given)).ticket == text
+
+
+def test_a_ticket_comes_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("primerl1-x\n"))
+    assert ticket_text("-") == "primerl1-x"
+
+
+def test_no_ticket_says_where_to_get_one(cli: Callable[..., Ran]) -> None:
+    ran = cli("join")
+    assert ran.code == 3
+    assert "primerl-node ticket" in ran.err
+
+
+def test_an_expired_ticket_is_refused_offline(cli: Callable[..., Ran]) -> None:
+    ran = cli("join", "--ticket", ticket(expires_in=-3600))
+    assert ran.code == 3
+    assert "expired" in ran.err
+
+
+def test_damaged_and_invented_tickets_are_refused_offline(cli: Callable[..., Ran]) -> None:
+    text = ticket()
+    middle = len(text) // 2
+    flipped = text[:middle] + ("A" if text[middle] != "A" else "B") + text[middle + 1 :]
+    for bad in (flipped, text[:-20], "primerl1-", "primerl1-!!", "primerl1-AAAA"):
+        ran = cli("join", "--ticket", bad)
+        assert ran.code == 3, bad
+        assert ran.err.count("\n") == 1
+
+
+def test_a_ticket_that_is_nothing_and_a_file_that_is_no_ticket(
+    cli: Callable[..., Ran], home: Path
+) -> None:
+    (home / "binary").write_bytes(b"\xff\x00\xfe")
+    (home / "note").write_text("see you at nine")
+    for bad in ("nothing-here", "binary", "note", "."):
+        ran = cli("join", "--ticket", bad)
+        assert ran.code == 3, bad
+        assert ran.err.count("\n") == 1
+
+
+def test_an_unknown_role_is_a_usage_error(cli: Callable[..., Ran]) -> None:
+    ran = cli("join", "--role", "miner", "--ticket", ticket())
+    assert ran.code == 2
+    assert "role" in ran.err
