@@ -3,12 +3,10 @@
 Config arguments pass through typer untouched, in their order, and are read by node/load.py alone.
 """
 
-import io
 import json
 import os
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
@@ -21,8 +19,8 @@ DryRun = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")]
 
-KEYS = """Config keys, each a flag (--training.lr 1e-5), a variable (PRIMERL_TRAINING__LR=1e-5) and a line of
-a TOML file (`@ file.toml`, as many as you like; `@ demo` is bundled):
+KEYS = """Config keys, with defaults in brackets. Each is a flag (--network.host 127.0.0.1), a variable
+(PRIMERL_NETWORK__HOST=127.0.0.1) and a line of a TOML file (`@ file.toml`, as many as you like):
 """
 
 
@@ -36,21 +34,10 @@ class ConfigCommand(typer.core.TyperCommand):
     def get_help(self, ctx: Any) -> str:
         """typer's help, then the keys."""
         from ..node.config import JoinConfig, RunConfig
+        from .keys import keys_help
 
         cls = JoinConfig if self.name == "join" else RunConfig
-        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{config_help(cls)}"
-
-
-def config_help(cls: "type[BaseConfig]") -> str:
-    """The fields of a config with types, defaults and meaning."""
-    from pydantic_config import cli
-
-    text = io.StringIO()
-    with redirect_stdout(text), suppress(SystemExit):
-        cast(Any, cli)(cls, args=["--help"], prog="primerl-node")  # its overloads lack `prog`
-    # Its own usage line and -h repeat what typer has printed.
-    lines = text.getvalue().splitlines()
-    return "\n".join(line for line in lines[2:] if "-h, --help" not in line)
+        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls)}"
 
 
 def show_config(config: "BaseConfig", *, as_json: bool) -> None:

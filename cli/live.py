@@ -3,6 +3,8 @@
 Draws what it is given and asks nobody; a node that has not answered yet is a line that says so.
 """
 
+import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -30,15 +32,18 @@ class OpenView(View, AbstractContextManager["OpenView"], Protocol):
 
 
 def open_view(title: str) -> OpenView:
-    """The view that suits standard output."""
-    return LiveView(title) if sys.stdout.isatty() else PlainView()
+    """The view that suits standard output; under a launcher, which has its own, only what is said."""
+    if sys.stdout.isatty():
+        return LiveView(title)
+    return PlainView(every_s=math.inf if "PRIMERL_PARENT_PID" in os.environ else PLAIN_EVERY_S)
 
 
 class PlainView:
     """Lines, for logs and pipes."""
 
-    def __init__(self) -> None:
-        self._last = ("", -PLAIN_EVERY_S)
+    def __init__(self, every_s: float = PLAIN_EVERY_S) -> None:
+        self._every_s = every_s
+        self._last = ("", -math.inf)
 
     def __enter__(self) -> "PlainView":
         return self
@@ -47,10 +52,10 @@ class PlainView:
         pass
 
     def show(self, nodes: Mapping[str, NodeState]) -> None:
-        """One line, if two seconds have passed and something is new."""
+        """One line, if it is time and something is new."""
         line, now = plain_line(nodes), time.monotonic()
         said, when = self._last
-        if line != said and now - when >= PLAIN_EVERY_S:
+        if line != said and now - when > self._every_s:
             self._last = (line, now)
             self.say(line)
 

@@ -229,6 +229,9 @@ class NodeConfig(BaseConfig):
     data_dir: Path | None = None
     """Key, ledger, chunks and control socket of this node. Default: ~/.primerl for a worker, the directory
     `trainer` inside the run's own for a trainer."""
+    fsync: bool = True
+    """Flush to the disk before anything is acknowledged. Without it a node still survives kill -9, but a power
+    cut may cost it its last seconds."""
     network: NetworkConfig = NetworkConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -213,7 +213,7 @@ class Launcher:
     ) -> Child:
         run_dir = self._config.run_dir
         child = Child(name, command, run_dir / LOGS / f"{name}.log", environment)
-        self._children = [old for old in self._children if old.running] + [child]
+        self._children = [old for old in self._children if not old.ended] + [child]
         self.nodes.setdefault(name, NodeState(name, run_dir / name)).note = "running"
         await child.start()
         logger.info("started %s, pid %s", name, child.pid)

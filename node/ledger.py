@@ -42,7 +42,7 @@ class Arrived:
 class Ledger:
     """One node's durable memory. Small synchronous calls; single-threaded like the event loop it serves."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, fsync: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             self._db = sqlite3.connect(
@@ -51,7 +51,8 @@ class Ledger:
             # EXCLUSIVE: two daemons on one data directory would contradict each other.
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
+            # FULL survives a power cut, NORMAL a killed process.
+            self._db.execute(f"PRAGMA synchronous={'FULL' if fsync else 'NORMAL'}")
             self._db.executescript(SCHEMA)
         except sqlite3.OperationalError as error:
             if "locked" in str(error):

@@ -15,6 +15,7 @@ from .engines.engine import Engine
 from .engines.scorer import Scorer
 from .environments.build import build_environment
 from .environments.environment import Environment
+from .ledger import Ledger
 from .network.discovery import Discovery
 from .network.transport import Transport
 from .training.backend import TrainBackend
@@ -98,3 +99,4 @@ class Parts:
     evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
     scorer: Callable[[EngineConfig], Scorer] = make_scorer
     backend: Callable[[RunConfig], TrainBackend] = make_backend
+    ledger: Callable[[Path], Ledger] = Ledger

@@ -33,9 +33,9 @@ class Child:
         return self._process.pid if self._process else None
 
     @property
-    def running(self) -> bool:
-        """Whether it was started and its end was not yet seen."""
-        return self._process is not None and self._process.returncode is None
+    def ended(self) -> bool:
+        """Whether it was started and its end was seen; false before its start."""
+        return self._process is not None and self._process.returncode is not None
 
     async def start(self) -> None:
         """Start it; output is appended to the log."""

@@ -56,6 +56,7 @@ def terminal_curve(curve: Points, width: int, height: int) -> str:
     signal = figure.signal([step for step, _ in curve], [value for _, value in curve])
     signal.lines()
     figure.draw(signal)
+    figure.ruler("x").ticks(_whole_steps(curve[0][0], curve[-1][0], max(2, width // 12)))
     figure.label("step", "x")
     text = str(figure.build().string(colorless=True))
     figure.clear()
@@ -79,6 +80,11 @@ def smooth(curve: Points, weight: float = SMOOTHING) -> list[tuple[float, float]
         mean = weight * mean + (1 - weight) * value
         result.append((step, mean / (1 - weight**index)))
     return result
+
+
+def _whole_steps(first: float, last: float, count: int) -> list[int]:
+    """About `count` whole numbers from first to last, both included."""
+    return sorted({round(first + (last - first) * i / (count - 1)) for i in range(count)})
 
 
 def _axes(figure: "Figure", *, two: bool) -> "list[Axes]":

@@ -145,7 +145,8 @@ async def open_stack(
     async with AsyncExitStack() as cleanup:
         transport = await _start_transport(config, key, ledger, parts)
         cleanup.push_async_callback(transport.close)
-        store = FileStore(directory / "chunks", max_bytes=int(config.weights.max_disk_gib * 2**30))
+        limit = int(config.weights.max_disk_gib * 2**30)
+        store = FileStore(directory / "chunks", max_bytes=limit, fsync=config.fsync)
         peers = PeerTable()
         links = Links(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
         cleanup.push_async_callback(links.close)

@@ -58,7 +58,9 @@ def write(
         "chunk_bytes_by_source": {
             short(node): dict(worker.stats.chunk_bytes) for node, worker in workers.items()
         },
-        "workers": {short(node): _worker(reputations.get(node)) for node in workers},
+        "workers": {
+            short(node): _worker(worker, reputations.get(node)) for node, worker in workers.items()
+        },
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "reward_curve": [[step, round(reward, 4)] for step, reward in progress.history],
         "weights": str(weights),
@@ -68,9 +70,14 @@ def write(
     report.write_picture(document, picture)
 
 
-def _worker(reputation: Reputation | None) -> dict[str, int]:
+def _worker(worker: Worker, reputation: Reputation | None) -> dict[str, float]:
     known = reputation or Reputation()
-    return {"accepted": known.accepted, "rejected": sum(known.rejected.values())}
+    return {
+        "accepted": known.accepted,
+        "rejected": sum(known.rejected.values()),
+        "working_s": round(worker.stats.working_s, 2),
+        "generating_s": round(worker.stats.generating_s, 2),
+    }
 
 
 def write_result(result: EvalResult) -> bytes:

@@ -43,7 +43,8 @@ WARMUP_TASKS = 1 << 40
 WARMUP_EVAL_TASKS = 1 << 41
 BYTES_PER_TOKEN = 64
 """Generous: tokens, mask, logprobs and framing of one token in a submission."""
-FAREWELL_S = 3.0
+FAREWELL_S = 5.0
+"""How long the trainer stays so that all workers hear of the end."""
 EVALUATION_BEFORE = "evaluation_before"
 
 
@@ -71,7 +72,7 @@ class TrainerNode(Node):
 
     async def run(self) -> None:
         """Train. Raises NodeError."""
-        ledger = Ledger(self.data_dir / "ledger.db")
+        ledger = self._parts.ledger(self.data_dir / "ledger.db")
         try:
             commands = {
                 "status": self._status,
@@ -116,7 +117,7 @@ class TrainerNode(Node):
         from .store import FileStore
 
         limit = int(self._config.weights.max_disk_gib * 2**30)
-        store = FileStore(self.data_dir / "chunks", max_bytes=limit)
+        store = FileStore(self.data_dir / "chunks", max_bytes=limit, fsync=self.config.fsync)
         return await rundir.documents(self._config, self.key, ledger, store, model_dir)
 
     def _publish_ticket(self, stack: Stack) -> None:
@@ -183,7 +184,7 @@ class TrainerNode(Node):
             await stack.heads.end("the run has reached its last step")
             after = await self._evaluate(evaluator, backend)
             await self._finish(documents, role, publisher, backend, desk, before, after)
-            await asyncio.sleep(0 if not desk.workers else min(FAREWELL_S, 1.0))
+            await stack.head_server.wait_unwatched(FAREWELL_S)
             for task in background:
                 task.cancel()
         await engine.close()
@@ -244,7 +245,9 @@ class TrainerNode(Node):
             backend=backend,
             publisher=publisher,
             checkpoints=Checkpoints(
-                config.run_dir / "checkpoints", keep_last=config.checkpoint.keep_last
+                config.run_dir / "checkpoints",
+                keep_last=config.checkpoint.keep_last,
+                fsync=config.fsync,
             ),
             metrics=metrics,
             clock=self._clock,

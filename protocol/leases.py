@@ -7,6 +7,7 @@ bound, so a lease that is honoured in time is not stale when it comes back.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -120,6 +121,7 @@ class LeaseBook:
         size = min(capacity, self.policy.groups_per_lease)
         if mine >= self.policy.leases_per_worker or size < 1:
             return None
+        # Nothing is taken before every digest is known: a task that cannot be made is not lost.
         tasks = tuple(TaskRef(index, digest_of(index)) for index in self._next_tasks(size))
         lease = Lease(
             lease_id=self.next_lease,
@@ -130,6 +132,7 @@ class LeaseBook:
             deadline=now + self.policy.timeout_s,
             max_bytes=self.policy.max_bytes,
         )
+        self._take(size)
         self.next_lease += 1
         self.held[lease.lease_id] = Held(lease, node, now)
         return lease
@@ -167,8 +170,12 @@ class LeaseBook:
         self.expired += len(leases)
 
     def _next_tasks(self, count: int) -> list[int]:
-        tasks = [self.requeued.popleft() for _ in range(min(count, len(self.requeued)))]
-        while len(tasks) < count:
-            tasks.append(self.next_task)
-            self.next_task += 1
-        return tasks
+        again = list(islice(self.requeued, count))
+        fresh = count - len(again)
+        return [*again, *range(self.next_task, self.next_task + fresh)]
+
+    def _take(self, count: int) -> None:
+        again = min(count, len(self.requeued))
+        for _ in range(again):
+            self.requeued.popleft()
+        self.next_task += count - again

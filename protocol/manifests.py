@@ -29,8 +29,8 @@ class ChunkRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FileRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One small file of the model contract (config, tokenizer, chat template)."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-    """A plain file name: no separator, no leading dot."""
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
+    """A plain file name: no separator, no leading dot, no newline at its end (which `$` would allow)."""
     chunk: ChunkRef
 
 

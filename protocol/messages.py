@@ -79,8 +79,10 @@ class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker tells of itself; shown, never believed."""
 
     version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
-    busy: float = 0.0
-    """Share of the last seconds that the engine was generating."""
+    working_s: float = 0.0
+    """Seconds since it held its first policy version."""
+    generating_s: float = 0.0
+    """Seconds of these in which it rolled out at least one lease."""
     chunk_bytes: Annotated[dict[Name, int], msgspec.Meta(max_length=64)] = {}
     """Chunk bytes fetched so far, by source."""
 

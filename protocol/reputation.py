@@ -32,17 +32,23 @@ class Reputation:
     accepted: int = 0
     rejected: Counter[Reason] = field(default_factory=Counter[Reason])
 
+    def age(self, now: float) -> None:
+        """Let the evidence decay until `now` (Unix seconds); else a peer that is leased nothing never heals."""
+        decay = 0.5 ** (max(0.0, now - self.updated) / HALF_LIFE_S) if self.updated else 1.0
+        self.updated = max(now, self.updated)
+        self.good *= decay
+        self.bad *= decay
+
     def record(self, accepted: int, rejected: Counter[Reason], now: float) -> None:
         """Count the outcome of one submission. `now` in Unix seconds."""
-        decay = 0.5 ** (max(0.0, now - self.updated) / HALF_LIFE_S) if self.updated else 1.0
-        self.updated = now
-        self.good = self.good * decay + accepted
+        self.age(now)
+        self.good += accepted
         weight = sum(
             count * (FRAUD_WEIGHT if reason in PROVABLE_FRAUD else 1.0)
             for reason, count in rejected.items()
             if reason not in HARMLESS
         )
-        self.bad = self.bad * decay + weight
+        self.bad += weight
         self.accepted += accepted
         self.rejected.update(rejected)
 

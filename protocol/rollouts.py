@@ -93,9 +93,11 @@ def pack_u32(values: list[int]) -> bytes:
 
 def pack_f32(values: list[float]) -> bytes:
     """Log-probabilities as little-endian f32."""
-    if not all(math.isfinite(value) for value in values):
+    packed = array("f", values)
+    # Looked at after the narrowing: what is finite as f64 may be infinite as f32.
+    if not all(math.isfinite(value) for value in packed):
         raise LocalProtocolError("a logprob is not finite")
-    return _little(array("f", values))
+    return _little(packed)
 
 
 def unpack_u32(data: bytes) -> list[int]:

@@ -5,6 +5,7 @@ cannot be rolled back.
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
@@ -13,6 +14,7 @@ from .envelope import Purpose, unseal
 from .errors import Reason, RemoteProtocolError
 from .manifests import PolicyHead, PolicyManifest
 from .session import decode
+from .version import MAX_GOSSIP
 
 REMEMBERED_HEADS = 4096
 
@@ -20,8 +22,8 @@ REMEMBERED_HEADS = 4096
 class EquivocationProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Two sealed heads of one (term, version) under the trainer's signature: anybody can check it."""
 
-    first: bytes
-    second: bytes
+    first: Annotated[bytes, msgspec.Meta(max_length=MAX_GOSSIP)]
+    second: Annotated[bytes, msgspec.Meta(max_length=MAX_GOSSIP)]
 
 
 class Equivocation(RemoteProtocolError):

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -129,9 +130,28 @@ class HeadServer:
 
     def __init__(self, book: HeadBook) -> None:
         self._book = book
+        self._watchers = 0
+        self._unwatched = asyncio.Event()
+        self._unwatched.set()
+
+    async def wait_unwatched(self, timeout: float) -> None:
+        """Wait until nobody watches any more, or the timeout."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._unwatched.wait()
 
     async def watch(self, stream: Stream, request: WatchHeads) -> None:
         """Push the newest head whenever it changes; skips versions that a slow watcher missed."""
+        self._watchers += 1
+        self._unwatched.clear()
+        try:
+            await self._push(stream, request)
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._unwatched.set()
+
+    async def _push(self, stream: Stream, request: WatchHeads) -> None:
         known = (request.term, request.after)
         while True:
             if self._book.order() > known:

@@ -134,7 +134,8 @@ class Libp2pLife:
         """Close every connection; the library forgets those that it dialled itself."""
         import trio
 
-        with trio.move_on_after(HANG_UP_SECONDS, shield=True):
+        with trio.move_on_after(HANG_UP_SECONDS) as scope:
+            scope.shield = True
             async with trio.open_nursery() as nursery:
                 for peer in self._host.get_connected_peers():
                     nursery.start_soon(attempt, HANG_UP_SECONDS, self._host.disconnect, peer)
@@ -276,7 +277,7 @@ def _guarded_pubsub(
         receive(Fact(bytes(message.data), node_id_of(forwarder.to_bytes())))
         return True
 
-    # A verdict that is kept would let a flood's copy of a fact condemn the honest ones.
+    # No cache of verdicts: what came too fast may come again when its origin has slowed down.
     pubsub = GuardedPubsub(
         host, router, strict_signing=True, allowed_topics={topic}, validation_cache_ttl=-1
     )

@@ -174,9 +174,11 @@ class LeaseDesk:
     async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
         worker.stats = request.stats
         worker.asked = time.monotonic()
-        if self.reputation(peer).quarantined:
+        reputation = self.reputation(peer)
+        reputation.age(time.time())
+        if reputation.quarantined:
             raise RemoteProtocolError(
-                Reason.BANNED, f"too much was rejected: {self.reputation(peer).top_reason()}"
+                Reason.BANNED, f"too much was rejected: {reputation.top_reason()}"
             )
         leases = self._grant(peer, request.wanted)
         try:

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 from ...crypto.hashing import digest, short
 from ...crypto.keys import SecretKey
@@ -88,8 +89,7 @@ class InferenceRole:
         self._max_leases = leases
         self._spooled = asyncio.Event()
         self._active: set[int] = set()
-        self._busy = 0.0
-        self._busy_since = time.monotonic()
+        self._clock = GenerationClock()
         self.upstreams: list[bytes] = []
         self.accepted = 0
         self.rejected: Counter[str] = Counter()
@@ -122,6 +122,9 @@ class InferenceRole:
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
         pause = PAUSE_S
         while not self._book.ended:
+            if self._catchup.version >= self._run.max_steps:
+                await self._book.end("the run has reached its last step")
+                break
             wanted = self._max_leases - len(self._active)
             if self._catchup.version < 0 or wanted <= 0:
                 await asyncio.sleep(0.02)
@@ -142,10 +145,8 @@ class InferenceRole:
                 await asyncio.sleep(reply.retry_after_ms / 1000)
 
     async def _ask_leases(self, wanted: int) -> LeaseReply:
-        now = time.monotonic()
-        busy = self._busy / max(now - self._busy_since, 1e-3)
-        self._busy, self._busy_since = 0.0, now
-        stats = WorkerStats(self._catchup.version, min(busy, 1.0), self.chunk_sources())
+        working, generating = self._clock.read(time.monotonic())
+        stats = WorkerStats(self._catchup.version, working, generating, self.chunk_sources())
         reply = await self._links.request(
             self._run.trainer,
             ALPN_CONTROL,
@@ -221,9 +222,10 @@ class InferenceRole:
             async with asyncio.timeout(max(0.0, lease.deadline - time.time())):
                 if not await self._catchup.wait_version(lease.min_version, VERSION_WAIT_S):
                     return
-                start = time.monotonic()
-                groups = await asyncio.gather(*(self._group(lease, task) for task in lease.tasks))
-                self._busy += time.monotonic() - start
+                with self._clock.generating():
+                    groups = await asyncio.gather(
+                        *(self._group(lease, task) for task in lease.tasks)
+                    )
             submission = Submission(sealed, tuple(groups), self._engine_name)
             self._spool(lease, submission)
         except TimeoutError:
@@ -312,6 +314,36 @@ class InferenceRole:
         if opened.body.submission != name:
             raise RemoteProtocolError(Reason.WRONG_DIGEST, "a receipt for something else")
         self._ledger.unspool(name)
+
+
+class GenerationClock:
+    """How long a worker has worked, and how much of that at least one lease was being rolled out."""
+
+    def __init__(self) -> None:
+        self._first = 0.0
+        self._begun = 0.0
+        self._leases = 0
+        self._total = 0.0
+
+    @contextmanager
+    def generating(self) -> Generator[None, None, None]:
+        """Count the time inside; several leases at once count once."""
+        now = time.monotonic()
+        self._first = self._first or now
+        self._begun = self._begun if self._leases else now
+        self._leases += 1
+        try:
+            yield
+        finally:
+            self._leases -= 1
+            if not self._leases:
+                self._total += time.monotonic() - self._begun
+
+    def read(self, now: float) -> tuple[float, float]:
+        """(seconds since the first lease, seconds of these spent generating)."""
+        if not self._first:
+            return 0.0, 0.0
+        return now - self._first, self._total + (now - self._begun if self._leases else 0.0)
 
 
 def rollout_record(episode: Episode) -> RolloutRecord:

@@ -56,7 +56,10 @@ class TrainBackend(Protocol):
         ...
 
     async def save(self, directory: Path) -> None:
-        """Write everything that resume needs (model, optimizer, scheduler, RNG) into `directory`."""
+        """Write everything that resume needs (model, optimizer, scheduler, RNG) into `directory`.
+
+        The caller makes it durable (fsync).
+        """
         ...
 
     async def load(self, directory: Path) -> None:

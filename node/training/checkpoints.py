@@ -16,7 +16,7 @@ import msgspec
 from ...crypto.hashing import digest_parts
 from ..errors import StorageError
 from .backend import TrainBackend
-from .durable import PARTIAL, REPLACED, sync_tree, whole_directory, write_whole
+from .durable import PARTIAL, REPLACED, whole_directory
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ class CheckpointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Checkpoints:
     """The checkpoints of one run in `directory`; the newest `keep_last` complete ones are kept."""
 
-    def __init__(self, directory: Path, *, keep_last: int) -> None:
+    def __init__(self, directory: Path, *, keep_last: int, fsync: bool = True) -> None:
         self.directory = directory
+        self.fsync = fsync
         self.keep_last = keep_last
 
     async def write(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
@@ -53,7 +54,7 @@ class Checkpoints:
         for name in parts:
             if not _PART.fullmatch(name):
                 raise ValueError(f"{name!r} is no part name: use a-z, 0-9, '_', '.', '-'")
-        with whole_directory(self.path(step)) as partial:
+        with whole_directory(self.path(step), fsync=self.fsync) as partial:
             await backend.save(partial / BACKEND)
             await asyncio.to_thread(_write_parts, partial, step, parts)
         await asyncio.to_thread(self._retain)
@@ -120,13 +121,12 @@ class Checkpoints:
 
 
 def _write_parts(partial: Path, step: int, parts: Mapping[str, bytes]) -> None:
-    """Parts, then everything to disk, then the record."""
+    """Parts, then the record of everything; the directory gets its name only once all of it is written."""
     (partial / PARTS).mkdir()
     for name, data in parts.items():
-        write_whole(partial / PARTS / name, data)
-    sync_tree(partial)
+        (partial / PARTS / name).write_bytes(data)
     record = CheckpointRecord(RECORD_FORMAT, step, _digests(partial))
-    write_whole(partial / COMPLETE, msgspec.json.encode(record))
+    (partial / COMPLETE).write_bytes(msgspec.json.encode(record))
 
 
 def _digests(directory: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ..model_files import contract_files
 from ..weights.checkpoint import write_checkpoint
 from ..weights.state import State, Tensor
 from .backend import Batch, StepMetrics
-from .durable import whole_directory, write_whole
+from .durable import whole_directory
 
 WORDS = 16
 """bf16 elements of the only tensor; a BLAKE3 digest holds exactly so many."""
@@ -63,8 +63,8 @@ class CountingBackend:
         """Write step and history."""
         self._running()
         record = {"step": self._step, "history": self._history.hex()}
-        with whole_directory(directory) as partial:
-            write_whole(partial / "counting.json", json.dumps(record).encode())
+        with whole_directory(directory, fsync=False) as partial:
+            (partial / "counting.json").write_bytes(json.dumps(record).encode())
 
     async def load(self, directory: Path) -> None:
         """Continue from save(). Raises StorageError."""

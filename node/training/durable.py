@@ -18,10 +18,11 @@ REPLACED = ".replaced"
 
 
 @contextmanager
-def whole_directory(target: Path) -> Generator[Path, None, None]:
+def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path, None, None]:
     """Yield an empty directory to fill; it becomes `target` when the block ends without an error.
 
-    An older `target` is replaced. Raises StorageError, also for any OSError of the block.
+    An older `target` is replaced. Without `fsync` it is whole after a crash of the process, but maybe not
+    after a power cut. Raises StorageError, also for any OSError of the block.
     """
     partial = target.with_name(target.name + PARTIAL)
     replaced = target.with_name(target.name + REPLACED)
@@ -29,12 +30,14 @@ def whole_directory(target: Path) -> Generator[Path, None, None]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        sync_tree(partial)
+        if fsync:
+            sync_tree(partial)
         if target.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             target.rename(replaced)
         partial.rename(target)
-        sync(target.parent)
+        if fsync:
+            sync(target.parent)
     except OSError as error:
         raise StorageError(
             f"cannot write {target}: {error}; free some disk or permit it"
@@ -42,14 +45,6 @@ def whole_directory(target: Path) -> Generator[Path, None, None]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` and have it on the disk before returning."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_tree(directory: Path) -> None:

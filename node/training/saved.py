@@ -38,8 +38,8 @@ class SavedLearner:
     rng: Tensors
 
     def write(self, directory: Path) -> None:
-        """Make `directory` hold this, whole or not at all. Raises StorageError."""
-        with whole_directory(directory) as partial:
+        """Make `directory` hold this, whole or not at all; the caller syncs it. Raises StorageError."""
+        with whole_directory(directory, fsync=False) as partial:
             save_file(_owned(self.weights), partial / WEIGHTS)
             save_file(_owned(self.moments), partial / MOMENTS)
             save_file(_owned(self.rng), partial / RNG)

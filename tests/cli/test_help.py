@@ -62,10 +62,10 @@ def test_every_command_explains_itself(command: str, cli: Callable[..., Ran]) ->
 
 
 def test_help_of_configured_commands_shows_the_keys(cli: Callable[..., Ran]) -> None:
-    assert "--training.lr FLOAT" in cli("train", "--help").out
+    assert "--training.lr NUMBER" in cli("train", "--help").out
     join = cli("join", "--help").out
     assert "--engine.type" in join
-    assert "--training.lr" not in join.partition("Config keys")[2].partition("\n\n")[2]
+    assert "--training.lr" not in join
 
 
 def test_no_arguments_print_the_help(cli: Callable[..., Ran]) -> None:

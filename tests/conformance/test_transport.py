@@ -1,74 +1,29 @@
-"""One suite for every transport: what a node may rely on, whatever carries its bytes."""
+"""The streams of every transport: what a node may rely on, whatever carries its bytes."""
 
 import asyncio
 import gc
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import pytest
 from conformance.transport_factories import FACTORIES, World
-
-from primerl.crypto.keys import SecretKey
-from primerl.node.network.transport import (
-    Connection,
-    ConnectionLost,
-    Stream,
-    StreamClosed,
-    Transport,
-    Unreachable,
+from conformance.transport_pairs import (
+    ALPN,
+    DEADLINE_S,
+    MIB,
+    OTHER_ALPN,
+    Pair,
+    connected,
+    soon,
+    streams,
 )
 
-ALPN = b"primerl-test/1"
-OTHER_ALPN = b"primerl-test-bulk/1"
-DEADLINE_S = 20.0
-MIB = 1 << 20
-
-T = TypeVar("T")
+from primerl.node.network.transport import Stream, StreamClosed
 
 
 @pytest.fixture(params=sorted(FACTORIES))
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     async with FACTORIES[request.param]((ALPN, OTHER_ALPN)) as world:
         yield world
-
-
-async def soon(work: Awaitable[T]) -> T:
-    """No wait of this suite is without a deadline."""
-    async with asyncio.timeout(DEADLINE_S):
-        return await work
-
-
-async def connect(source: Transport, target: Transport, alpn: bytes = ALPN) -> Connection:
-    return await source.connect(target.node_id, target.addresses(), alpn, deadline=DEADLINE_S)
-
-
-@dataclass
-class Pair:
-    """Two transports and both ends of a connection between them."""
-
-    client: Transport
-    server: Transport
-    near: Connection
-    far: Connection
-
-
-@asynccontextmanager
-async def connected(world: World, alpn: bytes = ALPN) -> AsyncGenerator[Pair, None]:
-    client, server = await world.make(), await world.make()
-    near, far = await soon(asyncio.gather(connect(client, server, alpn), server.accept()))
-    yield Pair(client, server, near, far)
-
-
-async def streams(pair: Pair) -> tuple[Stream, Stream]:
-    """Both ends of a stream, opened by the client; one byte has crossed it."""
-    near = await soon(pair.near.open_stream())
-    await soon(near.write(b"!"))
-    far = await soon(pair.far.accept_stream())
-    assert await soon(far.read_exact(1)) == b"!"
-    return near, far
 
 
 async def test_what_is_written_is_read_in_order_and_answered(world: World) -> None:
@@ -242,138 +197,6 @@ async def test_a_cancelled_write_cannot_be_finished_as_if_it_were_whole(world: W
             await soon(far.read_exact(64 * MIB))
 
 
-async def test_both_sides_know_who_the_other_is_and_what_is_spoken(world: World) -> None:
-    async with connected(world) as pair:
-        assert pair.near.peer == pair.server.node_id
-        assert pair.far.peer == pair.client.node_id
-        assert pair.near.alpn == pair.far.alpn == ALPN
-        assert not pair.near.closed
-        assert not pair.far.closed
-
-
-async def test_another_node_at_the_right_address_is_unreachable(world: World) -> None:
-    client, server = await world.make(), await world.make()
-    stranger = SecretKey.generate().node_id
-    with pytest.raises(Unreachable):
-        await soon(client.connect(stranger, server.addresses(), ALPN, deadline=5.0))
-
-
-async def test_an_impostor_does_not_disturb_who_really_lives_there(world: World) -> None:
-    async with connected(world) as pair:
-        with pytest.raises(Unreachable):
-            await soon(
-                pair.client.connect(
-                    SecretKey.generate().node_id, pair.server.addresses(), ALPN, deadline=5.0
-                )
-            )
-        near, far = await streams(pair)
-        await near.write(b"still here")
-        assert await soon(far.read_exact(10)) == b"still here"
-
-
-async def test_a_dead_port_is_unreachable_within_the_deadline(world: World) -> None:
-    client = await world.make()
-    started = time.monotonic()
-    with pytest.raises(Unreachable):
-        await client.connect(
-            SecretKey.generate().node_id, (world.dead_address,), ALPN, deadline=0.5
-        )
-    assert time.monotonic() - started < DEADLINE_S
-
-
-@pytest.mark.parametrize(
-    "hints", [(), ("",), ("nonsense",), ("127.0.0.1:0",), ("127.0.0.1:70000",), ("http://x/",)]
-)
-async def test_hints_that_lead_nowhere_are_unreachable(
-    world: World, hints: tuple[str, ...]
-) -> None:
-    client = await world.make()
-    with pytest.raises(Unreachable):
-        await soon(client.connect(SecretKey.generate().node_id, hints, ALPN, deadline=0.3))
-
-
-async def test_bad_hints_beside_a_good_one_do_no_harm(world: World) -> None:
-    client, server = await world.make(), await world.make()
-    hints = ("nonsense", world.dead_address, *server.addresses())
-    near = await soon(client.connect(server.node_id, hints, ALPN, deadline=DEADLINE_S))
-    assert near.peer == server.node_id
-
-
-async def test_an_unknown_alpn_is_unreachable_and_not_accepted(world: World) -> None:
-    client, server = await world.make(), await world.make()
-    with pytest.raises(Unreachable):
-        await soon(connect(client, server, b"primerl-test/2"))
-    await connect(client, server)
-    assert (await soon(server.accept())).alpn == ALPN
-
-
-async def test_a_node_does_not_connect_to_itself(world: World) -> None:
-    client = await world.make()
-    with pytest.raises(Unreachable):
-        await soon(connect(client, client))
-
-
-async def test_a_malformed_node_id_is_unreachable(world: World) -> None:
-    client, server = await world.make(), await world.make()
-    for peer in (b"", b"short", b"\xff" * 32, bytes(33)):
-        with pytest.raises(Unreachable):
-            await soon(client.connect(peer, server.addresses(), ALPN, deadline=1.0))
-
-
-async def test_a_closed_connection_is_lost_for_both_sides(world: World) -> None:
-    async with connected(world) as pair:
-        near, far = await streams(pair)
-        accepting = asyncio.ensure_future(pair.far.accept_stream())
-        reading = asyncio.ensure_future(far.read_exact(1))
-        await asyncio.sleep(0)
-        await pair.near.close("bye")
-        await pair.near.close("twice is fine")
-        for waiting in (accepting, reading):
-            with pytest.raises(ConnectionLost):
-                await soon(waiting)
-        assert pair.near.closed
-        assert pair.far.closed
-        for call in (pair.near.open_stream(), pair.far.open_stream(), pair.near.accept_stream()):
-            with pytest.raises(ConnectionLost):
-                await soon(call)
-        for write in (near.write(b"x"), far.write(b"x")):
-            with pytest.raises(ConnectionLost):
-                await soon(write)
-        await soon(near.abort())
-
-
-async def test_the_reason_of_a_close_reaches_the_peer(world: World) -> None:
-    async with connected(world) as pair:
-        await pair.near.close("the run ended")
-        with pytest.raises(ConnectionLost, match="the run ended"):
-            await soon(pair.far.accept_stream())
-
-
-async def test_closing_a_transport_ends_its_connections_and_its_accept(world: World) -> None:
-    async with connected(world) as pair:
-        _near, far = await streams(pair)
-        accepting = asyncio.ensure_future(pair.client.accept())
-        await asyncio.sleep(0)
-        await soon(pair.client.close())
-        await soon(pair.client.close())
-        with pytest.raises(ConnectionLost):
-            await soon(accepting)
-        with pytest.raises(ConnectionLost):
-            await soon(pair.client.accept())
-        with pytest.raises(ConnectionLost):
-            await soon(far.read_exact(1))
-        with pytest.raises(Unreachable):
-            await soon(connect(pair.client, pair.server))
-
-
-async def test_a_closed_transport_is_unreachable(world: World) -> None:
-    client, server = await world.make(), await world.make()
-    hints = server.addresses()
-    await server.close()
-    with pytest.raises(Unreachable):
-        await soon(client.connect(server.node_id, hints, ALPN, deadline=0.5))
-
-
 async def test_many_streams_of_one_connection_do_not_mix(world: World) -> None:
     async with connected(world) as pair:
 
@@ -426,20 +249,6 @@ async def test_two_who_accept_get_two_different_streams(world: World) -> None:
         assert {await soon(stream.read_exact(1)) for stream in accepted} == {b"\0", b"\1"}
 
 
-async def test_two_connections_of_one_pair_carry_different_protocols(world: World) -> None:
-    async with connected(world) as pair:
-        bulk_near, bulk_far = await soon(
-            asyncio.gather(connect(pair.client, pair.server, OTHER_ALPN), pair.server.accept())
-        )
-        assert (pair.far.alpn, bulk_far.alpn) == (ALPN, OTHER_ALPN)
-        await bulk_near.close()
-        with pytest.raises(ConnectionLost):
-            await soon(bulk_far.accept_stream())
-        near, far = await streams(pair)
-        await near.write(b"control")
-        assert await soon(far.read_exact(7)) == b"control"
-
-
 async def test_the_peer_sees_a_stream_once_something_was_written(world: World) -> None:
     async with connected(world) as pair:
         near = await pair.near.open_stream()
@@ -448,22 +257,3 @@ async def test_the_peer_sees_a_stream_once_something_was_written(world: World) -
         assert not accepting.done()
         await near.write(b"now")
         assert await soon((await soon(accepting)).read_exact(3)) == b"now"
-
-
-async def test_the_path_counters_grow_with_what_is_carried(world: World) -> None:
-    async with connected(world) as pair:
-        near, far = await streams(pair)
-        before = pair.near.path(), pair.far.path()
-        reading = asyncio.ensure_future(far.read_exact(MIB))
-        await near.write(bytes(MIB))
-        await soon(reading)
-        assert pair.near.path().bytes_sent >= before[0].bytes_sent + MIB
-        assert pair.far.path().bytes_received >= before[1].bytes_received + MIB
-        assert pair.near.path().kind in ("direct", "memory")
-
-
-async def test_the_path_of_a_closed_connection_can_still_be_asked_for(world: World) -> None:
-    async with connected(world) as pair:
-        await streams(pair)
-        await pair.near.close()
-        assert pair.near.path().bytes_sent > 0

@@ -1,4 +1,4 @@
-"""Every implementation of the transport seam, by name, for tests/conformance/test_transport.py.
+"""Every implementation of the transport seam, by name, for the suite test_transport*.py.
 
 To add one: write an async context manager that takes the ALPNs and yields a World, and name it in
 FACTORIES.

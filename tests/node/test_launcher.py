@@ -7,14 +7,19 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from primerl.node.config import LaunchConfig, ModelConfig, ModelCreateConfig, RunConfig
-from primerl.node.config import TrainingConfig
+from primerl.node.config import (
+    LaunchConfig,
+    ModelConfig,
+    ModelCreateConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from primerl.node.errors import BusyError, EngineError, NodeError, UsageError
 from primerl.node.launcher import (
     NodeCommands,
@@ -90,12 +95,15 @@ def alive(pid: int) -> bool:
     return False
 
 
-def wait_until(what: str, holds: object, seconds: float = 10.0) -> None:
-    assert callable(holds)
+def wait_until(what: str, holds: Callable[[], bool], seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"never: {what}"
         time.sleep(0.02)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_until, "what the test waits for", holds)
 
 
 async def test_a_run_ends_with_its_trainer_and_its_workers_leave(
@@ -132,7 +140,7 @@ async def test_a_failed_trainer_ends_everything_with_its_own_error(
         "print('log line'); print('primerl-node: error: port 1 is taken', file=sys.stderr)\n"
         "sys.exit(4)"
     )
-    with pytest.raises(BusyError, match="^port 1 is taken$"):
+    with pytest.raises(BusyError, match=r"^port 1 is taken$"):
         await launch(config, [], view=view, commands=Programs(trainer), pace=QUICK)
     assert not any(map(alive, pids(config)))
 
@@ -210,9 +218,7 @@ async def test_cancelling_stops_all_even_what_ignores_sigterm(
     running = asyncio.create_task(
         launch(config, [], view=view, commands=Programs(TICKET + stubborn, stubborn), pace=QUICK)
     )
-    async with asyncio.timeout(20):
-        while not (config.run_dir / "pids").exists() or len(pids(config)) < 3:
-            await asyncio.sleep(0.05)
+    await until(lambda: (config.run_dir / "pids").exists() and len(pids(config)) == 3)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -236,9 +242,7 @@ async def test_stopping_a_child_ends_its_own_children(tmp_path: Path) -> None:
     child = Child("c", python(body, tmp_path), tmp_path / "c.log", os.environ)
     await child.start()
     inner = tmp_path / "inner"
-    async with asyncio.timeout(20):
-        while not inner.exists() or not inner.read_text().endswith("\n"):
-            await asyncio.sleep(0.02)
+    await until(lambda: inner.exists() and inner.read_text().endswith("\n"))
     await child.stop(5.0)
     wait_until("the grandchild is gone", lambda: not alive(int(inner.read_text())))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import os
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from primerl.protocol.version import MAX_GOSSIP
 
 if TYPE_CHECKING:
     from libp2p.abc import IHost
+    from libp2p.pubsub.pb import rpc_pb2
     from libp2p.pubsub.pubsub import Pubsub
 
 RUN = b"r" * 32
@@ -29,10 +30,12 @@ FLOOD = 400
 
 
 @pytest_asyncio.fixture
-async def victim() -> AsyncIterator[Libp2pDiscovery]:
+async def victim(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Libp2pDiscovery]:
+    """The node under attack, which may not die of it, not even to come back."""
     discovery = Libp2pDiscovery(key(1), run_id=RUN, host="127.0.0.1", port=0)
     await discovery.start([])
     yield discovery
+    assert "died" not in caplog.text
     await discovery.close()
 
 
@@ -48,6 +51,10 @@ async def friend(victim: Libp2pDiscovery) -> AsyncIterator[Libp2pDiscovery]:
 
 def key(i: int) -> SecretKey:
     return SecretKey.from_seed(bytes([i]) * 32)
+
+
+def port_of(discovery: Libp2pDiscovery) -> int:
+    return int(discovery.addresses()[0].split("/")[4])
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -96,14 +103,24 @@ class Stranger:
 
         await self._thread.call(send)
 
-    async def send_message(self, **fields: object) -> None:
-        """Send one unsigned pubsub message of these fields."""
-        from libp2p.pubsub.pb import rpc_pb2
+    async def send_rpc(self, rpc: "rpc_pb2.RPC") -> None:
+        """Send a pubsub frame of our own making to every neighbour."""
         from libp2p.utils.varint import encode_uvarint
 
-        message = rpc_pb2.Message(topicIDs=[TOPIC], **fields)  # pyright: ignore[reportArgumentType]
-        frame = rpc_pb2.RPC(publish=[message]).SerializeToString()
+        frame = rpc.SerializeToString()
         await self.send(encode_uvarint(len(frame)) + frame)
+
+    async def abuse(self, protocol: str, data: bytes) -> None:
+        """Open a stream of another protocol to every peer, write `data` and hang up."""
+        from libp2p.custom_types import TProtocol
+
+        async def abuse() -> None:
+            for peer in self.host.get_connected_peers():
+                stream = await self.host.new_stream(peer, [TProtocol(protocol)])
+                await stream.write(data)
+                await stream.close()
+
+        await self._thread.call(abuse)
 
     def is_connected(self) -> bool:
         return bool(self.host.get_connected_peers())
@@ -212,7 +229,7 @@ async def test_a_flood_is_limited_and_the_others_still_get_through(
 
 @pytest.mark.parametrize(
     "frame",
-    [b"\x04\xff\xff\xff\xff", b"\xff" * 11, b"\x81\x80\x10", b"\x40" + os.urandom(64)],
+    [b"\x04\xff\xff\xff\xff", b"\xff" * 11, b"\x81\x80\x10", b"\x40" + b"\xa5" * 64],
     ids=["no protobuf", "no length", "one byte too long", "noise"],
 )
 async def test_a_broken_frame_costs_its_sender_the_connection_and_nobody_else(
@@ -226,32 +243,96 @@ async def test_a_broken_frame_costs_its_sender_the_connection_and_nobody_else(
     assert (await heard(victim)).sealed == b"alive"
 
 
-@pytest.mark.parametrize(
-    ("origin", "signer"),
-    [
-        (peer_id_of(key(2).node_id), b""),
-        (b"\x12\x20" + bytes(32), b"\x08\x00\x12\x04junk"),
-        (peer_id_of(bytes(32)), b"junk"),
-        (b"", b"junk"),
-    ],
-    ids=["forged", "RSA", "no point", "nobody"],
-)
 async def test_a_message_that_its_origin_did_not_sign_is_not_heard(
-    victim: Libp2pDiscovery, friend: Libp2pDiscovery, origin: bytes, signer: bytes
+    victim: Libp2pDiscovery, friend: Libp2pDiscovery
 ) -> None:
+    from libp2p.pubsub.pb.rpc_pb2 import RPC, Message
+
+    forged = Message(data=b"forged", topicIDs=[TOPIC], seqno=bytes(8), signature=bytes(64))
+    forged.from_id = peer_id_of(key(2).node_id)
     async with stranger(9, victim) as other:
-        forged = {"from_id": origin, "seqno": bytes(8), "key": signer, "signature": bytes(64)}
-        await other.send_message(data=b"forged", **forged)
+        await other.send_rpc(RPC(publish=[forged]))
         await asyncio.sleep(0.2)
     await friend.publish(b"forged")  # and it does not keep the honest one out
     assert await heard(victim) == Fact(b"forged", key(2).node_id)
 
 
+@pytest.mark.parametrize(
+    ("origin", "signer"),
+    [
+        (b"\x12\x20" + bytes(32), b"\x08\x00\x12\x04junk"),
+        (peer_id_of(b"\xff" * 32), b"junk"),
+    ],
+    ids=["another kind of key", "no key at all"],
+)
+async def test_an_origin_that_is_no_key_of_ours_does_not_disturb(
+    victim: Libp2pDiscovery, friend: Libp2pDiscovery, origin: bytes, signer: bytes
+) -> None:
+    from libp2p.pubsub.pb.rpc_pb2 import RPC, Message
+
+    forged = Message(data=b"forged", topicIDs=[TOPIC], seqno=bytes(8), signature=bytes(64))
+    forged.from_id, forged.key = origin, signer
+    async with stranger(9, victim) as other:
+        await other.send_rpc(RPC(publish=[forged]))
+        await asyncio.sleep(0.2)
+    await friend.publish(b"alive")
+    assert (await heard(victim)).sealed == b"alive"
+
+
+async def test_nonsense_in_control_messages_does_not_disturb(
+    victim: Libp2pDiscovery, friend: Libp2pDiscovery
+) -> None:
+    from libp2p.pubsub.pb import rpc_pb2 as pb
+
+    names = [b"", b"abc", bytes(1000), b"\xff" * 46]
+    control = pb.ControlMessage(
+        ihave=[pb.ControlIHave(topicID=topic, messageIDs=names) for topic in ("", TOPIC, "other")],
+        iwant=[pb.ControlIWant(messageIDs=names)],
+        graft=[pb.ControlGraft(topicID=topic) for topic in ("", TOPIC, TOPIC, "other")],
+        prune=[pb.ControlPrune(topicID=topic, backoff=2**60) for topic in ("", "other")],
+    )
+    async with stranger(9, victim) as other:
+        await other.send_rpc(pb.RPC(control=control))
+        await other.send_rpc(pb.RPC(subscriptions=[pb.RPC.SubOpts(topicid="x" * 60_000)]))
+        await other.send_rpc(pb.RPC(senderRecord=b"junk"))
+        await asyncio.sleep(0.3)
+    await friend.publish(b"alive")
+    assert (await heard(victim)).sealed == b"alive"
+
+
+async def test_nonsense_in_other_protocols_does_not_disturb(
+    victim: Libp2pDiscovery, friend: Libp2pDiscovery
+) -> None:
+    async with stranger(9, victim) as other:
+        for protocol in ("kad/1.0.0", "id/1.0.0", "id/push/1.0.0", "ping/1.0.0"):
+            for data in (b"\xff" * 11, b"\x40" + b"\xa5" * 64, b"\x04\x08\x02\x12\x00"):
+                await other.abuse(f"/ipfs/{protocol}", data)
+        await asyncio.sleep(0.2)
+    await friend.publish(b"alive")
+    assert (await heard(victim)).sealed == b"alive"
+
+
+async def test_a_connection_without_encryption_is_refused(victim: Libp2pDiscovery) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(victim))
+    async with asyncio.timeout(DEADLINE_S):
+        for line in (b"/multistream/1.0.0\n", b"/plaintext/2.0.0\n"):
+            writer.write(bytes([len(line)]) + line)
+        assert await reader.readexactly(20) == b"\x13/multistream/1.0.0\n"
+        assert await reader.readexactly(4) == b"\x03na\n"
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_garbage_on_the_port_does_not_disturb(
     victim: Libp2pDiscovery, friend: Libp2pDiscovery
 ) -> None:
-    port = int(victim.addresses()[0].split("/")[4])
-    for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100_000), os.urandom(100_000)):
+    port = port_of(victim)
+    for garbage in (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(100_000),
+        random.Random(0).randbytes(100_000),
+    ):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(garbage)
         writer.close()

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Everything that a commit must pass: format, lint, types, tests with warnings as errors.
+#
+#   bash scripts/check.sh [PYTEST ARGUMENTS]...
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+bash scripts/install.sh run,dev
+
+# pyright does not know that the repository root is the package: here is a folder that says so.
+mkdir -p build
+ln -sfn .. build/primerl
+
+run() {
+    printf '== %s\n' "$*"
+    "$@"
+}
+run .venv/bin/ruff format --check .
+run .venv/bin/ruff check .
+run .venv/bin/pyright
+run .venv/bin/python -m pytest -W error "$@"

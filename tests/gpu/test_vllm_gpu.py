@@ -1,0 +1,151 @@
+"""vLLM on a GPU: bf16, a small random Qwen3, updated in place. The CPU tests hold the details."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from primerl.node import models
+from primerl.node.config import EngineConfig, ModelCreateConfig
+from primerl.node.engines.engine import Completion, GenerateRequest
+from primerl.node.engines.vllm import VllmEngine
+from primerl.node.errors import EngineError
+from primerl.node.weights.state import State
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),  # of vLLM, torch and CUDA, in versions that vary
+]
+
+DEADLINE_S = 120.0
+TOLERANCE = 0.05
+"""Mean absolute difference of a completion's logprobs: bf16 kernels against an fp32 forward pass."""
+SHAPE = ModelCreateConfig(
+    hidden_size=256, num_hidden_layers=4, head_dim=64, intermediate_size=512, vocab_size=320
+)
+CONFIG = EngineConfig(
+    type="vllm",
+    dtype="bfloat16",
+    max_batch=32,
+    max_model_len=512,
+    # eager: what is compiled or captured is vLLM's affair, and takes it a minute
+    vllm={"gpu_memory_utilization": 0.2, "enforce_eager": True},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model directory without weights, and two policies for it."""
+
+    model_dir: Path
+    states: tuple[State, State]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    contract = tmp_path_factory.mktemp("contract")
+    states: list[State] = []
+    for seed in range(2):
+        full = tmp_path_factory.mktemp("full")
+        models.create(full, SHAPE, seed)
+        for name in models.contract_files(full):
+            shutil.copyfile(full / name, contract / name)
+        states.append(models.policy_state(models.load_model(full)))
+    return Case(contract, (states[0], states[1]))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(case: Case) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(CONFIG)
+    try:
+        await engine.start(case.model_dir)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def requests(max_tokens: int = 32) -> list[GenerateRequest]:
+    prompts = [tuple((7 * index + 3) % 256 for index in range(length)) for length in (1, 40, 300)]
+    return [
+        GenerateRequest(prompt, max_tokens, temperature, seed, ())
+        for seed, prompt in enumerate(prompts)
+        for temperature in (0.7, 1.0)
+    ]
+
+
+async def generate_all(engine: VllmEngine, wanted: list[GenerateRequest]) -> list[Completion]:
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.gather(*map(engine.generate, wanted))
+
+
+def differences(case: Case, which: int, one: GenerateRequest, completion: Completion) -> Any:
+    """|logprob of vLLM - logprob of transformers| of every token."""
+    model: Any = models.model_from_state(case.model_dir, case.states[which], device="cuda")
+    tokens = torch.tensor([[*one.prompt, *completion.token_ids]], device="cuda")
+    with torch.inference_mode():
+        logits = model(input_ids=tokens).logits[0].float() / one.temperature
+    logprobs = torch.log_softmax(logits, -1)[len(one.prompt) - 1 : -1].cpu()
+    chosen = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return (chosen - torch.tensor(completion.logprobs)).abs()
+
+
+async def test_logprobs_follow_the_weights_through_updates_in_place(
+    engine: VllmEngine, case: Case
+) -> None:
+    for version, which in ((0, 0), (1, 1), (2, 0)):
+        await engine.load(version, case.states[which])
+        for one, completion in zip(requests(), await generate_all(engine, requests()), strict=True):
+            assert float(differences(case, which, one, completion).mean()) < TOLERANCE
+            assert float(differences(case, 1 - which, one, completion).mean()) > TOLERANCE
+            assert (completion.policy_first, completion.policy_last) == (version, version)
+
+
+async def test_a_seed_gives_the_same_tokens_again(engine: VllmEngine, case: Case) -> None:
+    await engine.load(10, case.states[0])
+    first = await generate_all(engine, requests())
+    again = await generate_all(engine, requests())
+    assert [one.token_ids for one in again] == [one.token_ids for one in first]
+
+
+async def test_loads_in_mid_generation_keep_requests_alive_and_stamp_both_versions(
+    engine: VllmEngine, case: Case
+) -> None:
+    await engine.load(20, case.states[0])
+    one = GenerateRequest((1, 2, 3), 400, 1.0, 5, ())
+    task = asyncio.create_task(engine.generate(one))
+    version = 20
+    async with asyncio.timeout(DEADLINE_S):
+        while not task.done():
+            await asyncio.sleep(0.1)
+            version += 1
+            await engine.load(version, case.states[version % 2])
+        completion = await task
+    assert len(completion.token_ids) == 400
+    assert completion.policy_first == 20
+    assert 20 < completion.policy_last <= version
+    explained = torch.minimum(
+        differences(case, 0, one, completion), differences(case, 1, one, completion)
+    )
+    assert float(explained.mean()) < TOLERANCE
+
+
+async def test_a_state_that_does_not_fit_is_refused(engine: VllmEngine, case: Case) -> None:
+    await engine.load(1000, case.states[0])
+    [before] = await generate_all(engine, requests()[:1])
+    missing = dict(case.states[1])
+    del missing["model.layers.0.self_attn.k_proj.weight"]
+    with pytest.raises(EngineError, match="does not fit"):
+        await engine.load(1001, missing)
+    assert await generate_all(engine, requests()[:1]) == [before]

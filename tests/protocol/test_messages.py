@@ -1,0 +1,192 @@
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import msgspec.inspect
+import pytest
+from protocol_cases import LEASE, MESSAGES, POLICY_MANIFEST, SUBMISSION, VERDICT, head, refuses
+
+from primerl.protocol import messages as m
+from primerl.protocol.envelope import Envelope
+from primerl.protocol.errors import Reason
+from primerl.protocol.leases import Lease
+from primerl.protocol.manifests import PeerRecord, PolicyHead, PolicyManifest, RunManifest, Ticket
+from primerl.protocol.messages import Message
+from primerl.protocol.rollouts import Receipt, Submission, Verdict
+from primerl.protocol.session import decode
+from primerl.protocol.trust import EquivocationProof
+from primerl.protocol.version import MAX_CHUNK, MAX_GOSSIP, MAX_MESSAGE, MAX_SUBMISSION
+
+KIB64 = 64 * 1024
+DIGEST = bytes(32)
+ALL_MESSAGES: Any = m.Hello
+for kind in Message.__subclasses__():
+    ALL_MESSAGES |= kind
+DOCUMENTS = (RunManifest, PolicyManifest, PolicyHead, PeerRecord, Ticket, Lease, Submission)
+DOCUMENTS += (Receipt, Verdict, EquivocationProof, Envelope)
+
+
+def changed(message: msgspec.Struct, **fields: object) -> bytes:
+    """The bytes of `message` with some fields exchanged, valid or not."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(message, **fields))
+
+
+def example(kind: type[Message]) -> Message:
+    """The example of one message."""
+    return next(one for one in MESSAGES if type(one) is kind)
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert {type(one) for one in MESSAGES} == set(Message.__subclasses__())
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
+def test_a_message_says_what_it_is_and_comes_back(message: Message) -> None:
+    said = msgspec.msgpack.encode(message)
+    assert msgspec.msgpack.decode(said)["type"] == type(message).__name__
+    assert decode(said, ALL_MESSAGES) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
+def test_an_unknown_field_is_refused(message: Message) -> None:
+    fields = msgspec.to_builtins(message, builtin_types=(bytes,))
+    with refuses(Reason.MALFORMED):
+        decode(msgspec.msgpack.encode({**fields, "more": 1}), type(message))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
+def test_a_field_without_a_default_must_be_said(message: Message) -> None:
+    fields = msgspec.to_builtins(message, builtin_types=(bytes,))
+    for field in msgspec.structs.fields(message):
+        if field.required:
+            rest = {name: value for name, value in fields.items() if name != field.encode_name}
+            with refuses(Reason.MALFORMED):
+                decode(msgspec.msgpack.encode(rest), type(message))
+
+
+@pytest.mark.parametrize("tag", ["Unknown", "hello", "", "Message", 1, None])
+def test_an_unknown_tag_is_refused(tag: object) -> None:
+    with refuses(Reason.MALFORMED):
+        decode(msgspec.msgpack.encode({"type": tag}), ALL_MESSAGES)
+
+
+@pytest.mark.parametrize("document", [head(), LEASE, SUBMISSION, VERDICT, POLICY_MANIFEST])
+def test_an_unknown_field_of_a_document_is_refused(document: msgspec.Struct) -> None:
+    fields = msgspec.to_builtins(document, builtin_types=(bytes,))
+    with refuses(Reason.MALFORMED):
+        decode(msgspec.msgpack.encode({**fields, "more": 1}), type(document))
+
+
+AT_ITS_LIMIT: list[tuple[type[Message], str, object, object]] = [
+    (m.Hello, "ticket", bytes(KIB64), bytes(KIB64 + 1)),
+    (m.Hello, "record", bytes(MAX_GOSSIP), bytes(MAX_GOSSIP + 1)),
+    (m.Hello, "software", "x" * 256, "x" * 257),
+    (m.Hello, "role", "seed", "root"),
+    (m.Hello, "wire_version", 2, "1"),
+    (m.Welcome, "manifest", bytes(KIB64), bytes(KIB64 + 1)),
+    (m.WatchHeads, "term", 0, -1),
+    (m.WatchHeads, "after", 2**53, 2**53 + 1),
+    (m.WatchHeads, "after", -1, -2),
+    (m.HeadNotice, "head", bytes(MAX_GOSSIP), bytes(MAX_GOSSIP + 1)),
+    (m.HeadNotice, "manifest", bytes(4 * KIB64), bytes(4 * KIB64 + 1)),
+    (m.RunEnded, "detail", "x" * 256, "x" * 257),
+    (m.GetHeads, "after", -1, -2),
+    (m.Heads, "notices", (m.HeadNotice(b""),) * 64, (m.HeadNotice(b""),) * 65),
+    (m.LeaseRequest, "wanted", 64, 65),
+    (m.LeaseRequest, "wanted", 0, -1),
+    (m.LeaseRequest, "stats", m.WorkerStats(-1), m.WorkerStats(-2)),
+    (
+        m.LeaseRequest,
+        "stats",
+        m.WorkerStats(0, 0.0, {str(i): 1 for i in range(64)}),
+        m.WorkerStats(0, 0.0, {str(i): 1 for i in range(65)}),
+    ),
+    (
+        m.LeaseRequest,
+        "stats",
+        m.WorkerStats(0, 0.0, {"x" * 256: 1}),
+        m.WorkerStats(0, 0.0, {"x" * 257: 1}),
+    ),
+    (m.LeaseReply, "leases", (b"",) * 64, (b"",) * 65),
+    (m.LeaseReply, "leases", (bytes(KIB64),), (bytes(KIB64 + 1),)),
+    (m.LeaseReply, "verdicts", (b"",) * 64, (b"",) * 65),
+    (m.LeaseReply, "upstreams", (b"",) * 64, (b"",) * 65),
+    (m.LeaseReply, "upstreams", (bytes(MAX_GOSSIP),), (bytes(MAX_GOSSIP + 1),)),
+    (m.LeaseReply, "retry_after_ms", 600_000, 600_001),
+    (m.SubmitOffer, "digest", DIGEST, bytes(31)),
+    (m.SubmitOffer, "size", MAX_SUBMISSION, MAX_SUBMISSION + 1),
+    (m.SubmitOffer, "size", 1, 0),
+    (m.SubmitOffer, "lease_id", 0, -1),
+    (m.SubmitFrom, "offset", MAX_SUBMISSION, MAX_SUBMISSION + 1),
+    (m.SubmitFrom, "offset", 0, -1),
+    (m.Submitted, "receipt", bytes(KIB64), bytes(KIB64 + 1)),
+    (m.SyncRecords, "records", (b"",) * 64, (b"",) * 65),
+    (m.Goodbye, "detail", "x" * 256, "x" * 257),
+    (m.GetChunk, "digest", DIGEST, bytes(33)),
+    (m.GetChunk, "wait_ms", 60_000, 60_001),
+    (m.GetChunk, "wait_ms", 0, -1),
+    (m.ChunkFollows, "size", MAX_CHUNK, 2**26 + 1),
+    (m.ChunkFollows, "size", 0, -1),
+    (m.Refusal, "detail", "x" * 256, "x" * 257),
+    (m.Refusal, "reason", "busy", "because"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "good", "bad"), AT_ITS_LIMIT, ids=lambda one: str(one)[:30]
+)
+def test_a_field_is_taken_at_its_limit_and_refused_beyond(
+    kind: type[Message], field: str, good: object, bad: object
+) -> None:
+    said = changed(example(kind), **{field: good})
+    assert msgspec.msgpack.encode(decode(said, kind)) == said
+    with refuses(Reason.MALFORMED):
+        decode(changed(example(kind), **{field: bad}), kind)
+
+
+def nodes(kind: Any, path: str, seen: set[object]) -> Iterator[tuple[str, Any]]:
+    """Every type that bytes of `kind` are decoded into, with the path to it."""
+    yield path, kind
+    if isinstance(kind, msgspec.inspect.StructType) and kind.cls not in seen:
+        seen.add(kind.cls)
+        for field in kind.fields:
+            yield from nodes(field.type, f"{path}.{field.name}", seen)
+    for name in ("item_type", "key_type", "value_type"):
+        inner = getattr(kind, name, None)
+        if isinstance(inner, msgspec.inspect.Type):
+            yield from nodes(inner, f"{path}[]", seen)
+
+
+def unbounded(kind: Any) -> bool:
+    """Whether a sender decides how large this becomes."""
+    inspect = msgspec.inspect
+    if isinstance(kind, inspect.StrType):
+        return kind.max_length is None and kind.pattern is None
+    if isinstance(
+        kind, inspect.BytesType | inspect.VarTupleType | inspect.ListType | inspect.DictType
+    ):
+        return kind.max_length is None
+    return isinstance(kind, inspect.AnyType | inspect.RawType | inspect.ByteArrayType)
+
+
+@pytest.mark.parametrize("kind", [*Message.__subclasses__(), *DOCUMENTS], ids=lambda k: k.__name__)
+def test_every_text_bytes_and_list_has_a_limit(kind: type[msgspec.Struct]) -> None:
+    found = list(nodes(msgspec.inspect.type_info(kind), kind.__name__, set()))
+    assert [path for path, one in found if unbounded(one)] == []
+
+
+@pytest.mark.parametrize("kind", [*Message.__subclasses__(), *DOCUMENTS], ids=lambda k: k.__name__)
+def test_every_struct_of_it_is_frozen_and_closed(kind: type[msgspec.Struct]) -> None:
+    structs = [
+        one.cls
+        for _, one in nodes(msgspec.inspect.type_info(kind), "", set())
+        if isinstance(one, msgspec.inspect.StructType)
+    ]
+    assert structs
+    for cls in structs:
+        assert cls.__struct_config__.frozen, cls
+        assert cls.__struct_config__.forbid_unknown_fields, cls
+
+
+def test_the_limits_fit_into_each_other() -> None:
+    assert MAX_GOSSIP < KIB64 < MAX_MESSAGE < MAX_CHUNK < MAX_SUBMISSION < 2**32

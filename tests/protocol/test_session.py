@@ -1,0 +1,183 @@
+import tracemalloc
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol_cases import (
+    LEASE,
+    MANIFEST,
+    MESSAGES,
+    POLICY_MANIFEST,
+    PROOF,
+    RECEIPT,
+    RECORD,
+    SEALED_LEASE,
+    SUBMISSION,
+    TICKET,
+    VERDICT,
+    head,
+    refuses,
+)
+
+from primerl.protocol.envelope import Envelope
+from primerl.protocol.errors import LocalProtocolError, Reason, RemoteProtocolError
+from primerl.protocol.manifests import encode
+from primerl.protocol.messages import ControlRequest, GetChunk, Goodbye, Refusal
+from primerl.protocol.session import HEADER_BYTES, decode, frame, payload_size
+from primerl.protocol.version import MAX_GOSSIP, MAX_MESSAGE
+
+DOCUMENTS: tuple[msgspec.Struct, ...] = (
+    MANIFEST,
+    POLICY_MANIFEST,
+    TICKET,
+    RECORD,
+    LEASE,
+    head(),
+    SUBMISSION,
+    RECEIPT,
+    VERDICT,
+    PROOF,
+    msgspec.msgpack.decode(SEALED_LEASE, type=Envelope),
+)
+KINDS: list[Any] = [type(one) for one in (*MESSAGES, *DOCUMENTS)]
+"""Everything that is ever decoded from bytes of a stranger."""
+ANY_KIND = st.sampled_from([*KINDS, ControlRequest])
+HUGE = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"]
+"""Headers of an array, a map and bytes that claim 2**32 - 1 entries to come."""
+HUGE += [b"\xdb\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01"]
+
+
+def test_a_frame_is_a_length_and_that_many_bytes() -> None:
+    for message in MESSAGES:
+        framed = frame(message)
+        size = payload_size(framed[:HEADER_BYTES])
+        assert size == len(framed) - HEADER_BYTES
+        assert decode(framed[HEADER_BYTES:], type(message)) == message
+        assert decode(memoryview(framed)[HEADER_BYTES:], type(message)) == message
+
+
+@pytest.mark.parametrize("limit", [0, 100, MAX_GOSSIP, MAX_MESSAGE])
+def test_a_length_is_refused_above_the_limit_and_only_there(limit: int) -> None:
+    assert payload_size(limit.to_bytes(4, "big"), limit) == limit
+    for size in (limit + 1, 2**31, 2**32 - 1):
+        with refuses(Reason.TOO_LARGE):
+            payload_size(size.to_bytes(4, "big"), limit)
+
+
+def test_the_limit_without_a_word_is_that_of_a_message() -> None:
+    with refuses(Reason.TOO_LARGE):
+        payload_size((MAX_MESSAGE + 1).to_bytes(4, "big"))
+    assert payload_size(MAX_MESSAGE.to_bytes(4, "big")) == MAX_MESSAGE
+
+
+def test_we_never_say_what_a_peer_would_refuse() -> None:
+    message = Goodbye("x" * 100)
+    size = len(frame(message)) - HEADER_BYTES
+    assert frame(message, size)
+    with pytest.raises(LocalProtocolError, match="Goodbye"):
+        frame(message, size - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("header", HUGE, ids=bytes.hex)
+def test_a_claimed_length_allocates_nothing(kind: Any, header: bytes) -> None:
+    """As the whole document, and as the value of each of its fields."""
+    example = next(one for one in (*MESSAGES, *DOCUMENTS) if type(one) is kind)
+    fields: Any = msgspec.to_builtins(example, builtin_types=(bytes,))
+    claims = [header]
+    for name in range(len(fields)) if isinstance(fields, list) else fields:
+        changed: Any = list(fields) if isinstance(fields, list) else dict(fields)
+        changed[name] = msgspec.Raw(header)
+        claims.append(msgspec.msgpack.encode(changed))
+    for claim in claims:
+        tracemalloc.start()
+        with refuses(Reason.MALFORMED):
+            decode(claim, kind)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2**20 + 4 * len(claim)
+
+
+@pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a", b"\x81\x91", b"\xdc\x00\x01"])
+@pytest.mark.parametrize("kind", [*KINDS, ControlRequest], ids=str)
+def test_deep_nesting_is_malformed(kind: Any, opener: bytes) -> None:
+    for tag in (b"", b"\x82\xa4type\xa5Hello\xa4role", b"\x81\xa7unknown"):
+        with refuses(Reason.MALFORMED):
+            decode(tag + opener * 100_000, kind)
+
+
+@pytest.mark.parametrize("message", (*MESSAGES, *DOCUMENTS), ids=lambda one: type(one).__name__)
+def test_what_is_cut_or_followed_by_more_is_malformed(message: msgspec.Struct) -> None:
+    said = encode(message)
+    step = max(1, len(said) // 400)
+    for size in range(0, len(said), step):
+        with refuses(Reason.MALFORMED):
+            decode(said[:size], type(message))
+    for more in (b"\0", b"\xc0", said):
+        with refuses(Reason.MALFORMED):
+            decode(said + more, type(message))
+
+
+def survives(data: bytes, kind: Any) -> None:
+    """Decodes, or raises RemoteProtocolError(MALFORMED); anything else fails the test."""
+    try:
+        decode(data, kind)
+    except RemoteProtocolError as error:
+        assert error.reason == Reason.MALFORMED
+        assert len(error.detail) <= 200
+
+
+@given(st.binary(max_size=300), ANY_KIND)
+def test_random_bytes_raise_nothing_else(data: bytes, kind: Any) -> None:
+    survives(data, kind)
+
+
+@given(st.sampled_from((*MESSAGES, *DOCUMENTS)), st.data())
+def test_damaged_messages_raise_nothing_else(message: msgspec.Struct, data: st.DataObject) -> None:
+    said = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(said) - 1))
+        said[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    survives(bytes(said), type(message))
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text()
+VALUES = st.recursive(
+    SCALARS | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(0, 99), inner),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from((*MESSAGES, *DOCUMENTS)), st.data())
+def test_any_value_in_any_field_raises_nothing_else(
+    message: msgspec.Struct, data: st.DataObject
+) -> None:
+    fields: Any = msgspec.to_builtins(message, builtin_types=(bytes,))
+    keys = list(range(len(fields)) if isinstance(fields, list) else fields)
+    if keys:
+        fields[data.draw(st.sampled_from(keys))] = data.draw(VALUES)
+    survives(msgspec.msgpack.encode(fields), type(message))
+
+
+def test_text_that_is_no_utf8_is_malformed() -> None:
+    said = encode(Goodbye("abcd")).replace(b"abcd", b"ab\xff\xfe")
+    with refuses(Reason.MALFORMED):
+        decode(said, Goodbye)
+
+
+def test_a_stream_is_opened_by_requests_only() -> None:
+    requests = get_args(ControlRequest)
+    for message in MESSAGES:
+        if isinstance(message, requests):
+            assert decode(encode(message), ControlRequest) == message  # type: ignore[arg-type]
+        else:
+            with refuses(Reason.MALFORMED):
+                decode(encode(message), ControlRequest)  # type: ignore[arg-type]
+
+
+def test_a_reply_is_not_taken_for_another() -> None:
+    with refuses(Reason.MALFORMED):
+        decode(encode(Refusal(Reason.BUSY)), GetChunk)

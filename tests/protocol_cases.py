@@ -1,0 +1,258 @@
+"""Fixed keys, times and documents for the tests of protocol/ and the golden vectors.
+
+Everything here is a constant: changing one changes tests/vectors/protocol.json, which peers depend on.
+"""
+
+import pytest
+from msgspec import Struct
+
+from primerl.crypto.hashing import NO_DIGEST, digest
+from primerl.crypto.keys import SecretKey
+from primerl.protocol import messages as m
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.leases import Lease, TaskRef
+from primerl.protocol.manifests import (
+    Artifact,
+    ChunkRef,
+    EnvironmentContract,
+    FileRef,
+    ModelContract,
+    PeerRecord,
+    PolicyHead,
+    PolicyManifest,
+    RunLimits,
+    RunManifest,
+    SamplingContract,
+    TensorInfo,
+    Ticket,
+    encode,
+    run_id,
+)
+from primerl.protocol.rollouts import (
+    BranchRecord,
+    GroupRecord,
+    Receipt,
+    Rejection,
+    RolloutRecord,
+    Submission,
+    Verdict,
+    pack_f32,
+    pack_u32,
+)
+from primerl.protocol.trust import EquivocationProof
+
+NOW = 1_800_000_000
+TRAINER = SecretKey.from_seed(bytes([1]) * 32)
+WORKER = SecretKey.from_seed(bytes([2]) * 32)
+STRANGER = SecretKey.from_seed(bytes([3]) * 32)
+
+CHUNK = ChunkRef(digest(b"chunk"), 5)
+
+MANIFEST = RunManifest(
+    name="demo",
+    created=NOW,
+    software="0.1.0",
+    trainer=TRAINER.node_id,
+    model=ModelContract(
+        name="tiny",
+        files=(FileRef("config.json", CHUNK), FileRef("tokenizer.json", CHUNK)),
+        base_state=digest(b"base state"),
+        vocab_size=512,
+        stop_token_ids=(1, 2),
+    ),
+    environment=EnvironmentContract("arithmetic", b'{"digits":1}', 7, "verifiers 0.4.0"),
+    sampling=SamplingContract(1.0, 64),
+    limits=RunLimits(
+        max_off_policy_steps=2,
+        group_size=8,
+        max_turns=1,
+        max_model_len=256,
+        logprob_fraction=0.25,
+        logprob_tolerance=0.1,
+    ),
+    max_steps=40,
+    nonce=digest(b"nonce"),
+)
+RUN = run_id(encode(MANIFEST))
+OTHER_RUN = digest(b"another run")
+
+POLICY_MANIFEST = PolicyManifest(
+    run=RUN,
+    version=0,
+    state=digest(b"state 0"),
+    tensors=(TensorInfo("model.embed_tokens.weight", "BF16", (512, 32), digest(b"tensor")),),
+    artifacts=(
+        Artifact("anchor", -1, NO_DIGEST, "xor-zstd-1", 5, (CHUNK,)),
+        Artifact("delta", 3, digest(b"state 3"), "xor-zstd-1", 5, (CHUNK,)),
+    ),
+)
+
+TICKET = Ticket(
+    run=RUN,
+    trainer=TRAINER.node_id,
+    addresses=("192.0.2.1:4000", "[2001:db8::1]:4000"),
+    discovery=("/ip4/192.0.2.1/tcp/4001",),
+    issued=NOW,
+    expires=NOW + 3600,
+)
+
+RECORD = PeerRecord(
+    node=WORKER.node_id,
+    role="inference",
+    software="0.1.0",
+    addresses=("192.0.2.2:4000",),
+    discovery=(),
+    share_address=True,
+)
+
+LEASE = Lease(
+    lease_id=2**32 + 5,
+    tasks=(TaskRef(11, digest(b"task 11")), TaskRef(12, digest(b"task 12"))),
+    group_size=2,
+    seed=digest(b"lease seed"),
+    min_version=3,
+    deadline=NOW + 120.5,
+    max_bytes=1 << 20,
+)
+
+
+def head(
+    version: int = 0,
+    *,
+    term: int = 0,
+    previous: bytes = NO_DIGEST,
+    state: bytes | None = None,
+    manifest: bytes | None = None,
+) -> PolicyHead:
+    """A head; `state` and `manifest` are what two heads of one version may differ in."""
+    return PolicyHead(
+        term=term,
+        version=version,
+        previous=previous,
+        state=state or digest(b"state %d" % version),
+        manifest=manifest or digest(b"manifest %d" % version),
+        manifest_size=1000,
+        created=NOW,
+        expires=NOW + 3600,
+    )
+
+
+def sealed_head(
+    what: PolicyHead, key: SecretKey = TRAINER, run: bytes = RUN, expires: int = NOW + 3600
+) -> bytes:
+    """A head as it is gossiped."""
+    return seal(key, Purpose.HEAD, run, what, expires=expires, sequence=what.version)
+
+
+SEALED_LEASE = seal(
+    TRAINER,
+    Purpose.LEASE,
+    RUN,
+    LEASE,
+    recipient=WORKER.node_id,
+    sequence=LEASE.lease_id,
+    expires=NOW + 180,
+)
+
+BRANCH = BranchRecord(
+    tokens=pack_u32([5, 6, 7, 1]),
+    sampled=bytes([0, 0, 1, 1]),
+    logprobs=pack_f32([-0.5, -0.25]),
+    policy_first=3,
+    policy_last=4,
+    finish="stop",
+)
+
+SUBMISSION = Submission(
+    lease=SEALED_LEASE,
+    groups=(
+        GroupRecord(
+            11,
+            digest(b"task 11"),
+            (RolloutRecord((BRANCH,), 1.0, ""), RolloutRecord((), 0.0, "tool failed")),
+        ),
+        GroupRecord(12, digest(b"task 12"), ()),
+    ),
+    engine="scripted",
+)
+SUBMITTED = digest(b"submission")
+RECEIPT = Receipt(SUBMITTED, LEASE.lease_id, NOW)
+VERDICT = Verdict(
+    submission=SUBMITTED,
+    lease_id=LEASE.lease_id,
+    accepted=1,
+    rejections=(
+        Rejection(0, 1, Reason.ENVIRONMENT_ERROR, "tool failed"),
+        Rejection(1, 0, Reason.MISSING_INDEX, ""),
+    ),
+    audited=1,
+)
+PROOF = EquivocationProof(
+    sealed_head(head(1, state=digest(b"left"))), sealed_head(head(1, state=digest(b"right")))
+)
+
+TO_WORKER = WORKER.node_id
+ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
+    Purpose.RUN: (TRAINER, MANIFEST, bytes(32)),
+    Purpose.TICKET: (TRAINER, TICKET, bytes(32)),
+    Purpose.HEAD: (TRAINER, head(0), bytes(32)),
+    Purpose.PEER: (WORKER, RECORD, bytes(32)),
+    Purpose.LEASE: (TRAINER, LEASE, TO_WORKER),
+    Purpose.SUBMISSION: (WORKER, SUBMISSION, TRAINER.node_id),
+    Purpose.RECEIPT: (TRAINER, RECEIPT, TO_WORKER),
+    Purpose.VERDICT: (TRAINER, VERDICT, TO_WORKER),
+    Purpose.EQUIVOCATION: (WORKER, PROOF, bytes(32)),
+}
+"""Purpose -> who signs what to whom."""
+
+
+def sealed(purpose: Purpose) -> bytes:
+    """The envelope of one purpose."""
+    key, body, recipient = ENVELOPES[purpose]
+    return seal(key, purpose, RUN, body, recipient=recipient, sequence=9, expires=NOW + 3600)
+
+
+SEALED_RECORD = sealed(Purpose.PEER)
+NOTICE = m.HeadNotice(sealed_head(head(0)), encode(POLICY_MANIFEST))
+STATS = m.WorkerStats(3, 0.5, {"trainer": 1000, "aabbccddee": 2**40})
+
+MESSAGES: tuple[m.Message, ...] = (
+    m.Hello(1, "inference", "0.1.0", sealed(Purpose.TICKET), SEALED_RECORD),
+    m.Welcome(sealed(Purpose.RUN), "0.1.0"),
+    m.WatchHeads(1, -1),
+    NOTICE,
+    m.RunEnded("40 steps are done"),
+    m.GetHeads(-1),
+    m.Heads((NOTICE, m.HeadNotice(sealed_head(head(1))))),
+    m.LeaseRequest(2, STATS),
+    m.LeaseReply((SEALED_LEASE,), (sealed(Purpose.VERDICT),), (SEALED_RECORD,), 500),
+    m.SubmitOffer(SUBMITTED, 4096, LEASE.lease_id),
+    m.SubmitFrom(1024),
+    m.Submitted(sealed(Purpose.RECEIPT)),
+    m.SyncRecords((SEALED_RECORD,)),
+    m.Goodbye("stopped by its owner"),
+    m.Accepted(),
+    m.GetChunk(CHUNK.digest, 2000),
+    m.ChunkFollows(5),
+    m.Refusal(Reason.BUSY, "the inbox is full"),
+)
+"""One of each message, every field said."""
+
+
+class refuses:
+    """`with refuses(Reason.X):` - the block must raise RemoteProtocolError for exactly that reason."""
+
+    def __init__(self, *reasons: Reason) -> None:
+        self._reasons = reasons
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            pytest.fail(f"nothing was refused; expected {self._reasons}")
+        if not isinstance(error, RemoteProtocolError):
+            return False
+        assert error.reason in self._reasons, str(error)
+        return True

@@ -1,0 +1,181 @@
+"""Fakes that leave evidence: an engine, a scorer and a backend that agree on what a state would say.
+
+Every logprob tells which version and which exact state drew its token, so that what was trained can be
+checked without asking those who trained it.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from primerl.crypto.hashing import derive
+from primerl.node.engines.engine import Completion, GenerateRequest
+from primerl.node.environments.counting import STOP
+from primerl.node.errors import EngineError
+from primerl.node.training.backend import Batch
+from primerl.node.training.counting import CountingBackend
+from primerl.node.weights.state import State, Tensor, digests, state_digest
+
+Reply = Callable[[GenerateRequest], Sequence[int]]
+
+
+def told(state: bytes, version: int, temperature: float, before: Sequence[int], token: int) -> float:
+    """The logprob of `token` after `before` under the state of that digest: -(version + 1) and a fraction."""
+    name = derive("witness", state, repr((version, temperature, *before, token)).encode())
+    return -(version + 1.0) - name[0] / 512
+
+
+def version_told(logprob: float) -> int:
+    """The version that drew the token of a logprob."""
+    return math.floor(-logprob) - 1
+
+
+def now_and_then(request: GenerateRequest) -> list[int]:
+    """Right for half of the seeds, else long and wrong; the environment wants the next number."""
+    number = request.prompt[-1]
+    return [number + 1, STOP] if request.seed % 2 else [number, number, number, STOP]
+
+
+def never_right(request: GenerateRequest) -> list[int]:
+    """Wrong whatever is asked: nothing to learn from."""
+    return [request.prompt[-1], STOP]
+
+
+async def at_once() -> None:
+    """The pause before a token of an engine that is in no hurry and never waits."""
+    await asyncio.sleep(0)
+
+
+@dataclass
+class Event:
+    """Something that an engine was asked to do."""
+
+    name: str
+    """Of the node."""
+    kind: Literal["load", "generate"]
+    version: int
+    state: bytes
+    """Digest of what was loaded, computed here."""
+
+
+@dataclass
+class Fakes:
+    """What all fakes of a swarm share."""
+
+    reply: Reply = now_and_then
+    pause: Callable[[], Awaitable[None]] = at_once
+    words: int = 0
+    """More bf16 elements of the policy, so that weights weigh something."""
+    events: list[Event] = field(default_factory=list[Event])
+
+    def loads(self, name: str) -> list[Event]:
+        """What one node's engine was given, in order."""
+        return [event for event in self.events if (event.name, event.kind) == (name, "load")]
+
+
+class WitnessEngine:
+    """An Engine that draws token by token and notes what it is asked."""
+
+    def __init__(self, fakes: Fakes, name: str, pause: Callable[[], Awaitable[None]] | None = None):
+        self._fakes = fakes
+        self._name = name
+        self._pause = pause or fakes.pause
+        self._version = -1
+        self._state = b""
+        self.waiting = 0
+        """Completions under way."""
+
+    @property
+    def policy_version(self) -> int:
+        """See Engine."""
+        return self._version
+
+    async def start(self, model_dir: Path) -> None:
+        """See Engine."""
+
+    async def load(self, version: int, state: State) -> None:
+        """See Engine."""
+        self._version, self._state = version, state_digest(digests(state))
+        self._note("load")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine. A load in the middle shows from the next token on."""
+        self._note("generate")
+        if self._version < 0:
+            raise EngineError("the engine holds no weights: load a policy version first")
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        self.waiting += 1
+        try:
+            for token in self._fakes.reply(request):
+                await self._pause()
+                before = (*request.prompt, *tokens)
+                versions.append(self._version)
+                logprobs.append(
+                    told(self._state, self._version, request.temperature, before, token)
+                )
+                tokens.append(token)
+        finally:
+            self.waiting -= 1
+        finish = "stop" if tokens[-1] in request.stop_token_ids else "length"
+        return Completion(tokens, logprobs, finish, versions[0], versions[-1])
+
+    async def close(self) -> None:
+        """See Engine."""
+        self._version = -1
+
+    def _note(self, kind: Literal["load", "generate"]) -> None:
+        self._fakes.events.append(Event(self._name, kind, self._version, self._state))
+
+
+class WitnessScorer:
+    """A Scorer of what WitnessEngine draws."""
+
+    async def start(self, model_dir: Path) -> None:
+        """See Scorer."""
+
+    async def logprobs(
+        self, state: State, sequences: Sequence[Sequence[int]], temperature: float, *, key: int
+    ) -> list[list[float]]:
+        """See Scorer."""
+        name = state_digest(digests(state))
+        return [
+            [0.0, *(told(name, key, temperature, s[:i], s[i]) for i in range(1, len(s)))]
+            for s in map(list, sequences)
+        ]
+
+    async def close(self) -> None:
+        """See Scorer."""
+
+
+class WitnessBackend(CountingBackend):
+    """A CountingBackend with `words` more elements, all of which change at every step."""
+
+    def __init__(self, *, words: int = 0) -> None:
+        super().__init__()
+        self._words = words
+
+    async def state(self) -> State:
+        """The policy."""
+        state = dict(await super().state())
+        if self._words:
+            seed = int.from_bytes(state["history.weight"].data.tobytes(), "little")
+            bits = np.random.default_rng(seed).integers(0, 2**16, self._words, dtype="<u2")
+            state["more.weight"] = Tensor("BF16", (self._words,), bits)
+        return state
+
+
+def trained_ages(batch: Batch) -> set[int]:
+    """How many versions old the tokens of a batch were when they were trained, by their own witness."""
+    return {
+        batch.step - 1 - version_told(logprob)
+        for sample in batch.samples
+        for flag, logprob in zip(sample.mask, sample.logprobs, strict=True)
+        if flag
+    }
