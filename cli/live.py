@@ -21,7 +21,7 @@ from rich.table import Table
 from ..node.control import PeerRow, Status
 from ..node.watch import NodeState, View
 from .screen import console
-from .tables import duration, number, rejected, rewards, size, sources, sparkline, version
+from .tables import duration, number, rejected, rewards, size, sparkline, version
 
 PLAIN_EVERY_S = 2.0
 TRAINER = "trainer"
@@ -124,7 +124,7 @@ def screen_of(title: str, nodes: Mapping[str, NodeState], elapsed_s: float, widt
     trainer = nodes.get(TRAINER)
     status = trainer.status if trainer else None
     parts: list[Any] = [_progress(status, width), ""]
-    parts.append(_nodes_table(nodes, status))
+    parts.append(_nodes_table(nodes, status, width))
     outsiders = _outsiders(nodes, trainer.peers if trainer else [])
     if outsiders:
         parts.extend(["", f"joined from elsewhere: {', '.join(outsiders)}"])
@@ -152,36 +152,52 @@ def _progress(status: Status | None, width: int) -> Any:
     return grid
 
 
-def _nodes_table(nodes: Mapping[str, NodeState], trainer: Status | None) -> Table:
+COLUMNS = ("NODE", "ID", "PHASE", "PATH", "VER", "LAG", "OK/REJ", "SENT", "RECV", "CHUNKS")
+WIDE_ONLY = ("ID", "PATH", "SENT", "RECV")
+"""Left out where a terminal has less than WIDE columns."""
+WIDE = 100
+
+
+def _nodes_table(nodes: Mapping[str, NodeState], trainer: Status | None, width: int) -> Table:
+    shown = [name for name in COLUMNS if width >= WIDE or name not in WIDE_ONLY]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("NODE", "ID", "PHASE", "PATH", "VER", "LAG", "OK/REJ", "SENT", "RECV"):
+    for name in shown:
         table.add_column(name, no_wrap=True)
-    table.add_column("CHUNKS FROM")
     newest = trainer.version if trainer else -1
     rows = {row.short: row for row in nodes[TRAINER].peers} if TRAINER in nodes else {}
     for state in nodes.values():
-        table.add_row(*_node_cells(state, newest, rows))
+        cells = _node_cells(state, newest, rows)
+        table.add_row(*(escape(cells.get(name, "-")) for name in shown))
     return table
 
 
-def _node_cells(state: NodeState, newest: int, rows: Mapping[str, PeerRow]) -> tuple[str, ...]:
+def _node_cells(state: NodeState, newest: int, rows: Mapping[str, PeerRow]) -> dict[str, str]:
     status = state.status
     if status is None:
-        return (escape(state.name), "-", escape(state.note), *("-",) * 7)
+        return {"NODE": state.name, "PHASE": state.note}
+    cells = {
+        "NODE": state.name,
+        "ID": status.short,
+        "PHASE": status.phase if state.note == "running" else state.note,
+        "VER": version(status.version),
+        "LAG": str(max(0, newest - status.version)) if status.version >= 0 else "-",
+        "SENT": size(status.bytes_sent),
+        "RECV": size(status.bytes_received),
+        "CHUNKS": _chunks(status),
+    }
     row = rows.get(status.short)
-    lag = str(max(0, newest - status.version)) if status.version >= 0 else "-"
-    return (
-        escape(state.name),
-        status.short,
-        escape(status.phase if state.note == "running" else state.note),
-        escape(row.path) if row else "-",
-        version(status.version),
-        lag,
-        f"{row.accepted}/{row.rejected}" if row else "-",
-        size(status.bytes_sent),
-        size(status.bytes_received),
-        escape(sources(status.chunk_bytes_by_source)) or "-",
-    )
+    if row is not None:
+        cells |= {"PATH": row.path, "OK/REJ": f"{row.accepted}/{row.rejected}"}
+    return cells
+
+
+def _chunks(status: Status) -> str:
+    """How much weight data came, and which part of it from other workers."""
+    total = sum(status.chunk_bytes_by_source.values())
+    if not total:
+        return "-"
+    own = status.chunk_bytes_by_source.get(TRAINER, 0)
+    return f"{size(total)}, {1 - own / total:.0%} from peers"
 
 
 def _outsiders(nodes: Mapping[str, NodeState], peers: list[PeerRow]) -> list[str]:

@@ -72,7 +72,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         lines.append(("step", f"{status.step} of {status.max_steps}"))
         lines.append(("reward", f"{number(status.reward)}  {sparkline(rewards(status), 40)}"))
         lines.append(("staleness", number(status.staleness)))
-    lines.append(("policy", f"version {version(status.version)}, {_lag(status)}"))
+    lines.append(("policy", _policy(status)))
     lines.append(("leases", f"{status.leases}, {status.waiting_groups} groups waiting"))
     lines.append(("rollouts", f"{status.accepted} accepted, {rejected(status.rejected)}"))
     lines.append(
@@ -86,9 +86,12 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
     return lines
 
 
-def _lag(status: Status) -> str:
+def _policy(status: Status) -> str:
+    if status.newest_version < 0:
+        return "none yet"
     behind = status.newest_version - status.version
-    return "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
+    lag = "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
+    return f"version {version(status.version)}, {lag}"
 
 
 def rewards(status: Status) -> list[float]:

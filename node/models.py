@@ -6,6 +6,7 @@ remote code is off everywhere and weights are read from safetensors only.
 
 import logging
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def _transformers() -> Any:
 def hide_if_broken(name: str) -> None:
     """Make a module that is installed but cannot be imported look absent."""
     try:
-        __import__(name)
+        import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name:
             return  # absent, which is fine

@@ -15,7 +15,7 @@ from ..protocol.version import MIB
 from . import rundir, summary
 from .config import RunConfig, WarmupConfig
 from .control import PeerRow, Status
-from .daemon import Node
+from .serving import Node
 from .engines.scorer import Scorer
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import UsageError
@@ -26,6 +26,7 @@ from .proofs.verifier import Verifier
 from .roles.desk import LeaseDesk
 from .roles.evaluation import EvalResult, Evaluator
 from .roles.publisher import Publisher
+from .roles.terms import LEASES_PER_BOOT, current_term
 from .roles.trainer import TrainerRole
 from .rows import peer_rows, total_bytes
 from .stack import Stack, open_stack
@@ -65,6 +66,7 @@ class TrainerNode(Node):
         self._parts = parts or Parts()
         self._ticket = ""
         self._clock = PhaseClock()
+        self._boot = 0
         self._stack: Stack | None = None
         self._desk: LeaseDesk | None = None
         self._role: TrainerRole | None = None
@@ -200,7 +202,7 @@ class TrainerNode(Node):
         scorer: Scorer,
     ) -> tuple[TrainerRole, Publisher, LeaseDesk]:
         config, rollouts = self._config, self._config.rollouts
-        boot = stack.ledger.count_boot()
+        boot = self._boot = stack.ledger.count_boot()
         arrivals: asyncio.Queue[Arrived] = asyncio.Queue(INBOX)
         publisher = Publisher(
             key=self.key,
@@ -216,14 +218,14 @@ class TrainerNode(Node):
             key=self.key,
             run_id=documents.run_id,
             sealed_manifest=documents.sealed,
-            book=LeaseBook(self._lease_policy(), next_lease=boot << 32),
+            book=LeaseBook(self._lease_policy(), next_lease=boot << LEASES_PER_BOOT),
             boot=boot,
             ledger=stack.ledger,
             peers=stack.peers,
             heads=stack.head_server,
             task_digest=lambda index: environment.task(index).digest,
             capacity=lambda: role.capacity(),
-            version=lambda: publisher.version,
+            order=lambda: publisher.order,
             arrivals=arrivals,
         )
         verifier = Verifier(
@@ -285,6 +287,7 @@ class TrainerNode(Node):
             await backend.load(role.checkpoints.backend_directory(step))
             await role.restore(parts)
             await publisher.resume(step, await backend.state())
+            role.term = current_term(ledger, publisher.order, self._boot)
             logger.info("resumed at step %d", step)
             return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
         if self._config.warmup is not None:

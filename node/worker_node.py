@@ -17,7 +17,7 @@ from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
 from . import rundir
 from .config import EnvironmentConfig, JoinConfig
 from .control import PeerRow, Status
-from .daemon import Node
+from .serving import Node
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import NodeError, TicketError, UsageError
@@ -193,6 +193,8 @@ class WorkerNode(Node):
             trainer=run.trainer,
             upstreams=lambda: role.upstreams,
             keep_chunks=stack.keep_chunks,
+            peers=stack.peers,
+            on_fraud=stack.fraud.put_nowait,
         )
         role = InferenceRole(
             key=self.key,

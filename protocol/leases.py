@@ -24,7 +24,7 @@ class TaskRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     digest: Digest
 
 
-class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What one node is asked to generate; sealed by the trainer to that node."""
 
     lease_id: Version
@@ -37,6 +37,8 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline: Annotated[float, msgspec.Meta(ge=0)]
     """Unix seconds."""
     max_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+    term: Version = 0
+    """Term of min_version: a version of a term that was left is another policy of the same number."""
 
 
 def sample_seed(
@@ -115,6 +117,7 @@ class LeaseBook:
         digest_of: Callable[[int], bytes],
         seed: bytes,
         now: float,
+        term: int = 0,
     ) -> Lease | None:
         """The next lease for `node`, or None when it holds enough or the system does."""
         mine = sum(1 for held in self.held.values() if held.node == node)
@@ -131,6 +134,7 @@ class LeaseBook:
             min_version=version,
             deadline=now + self.policy.timeout_s,
             max_bytes=self.policy.max_bytes,
+            term=term,
         )
         self._take(size)
         self.next_lease += 1

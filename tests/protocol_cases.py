@@ -215,7 +215,7 @@ def sealed(purpose: Purpose) -> bytes:
 
 SEALED_RECORD = sealed(Purpose.PEER)
 NOTICE = m.HeadNotice(sealed_head(head(0)), encode(POLICY_MANIFEST))
-STATS = m.WorkerStats(3, 0.5, {"trainer": 1000, "aabbccddee": 2**40})
+STATS = m.WorkerStats(3, 0.5, 0.25, chunk_bytes={"trainer": 1000, "aabbccddee": 2**40})
 
 MESSAGES: tuple[m.Message, ...] = (
     m.Hello(1, "inference", "0.1.0", sealed(Purpose.TICKET), SEALED_RECORD),

@@ -43,6 +43,7 @@ RUN = "r"
 CONFIG: dict[str, Any] = {
     "name": RUN,
     "max_steps": 3,
+    "fsync": False,
     "network": {"libp2p": False, "connect_timeout_s": 2.0},
     "environment": {"id": "counting"},
     "sampling": {"max_tokens": 4},
@@ -84,6 +85,15 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         nested = isinstance(inner, dict) and isinstance(value, dict)
         result[name] = merged(inner, value) if nested else value
     return result
+
+
+async def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
+    """Wait for something that a test can see."""
+    async with asyncio.timeout(timeout):
+        while True:
+            if true():
+                return
+            await asyncio.sleep(0.01)
 
 
 def shaky(seed: int, longest_s: float) -> Callable[[bytes, bytes], Awaitable[None]]:
@@ -138,6 +148,7 @@ class Swarm:
         network: MemoryNetwork | None = None,
         fakes: Fakes | None = None,
         gossip: bool = False,
+        at_home: bool = True,
         trainer_ledger: Callable[[Path], Ledger] = Ledger,
         **overrides: Any,
     ) -> None:
@@ -145,15 +156,14 @@ class Swarm:
         self.network = network or MemoryNetwork()
         self.fakes = fakes or Fakes()
         self.gossip = gossip
+        self._at_home = at_home
         self.ticket = ""
         self.workers: dict[str, Running] = {}
         self.backends: list[WitnessBackend] = []
         """One for every start of the trainer."""
         self.settings = merged(CONFIG, overrides) | {"output_dir": directory}
         self.settings["model"] = {"name": str(model)}
-        self.trainer = Running(
-            SecretKey.from_seed(bytes(31) + b"t"), directory / RUN / "trainer"
-        )
+        self.trainer = Running(SecretKey.from_seed(bytes(31) + b"t"), directory / RUN / "trainer")
         self._trainer_ledger = trainer_ledger
         self._ticketed = asyncio.Event()
 
@@ -229,10 +239,12 @@ class Swarm:
     async def wait_step(self, step: int, timeout: float = 15.0) -> None:
         """Wait until the trainer has published version `step`; raises what ends the trainer instead."""
         async with asyncio.timeout(timeout):
-            while (await self.trainer.status())["version"] < step:
+            while True:
                 assert self.trainer.task is not None
                 if self.trainer.task.done():
-                    self.trainer.task.result()
+                    return self.trainer.task.result()
+                if (await self.trainer.status())["version"] >= step:
+                    return
                 await asyncio.sleep(0.02)
 
     async def finished(self, timeout: float = 20.0) -> dict[str, Any]:
@@ -272,7 +284,7 @@ class Swarm:
         seed = name.encode().rjust(32, b"\x00")
         worker = known or Running(SecretKey.from_seed(seed), self.directory / name)
         worker.engine = engine or WitnessEngine(self.fakes, name)
-        base = {"ticket": self.ticket, "network": CONFIG["network"]}
+        base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False}
         config = JoinConfig.model_validate(merged(base, overrides))
         parts = self._parts(worker, 0, ledger)
         node = WorkerNode(config, worker.key, worker.data_dir, parts)
@@ -335,6 +347,8 @@ class Swarm:
 
     async def _transport(self, network: NetworkConfig, key: SecretKey, port: int) -> Transport:
         """A node that starts again has the address that it had before, like one on a fixed port."""
+        if not self._at_home:
+            return self.network.transport(key.node_id)
         return at_home(self.network, key.node_id)
 
     async def _discovery(

@@ -24,7 +24,9 @@ from primerl.node.weights.state import State, Tensor, digests, state_digest
 Reply = Callable[[GenerateRequest], Sequence[int]]
 
 
-def told(state: bytes, version: int, temperature: float, before: Sequence[int], token: int) -> float:
+def told(
+    state: bytes, version: int, temperature: float, before: Sequence[int], token: int
+) -> float:
     """The logprob of `token` after `before` under the state of that digest: -(version + 1) and a fraction."""
     name = derive("witness", state, repr((version, temperature, *before, token)).encode())
     return -(version + 1.0) - name[0] / 512
@@ -61,6 +63,8 @@ class Event:
     version: int
     state: bytes
     """Digest of what was loaded, computed here."""
+    prompt: tuple[int, ...] = ()
+    """What a completion was asked for."""
 
 
 @dataclass
@@ -76,6 +80,10 @@ class Fakes:
     def loads(self, name: str) -> list[Event]:
         """What one node's engine was given, in order."""
         return [event for event in self.events if (event.name, event.kind) == (name, "load")]
+
+    def prompts(self, name: str) -> set[tuple[int, ...]]:
+        """What one node's engine was asked."""
+        return {event.prompt for event in self.events if event.name == name and event.prompt}
 
 
 class WitnessEngine:
@@ -105,7 +113,7 @@ class WitnessEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine. A load in the middle shows from the next token on."""
-        self._note("generate")
+        self._note("generate", request.prompt)
         if self._version < 0:
             raise EngineError("the engine holds no weights: load a policy version first")
         tokens: list[int] = []
@@ -130,8 +138,8 @@ class WitnessEngine:
         """See Engine."""
         self._version = -1
 
-    def _note(self, kind: Literal["load", "generate"]) -> None:
-        self._fakes.events.append(Event(self._name, kind, self._version, self._state))
+    def _note(self, kind: Literal["load", "generate"], prompt: tuple[int, ...] = ()) -> None:
+        self._fakes.events.append(Event(self._name, kind, self._version, self._state, prompt))
 
 
 class WitnessScorer:

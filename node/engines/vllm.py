@@ -26,9 +26,9 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import EngineConfig
 from ..errors import EngineError, StorageError, UsageError
@@ -48,7 +48,10 @@ from .vllm_options import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 UNSTARTED = "is not started: call start() first"
+STARTING = "is starting: wait for start()"
 LOAD_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 10.0
 _START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
@@ -66,7 +69,7 @@ class VllmEngine:
         self._vocab_size = 0
         self._pids: list[int] = []
         self._history: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED_VERSIONS)
-        self._pending: set[asyncio.Task[Completion]] = set()
+        self._pending: set[asyncio.Task[Any]] = set()
         self._loading = asyncio.Lock()
         self._serial = itertools.count()
         self._fault = UNSTARTED
@@ -83,7 +86,7 @@ class VllmEngine:
         """
         if self._fault is not UNSTARTED:
             raise EngineError("the vLLM engine was started before: make a new one")
-        self._fault = "is starting: await start()"
+        self._fault = STARTING
         started = time.monotonic()
         shape = read_shape(model_dir)
         # In a thread, because it takes many seconds; kept, so that close() can wait for it and end
@@ -95,9 +98,11 @@ class VllmEngine:
             raise EngineError(
                 f"vLLM did not start on {model_dir} ({_line(error)}): see its log lines above"
             ) from error
+        if self._fault is not STARTING:
+            raise EngineError(f"the vLLM engine {self._fault}")
         self._vocab_size = int(shape["vocab_size"])
-        self._fault = ""
         self._pids = await self._rpc("primerl_attach", os.getpid())
+        self._fault = ""
         logger.info("vLLM started in %.1f s", time.monotonic() - started)
 
     async def load(self, version: int, state: State) -> None:
@@ -107,14 +112,7 @@ class VllmEngine:
         draw after the same tokens. Raises EngineError: for a state that does not fit, the old
         weights stay; for anything else, the engine is unusable.
         """
-        self._require_alive()
-        async with self._loading, _deadline(LOAD_TIMEOUT_S, "replacing vLLM's weights"):
-            async with _shared_file(state) as path:
-                await self._check(path)
-                started = time.monotonic()
-                async with self._paused():
-                    await self._replace(version, path)
-        logger.info("policy %d loaded, paused for %.3f s", version, time.monotonic() - started)
+        await self._owned(self._load(version, state))
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; see the seam. Raises EngineError."""
@@ -126,25 +124,15 @@ class VllmEngine:
             raise EngineError(
                 f"temperature is {request.temperature}: vLLM's least is {MIN_TEMPERATURE}"
             )
-        # a task of its own, so that close() can end it without cancelling our caller
-        task = asyncio.create_task(self._complete(request))
-        self._pending.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if self._fault and task.cancelled():
-                raise EngineError(f"the vLLM engine {self._fault}") from None
-            raise
-        finally:
-            self._pending.discard(task)
+        return await self._owned(self._complete(request))
 
     async def close(self) -> None:
         """End the engine process, by force if need be; pending generate() calls raise EngineError."""
         self._fault = "was closed: start another"
-        pending = list(self._pending)
-        for task in pending:
+        for task in self._pending:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        if self._pending:
+            await asyncio.wait(self._pending, timeout=CLOSE_TIMEOUT_S)
         if self._building is None:
             return
         with contextlib.suppress(*_START_FAULTS, EngineError, UsageError):
@@ -174,7 +162,30 @@ class VllmEngine:
         # kept here and not in the thread's result, which would outlive close()
         self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
 
+    async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` in a task of its own, so that close() can end it without cancelling its caller."""
+        task = asyncio.create_task(work)
+        self._pending.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._fault and task.cancelled() and not _cancelling():
+                raise EngineError(f"the vLLM engine {self._fault}") from None
+            raise
+        finally:
+            self._pending.discard(task)
+
     # -- loading -----------------------------------------------------------------------------------
+
+    async def _load(self, version: int, state: State) -> None:
+        async with self._loading, _deadline(LOAD_TIMEOUT_S, "replacing vLLM's weights"):
+            self._require_alive()
+            async with _shared_file(state) as path:
+                await self._check(path)
+                started = time.monotonic()
+                async with self._paused():
+                    await self._replace(version, path)
+        logger.info("policy %d loaded, paused for %.3f s", version, time.monotonic() - started)
 
     async def _check(self, path: str) -> None:
         faults = [fault for fault in await self._rpc("primerl_check", path) if fault]
@@ -365,6 +376,12 @@ async def _deadline(seconds: float, what: str) -> AsyncGenerator[None]:
             yield
     except TimeoutError as error:
         raise EngineError(f"{what} took more than {seconds:.0f} s: restart the engine") from error
+
+
+def _cancelling() -> bool:
+    """Whether the running task itself was cancelled, and not only what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _line(error: BaseException) -> str:

@@ -9,7 +9,8 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 PARALLEL_CHUNKS = 8
 PEER_WAIT_MS = 2_000
 """How long a peer may let us wait for a chunk that it is fetching itself."""
+UNHEARD_S = 0.25
+"""How long one waits with us for a chunk that we do not fetch: its head may be on its way to us. We will
+never have, say, an old anchor if we followed by deltas, and whoever waits for it loses that time."""
 ROUNDS = 4
 MIN_RATE = 64 * 1024
 """Bytes per second below which a source is given up: a deadline for every size."""
@@ -42,6 +46,23 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._events: dict[bytes, asyncio.Event] = {}
+        self._waiting: Counter[asyncio.Event] = Counter()
+        self._expected: Counter[bytes] = Counter()
+
+    def expected(self, name: bytes) -> bool:
+        """Whether we are fetching this chunk ourselves."""
+        return self._expected[name] > 0
+
+    @contextmanager
+    def expecting(self, name: bytes) -> Generator[None]:
+        """While we fetch a chunk."""
+        self._expected[name] += 1
+        try:
+            yield
+        finally:
+            self._expected[name] -= 1
+            if not self._expected[name]:
+                del self._expected[name]
 
     def arrived(self, name: bytes) -> None:
         """Wake all who wait for this chunk."""
@@ -52,11 +73,18 @@ class Arrivals:
     async def wait(self, name: bytes, timeout: float) -> None:
         """Wait for a chunk; returns silently at the timeout."""
         event = self._events.setdefault(name, asyncio.Event())
+        self._waiting[event] += 1
         try:
             async with asyncio.timeout(timeout):
                 await event.wait()
         except TimeoutError:
-            self._events.pop(name, None)
+            pass  # the caller looks for itself
+        finally:
+            self._waiting[event] -= 1
+            if not self._waiting[event]:
+                del self._waiting[event]
+                if self._events.get(name) is event:
+                    del self._events[name]
 
 
 class BlobServer:
@@ -73,10 +101,7 @@ class BlobServer:
         """Answer one request (a router handler)."""
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             request = await receive(stream, BlobRequest)
-        data = await asyncio.to_thread(self._store.get, request.digest)
-        if data is None and request.wait_ms:
-            await self._arrivals.wait(request.digest, request.wait_ms / 1000)
-            data = await asyncio.to_thread(self._store.get, request.digest)
+        data = await self._find(request.digest, request.wait_ms / 1000)
         if data is None:
             raise RemoteProtocolError(Reason.NOT_FOUND, short(request.digest))
         await self._pacer.pace(len(data))
@@ -85,6 +110,17 @@ class BlobServer:
             await stream.write(data)
             await stream.finish()
         self.served[peer] += len(data)
+
+    async def _find(self, name: bytes, patience: float) -> bytes | None:
+        """A chunk that we hold, that we are fetching, or that we will hear of in a moment."""
+        data = await asyncio.to_thread(self._store.get, name)
+        if data is None and patience > 0:
+            await self._arrivals.wait(name, min(patience, UNHEARD_S))
+            data = await asyncio.to_thread(self._store.get, name)
+        if data is None and patience > UNHEARD_S and self._arrivals.expected(name):
+            await self._arrivals.wait(name, patience - UNHEARD_S)
+            data = await asyncio.to_thread(self._store.get, name)
+        return data
 
 
 class BlobFetcher:
@@ -108,10 +144,14 @@ class BlobFetcher:
         Raises:
             NetworkError: some chunk could not be had from anybody.
         """
-        brought = [self._bring(chunk, upstreams, origin) for chunk in chunks]
+        brought = [self._expect(chunk, upstreams, origin) for chunk in chunks]
         for outcome in await asyncio.gather(*brought, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
+
+    async def _expect(self, chunk: ChunkRef, upstreams: Sequence[bytes], origin: bytes) -> None:
+        with self._arrivals.expecting(chunk.digest):
+            await self._bring(chunk, upstreams, origin)
 
     async def _bring(self, chunk: ChunkRef, upstreams: Sequence[bytes], origin: bytes) -> None:
         async with self._slots:

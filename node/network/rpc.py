@@ -4,6 +4,7 @@ A peer's refusal arrives as Refused with its reason; whatever breaks the protoco
 """
 
 import asyncio
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -61,8 +62,9 @@ async def ask(connection: Connection, request: Message, kind: type[T], *, deadli
     try:
         async with asyncio.timeout(deadline):
             stream = await connection.open_stream()
-            await send(stream, request)
-            await stream.finish()
+            with suppress(StreamClosed):  # refused before it was read: the reply says why
+                await send(stream, request)
+                await stream.finish()
             return await receive_reply(stream, kind)
     except TimeoutError as error:
         raise TooSlow(f"no reply to {type(request).__name__} in {deadline:.1f} s") from error

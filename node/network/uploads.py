@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ...crypto.hashing import digest
@@ -11,7 +12,7 @@ from ...protocol.messages import SubmitFrom, SubmitOffer, Submitted
 from ...protocol.version import ALPN_CONTROL, MAX_SUBMISSION
 from .links import Links
 from .rpc import TooSlow, receive_reply, send
-from .transport import Stream, TransportError
+from .transport import Stream, StreamClosed, TransportError
 
 PIECE_BYTES = 256 * 1024
 MIN_RATE = 32 * 1024
@@ -38,8 +39,9 @@ async def upload(
             if isinstance(reply, SubmitFrom):
                 for start in range(reply.offset, len(sealed), PIECE_BYTES):
                     await stream.write(sealed[start : start + PIECE_BYTES])
+                with suppress(StreamClosed):  # it has read all and may be gone: its reply counts
+                    await stream.finish()
                 reply = await receive_reply(stream, Submitted)
-            await stream.finish()
             return reply.receipt
     except TimeoutError as error:
         raise TooSlow("the trainer did not take the submission in time") from error
@@ -62,7 +64,9 @@ class Partial:
 class UploadReceiver:
     """The trainer's end: collects the bytes, bounded per peer, and lets broken uploads resume."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, grace_s: float = GRACE_S) -> None:
+        """`grace_s` is how long an upload may take beyond what MIN_RATE allows for its size."""
+        self._grace_s = grace_s
         self._partials: dict[tuple[bytes, bytes], Partial] = {}
 
     async def repeat(self, stream: Stream, receipt: bytes) -> None:
@@ -102,7 +106,7 @@ class UploadReceiver:
         await stream.finish()
 
     async def _fill(self, stream: Stream, partial: Partial, size: int) -> None:
-        async with asyncio.timeout(GRACE_S + size / MIN_RATE):
+        async with asyncio.timeout(self._grace_s + size / MIN_RATE):
             await send(stream, SubmitFrom(len(partial.data)))
             while len(partial.data) < size:
                 piece = min(PIECE_BYTES, size - len(partial.data))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ...crypto.hashing import short
-from ...protocol.errors import RemoteProtocolError
+from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import Artifact, ChunkRef
 from ...protocol.messages import GetHeads, Heads
 from ...protocol.trust import AdmittedHead
@@ -21,10 +21,11 @@ from ..ledger import Ledger
 from ..network.blobs import BlobFetcher
 from ..network.heads import HeadBook
 from ..network.links import Links
+from ..network.peers import PeerTable
 from ..network.rpc import Refused
 from ..network.transport import TransportError
 from ..store import Store
-from ..weights.chain import Chain, NoPath
+from ..weights.chain import NOTHING, Chain, NoPath
 from ..weights.errors import WeightsError
 from ..weights.mirror import Mirror
 
@@ -53,6 +54,8 @@ class CatchUp:
         trainer: bytes,
         upstreams: Callable[[], Sequence[bytes]],
         keep_chunks: set[bytes],
+        peers: PeerTable,
+        on_fraud: Callable[[RemoteProtocolError], None],
     ) -> None:
         self._book = book
         self._links = links
@@ -64,16 +67,19 @@ class CatchUp:
         self._trainer = trainer
         self._upstreams = upstreams
         self._keep_chunks = keep_chunks
+        self._peers = peers
+        self._on_fraud = on_fraud
         self._chain = Chain()
         self._term = 0
         self._mirror = Mirror()
+        self._order = (0, NOTHING)
         self._loaded = asyncio.Condition()
         self.versions_loaded = 0
 
     @property
     def version(self) -> int:
-        """The version that is loaded; -1 before the first."""
-        return self._mirror.policy.version
+        """The version that the engine holds; -1 before the first."""
+        return self._order[1]
 
     @property
     def state_digest(self) -> bytes:
@@ -102,11 +108,11 @@ class CatchUp:
                 logger.error("version %d cannot be kept: %s", head.head.version, error)
                 await asyncio.sleep(5.0)
 
-    async def wait_version(self, version: int, timeout: float) -> bool:
-        """Wait until `version` or a newer one is loaded."""
+    async def wait_order(self, order: tuple[int, int], timeout: float) -> bool:
+        """Wait until the engine holds the (term, version) `order` or a newer one."""
         try:
             async with asyncio.timeout(timeout), self._loaded:
-                await self._loaded.wait_for(lambda: self.version >= version)
+                await self._loaded.wait_for(lambda: self._order >= order)
         except TimeoutError:
             return False
         return True
@@ -122,6 +128,7 @@ class CatchUp:
             await self._apply(version, artifact)
         policy = self._mirror.policy
         await self._engine.load(policy.version, policy.state)
+        self._order = head.order
         self._book.trusted.commit(head)
         term, version = head.order
         self._ledger.set(COMMITTED, term.to_bytes(8, "big") + version.to_bytes(8, "big"))
@@ -153,29 +160,35 @@ class CatchUp:
             yield data
 
     async def _plan(self, head: AdmittedHead) -> list[tuple[int, Artifact]]:
-        """The cheapest way to `head`; asks for older manifests if those at hand do not lead there."""
-        await self._learn_manifests()
-        held = self._mirror.policy
-        try:
-            return self._chain.plan(held.version, held.digest, head.head.version)
-        except NoPath:
-            await self._ask_heads(held.version)
-            await self._learn_manifests()
-        try:
-            return self._chain.plan(held.version, held.digest, head.head.version)
-        except NoPath:
-            await self._ask_heads(-1)
-            await self._learn_manifests()
-            return self._chain.plan(held.version, held.digest, head.head.version)
+        """The cheapest way to `head`; while what is at hand leads nowhere, asks one source after the other.
 
-    async def _ask_heads(self, after: int) -> None:
-        """Fetch the heads after a version from a neighbour that has them, the trainer last."""
-        for source in [*self._upstreams(), self._trainer]:
+        A source that answers with nothing, or with lies, must not keep us from asking the next.
+        """
+        held = self._mirror.policy
+        sources = [*self._upstreams(), self._trainer]
+        afters = dict.fromkeys((held.version, NOTHING))
+        questions = iter([(source, after) for after in afters for source in sources])
+        while True:
+            await self._learn_manifests()
             try:
-                await self._ask_heads_of(source, after)
-                return
-            except (TransportError, Refused) as error:
-                logger.debug("no heads from %s: %s", short(source), error)
+                return self._chain.plan(held.version, held.digest, head.head.version)
+            except NoPath:
+                question = next(questions, None)
+                if question is None:
+                    raise
+            await self._ask_heads(*question)
+
+    async def _ask_heads(self, source: bytes, after: int) -> None:
+        """Learn the heads after a version from one node, as far as it tells them."""
+        try:
+            await self._ask_heads_of(source, after)
+        except (TransportError, Refused) as error:
+            logger.debug("no heads from %s: %s", short(source), error)
+        except RemoteProtocolError as error:
+            if error.reason == Reason.EQUIVOCATION:
+                self._on_fraud(error)
+            logger.warning("bad heads from %s: %s", short(source), error)
+            self._peers.blame(source, error.reason)
 
     async def _ask_heads_of(self, source: bytes, after: int) -> None:
         newest = self._book.order()[1]

@@ -43,6 +43,7 @@ from ..network.peers import PeerTable
 from ..network.rpc import receive, send
 from ..network.transport import Stream
 from ..network.uploads import UploadReceiver
+from .terms import LEASES_PER_BOOT
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class LeaseDesk:
         heads: HeadServer,
         task_digest: Callable[[int], bytes],
         capacity: Callable[[], int],
-        version: Callable[[], int],
+        order: Callable[[], tuple[int, int]],
         arrivals: "asyncio.Queue[Arrived]",
     ) -> None:
         self._key = key
@@ -97,7 +98,7 @@ class LeaseDesk:
         self._heads = heads
         self._task_digest = task_digest
         self._capacity = capacity
-        self._version = version
+        self._order = order
         self._arrivals = arrivals
         self._uploads = UploadReceiver()
         self._work = asyncio.Condition()
@@ -193,10 +194,12 @@ class LeaseDesk:
 
     def _grant(self, peer: bytes, wanted: int) -> list[bytes]:
         sealed: list[bytes] = []
-        while len(sealed) < wanted and self._version() >= 0:
+        term, version = self._order()
+        while len(sealed) < wanted and version >= 0:
             lease = self.book.grant(
                 peer,
-                version=self._version(),
+                version=version,
+                term=term,
                 capacity=self._capacity(),
                 digest_of=self._task_digest,
                 seed=secrets.token_bytes(32),
@@ -240,7 +243,7 @@ class LeaseDesk:
         if self._ledger.lease_done(offer.lease_id):
             raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {offer.lease_id} was answered")
         held = self.book.held.get(offer.lease_id)
-        if held is None and offer.lease_id >> 32 == self._boot:
+        if held is None and offer.lease_id >> LEASES_PER_BOOT == self._boot:
             raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {offer.lease_id} is not out")
         limit = self.book.policy.max_bytes
 

@@ -220,7 +220,8 @@ class InferenceRole:
         """Do one lease; a lease that cannot be done in time is left to expire."""
         try:
             async with asyncio.timeout(max(0.0, lease.deadline - time.time())):
-                if not await self._catchup.wait_version(lease.min_version, VERSION_WAIT_S):
+                order = (lease.term, lease.min_version)
+                if not await self._catchup.wait_order(order, VERSION_WAIT_S):
                     return
                 with self._clock.generating():
                     groups = await asyncio.gather(

@@ -73,6 +73,11 @@ class Publisher:
         """The newest published version; -1 before the first."""
         return self._policy.version
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """(term, version) of the newest published head; the version is -1 before the first."""
+        return (self._term, self._policy.version)
+
     async def resume(self, version: int, state: State) -> None:
         """Go on from a checkpoint: in the same term if the last head is this one, else in a new term."""
         policy = await asyncio.to_thread(prove, version, state)

@@ -31,6 +31,7 @@ from ..training.buffer import BufferSnapshot, Group, RolloutBuffer
 from ..training.checkpoints import Checkpoints
 from .desk import LeaseDesk, open_lease
 from .publisher import Publisher
+from .terms import Term
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class TrainerRole:
         self._verifying = 0
         self._verified_up_to = 0
         self._empty = 0
+        self.term = Term()
         self.training = False
         self.progress = Progress()
 
@@ -348,6 +350,9 @@ class TrainerRole:
 
     async def _verify(self, arrived: Arrived) -> Verified:
         submission, lease = self._open(arrived)
+        if self.term.voids(submission, lease):
+            error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
+            return refuse_all(arrived, len(lease.tasks) * lease.group_size, error)
         reputation = self._desk.reputation(arrived.node)
         seasoned = reputation.good >= FULL_AUDIT_BELOW and reputation.trust > 0.9
         fraction = self._config.verification.logprob_fraction if seasoned else 1.0

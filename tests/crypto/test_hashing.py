@@ -19,9 +19,7 @@ PARTS = st.lists(st.binary(max_size=12), max_size=4)
 def test_a_digest_is_blake3() -> None:
     # The published test vectors of BLAKE3 for the empty input and for the one byte 0.
     assert digest(b"").hex() == "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
-    assert (
-        digest(b"\0").hex() == "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213"
-    )
+    assert digest(b"\0").hex() == "2d3adedff11b61f14c886e35afa036736dcd87a74d27b5c1510225d0f592e213"
 
 
 @given(PARTS)
@@ -31,7 +29,9 @@ def test_a_digest_of_parts_is_the_digest_of_them_joined(parts: list[bytes]) -> N
 
 
 @given(PARTS, PARTS)
-def test_derived_bytes_differ_wherever_the_parts_differ(left: list[bytes], right: list[bytes]) -> None:
+def test_derived_bytes_differ_wherever_the_parts_differ(
+    left: list[bytes], right: list[bytes]
+) -> None:
     # Also where the parts joined are equal: (ab, c) is not (a, bc).
     assert (derive("test", *left) == derive("test", *right)) == (left == right)
 

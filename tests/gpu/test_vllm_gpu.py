@@ -148,4 +148,5 @@ async def test_a_state_that_does_not_fit_is_refused(engine: VllmEngine, case: Ca
     del missing["model.layers.0.self_attn.k_proj.weight"]
     with pytest.raises(EngineError, match="does not fit"):
         await engine.load(1001, missing)
-    assert await generate_all(engine, requests()[:1]) == [before]
+    [after] = await generate_all(engine, requests()[:1])
+    assert after.token_ids == before.token_ids

@@ -1,3 +1,5 @@
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +21,20 @@ from primerl.protocol.version import MAX_CHUNK, MAX_GOSSIP, MAX_MESSAGE, MAX_SUB
 
 KIB64 = 64 * 1024
 DIGEST = bytes(32)
-ALL_MESSAGES: Any = m.Hello
-for kind in Message.__subclasses__():
-    ALL_MESSAGES |= kind
-DOCUMENTS = (RunManifest, PolicyManifest, PolicyHead, PeerRecord, Ticket, Lease, Submission)
-DOCUMENTS += (Receipt, Verdict, EquivocationProof, Envelope)
+ALL_MESSAGES: Any = functools.reduce(operator.or_, Message.__subclasses__())
+DOCUMENTS = (
+    RunManifest,
+    PolicyManifest,
+    PolicyHead,
+    PeerRecord,
+    Ticket,
+    Lease,
+    Submission,
+    Receipt,
+    Verdict,
+    EquivocationProof,
+    Envelope,
+)
 
 
 def changed(message: msgspec.Struct, **fields: object) -> bytes:
@@ -98,14 +109,14 @@ AT_ITS_LIMIT: list[tuple[type[Message], str, object, object]] = [
     (
         m.LeaseRequest,
         "stats",
-        m.WorkerStats(0, 0.0, {str(i): 1 for i in range(64)}),
-        m.WorkerStats(0, 0.0, {str(i): 1 for i in range(65)}),
+        m.WorkerStats(0, chunk_bytes={str(i): 1 for i in range(64)}),
+        m.WorkerStats(0, chunk_bytes={str(i): 1 for i in range(65)}),
     ),
     (
         m.LeaseRequest,
         "stats",
-        m.WorkerStats(0, 0.0, {"x" * 256: 1}),
-        m.WorkerStats(0, 0.0, {"x" * 257: 1}),
+        m.WorkerStats(0, chunk_bytes={"x" * 256: 1}),
+        m.WorkerStats(0, chunk_bytes={"x" * 257: 1}),
     ),
     (m.LeaseReply, "leases", (b"",) * 64, (b"",) * 65),
     (m.LeaseReply, "leases", (bytes(KIB64),), (bytes(KIB64 + 1),)),

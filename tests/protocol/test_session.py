@@ -44,9 +44,8 @@ DOCUMENTS: tuple[msgspec.Struct, ...] = (
 KINDS: list[Any] = [type(one) for one in (*MESSAGES, *DOCUMENTS)]
 """Everything that is ever decoded from bytes of a stranger."""
 ANY_KIND = st.sampled_from([*KINDS, ControlRequest])
-HUGE = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"]
-"""Headers of an array, a map and bytes that claim 2**32 - 1 entries to come."""
-HUGE += [b"\xdb\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01"]
+HUGE = [tag + b"\xff\xff\xff\xff" for tag in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9")]
+"""Headers of an array, a map, bytes, text and an extension that claim 2**32 - 1 entries to come."""
 
 
 def test_a_frame_is_a_length_and_that_many_bytes() -> None:
@@ -108,7 +107,7 @@ def test_deep_nesting_is_malformed(kind: Any, opener: bytes) -> None:
             decode(tag + opener * 100_000, kind)
 
 
-@pytest.mark.parametrize("message", (*MESSAGES, *DOCUMENTS), ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("message", [*MESSAGES, *DOCUMENTS], ids=lambda one: type(one).__name__)
 def test_what_is_cut_or_followed_by_more_is_malformed(message: msgspec.Struct) -> None:
     said = encode(message)
     step = max(1, len(said) // 400)
@@ -122,11 +121,13 @@ def test_what_is_cut_or_followed_by_more_is_malformed(message: msgspec.Struct) -
 
 def survives(data: bytes, kind: Any) -> None:
     """Decodes, or raises RemoteProtocolError(MALFORMED); anything else fails the test."""
+    refused: RemoteProtocolError | None = None
     try:
         decode(data, kind)
     except RemoteProtocolError as error:
-        assert error.reason == Reason.MALFORMED
-        assert len(error.detail) <= 200
+        refused = error
+    assert refused is None or refused.reason == Reason.MALFORMED
+    assert refused is None or len(refused.detail) <= 200
 
 
 @given(st.binary(max_size=300), ANY_KIND)

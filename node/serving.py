@@ -1,0 +1,83 @@
+"""A running node: its status, its control socket, its place in the registry, whatever its role is.
+
+Knows no role: `trainer_node.py` and `worker_node.py` give it the work to do.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..crypto.hashing import short
+from ..crypto.keys import SecretKey
+from . import registry
+from .config import NodeConfig
+from .control import Command, ControlServer, Status
+from .errors import first_cause
+
+
+class Node:
+    """A running node: its status, its control socket, and the work that it does until the end."""
+
+    def __init__(self, config: NodeConfig, key: SecretKey, data_dir: Path, role: str) -> None:
+        self.config = config
+        self.key = key
+        self.data_dir = data_dir
+        self.role = role
+        self.phase = "starting"
+        self._started = time.monotonic()
+        self._stop = asyncio.Event()
+
+    def base_status(self) -> Status:
+        """What is true of every node."""
+        return Status(
+            id=self.key.node_id.hex(),
+            short=short(self.key.node_id),
+            role=self.role,
+            software=__version__,
+            pid=os.getpid(),
+            uptime_s=round(time.monotonic() - self._started, 1),
+            data_dir=str(self.data_dir),
+            phase=self.phase,
+        )
+
+    async def request_stop(self) -> dict[str, Any]:
+        """Leave at the next moment."""
+        self._stop.set()
+        return {}
+
+    async def serve(
+        self, work: Callable[[], Awaitable[None]], commands: Mapping[str, Command], run: str
+    ) -> None:
+        """Do `work` while answering the control socket; `stop` or cancellation ends both.
+
+        Raises whatever ended the work, a NodeError first.
+        """
+        control = ControlServer(self.data_dir, {**commands, "stop": self.request_stop})
+        await control.start()
+        entry = registry.register(self.data_dir, self.role, run)
+        try:
+            await self._until_done(work)
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        finally:
+            registry.unregister(entry)
+            await control.close()
+
+    async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
+        working = asyncio.ensure_future(work())
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not working.done():
+                working.cancel()
+                with suppress(asyncio.CancelledError):
+                    await working
+        if not working.cancelled():
+            working.result()

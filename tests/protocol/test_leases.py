@@ -1,0 +1,372 @@
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from protocol_cases import LEASE, NOW, RUN, refuses
+
+from primerl.crypto.hashing import digest
+from primerl.protocol.errors import Reason
+from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, TaskRef, sample_seed
+from primerl.protocol.manifests import encode
+from primerl.protocol.session import decode
+
+A, B, C = (bytes([n]) * 32 for n in (10, 11, 12))
+SEED = digest(b"seed")
+
+
+def task_digest(index: int) -> bytes:
+    return digest(b"task %d" % index)
+
+
+def policy(**changes: int) -> LeasePolicy:
+    """Batches of 8 groups, leases of 3, one version of staleness, two leases a node."""
+    values: dict[str, Any] = {
+        "group_size": 4,
+        "groups_per_batch": 8,
+        "groups_per_lease": 3,
+        "max_off_policy_steps": 1,
+        "leases_per_worker": 2,
+        "timeout_s": 60.0,
+        "max_bytes": 1000,
+    }
+    return LeasePolicy(**{**values, **changes})
+
+
+def grant(
+    book: LeaseBook,
+    node: bytes = A,
+    capacity: int = 100,
+    now: float = NOW,
+    digest_of: Callable[[int], bytes] = task_digest,
+) -> Lease | None:
+    return book.grant(node, version=7, capacity=capacity, digest_of=digest_of, seed=SEED, now=now)
+
+
+def granted(book: LeaseBook, node: bytes = A, now: float = NOW) -> Lease:
+    lease = grant(book, node, now=now)
+    assert lease is not None
+    return lease
+
+
+def indices(lease: Lease) -> list[int]:
+    return [task.index for task in lease.tasks]
+
+
+def test_a_lease_says_all_that_a_worker_needs() -> None:
+    book = LeaseBook(policy(), next_lease=5, next_task=20)
+    assert granted(book) == Lease(
+        lease_id=5,
+        tasks=tuple(TaskRef(index, task_digest(index)) for index in (20, 21, 22)),
+        group_size=4,
+        seed=SEED,
+        min_version=7,
+        deadline=NOW + 60.0,
+        max_bytes=1000,
+    )
+    assert book.outstanding_groups() == 3
+    assert decode(encode(book.held[5].lease), Lease) == book.held[5].lease
+
+
+@pytest.mark.parametrize(
+    ("steps", "training", "expected"),
+    [
+        (0, False, 8),
+        (0, True, 0),  # synchronous: nothing is made while a batch is trained
+        (1, False, 16),
+        (1, True, 8),
+        (2, False, 16),  # a looser bound makes no rollouts older than they need to be
+        (2, True, 8),
+        (8, False, 16),
+        (8, True, 8),
+    ],
+)
+def test_capacity_is_one_batch_trained_and_one_made(
+    steps: int, training: bool, expected: int
+) -> None:
+    book = LeaseBook(policy(max_off_policy_steps=steps))
+    assert book.capacity(waiting_groups=0, training=training) == expected
+    assert book.capacity(waiting_groups=5, training=training) == expected - 5
+    granted(book)
+    assert book.capacity(waiting_groups=0, training=training) == expected - 3
+    assert book.capacity(waiting_groups=5, training=training) == expected - 8
+
+
+@pytest.mark.parametrize("capacity", [0, -1, -100])
+def test_nothing_is_granted_beyond_capacity(capacity: int) -> None:
+    book = LeaseBook(policy())
+    assert grant(book, capacity=capacity) is None
+    assert (book.next_lease, book.next_task, book.held) == (0, 0, {})
+
+
+@pytest.mark.parametrize(("capacity", "size"), [(1, 1), (2, 2), (3, 3), (4, 3), (100, 3)])
+def test_a_lease_is_no_larger_than_capacity_and_policy(capacity: int, size: int) -> None:
+    lease = grant(LeaseBook(policy()), capacity=capacity)
+    assert lease is not None
+    assert len(lease.tasks) == size
+
+
+def test_a_node_holds_so_many_leases_and_no_more() -> None:
+    book = LeaseBook(policy(leases_per_worker=2))
+    first, second = granted(book), granted(book)
+    assert grant(book) is None
+    assert granted(book, B)  # another node has its own quota
+    book.settle(first.lease_id, A)
+    third = granted(book)
+    assert len({first.lease_id, second.lease_id, third.lease_id}) == 3
+
+
+def test_a_settled_lease_is_gone_and_its_tasks_are_done() -> None:
+    book = LeaseBook(policy())
+    lease = granted(book)
+    assert book.settle(lease.lease_id, A) == lease
+    assert book.outstanding_groups() == 0
+    with refuses(Reason.UNKNOWN_LEASE):
+        book.settle(lease.lease_id, A)
+    assert not set(indices(granted(book))) & set(indices(lease))
+
+
+def test_a_lease_for_one_node_is_not_settled_by_another() -> None:
+    book = LeaseBook(policy())
+    lease = granted(book, A)
+    with refuses(Reason.WRONG_RECIPIENT):
+        book.settle(lease.lease_id, B)
+    assert book.settle(lease.lease_id, A) == lease  # the attempt cost A nothing
+
+
+@pytest.mark.parametrize("lease_id", [-1, 1, 2**53])
+def test_an_invented_lease_is_unknown(lease_id: int) -> None:
+    book = LeaseBook(policy())
+    granted(book)
+    with refuses(Reason.UNKNOWN_LEASE):
+        book.settle(lease_id, A)
+
+
+def test_a_lease_lasts_to_its_deadline() -> None:
+    book = LeaseBook(policy())
+    granted(book)
+    assert book.expire(NOW + 60.0) == []
+    assert [held.node for held in book.expire(NOW + 60.001)] == [A]
+    assert book.expired == 1
+    assert book.expire(NOW + 1000.0) == []
+
+
+def test_tasks_of_an_expired_lease_go_out_again_first_and_in_order() -> None:
+    book = LeaseBook(policy(groups_per_lease=4))
+    first = granted(book, A)
+    second = granted(book, B, now=NOW + 30)
+    book.expire(NOW + 61)
+    again = granted(book, C, now=NOW + 61)
+    assert indices(again) == indices(first)
+    assert again.lease_id != first.lease_id
+    book.expire(NOW + 91)
+    rest = grant(book, C, capacity=2)
+    assert rest is not None
+    assert indices(rest) == indices(second)[:2]
+    mixed = granted(book, A)
+    assert indices(mixed) == [*indices(second)[2:], 8, 9]
+
+
+def test_an_expired_lease_is_settled_by_nobody() -> None:
+    book = LeaseBook(policy())
+    lease = granted(book)
+    book.expire(NOW + 61)
+    with refuses(Reason.UNKNOWN_LEASE):
+        book.settle(lease.lease_id, A)
+
+
+def test_a_node_that_leaves_gives_back_its_own_leases_only() -> None:
+    book = LeaseBook(policy())
+    mine, others = granted(book, A), granted(book, B)
+    assert [held.lease for held in book.release(A)] == [mine]
+    assert list(book.held) == [others.lease_id]
+    assert indices(granted(book, C)) == indices(mine)
+    assert book.release(A) == []
+
+
+def test_a_task_that_cannot_be_made_is_not_lost() -> None:
+    def fails_at_4(index: int) -> bytes:
+        if index == 4:
+            raise LookupError("no task 4")
+        return task_digest(index)
+
+    book = LeaseBook(policy())
+    granted(book, A)
+    book.expire(NOW + 61)
+    before = (list(book.requeued), book.next_task, book.next_lease)
+    book.requeued.rotate(1)  # whatever the order
+    book.requeued.rotate(-1)
+    book.policy = policy(groups_per_lease=5)
+    with pytest.raises(LookupError):
+        grant(book, B, digest_of=fails_at_4)
+    assert (list(book.requeued), book.next_task, book.next_lease) == before
+    assert book.held == {}
+    assert indices(granted(book, B)) == [0, 1, 2, 3, 4]
+
+
+SEED_OF: dict[str, Any] = {
+    "run": RUN,
+    "lease": LEASE,
+    "node": A,
+    "task": task_digest(1),
+    "index": 1,
+    "turn": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": digest(b"other")},
+        {"lease": msgspec.structs.replace(LEASE, lease_id=LEASE.lease_id + 1)},
+        {"lease": msgspec.structs.replace(LEASE, seed=digest(b"other"))},
+        {"node": B},
+        {"task": task_digest(2)},
+        {"index": 0},
+        {"turn": 0},
+        {"index": 256},
+        {"turn": 2},
+    ],
+)
+def test_a_samples_seed_is_bound_to_every_argument(changes: dict[str, Any]) -> None:
+    assert sample_seed(**{**SEED_OF, **changes}) != sample_seed(**SEED_OF)
+
+
+def test_a_samples_seed_is_reproducible_and_of_63_bits() -> None:
+    seeds = [
+        sample_seed(RUN, LEASE, A, task_digest(task), index, turn)
+        for task in range(4)
+        for index in range(16)
+        for turn in range(4)
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) >= 2**62
+    assert sample_seed(RUN, LEASE, A, task_digest(0), 0) == seeds[0]
+
+
+@given(st.integers(0, 4095), st.integers(0, 4095), st.integers(0, 4095), st.integers(0, 4095))
+def test_index_and_turn_do_not_stand_in_for_each_other(i: int, t: int, j: int, u: int) -> None:
+    left = sample_seed(RUN, LEASE, A, task_digest(0), i, t)
+    assert (left == sample_seed(RUN, LEASE, A, task_digest(0), j, u)) == ((i, t) == (j, u))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tasks": ()},
+        {"tasks": LEASE.tasks * 2049},
+        {"group_size": 0},
+        {"group_size": 4097},
+        {"seed": bytes(31)},
+        {"min_version": -1},
+        {"deadline": -1.0},
+        {"max_bytes": 0},
+        {"max_bytes": 2**40 + 1},
+        {"lease_id": -1},
+        {"lease_id": 2**53 + 1},
+        {"tasks": (TaskRef(-1, bytes(32)),)},
+        {"tasks": (TaskRef(0, bytes(33)),)},
+    ],
+)
+def test_a_lease_has_limits(changes: dict[str, Any]) -> None:
+    with refuses(Reason.MALFORMED):
+        decode(encode(msgspec.structs.replace(LEASE, **changes)), Lease)
+
+
+class BookMachine(RuleBasedStateMachine):
+    """Nodes come, work, dawdle and leave in any order; the trainer takes batches. `steps` by subclass."""
+
+    steps = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = LeaseBook(policy(max_off_policy_steps=self.steps))
+        self.now = float(NOW)
+        self.training = False
+        self.waiting = 0
+        self.done: list[int] = []
+        self.leases: set[int] = set()
+
+    def capacity(self) -> int:
+        return self.book.capacity(waiting_groups=self.waiting, training=self.training)
+
+    @rule(node=st.sampled_from([A, B, C]))
+    def ask(self, node: bytes) -> None:
+        before, requeued = self.capacity(), list(self.book.requeued)
+        held = [one for one in self.book.held.values() if one.node == node]
+        lease = grant(self.book, node, capacity=before, now=self.now)
+        if lease is None:
+            assert before < 1 or len(held) == self.book.policy.leases_per_worker
+            return
+        assert lease.lease_id not in self.leases
+        self.leases.add(lease.lease_id)
+        assert self.capacity() == before - len(lease.tasks) >= 0
+        assert indices(lease)[: len(requeued)] == requeued[: len(lease.tasks)]
+
+    @precondition(lambda self: bool(self.book.held))
+    @rule(data=st.data(), node=st.sampled_from([A, B, C]))
+    def answer(self, data: st.DataObject, node: bytes) -> None:
+        held = self.book.held[data.draw(st.sampled_from(sorted(self.book.held)))]
+        if node != held.node:
+            with refuses(Reason.WRONG_RECIPIENT):
+                self.book.settle(held.lease.lease_id, node)
+            return
+        self.done += indices(self.book.settle(held.lease.lease_id, node))
+        self.waiting += len(held.lease.tasks)
+
+    @rule(seconds=st.floats(0, 100))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for held in self.book.expire(self.now):
+            assert held.lease.deadline < self.now
+        assert all(one.lease.deadline >= self.now for one in self.book.held.values())
+
+    @rule(node=st.sampled_from([A, B, C]))
+    def leave(self, node: bytes) -> None:
+        self.book.release(node)
+        assert all(one.node != node for one in self.book.held.values())
+
+    @precondition(lambda self: not self.training and self.waiting >= 8)
+    @rule()
+    def train(self) -> None:
+        self.waiting -= 8
+        self.training = True
+
+    @precondition(lambda self: self.training)
+    @rule()
+    def publish(self) -> None:
+        self.training = False
+
+    @invariant()
+    def no_task_is_lost_or_out_twice(self) -> None:
+        out = [index for one in self.book.held.values() for index in indices(one.lease)]
+        everything = [*out, *self.book.requeued, *self.done]
+        assert sorted(everything) == list(range(self.book.next_task))
+
+    @invariant()
+    def work_in_the_system_never_exceeds_capacity(self) -> None:
+        batches = min(self.steps, 1) + (0 if self.training else 1)
+        assert self.book.outstanding_groups() + self.waiting <= 8 * batches
+
+
+class SynchronousMachine(BookMachine):
+    """The same with a staleness bound of 0."""
+
+    steps = 0
+
+
+class LooseMachine(BookMachine):
+    """The same with a staleness bound of 8."""
+
+    steps = 8
+
+
+for machine in (BookMachine, SynchronousMachine, LooseMachine):
+    machine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestBook = BookMachine.TestCase
+TestSynchronousBook = SynchronousMachine.TestCase
+TestLooseBook = LooseMachine.TestCase

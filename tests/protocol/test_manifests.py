@@ -1,0 +1,235 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol_cases import CHUNK, MANIFEST, POLICY_MANIFEST, RECORD, RUN, STRANGER, head, refuses
+
+from primerl.crypto.hashing import digest
+from primerl.protocol.errors import LocalProtocolError, Reason, RemoteProtocolError
+from primerl.protocol.manifests import (
+    FileRef,
+    PeerRecord,
+    PolicyHead,
+    PolicyManifest,
+    RunManifest,
+    check_sizes,
+    encode,
+    run_id,
+)
+from primerl.protocol.session import decode
+from primerl.protocol.version import MAX_CHUNK, MAX_GOSSIP, MAX_MANIFEST
+
+
+def replaced(document: msgspec.Struct, path: str, value: object) -> bytes:
+    """The bytes of `document` with the field at a dotted path exchanged."""
+    first, _, rest = path.partition(".")
+    inner = msgspec.Raw(replaced(getattr(document, first), rest, value)) if rest else value
+    return msgspec.msgpack.encode(msgspec.structs.replace(document, **{first: inner}))
+
+
+def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
+    assert run_id(encode(MANIFEST)) == digest(encode(MANIFEST)) == RUN
+    assert decode(encode(MANIFEST), RunManifest) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("name", "demo2"),
+        ("created", 1),
+        ("software", "0.1.1"),
+        ("trainer", STRANGER.node_id),
+        ("model.name", "other"),
+        ("model.files", ()),
+        ("model.base_state", digest(b"other")),
+        ("model.vocab_size", 513),
+        ("model.stop_token_ids", (1,)),
+        ("environment.id", "other"),
+        ("environment.config", b"{}"),
+        ("environment.seed", 8),
+        ("environment.version", "verifiers 0.4.1"),
+        ("sampling.temperature", 0.9),
+        ("sampling.max_tokens", 63),
+        ("limits.max_off_policy_steps", 3),
+        ("limits.group_size", 7),
+        ("limits.max_turns", 2),
+        ("limits.max_model_len", 255),
+        ("limits.logprob_fraction", 0.5),
+        ("limits.logprob_tolerance", 0.2),
+        ("max_steps", 41),
+        ("nonce", digest(b"other")),
+    ],
+)
+def test_another_manifest_is_another_run(path: str, value: object) -> None:
+    changed = replaced(MANIFEST, path, value)
+    decode(changed, RunManifest)
+    assert run_id(changed) != RUN
+
+
+def test_every_field_of_the_run_manifest_was_changed_above() -> None:
+    marker = next(
+        one
+        for one in test_another_manifest_is_another_run.pytestmark  # type: ignore[attr-defined]
+        if one.name == "parametrize"
+    )
+    changed = {path for path, _ in marker.args[1]}
+    fields = msgspec.to_builtins(MANIFEST, builtin_types=(bytes,))
+    expected = {
+        f"{name}.{inner}" if isinstance(value, dict) else name
+        for name, value in fields.items()
+        for inner in (value if isinstance(value, dict) else ("",))
+    }
+    assert changed == expected
+
+
+TRAVERSAL = ["../x", "..", ".", "", "a/b", "/etc/passwd", "a\\b", "C:x", ".hidden", "-rf", "_x"]
+ODD = [
+    "a\0b",
+    "a b",
+    "a\n",
+    "\na",
+    "a\r\n",
+    "a\u2215b",
+    "\u00e9",
+    "a" * 129,
+    "~",
+    "%2e%2e",
+    "a:b",
+]
+
+
+@pytest.mark.parametrize("name", [*TRAVERSAL, *ODD], ids=ascii)
+def test_a_file_name_that_could_leave_its_directory_is_refused(name: str) -> None:
+    with refuses(Reason.MALFORMED):
+        decode(encode(FileRef(name, CHUNK)), FileRef)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "a", "tokenizer_config.json", "x..y", "A-1", "a" * 128]
+)
+def test_a_plain_file_name_is_taken(name: str) -> None:
+    assert decode(encode(FileRef(name, CHUNK)), FileRef).name == name
+
+
+@given(st.text(max_size=20))
+def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
+    try:
+        taken = decode(encode(FileRef(name, CHUNK)), FileRef).name
+    except RemoteProtocolError:
+        return
+    assert taken.isascii()
+    assert taken.isprintable()
+    assert not set(taken) & set("/\\: ")
+    assert not taken.startswith(".")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model.files", (FileRef("a", CHUNK),) * 65),
+        ("model.vocab_size", 0),
+        ("model.vocab_size", 2**24 + 1),
+        ("model.stop_token_ids", (1,) * 65),
+        ("model.base_state", bytes(31)),
+        ("environment.config", bytes(64 * 1024 + 1)),
+        ("environment.id", "x" * 257),
+        ("sampling.temperature", 0.0),
+        ("sampling.temperature", 2.1),
+        ("sampling.max_tokens", 0),
+        ("limits.max_off_policy_steps", -1),
+        ("limits.group_size", 0),
+        ("limits.group_size", 4097),
+        ("limits.max_turns", 0),
+        ("limits.max_model_len", 1),
+        ("trainer", bytes(33)),
+        ("created", -1),
+        ("created", 2**53 + 1),
+        ("max_steps", 0),
+        ("nonce", b""),
+        ("name", "x" * 257),
+    ],
+)
+def test_a_run_manifest_has_limits(path: str, value: object) -> None:
+    with refuses(Reason.MALFORMED):
+        decode(replaced(MANIFEST, path, value), RunManifest)
+
+
+ANCHOR = POLICY_MANIFEST.artifacts[0]
+TENSOR = POLICY_MANIFEST.tensors[0]
+
+
+def with_artifact(**changes: object) -> bytes:
+    wrong = msgspec.structs.replace(ANCHOR, **changes)
+    return encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=(wrong,)))
+
+
+def with_tensor(**changes: object) -> bytes:
+    wrong = msgspec.structs.replace(TENSOR, **changes)
+    return encode(msgspec.structs.replace(POLICY_MANIFEST, tensors=(wrong,)))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        with_artifact(kind="patch"),
+        with_artifact(base_version=-2),
+        with_artifact(base_state=b""),
+        with_artifact(size=-1),
+        with_artifact(size=2**48 + 1),
+        with_artifact(codec="x" * 257),
+        with_artifact(chunks=(msgspec.structs.replace(CHUNK, size=MAX_CHUNK + 1),)),
+        with_artifact(chunks=(msgspec.structs.replace(CHUNK, size=0),)),
+        with_artifact(chunks=(msgspec.structs.replace(CHUNK, digest=bytes(16)),)),
+        with_tensor(name="x" * 257),
+        with_tensor(dtype="F" * 9),
+        with_tensor(shape=(1,) * 9),
+        with_tensor(shape=(-1,)),
+        with_tensor(shape=(2**40 + 1,)),
+        with_tensor(digest=bytes(33)),
+        encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=())),
+        encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=(ANCHOR,) * 17)),
+        encode(msgspec.structs.replace(POLICY_MANIFEST, version=-1)),
+    ],
+)
+def test_a_policy_manifest_has_limits(document: bytes) -> None:
+    with refuses(Reason.MALFORMED):
+        decode(document, PolicyManifest)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("term", -1),
+        ("version", 2**53 + 1),
+        ("previous", b""),
+        ("manifest_size", 0),
+        ("manifest_size", MAX_MANIFEST + 1),
+        ("expires", -1),
+    ],
+)
+def test_a_head_has_limits(field: str, value: object) -> None:
+    assert decode(encode(head(1)), PolicyHead) == head(1)
+    with refuses(Reason.MALFORMED):
+        decode(replaced(head(1), field, value), PolicyHead)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("role", "root"),
+        ("addresses", ("x",) * 17),
+        ("addresses", ("x" * 257,)),
+        ("discovery", ("x",) * 17),
+        ("share_address", 1),
+        ("node", bytes(31)),
+    ],
+)
+def test_a_peer_record_has_limits(field: str, value: object) -> None:
+    with refuses(Reason.MALFORMED):
+        decode(replaced(RECORD, field, value), PeerRecord)
+
+
+def test_we_never_publish_a_document_that_peers_refuse() -> None:
+    assert check_sizes(bytes(MAX_GOSSIP), MAX_GOSSIP) == bytes(MAX_GOSSIP)
+    with pytest.raises(LocalProtocolError, match="4097"):
+        check_sizes(bytes(MAX_GOSSIP + 1), MAX_GOSSIP)

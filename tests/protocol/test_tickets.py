@@ -1,0 +1,131 @@
+import base64
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol_cases import NOW, OTHER_RUN, RUN, STRANGER, TICKET, TRAINER, refuses
+
+from primerl.protocol import tickets
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.errors import Reason
+from primerl.protocol.manifests import Ticket
+from primerl.protocol.tickets import MAX_TICKET_CHARACTERS, PREFIX
+from primerl.protocol.version import CLOCK_SKEW_S, MAX_ADDRESSES, MAX_NAME
+
+TEXT = tickets.issue(TRAINER, TICKET)
+DAMAGE = (Reason.MALFORMED, Reason.BAD_SIGNATURE, Reason.WRONG_PURPOSE, Reason.EXPIRED)
+"""What a damaged character may be noticed by."""
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+
+
+def as_text(sealed: bytes) -> str:
+    """Any bytes in the shape of a ticket."""
+    return PREFIX + base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
+
+
+def with_addresses(**changes: object) -> Ticket:
+    return msgspec.structs.replace(TICKET, **changes)
+
+
+def test_a_ticket_is_read_as_it_was_issued() -> None:
+    assert tickets.read(TEXT, now=NOW) == TICKET
+    assert tickets.check(tickets.sealed_bytes(TEXT), now=NOW) == TICKET
+    assert len(TEXT) < 700  # it is pasted into terminals and chats
+
+
+@pytest.mark.parametrize("around", [" {}", "{}\n", "\t{}\r\n", "\n\n{} "])
+def test_whitespace_around_a_ticket_is_how_people_paste(around: str) -> None:
+    assert tickets.read(around.format(TEXT), now=NOW) == TICKET
+
+
+@pytest.mark.parametrize(
+    "inside", [" ", "\n", "\t", "\0", "=", "%", "\u00e9", "\u200b", ".", "+", "/"]
+)
+def test_a_foreign_character_inside_a_ticket_is_refused(inside: str) -> None:
+    for at in (4, len(PREFIX), len(PREFIX) + 1, 100, 101, 102, len(TEXT) - 2):
+        with refuses(Reason.MALFORMED):
+            tickets.read(TEXT[:at] + inside + TEXT[at:], now=NOW)
+        with refuses(Reason.MALFORMED):
+            tickets.read(TEXT[:at] + inside + TEXT[at + 1 :], now=NOW)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_a_ticket_is_refused_with_any_one_character_damaged(padding: int) -> None:
+    # Three lengths: each leaves another number of spare bits in the last character.
+    text = tickets.issue(TRAINER, with_addresses(addresses=("x" * padding,)))
+    assert tickets.read(text, now=NOW).addresses == ("x" * padding,)
+    for at in range(len(text)):
+        others = [c for c in ALPHABET if c != text[at]]
+        for other in others if at >= len(text) - 2 else (others[at % 63], others[(at + 31) % 63]):
+            with refuses(*DAMAGE):
+                tickets.read(text[:at] + other + text[at + 1 :], now=NOW)
+
+
+def test_a_ticket_is_refused_with_characters_missing_or_swapped() -> None:
+    for at in range(len(TEXT)):
+        with refuses(*DAMAGE):
+            tickets.read(TEXT[:at], now=NOW)
+        with refuses(*DAMAGE):
+            tickets.read(TEXT[:at] + TEXT[at + 1 :], now=NOW)
+        swapped = TEXT[:at] + TEXT[at : at + 2][::-1] + TEXT[at + 2 :]
+        if swapped != TEXT:
+            with refuses(*DAMAGE):
+                tickets.read(swapped, now=NOW)
+
+
+@given(st.text(max_size=60))
+def test_any_other_text_is_malformed(text: str) -> None:
+    with refuses(Reason.MALFORMED):
+        tickets.read(text, now=NOW)
+    with refuses(Reason.MALFORMED):
+        tickets.read(PREFIX + text, now=NOW)
+
+
+@given(st.binary(max_size=300))
+def test_any_other_bytes_are_malformed(data: bytes) -> None:
+    with refuses(Reason.MALFORMED):
+        tickets.read(as_text(data), now=NOW)
+
+
+@pytest.mark.parametrize("late", [0, CLOCK_SKEW_S])
+def test_a_ticket_lasts_to_its_end_and_the_skew(late: int) -> None:
+    assert tickets.read(TEXT, now=TICKET.expires + late) == TICKET
+
+
+def test_an_expired_ticket_is_refused() -> None:
+    with refuses(Reason.EXPIRED):
+        tickets.read(TEXT, now=TICKET.expires + CLOCK_SKEW_S + 1)
+
+
+def test_only_the_trainer_issues_tickets_to_its_run() -> None:
+    with refuses(Reason.WRONG_SIGNER):
+        tickets.read(tickets.issue(STRANGER, TICKET), now=NOW)
+
+
+def test_a_ticket_names_the_run_of_its_envelope() -> None:
+    sealed = seal(TRAINER, Purpose.TICKET, OTHER_RUN, TICKET, expires=TICKET.expires)
+    with refuses(Reason.WRONG_SIGNER):
+        tickets.read(as_text(sealed), now=NOW)
+
+
+def test_what_the_trainer_signed_for_another_purpose_is_no_ticket() -> None:
+    sealed = seal(TRAINER, Purpose.PEER, RUN, TICKET, expires=TICKET.expires)
+    with refuses(Reason.WRONG_PURPOSE):
+        tickets.read(as_text(sealed), now=NOW)
+
+
+def test_an_oversized_text_is_refused_before_it_is_decoded() -> None:
+    with refuses(Reason.MALFORMED):
+        tickets.sealed_bytes(PREFIX + "A" * (MAX_TICKET_CHARACTERS + 1 - len(PREFIX)))
+    longest = PREFIX + "A" * (MAX_TICKET_CHARACTERS - len(PREFIX))
+    assert len(tickets.sealed_bytes(longest)) == 6137
+
+
+@pytest.mark.parametrize("name", ["addresses", "discovery"])
+def test_a_ticket_names_few_addresses(name: str) -> None:
+    most = with_addresses(**{name: ("x",) * MAX_ADDRESSES})
+    assert tickets.read(tickets.issue(TRAINER, most), now=NOW) == most
+    for wrong in (("x",) * (MAX_ADDRESSES + 1), ("x" * (MAX_NAME + 1),)):
+        with refuses(Reason.MALFORMED):
+            tickets.read(tickets.issue(TRAINER, with_addresses(**{name: wrong})), now=NOW)

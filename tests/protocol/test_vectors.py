@@ -1,0 +1,117 @@
+"""Today's code against the bytes that other nodes already speak.
+
+A failure here is a change of the wire: either undo it, or raise WIRE_VERSION and run vectors/make.py.
+"""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from protocol_cases import (
+    ENVELOPES,
+    LEASE,
+    MANIFEST,
+    MESSAGES,
+    NOW,
+    POLICY_MANIFEST,
+    RUN,
+    TICKET,
+    TRAINER,
+    WORKER,
+)
+from vectors.make import FILE, build
+
+from primerl.crypto.hashing import digest
+from primerl.crypto.keys import SecretKey
+from primerl.protocol import tickets
+from primerl.protocol.envelope import Envelope, Purpose, unseal
+from primerl.protocol.leases import sample_seed
+from primerl.protocol.manifests import PolicyManifest, RunManifest, run_id
+from primerl.protocol.messages import Message
+from primerl.protocol.session import HEADER_BYTES, decode, payload_size
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, WIRE_VERSION
+
+GOLDEN: dict[str, Any] = json.loads(FILE.read_text())
+
+
+def test_the_vectors_are_complete() -> None:
+    assert GOLDEN.keys() == build().keys()
+    assert set(GOLDEN["envelopes"]) == {purpose.value for purpose in Purpose}
+    assert set(GOLDEN["frames"]) == {kind.__name__ for kind in Message.__subclasses__()}
+
+
+@pytest.mark.parametrize("part", [name for name in GOLDEN if not isinstance(GOLDEN[name], dict)])
+def test_a_document_is_still_made_of_these_bytes(part: str) -> None:
+    assert build()[part] == GOLDEN[part]
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [(part, name) for part, inner in GOLDEN.items() if isinstance(inner, dict) for name in inner],
+)
+def test_still_said_in_these_bytes(part: str, name: str) -> None:
+    assert build()[part][name] == GOLDEN[part][name]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
+def test_a_frame_of_then_is_understood_now(message: Message) -> None:
+    framed = bytes.fromhex(GOLDEN["frames"][type(message).__name__])
+    header, payload = framed[:HEADER_BYTES], framed[HEADER_BYTES:]
+    assert payload_size(header) == len(payload)
+    assert decode(payload, type(message)) == message
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_an_envelope_of_then_is_opened_now(purpose: Purpose) -> None:
+    key, body, recipient = ENVELOPES[purpose]
+    opened = unseal(
+        bytes.fromhex(GOLDEN["envelopes"][purpose.value]),
+        purpose,
+        type(body),
+        now=NOW,
+        run=RUN,
+        signer=key.node_id,
+        recipient=recipient,
+    )
+    assert opened.body == body
+    assert (opened.sequence, opened.expires) == (9, NOW + 3600)
+
+
+def test_an_envelope_is_an_array_in_this_order() -> None:
+    # Written out, so that fields cannot be swapped in code and vectors at once.
+    fields = msgspec.msgpack.decode(bytes.fromhex(GOLDEN["envelopes"]["lease"]))
+    assert fields[:6] == ["lease", RUN, TRAINER.node_id, WORKER.node_id, 9, NOW + 3600]
+    assert msgspec.msgpack.decode(fields[6], type=type(LEASE)) == LEASE
+    assert len(fields[7]) == 64
+    assert Envelope.__struct_fields__[6:] == ("payload", "signature")
+
+
+def test_a_ticket_of_then_is_read_now() -> None:
+    assert tickets.read(GOLDEN["ticket"], now=NOW) == TICKET
+
+
+def test_the_documents_of_then_are_read_now() -> None:
+    manifest = bytes.fromhex(GOLDEN["run_manifest"])
+    assert decode(manifest, RunManifest) == MANIFEST
+    assert run_id(manifest).hex() == GOLDEN["run_id"]
+    assert decode(bytes.fromhex(GOLDEN["policy_manifest"]), PolicyManifest) == POLICY_MANIFEST
+
+
+def test_the_keys_are_those_of_their_seeds() -> None:
+    for key in GOLDEN["keys"].values():
+        assert SecretKey.from_seed(bytes.fromhex(key["seed"])).node_id.hex() == key["node_id"]
+
+
+def test_a_sample_is_drawn_with_the_seed_of_then() -> None:
+    for name, seed in GOLDEN["sample_seeds"].items():
+        task, index, turn = name.split(" / ")
+        assert seed == sample_seed(
+            RUN, LEASE, WORKER.node_id, digest(task.encode()), int(index), int(turn)
+        )
+
+
+def test_the_version_of_the_wire_is_in_the_name_of_its_protocols() -> None:
+    assert GOLDEN["wire_version"] == WIRE_VERSION
+    for alpn in (ALPN_CONTROL, ALPN_BLOBS):
+        assert alpn.endswith(b"/%d" % WIRE_VERSION)

@@ -1,0 +1,77 @@
+"""Golden bytes of all that is signed or framed: `cd tests && python -m vectors.make` writes them.
+
+Run it by hand, and only together with a new line in protocol/version.py: other nodes speak these bytes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import protocol_cases as cases
+
+from primerl.crypto.hashing import derive, digest
+from primerl.node.weights.state import Tensor, digests, state_digest
+from primerl.protocol import tickets
+from primerl.protocol.leases import sample_seed
+from primerl.protocol.manifests import encode, run_id
+from primerl.protocol.session import frame
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, WIRE_VERSION
+
+FILE = Path(__file__).parent / "protocol.json"
+
+STATES: dict[str, dict[str, Tensor]] = {
+    "empty": {},
+    "one": {"w": Tensor("BF16", (2, 2), np.array([0, 0x8000, 0x7FC0, 0x3F80], "<u2"))},
+    "two": {
+        "b": Tensor("F32", (), np.array([0x80000000], "<u4")),
+        "a": Tensor("I64", (0, 3), np.array([], "<u8")),
+    },
+}
+"""State by name: -0.0, NaN, a scalar, an empty tensor, and names out of order."""
+
+SEEDS = [
+    (task, index, turn) for task in (b"task 11", b"task 12") for index in (0, 1) for turn in (0, 1)
+]
+
+
+def samples() -> dict[str, int]:
+    """The sampling seed of each (task, index, turn) of SEEDS under the example lease."""
+    return {
+        f"{task.decode()} / {index} / {turn}": sample_seed(
+            cases.RUN, cases.LEASE, cases.WORKER.node_id, digest(task), index, turn
+        )
+        for task, index, turn in SEEDS
+    }
+
+
+def build() -> dict[str, Any]:
+    """What today's code says of the fixed documents in protocol_cases."""
+    return {
+        "wire_version": WIRE_VERSION,
+        "alpns": [ALPN_CONTROL.decode(), ALPN_BLOBS.decode()],
+        "keys": {
+            name: {"seed": key.seed().hex(), "node_id": key.node_id.hex()}
+            for name, key in (("trainer", cases.TRAINER), ("worker", cases.WORKER))
+        },
+        "digest": {"": digest(b"").hex(), "primerl": digest(b"primerl").hex()},
+        "derive": {"test / a / bc": derive("test", b"a", b"bc").hex()},
+        "run_manifest": encode(cases.MANIFEST).hex(),
+        "run_id": run_id(encode(cases.MANIFEST)).hex(),
+        "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
+        "ticket": tickets.issue(cases.TRAINER, cases.TICKET),
+        "envelopes": {purpose.value: cases.sealed(purpose).hex() for purpose in cases.ENVELOPES},
+        "frames": {type(one).__name__: frame(one).hex() for one in cases.MESSAGES},
+        "sample_seeds": samples(),
+        "states": {name: state_digest(digests(state)).hex() for name, state in STATES.items()},
+    }
+
+
+def main() -> None:
+    """Write the file."""
+    FILE.write_text(json.dumps(build(), indent=1) + "\n")
+    print(f"wrote {FILE}")
+
+
+if __name__ == "__main__":
+    main()
