@@ -15,7 +15,6 @@ from ..protocol.version import MIB
 from . import rundir, summary
 from .config import RunConfig, WarmupConfig
 from .control import PeerRow, Status
-from .serving import Node
 from .engines.scorer import Scorer
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import UsageError
@@ -29,6 +28,7 @@ from .roles.publisher import Publisher
 from .roles.terms import LEASES_PER_BOOT, current_term
 from .roles.trainer import TrainerRole
 from .rows import peer_rows, total_bytes
+from .serving import Node
 from .stack import Stack, open_stack
 from .training.backend import TrainBackend
 from .training.buffer import RolloutBuffer

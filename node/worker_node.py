@@ -17,7 +17,6 @@ from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
 from . import rundir
 from .config import EnvironmentConfig, JoinConfig
 from .control import PeerRow, Status
-from .serving import Node
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import NodeError, TicketError, UsageError
@@ -29,6 +28,7 @@ from .parts import Parts
 from .roles.catchup import CatchUp
 from .roles.inference import InferenceRole
 from .rows import peer_rows, total_bytes
+from .serving import Node
 from .stack import Stack, open_stack
 
 logger = logging.getLogger(__name__)

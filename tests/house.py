@@ -157,3 +157,25 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
             seen.add(name)
             left.extend(graph[name])
     return seen
+
+
+def calls(source: Source) -> Iterator[tuple[str, ast.Call]]:
+    """Every call in a file, with the dotted name of what is called."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            yield ast.unparse(node.func), node
+
+
+def switches(source: Source, name: str) -> Iterator[tuple[int, ast.expr]]:
+    """Every value that a file gives to an argument, key or variable of this name."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.keyword) and node.arg == name:
+            yield node.value.lineno, node.value
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == name:
+                    yield value.lineno, value
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if ast.unparse(target).rpartition(".")[2] == name:
+                    yield node.lineno, node.value

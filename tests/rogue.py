@@ -6,6 +6,7 @@ With the defaults every message is honest, so that a test changes exactly the on
 import asyncio
 import time
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
 
@@ -18,8 +19,10 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Task
+from primerl.node.network.peers import PeerTable
+from primerl.node.network.router import Handler, Router
 from primerl.node.network.rpc import Refused, ask, receive_reply, send
-from primerl.node.network.transport import Connection, Transport
+from primerl.node.network.transport import Connection, Transport, TransportError
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
@@ -50,7 +53,7 @@ from primerl.protocol.rollouts import (
     pack_f32,
     pack_u32,
 )
-from primerl.protocol.version import ALPN_CONTROL, WIRE_VERSION
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, WIRE_VERSION
 
 DEADLINE = 5.0
 AN_HOUR = 3600
@@ -74,6 +77,7 @@ class Rogue:
         self.trainer = self.ticket.trainer
         self.transport: Transport = at_home(swarm.network, self.key.node_id)
         self._control: Connection | None = None
+        self._serving: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Rogue":
         return self
@@ -84,7 +88,23 @@ class Rogue:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+        with suppress(Refused, TransportError):
+            await self.goodbye()
         await self.transport.close()
+
+    def serve(self, *, control: Handler, blobs: Handler) -> None:
+        """Answer other workers from now on."""
+        router = Router(
+            self.transport,
+            PeerTable(),
+            {ALPN_CONTROL: control, ALPN_BLOBS: blobs},
+            max_streams_per_peer=32,
+            max_peers=32,
+        )
+        self._serving = asyncio.create_task(router.run())
 
     # -- saying things ---------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 
 import pytest
-from house import ROOMS, ROOT, TEXT, House, Source, reachable, sources, walk
+from house import ROOMS, ROOT, TEXT, House, Source, calls, reachable, sources, switches, walk
 
 PACKAGE = [*sources(*ROOMS), Source("__init__.py", (ROOT / "__init__.py").read_text())]
 HOUSE = House(PACKAGE)
@@ -248,13 +247,6 @@ def test_no_other_python_file_lies_in_the_root() -> None:
     assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
 
 
-def calls(source: Source) -> Iterator[tuple[str, ast.Call]]:
-    """Every call in a file, with the dotted name of what is called."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            yield ast.unparse(node.func), node
-
-
 FORBIDDEN_MODULES = {
     "pickle",
     "cPickle",
@@ -278,21 +270,6 @@ def test_foreign_bytes_are_never_run(source: Source) -> None:
     for where, value in switches(source, "trust_remote_code"):
         assert isinstance(value, ast.Constant), f"{source.path}:{where} runs a model's code"
         assert value.value is not True, f"{source.path}:{where} runs a model's code"
-
-
-def switches(source: Source, name: str) -> Iterator[tuple[int, ast.expr]]:
-    """Every value that a file gives to an argument, key or variable of this name."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.keyword) and node.arg == name:
-            yield node.value.lineno, node.value
-        elif isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == name:
-                    yield value.lineno, value
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                if ast.unparse(target).rpartition(".")[2] == name:
-                    yield node.lineno, node.value
 
 
 def test_a_shell_is_never_asked() -> None:

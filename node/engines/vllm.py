@@ -138,6 +138,8 @@ class VllmEngine:
         with contextlib.suppress(*_START_FAULTS, EngineError, UsageError):
             await self._building
         if self._llm is not None:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # it would log the end of its engine as an error
             # vLLM leaves its message context open, with two threads; by then its sockets are closed
             context = self._llm.engine_core.resources.ctx
             await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)

@@ -165,9 +165,15 @@ class BlobFetcher:
         raise NetworkError(f"chunk {short(chunk.digest)} could not be fetched from anybody")
 
     def _ranked(self, upstreams: Sequence[bytes]) -> list[bytes]:
-        """Random order weighted by success times bandwidth, so load spreads and the slow get probed."""
+        """Random order weighted by success times bandwidth, so load spreads and the slow get probed.
+
+        A peer that keeps failing is mostly left out: it comes before the origin, so each try at it would
+        cost every chunk its deadline.
+        """
         keys = {
-            peer: self._chance.random() ** (1.0 / self._peers.weight(peer)) for peer in upstreams
+            peer: self._chance.random() ** (1.0 / self._peers.weight(peer))
+            for peer in upstreams
+            if self._chance.random() < self._peers.reliability(peer) ** 2
         }
         return sorted(keys, key=lambda peer: -keys[peer])
 

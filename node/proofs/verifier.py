@@ -5,17 +5,24 @@ bad input costs the rollout, never the trainer.
 """
 
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...protocol.errors import Reason
+from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.manifests import RunManifest
 from ...protocol.rollouts import Rejection, Submission, Verdict
 from ..engines.scorer import Scorer
-from ..environments.environment import Environment, EnvironmentFailed, ScoreMismatch, Task
+from ..environments.environment import (
+    Branch,
+    Environment,
+    EnvironmentFailed,
+    ScoreMismatch,
+    Task,
+)
 from ..training.buffer import BranchTokens, Group, ScoredRollout
 from ..weights.state import State
 from .checks import CheckedRollout, Rejected, check_submission
@@ -23,6 +30,8 @@ from .checks import CheckedRollout, Rejected, check_submission
 logger = logging.getLogger(__name__)
 
 REWARD_TOLERANCE = 1e-6
+MAX_REJECTIONS = 4096
+"""As many as a Verdict may list."""
 
 
 @dataclass(frozen=True)
@@ -103,28 +112,37 @@ class Verifier:
         return score.reward
 
     async def _audit(self, rollouts: list[CheckedRollout]) -> list[Rejection]:
-        """Recompute the logprobs of `rollouts` under the policy that each claims."""
-        by_version: dict[int, list[CheckedRollout]] = {}
-        for rollout in rollouts:
-            versions = {(one.policy_first, one.policy_last) for one in rollout.branches}
-            first, last = next(iter(versions))
-            # Weights that changed mid-sample leave no single policy to compare with.
-            if len(versions) == 1 and first == last and first in self._states:
-                by_version.setdefault(first, []).append(rollout)
-        caught: list[Rejection] = []
-        for version, members in by_version.items():
-            sequences = [branch.token_ids for one in members for branch in one.branches]
+        """Recompute the logprobs of `rollouts` under the policies that each claims.
+
+        Weights may change while a sample is drawn: each of its tokens must then fit one of the versions
+        in its span, so that claiming such a change is no way around an audit.
+        """
+        audits = [_Audit(one) for one in rollouts if self._holds(one)]
+        versions = {version for audit in audits for version in audit.versions()}
+        # Taken now: the publisher drops old ones while we wait for the scorer.
+        states = {version: self._states[version] for version in sorted(versions)}
+        for version, state in states.items():
+            open_parts = [part for audit in audits for part in audit.parts if version in part.span]
             values = await self._scorer.logprobs(
-                self._states[version], sequences, self._run.sampling.temperature, key=version
+                state,
+                [part.branch.token_ids for part in open_parts],
+                self._run.sampling.temperature,
+                key=version,
             )
-            recomputed = iter(values)
-            for rollout in members:
-                own = [next(recomputed) for _ in rollout.branches]
-                error = mean_error(rollout, own)
-                if error > self._run.limits.logprob_tolerance:
-                    detail = f"mean |logprob difference| {error:.3g} under policy {version}"
-                    caught.append(_rejection(rollout, Rejected(Reason.BAD_LOGPROBS, detail)))
-        return caught
+            for part, recomputed in zip(open_parts, values, strict=True):
+                part.compare(recomputed)
+        return [
+            _rejection(audit.rollout, Rejected(Reason.BAD_LOGPROBS, audit.detail()))
+            for audit in audits
+            if audit.mean_error() > self._run.limits.logprob_tolerance
+        ]
+
+    def _holds(self, rollout: CheckedRollout) -> bool:
+        """Whether every policy that the rollout claims is still in memory; older ones are stale anyway."""
+        return all(
+            branch.policy_first in self._states and branch.policy_last in self._states
+            for branch in rollout.branches
+        )
 
     def _groups(
         self,
@@ -160,15 +178,54 @@ class Verifier:
         return groups
 
 
-def mean_error(rollout: CheckedRollout, recomputed: list[list[float]]) -> float:
-    """Mean over sampled tokens of |claimed - recomputed| logprob; a lower claim cannot hide in the mean."""
-    errors = [
-        abs(claim - own)
-        for branch, values in zip(rollout.branches, recomputed, strict=True)
-        for flag, claim, own in zip(branch.sampled, branch.logprobs, values, strict=True)
-        if flag
-    ]
-    return sum(errors) / len(errors)
+def refuse_all(digest: bytes, lease: Lease, error: RemoteProtocolError) -> Verified:
+    """The verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
+    count = min(len(lease.tasks) * lease.group_size, MAX_REJECTIONS)
+    rejections = tuple(
+        Rejection(0, index, error.reason, error.detail[:500]) for index in range(count)
+    )
+    return Verified(Verdict(digest, lease.lease_id, 0, rejections, 0), [])
+
+
+class _Part:
+    """One branch under audit: how far each sampled token is from the nearest of its policies."""
+
+    def __init__(self, branch: Branch) -> None:
+        self.branch = branch
+        self.span = range(branch.policy_first, branch.policy_last + 1)
+        self._claims = [
+            lp for lp, drawn in zip(branch.logprobs, branch.sampled, strict=True) if drawn
+        ]
+        self.errors = [math.inf] * len(self._claims)
+
+    def compare(self, recomputed: list[float]) -> None:
+        """Take in the logprobs of all tokens under one more policy of the span."""
+        own = [lp for lp, drawn in zip(recomputed, self.branch.sampled, strict=True) if drawn]
+        found = [abs(claim - value) for claim, value in zip(self._claims, own, strict=True)]
+        self.errors = list(map(min, self.errors, found))
+
+
+class _Audit:
+    """One rollout under audit."""
+
+    def __init__(self, rollout: CheckedRollout) -> None:
+        self.rollout = rollout
+        self.parts = [_Part(branch) for branch in rollout.branches]
+
+    def versions(self) -> set[int]:
+        """Policies to compare with."""
+        return {version for part in self.parts for version in part.span}
+
+    def mean_error(self) -> float:
+        """Mean over sampled tokens of |claimed - recomputed| logprob; no sign, so nothing cancels out."""
+        errors = [error for part in self.parts for error in part.errors]
+        return sum(errors) / len(errors)
+
+    def detail(self) -> str:
+        """The evidence in words."""
+        versions = sorted(self.versions())
+        policies = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]}..{versions[-1]}"
+        return f"mean |logprob difference| {self.mean_error():.3g} under policy {policies}"
 
 
 def _rejection(rollout: CheckedRollout, fault: Rejected) -> Rejection:

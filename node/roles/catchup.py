@@ -106,7 +106,8 @@ class CatchUp:
                 await self._start_over()
             except StorageError as error:
                 logger.error("version %d cannot be kept: %s", head.head.version, error)
-                await asyncio.sleep(5.0)
+                await self._drop_old()
+                await asyncio.sleep(RETRY_S)
 
     async def wait_order(self, order: tuple[int, int], timeout: float) -> bool:
         """Wait until the engine holds the (term, version) `order` or a newer one."""
@@ -226,7 +227,12 @@ class CatchUp:
         await asyncio.sleep(RETRY_S)
 
     async def _collect(self) -> None:
-        if self.versions_loaded % COLLECT_EVERY:
+        if self.versions_loaded % COLLECT_EVERY == 0:
+            await self._drop_old()
+
+    async def _drop_old(self) -> None:
+        """Forget what no version that we keep needs; also when there is no room for the next."""
+        if self._chain.newest == NOTHING:
             return
         keep = self._config.keep_versions
         live = self._chain.live_chunks(keep)

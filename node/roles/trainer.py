@@ -18,17 +18,18 @@ from ...crypto.keys import SecretKey
 from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
-from ...protocol.rollouts import Rejection, Submission, Verdict
+from ...protocol.rollouts import Submission, Verdict
 from ..config import RunConfig
 from ..errors import RunFailed
 from ..ledger import Arrived, Ledger
 from ..metrics import MetricsLog, PhaseClock
 from ..network.heads import HeadBook
-from ..proofs.verifier import Verified, Verifier
+from ..proofs.verifier import Verified, Verifier, refuse_all
 from ..training.advantages import CreditedBatch, credit
 from ..training.backend import Batch, TrainBackend
 from ..training.buffer import BufferSnapshot, Group, RolloutBuffer
 from ..training.checkpoints import Checkpoints
+from .cursor import Cursor
 from .desk import LeaseDesk, open_lease
 from .publisher import Publisher
 from .terms import Term
@@ -55,21 +56,6 @@ class Progress:
     rejected: Counter[str] = field(default_factory=Counter[str])
     received: int = 0
     """Rollouts that arrived."""
-
-
-class Cursor(msgspec.Struct, frozen=True):
-    """The part of a checkpoint that is about data: what comes next, what was counted."""
-
-    next_task: int
-    requeued: list[int]
-    verified_up_to: int
-    """Arrival number of the last submission that the buffer or the model already contains."""
-    history: list[tuple[int, float]]
-    accepted: int
-    rejected: dict[str, int]
-    received: int
-    delta_bytes: int
-    full_bytes: int
 
 
 class TrainerRole:
@@ -137,10 +123,9 @@ class TrainerRole:
         """Take in a checkpoint's parts: buffer, cursor; then re-verify what arrived after it."""
         cursor = msgspec.json.decode(parts["cursor"], type=Cursor)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
-        book = self._desk.book
-        book.next_task = cursor.next_task
-        book.requeued.extend(cursor.requeued)
         self._verified_up_to = cursor.verified_up_to
+        inbox = self._ledger.arrived_after(cursor.verified_up_to)
+        cursor.restore_tasks(self._desk.book, (self._open(one)[1] for one in inbox))
         progress = self.progress
         progress.history = list(cursor.history)
         progress.accepted, progress.received = cursor.accepted, cursor.received
@@ -352,7 +337,7 @@ class TrainerRole:
         submission, lease = self._open(arrived)
         if self.term.voids(submission, lease):
             error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
-            return refuse_all(arrived, len(lease.tasks) * lease.group_size, error)
+            return refuse_all(arrived.digest, lease, error)
         reputation = self._desk.reputation(arrived.node)
         seasoned = reputation.good >= FULL_AUDIT_BELOW and reputation.trust > 0.9
         fraction = self._config.verification.logprob_fraction if seasoned else 1.0
@@ -367,7 +352,7 @@ class TrainerRole:
             )
         except RemoteProtocolError as error:
             logger.warning("submission of %s refused: %s", short(arrived.node), error)
-            return refuse_all(arrived, len(lease.tasks) * lease.group_size, error)
+            return refuse_all(arrived.digest, lease, error)
 
     def _open(self, arrived: Arrived) -> tuple[Submission, Lease]:
         submission = unseal(
@@ -395,12 +380,3 @@ class TrainerRole:
         self.progress.accepted -= count
         if count:
             self.progress.rejected[Reason.STALE.value] += count
-
-
-def refuse_all(arrived: Arrived, rollouts: int, error: RemoteProtocolError) -> Verified:
-    """The verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
-    rejections = tuple(
-        Rejection(0, index, error.reason, error.detail[:500])
-        for index in range(min(rollouts, 4096))
-    )
-    return Verified(Verdict(arrived.digest, arrived.lease_id, 0, rejections, 0), [])

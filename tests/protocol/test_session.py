@@ -163,6 +163,13 @@ def test_any_value_in_any_field_raises_nothing_else(
     survives(msgspec.msgpack.encode(fields), type(message))
 
 
+@pytest.mark.parametrize("fields", [{"type": "x" * 5000}, {"type": "Goodbye", "x" * 5000: 1}])
+def test_a_refusal_does_not_repeat_a_strangers_novel(fields: dict[str, object]) -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        decode(msgspec.msgpack.encode(fields), ControlRequest)  # type: ignore[arg-type]
+    assert 50 < len(caught.value.detail) <= 200
+
+
 def test_text_that_is_no_utf8_is_malformed() -> None:
     said = encode(Goodbye("abcd")).replace(b"abcd", b"ab\xff\xfe")
     with refuses(Reason.MALFORMED):

@@ -177,7 +177,7 @@ async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_not
             held[event.name] = event.version
         else:
             assert event.version == held[event.name] >= 0
-    assert {event.kind for event in fakes.events if event.name == "w3"} == {"load", "generate"}
+    assert min(held.values()) >= 2
 
 
 async def test_the_second_worker_fetches_most_weights_from_the_first(

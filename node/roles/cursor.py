@@ -1,0 +1,32 @@
+"""The part of a checkpoint that is about data: which tasks come next, and what was counted.
+
+A task whose work has a receipt is never leased again; a task that was only leased always is.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ...protocol.leases import Lease, LeaseBook
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """As written into a checkpoint."""
+
+    next_task: int
+    requeued: list[int]
+    verified_up_to: int
+    """Arrival number of the last submission that the buffer or the model already contains."""
+    history: list[tuple[int, float]]
+    accepted: int
+    rejected: dict[str, int]
+    received: int
+    delta_bytes: int
+    full_bytes: int
+
+    def restore_tasks(self, book: LeaseBook, inbox: Iterable[Lease]) -> None:
+        """Lease again what was out then or leased since, but for what `inbox` has answered since."""
+        answered = {task.index for lease in inbox for task in lease.tasks}
+        book.next_task = max([self.next_task, *(index + 1 for index in answered)])
+        leased = [*self.requeued, *range(self.next_task, book.next_task)]
+        book.requeued.extend(index for index in leased if index not in answered)

@@ -1,0 +1,284 @@
+"""Forged rollouts inside valid envelopes: each costs itself, by the right reason, and nothing beside it."""
+
+import asyncio
+import struct
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from rogue import Rogue, altered, altered_branch, reason_of, say
+from swarm import VOCABULARY, Swarm
+
+from primerl.node.environments.counting import ASK, STOP
+from primerl.protocol.errors import Reason
+from primerl.protocol.manifests import PolicyHead
+from primerl.protocol.rollouts import BranchRecord, GroupRecord, pack_f32, unpack_u32
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+Forge = Callable[[BranchRecord, list[PolicyHead]], BranchRecord]
+replace = msgspec.structs.replace
+
+
+def number(branch: BranchRecord) -> int:
+    """The number that was shown."""
+    return unpack_u32(branch.tokens)[1]
+
+
+def retold(branch: BranchRecord, said: list[int], head: PolicyHead) -> BranchRecord:
+    """Another reply to the same prompt, with the logprobs that it should have."""
+    return say([ASK, number(branch)], said, head)
+
+
+def drawn(branch: BranchRecord) -> int:
+    return sum(branch.sampled)
+
+
+FORGERIES: dict[str, tuple[Forge, Reason]] = {
+    "logprobs of a sure thing": (
+        lambda b, h: replace(b, logprobs=pack_f32([-0.01] * drawn(b))),
+        Reason.BAD_LOGPROBS,
+    ),
+    "logprobs above zero": (
+        lambda b, h: replace(b, logprobs=pack_f32([2.0] * drawn(b))),
+        Reason.BAD_LOGPROBS,
+    ),
+    "logprobs that are no numbers": (
+        lambda b, h: replace(b, logprobs=struct.pack("<f", float("nan")) * drawn(b)),
+        Reason.MALFORMED,
+    ),
+    "logprobs without bound": (
+        lambda b, h: replace(b, logprobs=struct.pack("<f", float("-inf")) * drawn(b)),
+        Reason.MALFORMED,
+    ),
+    "fewer logprobs than tokens": (
+        lambda b, h: replace(b, logprobs=b.logprobs[4:]),
+        Reason.MALFORMED,
+    ),
+    "an array that is cut short": (
+        lambda b, h: replace(b, tokens=b.tokens[:-1]),
+        Reason.MALFORMED,
+    ),
+    "a mask that is too short": (
+        lambda b, h: replace(b, sampled=b.sampled[:-1]),
+        Reason.MALFORMED,
+    ),
+    "a mask of other values": (
+        lambda b, h: replace(b, sampled=b.sampled[:-1] + b"\x02"),
+        Reason.MALFORMED,
+    ),
+    "a prompt that was sampled": (
+        lambda b, h: replace(b, sampled=b"\x01" * len(b.sampled), logprobs=bytes(len(b.tokens))),
+        Reason.MALFORMED,
+    ),
+    "a policy of the future": (
+        lambda b, h: replace(b, policy_first=h[-1].version + 1, policy_last=h[-1].version + 1),
+        Reason.FUTURE_POLICY,
+    ),
+    "a policy older than the lease allows": (
+        lambda b, h: replace(b, policy_first=0),
+        Reason.STALE,
+    ),
+    "policies in the wrong order": (
+        lambda b, h: replace(b, policy_first=h[-1].version, policy_last=h[-1].version - 1),
+        Reason.MALFORMED,
+    ),
+    "a policy that was not the one that drew": (
+        lambda b, h: replace(b, logprobs=retold(b, unpack_u32(b.tokens)[2:], h[0]).logprobs),
+        Reason.BAD_LOGPROBS,
+    ),
+    "the prompt of another task": (
+        lambda b, h: say([ASK, number(b) ^ 2], [number(b), STOP], h[-1]),
+        Reason.BAD_PROMPT,
+    ),
+    "a token that the model has not": (
+        lambda b, h: retold(b, [VOCABULARY, STOP], h[-1]),
+        Reason.TOKEN_OUT_OF_RANGE,
+    ),
+    "the largest token there is": (
+        lambda b, h: retold(b, [2**32 - 1, STOP], h[-1]),
+        Reason.TOKEN_OUT_OF_RANGE,
+    ),
+    "tokens after the end": (
+        lambda b, h: retold(b, [number(b) + 1, STOP, 5, STOP], h[-1]),
+        Reason.BAD_TERMINATION,
+    ),
+    "a reply cut short where it was good": (
+        lambda b, h: retold(b, [number(b) + 1], h[-1]),
+        Reason.BAD_TERMINATION,
+    ),
+    "a reply longer than the contract": (
+        lambda b, h: retold(b, [5, 5, 5, 5, STOP], h[-1]),
+        Reason.BAD_TERMINATION,
+    ),
+    "another way of ending": (
+        lambda b, h: replace(b, finish="length"),
+        Reason.BAD_TERMINATION,
+    ),
+    "more tokens than the model takes": (
+        lambda b, h: retold(b, [5] * 100, h[-1]),
+        Reason.TOO_LARGE,
+    ),
+    "no tokens": (
+        lambda b, h: replace(b, tokens=b"", sampled=b"", logprobs=b""),
+        Reason.TOO_LARGE,
+    ),
+    "nothing sampled": (
+        lambda b, h: replace(b, sampled=bytes(len(b.sampled)), logprobs=b""),
+        Reason.MALFORMED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+async def test_a_forged_branch_costs_its_rollout_alone(siege: Swarm, name: str) -> None:
+    forge, reason = FORGERIES[name]
+    async with Rogue(siege, name) as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        (group,) = await rogue.play(lease)
+        branch = forge(group.rollouts[1].branches[0], await rogue.heads())
+        forged = altered(group, 1, branches=(branch,))
+        await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+    assert [(one.group, one.rollout, one.reason) for one in verdict.rejections] == [(0, 1, reason)]
+    assert verdict.accepted == lease.group_size - 1
+
+
+@pytest.mark.parametrize("reward", [1.5, -1.0, float("nan"), float("inf"), 1e300])
+async def test_a_forged_reward_is_recomputed_and_refused(siege: Swarm, reward: float) -> None:
+    async with Rogue(siege, f"reward {reward}") as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        (group,) = await rogue.play(lease)
+        forged = altered(group, 2, reward=reward)
+        await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+    assert [(one.rollout, one.reason) for one in verdict.rejections] == [(2, Reason.BAD_REWARD)]
+    assert verdict.accepted == lease.group_size - 1
+
+
+async def test_honest_work_is_accepted(siege: Swarm) -> None:
+    async with Rogue(siege, "honest hand") as hand:
+        await hand.hello()
+        receipt = await hand.work()
+        verdict = await hand.verdict(receipt.lease_id)
+    assert (verdict.accepted, verdict.rejections) == (4, ())
+    assert verdict.audited == 4
+
+
+async def test_an_index_that_is_missing_counts_as_failed(siege: Swarm) -> None:
+    async with Rogue(siege, "cherry picker") as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        (group,) = await rogue.play(lease)
+        picked = replace(group, rollouts=group.rollouts[:2])
+        await rogue.submit(rogue.bundle(sealed, [picked]), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+    assert Counter(one.reason for one in verdict.rejections) == {Reason.MISSING_INDEX: 2}
+    assert verdict.accepted == 2
+
+
+async def test_a_rollout_without_branches_or_error_counts_as_missing(siege: Swarm) -> None:
+    async with Rogue(siege, "hollow") as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        (group,) = await rogue.play(lease)
+        hollow = altered(group, 0, branches=())
+        await rogue.submit(rogue.bundle(sealed, [hollow]), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+    assert [one.reason for one in verdict.rejections] == [Reason.MISSING_INDEX]
+
+
+WHOLE: dict[str, tuple[Callable[[GroupRecord], list[GroupRecord]], Reason]] = {
+    "more rollouts than asked for": (
+        lambda group: [replace(group, rollouts=group.rollouts * 2)],
+        Reason.TOO_LARGE,
+    ),
+    "another task by index": (
+        lambda group: [replace(group, task_index=group.task_index + 1)],
+        Reason.WRONG_TASK,
+    ),
+    "another task by content": (
+        lambda group: [replace(group, task_digest=bytes(32))],
+        Reason.WRONG_TASK,
+    ),
+    "no group": (lambda group: [], Reason.WRONG_TASK),
+    "a group too many": (lambda group: [group, group], Reason.WRONG_TASK),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+async def test_a_bundle_that_is_not_the_work_of_its_lease_is_refused_whole(
+    siege: Swarm, name: str
+) -> None:
+    forge, reason = WHOLE[name]
+    async with Rogue(siege, name) as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        (group,) = await rogue.play(lease)
+        await rogue.submit(rogue.bundle(sealed, forge(group)), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+    assert verdict.accepted == 0
+    assert Counter(one.reason for one in verdict.rejections) == {reason: lease.group_size}
+
+
+async def test_a_liar_is_banned_and_others_are_not(siege: Swarm) -> None:
+    async with Rogue(siege, "liar") as liar, Rogue(siege, "bystander") as bystander:
+        await liar.hello()
+        await bystander.hello()
+        for again in range(2):
+            lease, sealed = await liar.lease()
+            (group,) = await liar.play(lease)
+            for index in range(lease.group_size):
+                group = altered(group, index, reward=7.0)
+            await liar.submit(liar.bundle(sealed, [group]), lease.lease_id)
+            await judged(siege, liar, len(group.rollouts) * (again + 1))
+        assert await reason_of(liar.poll(1)) == Reason.BANNED
+        assert (await bystander.work()).lease_id
+        assert (await row_of(siege, liar))["top_reason"] == Reason.BAD_REWARD
+
+
+async def judged(swarm: Swarm, rogue: Rogue, rejected: int) -> None:
+    async with asyncio.timeout(5.0):
+        while True:
+            if (await row_of(swarm, rogue))["rejected"] == rejected:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def row_of(swarm: Swarm, rogue: Rogue) -> dict[str, object]:
+    rows = await swarm.trainer.peers()
+    return next(row for row in rows if row["id"] == rogue.key.node_id.hex())
+
+
+# -- weights that change while a sample is drawn -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("honest", "accepted"), [(True, 4), (False, 3)])
+async def test_claiming_that_weights_changed_midway_is_no_way_around_the_audit(
+    tmp_path: Path, model_dir: Path, honest: bool, accepted: int
+) -> None:
+    rollouts = {"groups_per_batch": 2, "groups_per_lease": 1, "leases_per_worker": 4}
+    async with Swarm(tmp_path, model_dir, max_steps=9, rollouts=rollouts) as swarm:
+        await swarm.start_trainer()
+        await swarm.wait_step(0)
+        async with Rogue(swarm, "shifty") as rogue, Rogue(swarm, "hand") as hand:
+            await rogue.hello()
+            await hand.hello()
+            lease, sealed = await rogue.lease()
+            (group,) = await rogue.play(lease)
+            while (await swarm.trainer.status())["version"] < 1:
+                await hand.work()
+            old, new = (await rogue.heads())[:2]
+            first = group.rollouts[0].branches[0]
+            said = unpack_u32(first.tokens)[2:]
+            mixed = retold(first, said, old).logprobs[:4] + retold(first, said, new).logprobs[4:]
+            logprobs = mixed if honest else pack_f32([-0.01] * len(said))
+            forged = altered_branch(group, 0, policy_first=0, policy_last=1, logprobs=logprobs)
+            await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
+            verdict = await rogue.verdict(lease.lease_id)
+    assert verdict.accepted == accepted
+    assert {one.reason for one in verdict.rejections} <= {Reason.BAD_LOGPROBS}

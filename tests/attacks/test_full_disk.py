@@ -1,0 +1,132 @@
+"""A disk that is full: whoever has it says so, keeps what it acknowledged, and goes on once there is room."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from rogue import Rogue, reason_of
+from swarm import Swarm, until
+
+from primerl.node.errors import StorageError
+from primerl.node.ledger import Ledger
+from primerl.protocol.errors import Reason
+
+
+class Filling:
+    """A disk that tests fill and free."""
+
+    def __init__(self, keep: str) -> None:
+        self.full = False
+        self.refused = 0
+        self._keep = keep
+
+    def ledger(self, path: Path) -> Ledger:
+        """A ledger on this disk."""
+        return SmallLedger(path, self, self._keep)
+
+
+class SmallLedger(Ledger):
+    """A ledger whose file cannot grow while its disk is full; SQLite itself says so."""
+
+    def __init__(self, path: Path, disk: Filling, keep: str) -> None:
+        super().__init__(path)
+        self._disk = disk
+        self._growing = keep
+
+    def _write(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:
+        if not (self._disk.full and statement.startswith(f"INSERT INTO {self._growing}")):
+            return super()._write(statement, values)
+        pages = self._db.execute("PRAGMA page_count").fetchone()[0]
+        self._db.execute(f"PRAGMA max_page_count={pages}")
+        padded = tuple(v + bytes(1 << 20) if isinstance(v, bytes) else v for v in values)
+        try:
+            return super()._write(statement, padded)
+        except StorageError:
+            self._disk.refused += 1
+            raise
+        finally:
+            self._db.execute("PRAGMA max_page_count=1073741823")
+
+
+async def test_a_trainer_without_room_refuses_and_the_worker_delivers_later(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    disk = Filling("inbox")
+    async with Swarm(tmp_path, model_dir, trainer_ledger=disk.ledger) as swarm:
+        await swarm.start_trainer()
+        disk.full = True
+        swarm.add_worker("w1")
+        await until(lambda: disk.refused >= 2)
+        assert (await swarm.trainer.status())["accepted"] == 0
+        async with Rogue(swarm, "hand") as hand:
+            await hand.hello()
+            lease, sealed = await hand.lease()
+            bundle = hand.bundle(sealed, await hand.play(lease))
+            assert await reason_of(hand.submit(bundle, lease.lease_id)) == Reason.DISK_FULL
+            disk.full = False
+            assert (await hand.submit(bundle, lease.lease_id)).lease_id == lease.lease_id
+        summary = await swarm.finished()
+    assert summary["steps"] == 3
+    assert summary["rejected"] == {}
+
+
+async def test_a_worker_without_room_for_its_spool_loses_a_lease_and_works_on(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    disk = Filling("spool")
+    rollouts = {"lease_timeout_s": 0.5}
+    async with Swarm(tmp_path, model_dir, rollouts=rollouts) as swarm:
+        await swarm.start_trainer()
+        disk.full = True
+        swarm.add_worker("w1", ledger=disk.ledger)
+        await until(lambda: disk.refused >= 2)
+        disk.full = False
+        summary = await swarm.finished()
+    assert summary["steps"] == 3
+    assert summary["rejected"] == {}
+
+
+async def test_a_worker_without_room_for_the_model_says_so_and_ends(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", weights={"max_disk_gib": 1e-6})
+        with pytest.raises(StorageError, match="raise the limit or keep fewer versions"):
+            await worker.ended()
+        swarm.add_worker("w2")
+        await swarm.wait_step(1)
+
+
+async def test_a_worker_whose_store_fills_up_drops_old_versions_and_follows_on(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    swarm = Swarm(tmp_path, model_dir, max_steps=12, weights={"anchor_interval": 2})
+    swarm.fakes.words = 20_000
+    async with swarm:
+        await swarm.start_trainer()
+        small = {"max_disk_gib": 250_000 / 2**30, "keep_versions": 1}
+        swarm.add_worker("w1", weights=small)
+        await swarm.wait_step(10)
+    versions = [event.version for event in swarm.fakes.loads("w1")]
+    assert versions == sorted(versions)
+    assert versions[-1] >= 9
+
+
+async def test_a_trainer_without_room_for_weights_stops_and_resumes_where_it_was(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    swarm = Swarm(tmp_path, model_dir, max_steps=4)
+    swarm.fakes.words = 20_000
+    async with swarm:
+        await swarm.start_trainer(weights={"max_disk_gib": 150_000 / 2**30})
+        swarm.add_worker("w1")
+        with pytest.raises(StorageError, match="raise the limit"):
+            await swarm.trainer.ended()
+        before = swarm.heads()
+        swarm.network.drop(swarm.trainer.node_id)
+        await swarm.start_trainer(resume=True, weights={"max_disk_gib": 1.0})
+        await swarm.finished()
+        after = swarm.heads()
+    assert after.items() >= before.items()
+    assert sorted(after) == [(0, version) for version in range(5)]

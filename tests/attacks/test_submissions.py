@@ -1,0 +1,260 @@
+"""Submissions that are not what they should be: stolen, replayed, late, lying about size or content."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from rogue import Rogue, altered, reason_of, soon
+from swarm import Swarm
+
+from primerl.crypto.hashing import digest
+from primerl.crypto.keys import SecretKey
+from primerl.node.network.memory import MemoryNetwork
+from primerl.node.network.rpc import receive_reply, send
+from primerl.node.network.uploads import PARTIALS_PER_PEER, UploadReceiver
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.leases import Lease
+from primerl.protocol.messages import SubmitFrom, SubmitOffer
+from primerl.protocol.version import ALPN_CONTROL
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+STRANGER = SecretKey.from_seed(b"s" * 32)
+OTHER_RUN = b"o" * 32
+
+
+async def total(swarm: Swarm) -> int:
+    """Rollouts judged so far."""
+    status = await swarm.trainer.status()
+    return status["accepted"] + sum(status["rejected"].values())
+
+
+async def test_envelopes_that_are_not_ours_to_send_are_refused(siege: Swarm) -> None:
+    async with Rogue(siege, "forger") as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        groups = await rogue.play(lease)
+        good = rogue.bundle(sealed, groups)
+        wrong = {
+            "another run": (rogue.bundle(sealed, groups, run=OTHER_RUN), Reason.WRONG_RUN),
+            "another key": (rogue.bundle(sealed, groups, key=STRANGER), Reason.WRONG_SIGNER),
+            "another trainer": (
+                rogue.bundle(sealed, groups, recipient=STRANGER.node_id),
+                Reason.WRONG_RECIPIENT,
+            ),
+            "another purpose": (
+                rogue.bundle(sealed, groups, purpose=Purpose.PEER),
+                Reason.WRONG_PURPOSE,
+            ),
+            "an old one": (rogue.bundle(sealed, groups, expires=1000), Reason.EXPIRED),
+            "a changed byte": (good[:-1] + bytes([good[-1] ^ 1]), Reason.BAD_SIGNATURE),
+            "noise": (b"\xc1" * 500, Reason.MALFORMED),
+            "no submission": (
+                seal(
+                    rogue.key,
+                    Purpose.SUBMISSION,
+                    rogue.run,
+                    b"\x93\x01",
+                    recipient=rogue.trainer,
+                    expires=soon(),
+                ),
+                Reason.MALFORMED,
+            ),
+        }
+        found = {
+            name: await reason_of(rogue.submit(bundle, lease.lease_id))
+            for name, (bundle, _) in wrong.items()
+        }
+        assert found == {name: reason for name, (_, reason) in wrong.items()}
+        # None of it cost the lease.
+        assert (await rogue.submit(good, lease.lease_id)).lease_id == lease.lease_id
+        assert (await rogue.verdict(lease.lease_id)).accepted == 4
+
+
+async def test_a_lease_that_the_trainer_did_not_give_to_this_node_is_refused(siege: Swarm) -> None:
+    async with Rogue(siege, "thief") as thief, Rogue(siege, "owner") as owner:
+        await thief.hello()
+        await owner.hello()
+        lease, sealed = await owner.lease()
+        groups = await owner.play(lease)
+        stolen = thief.bundle(sealed, groups)
+        assert await reason_of(thief.submit(stolen, lease.lease_id)) == Reason.WRONG_RECIPIENT
+        wrong: dict[bytes, Reason] = {
+            thief_lease(thief, lease, key=thief.key): Reason.WRONG_SIGNER,
+            thief_lease(thief, lease, key=siege.trainer.key, run=OTHER_RUN): Reason.WRONG_RUN,
+            b"": Reason.MALFORMED,
+        }
+        for forged, reason in wrong.items():
+            bundle = thief.bundle(forged, groups)
+            assert await reason_of(thief.submit(bundle, lease.lease_id)) == reason
+        assert (await owner.submit(owner.bundle(sealed, groups), lease.lease_id)).lease_id
+
+
+def thief_lease(thief: Rogue, lease: Lease, key: SecretKey, run: bytes | None = None) -> bytes:
+    """The lease sealed once more, by a key that may not or for another run."""
+    return seal(
+        key,
+        Purpose.LEASE,
+        run or thief.run,
+        lease,
+        recipient=thief.key.node_id,
+        sequence=lease.lease_id,
+        expires=soon(),
+    )
+
+
+async def test_the_number_of_another_lease_is_refused(siege: Swarm) -> None:
+    async with Rogue(siege, "two leases") as rogue:
+        await rogue.hello()
+        first, sealed = await rogue.lease()
+        second, _ = await rogue.lease()
+        bundle = rogue.bundle(sealed, await rogue.play(first))
+        assert await reason_of(rogue.submit(bundle, second.lease_id)) == Reason.UNKNOWN_LEASE
+        assert await reason_of(rogue.submit(bundle, 7)) == Reason.UNKNOWN_LEASE
+        never = second.lease_id + 1000
+        assert await reason_of(rogue.submit(bundle, never)) == Reason.LEASE_EXPIRED
+
+
+async def test_a_replay_gets_the_same_receipt_and_counts_once(siege: Swarm) -> None:
+    async with Rogue(siege, "repeater") as rogue, Rogue(siege, "copycat") as copycat:
+        await rogue.hello()
+        await copycat.hello()
+        lease, sealed = await rogue.lease()
+        groups = await rogue.play(lease)
+        bundle = rogue.bundle(sealed, groups)
+        receipt = await rogue.submit(bundle, lease.lease_id)
+        await rogue.verdict(lease.lease_id)
+        counted = await total(siege)
+        assert await rogue.submit(bundle, lease.lease_id) == receipt
+        assert await reason_of(copycat.submit(bundle, lease.lease_id)) == Reason.REPLAYED
+        for other in (
+            rogue.bundle(sealed, groups, engine="again"),
+            rogue.bundle(sealed, [altered(groups[0], 0, reward=0.5)]),
+        ):
+            assert await reason_of(rogue.submit(other, lease.lease_id)) == Reason.LEASE_DONE
+        assert await total(siege) == counted
+
+
+async def test_a_lease_that_ran_out_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    rollouts = {"groups_per_lease": 1, "lease_timeout_s": 0.2}
+    async with Swarm(tmp_path, model_dir, rollouts=rollouts) as swarm:
+        await swarm.start_trainer()
+        async with Rogue(swarm, "late") as rogue:
+            await rogue.hello()
+            lease, sealed = await rogue.lease()
+            bundle = rogue.bundle(sealed, await rogue.play(lease))
+            async with asyncio.timeout(5.0):
+                while True:
+                    if not (await swarm.trainer.status())["leases"]:
+                        break
+                    await asyncio.sleep(0.05)
+            assert await reason_of(rogue.submit(bundle, lease.lease_id)) == Reason.LEASE_EXPIRED
+        swarm.add_worker("honest")
+        await swarm.wait_step(1)
+
+
+# -- lies about bytes ----------------------------------------------------------------------------------
+
+
+async def test_offers_that_lie_about_size_or_digest_are_refused(siege: Swarm) -> None:
+    async with Rogue(siege, "fibber") as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        bundle = rogue.bundle(sealed, await rogue.play(lease))
+        number = lease.lease_id
+        assert await reason_of(rogue.submit(bundle, number, size=200 << 20)) == Reason.TOO_LARGE
+        assert await reason_of(rogue.submit(bundle, number, size=1 << 40)) == Reason.MALFORMED
+        lie = digest(b"something else")
+        assert await reason_of(rogue.submit(bundle, number, digest=lie)) == Reason.WRONG_DIGEST
+        short = rogue.submit(bundle, number, size=len(bundle) - 1)
+        assert await reason_of(short) == Reason.WRONG_DIGEST
+        assert (await rogue.submit(bundle, number)).lease_id == number
+
+
+async def test_an_upload_that_broke_off_goes_on_where_it_stopped(siege: Swarm) -> None:
+    async with Rogue(siege, "flaky") as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        bundle = rogue.bundle(sealed, await rogue.play(lease))
+        offer = SubmitOffer(digest(bundle), len(bundle), lease.lease_id)
+        stream = await (await rogue.control()).open_stream()
+        await send(stream, offer)
+        assert await receive_reply(stream, SubmitFrom) == SubmitFrom(0)
+        await stream.write(bundle[:100])
+        await stream.finish()
+        await asyncio.sleep(0.05)
+        receipt = await rogue.submit(bundle, lease.lease_id)
+        assert receipt.submission == digest(bundle)
+
+
+async def test_unfinished_uploads_are_few_per_peer(siege: Swarm) -> None:
+    async with Rogue(siege, "hoarder") as rogue:
+        await rogue.hello()
+        lease, _ = await rogue.lease()
+        connection = await rogue.control()
+        streams = [await connection.open_stream() for _ in range(PARTIALS_PER_PEER)]
+        for number, stream in enumerate(streams):
+            await send(stream, SubmitOffer(bytes([number]) * 32, 1000, lease.lease_id))
+            assert await receive_reply(stream, SubmitFrom) == SubmitFrom(0)
+        more = rogue.ask(SubmitOffer(b"m" * 32, 1000, lease.lease_id), SubmitFrom)
+        assert await reason_of(more) == Reason.RATE_LIMITED
+        for stream in streams:
+            await stream.abort()
+
+
+async def test_an_upload_that_drips_is_cut_off_and_an_honest_one_is_not() -> None:
+    network = MemoryNetwork()
+    near, far = network.transport(b"n" * 32), network.transport(b"f" * 32)
+    connection = await near.connect(far.node_id, far.addresses(), ALPN_CONTROL, deadline=5.0)
+    accepted = await far.accept()
+    receiver = UploadReceiver(grace_s=0.1)
+    kept: list[bytes] = []
+
+    async def keep(data: bytes) -> bytes:
+        kept.append(data)
+        return b"receipt"
+
+    async def offered(data: bytes, pause: float) -> None:
+        stream = await connection.open_stream()
+        await stream.write(b"\x00")
+        theirs = await accepted.accept_stream()
+        await theirs.read_exact(1)
+        offer = SubmitOffer(digest(data), len(data), 1)
+        async with asyncio.TaskGroup() as tasks:
+            taking = tasks.create_task(
+                receiver.receive(near.node_id, theirs, offer, limit=1000, accept=keep)
+            )
+            for byte in data:
+                await stream.write(bytes([byte]))
+                await asyncio.sleep(pause)
+                if taking.done():
+                    break
+
+    await offered(b"quick", 0.0)
+    with pytest.raises(ExceptionGroup) as caught:
+        await offered(b"slow, as slow as can be", 0.05)
+    assert caught.group_contains(TimeoutError)
+    assert kept == [b"quick"]
+    with pytest.raises(RemoteProtocolError, match="at most 10"):
+        await receiver.receive(
+            near.node_id,
+            await connection.open_stream(),
+            SubmitOffer(bytes(32), 11, 1),
+            limit=10,
+            accept=keep,
+        )
+
+
+async def test_a_lease_cannot_be_answered_for_a_policy_before_it(siege: Swarm) -> None:
+    async with Rogue(siege, "time traveller") as rogue:
+        await rogue.hello()
+        lease, sealed = await rogue.lease()
+        oldest = (await rogue.heads())[0]
+        assert oldest.version < lease.min_version
+        group = rogue.group(lease, lease.tasks[0], oldest)
+        await rogue.submit(rogue.bundle(sealed, [group]), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+    assert {one.reason for one in verdict.rejections} == {Reason.STALE}
+    assert msgspec.structs.asdict(verdict)["accepted"] == 0
