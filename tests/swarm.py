@@ -22,12 +22,13 @@ from primerl.crypto.keys import SecretKey
 from primerl.node import control, rundir
 from primerl.node.config import EngineConfig, JoinConfig, NetworkConfig, RunConfig
 from primerl.node.engines.engine import Engine
+from primerl.node.engines.scorer import Scorer
 from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.ledger import Ledger
 from primerl.node.network.discovery import Discovery
 from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.transport import Transport
-from primerl.node.parts import Parts
+from primerl.node.parts import MakeLedger, Parts
 from primerl.node.trainer_node import TrainerNode
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Tensor
@@ -81,9 +82,8 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     """`base` with `changes` laid over it, section by section."""
     result = dict(base)
     for name, value in changes.items():
-        inner = result.get(name)
-        nested = isinstance(inner, dict) and isinstance(value, dict)
-        result[name] = merged(inner, value) if nested else value
+        nested = isinstance(value, dict) and name in result
+        result[name] = merged(result[name], value) if nested else value
     return result
 
 
@@ -149,7 +149,7 @@ class Swarm:
         fakes: Fakes | None = None,
         gossip: bool = False,
         at_home: bool = True,
-        trainer_ledger: Callable[[Path], Ledger] = Ledger,
+        trainer_ledger: MakeLedger = Ledger,
         **overrides: Any,
     ) -> None:
         self.directory = directory
@@ -276,7 +276,7 @@ class Swarm:
         name: str,
         *,
         engine: WitnessEngine | None = None,
-        ledger: Callable[[Path], Ledger] = Ledger,
+        ledger: MakeLedger = Ledger,
         **overrides: Any,
     ) -> Running:
         """Start a worker, or start one again in its old directory."""
@@ -319,9 +319,7 @@ class Swarm:
         self.ticket = ticket
         self._ticketed.set()
 
-    def _parts(
-        self, running: Running, max_steps: int, ledger: Callable[[Path], Ledger] | None = None
-    ) -> Parts:
+    def _parts(self, running: Running, max_steps: int, ledger: MakeLedger | None = None) -> Parts:
         """The fakes of one node."""
 
         def backend(config: RunConfig) -> WitnessBackend:
@@ -334,13 +332,16 @@ class Swarm:
         def evaluation_engine(config: EngineConfig) -> Engine:
             return WitnessEngine(self.fakes, "evaluation")
 
+        def scorer(config: EngineConfig) -> Scorer:
+            return WitnessScorer()
+
         return Parts(
             transport=self._transport,
             discovery=self._discovery,
             environment=lambda *_: CountingEnvironment(max_tokens=4),
             engine=engine,
             evaluation_engine=evaluation_engine,
-            scorer=lambda _: WitnessScorer(),
+            scorer=scorer,
             backend=backend,
             ledger=ledger or self._trainer_ledger,
         )

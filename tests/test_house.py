@@ -22,7 +22,7 @@ MAX_FUNCTION = 60
 PLUMBING = """config control errors ledger load logs metrics processes registry report run_files
     store toml watch"""
 MODELS = "model_files models tensors"
-COMPOSITION = """daemon launcher parts rows rundir serving stack summary trainer_node
+COMPOSITION = """daemon launcher opening parts rows rundir serving stack summary trainer_node
     worker_node"""
 FLOORS: list[list[list[str]]] = [
     [["crypto"]],

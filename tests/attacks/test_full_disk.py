@@ -20,21 +20,21 @@ class Filling:
         self.refused = 0
         self._keep = keep
 
-    def ledger(self, path: Path) -> Ledger:
+    def ledger(self, path: Path, *, fsync: bool) -> Ledger:
         """A ledger on this disk."""
-        return SmallLedger(path, self, self._keep)
+        return SmallLedger(path, self, self._keep, fsync=fsync)
 
 
 class SmallLedger(Ledger):
     """A ledger whose file cannot grow while its disk is full; SQLite itself says so."""
 
-    def __init__(self, path: Path, disk: Filling, keep: str) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, disk: Filling, keep: str, *, fsync: bool) -> None:
         self._disk = disk
         self._growing = keep
+        super().__init__(path, fsync=fsync)
 
     def _write(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:
-        if not (self._disk.full and statement.startswith(f"INSERT INTO {self._growing}")):
+        if not (self._disk.full and f" INTO {self._growing} " in statement):
             return super()._write(statement, values)
         pages = self._db.execute("PRAGMA page_count").fetchone()[0]
         self._db.execute(f"PRAGMA max_page_count={pages}")

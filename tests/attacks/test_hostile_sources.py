@@ -3,7 +3,7 @@
 import asyncio
 import resource
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def say_always(*messages: Any) -> Answer:
 @asynccontextmanager
 async def bad_neighbour(
     swarm: Swarm, *, control: Answer = stay_silent, blobs: Answer = have_nothing
-) -> AsyncIterator[Rogue]:
+) -> AsyncGenerator[Rogue]:
     """A node that may serve others and serves them this."""
 
     async def on_control(peer: bytes, stream: Stream) -> None:

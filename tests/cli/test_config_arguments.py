@@ -55,13 +55,13 @@ def test_a_file_of_the_user_goes_before_a_bundled_one(home: Path) -> None:
 def test_values_of_every_kind_arrive() -> None:
     flags = [
         *("--training.betas", "[0.8,0.9]", "--network.advertise", "a:1", "b:2", "--no-clean"),
-        *("--environment.args.min-len", "5", "--name", "007", "--warmup.target", "0.5", "--resume"),
+        *("--environment.args.min-len", "4", "--name", "007", "--warmup.target", "0.5", "--resume"),
         *('--engine.vllm={"a": 1}', "--network.libp2p=false"),
     ]
     config = load(RunConfig, ["@", "demo", *flags], {"PRIMERL_CLEAN": "true"})
     assert config.training.betas == (0.8, 0.9)
     assert config.network.advertise == ["a:1", "b:2"]
-    assert config.environment.args == {"min_len": 5, "max_len": 8}
+    assert config.environment.args == {"min_len": 4, "max_len": 7}
     assert config.name == "007"
     assert config.warmup is not None
     assert config.warmup.target == 0.5

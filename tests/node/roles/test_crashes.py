@@ -62,7 +62,7 @@ async def test_a_killed_trainer_goes_on_in_the_same_chain_and_workers_come_back(
 
 
 async def test_what_has_a_receipt_is_trained_after_a_crash(tmp_path: Path, model_dir: Path) -> None:
-    rollouts = {"groups_per_batch": 4, "groups_per_lease": 1, "group_size": 8}
+    rollouts = {"groups_per_batch": 4, "groups_per_lease": 1, "group_size": 24}
     async with Swarm(tmp_path, model_dir, max_steps=1, rollouts=rollouts) as swarm:
         await swarm.start_trainer()
         await swarm.wait_step(0)
@@ -84,7 +84,7 @@ async def test_what_has_a_receipt_is_trained_after_a_crash(tmp_path: Path, model
         trained = swarm.backend.batches
     assert sorted(asked) == [0, 1, 2, 3]
     assert len(prompts(trained)) == 4
-    assert len(trained[0].samples) == 4 * 8
+    assert len(trained[0].samples) == 4 * 24
 
 
 async def test_a_bundle_from_before_a_crash_is_taken_after_it_once(

@@ -1,0 +1,122 @@
+"""How a run opens: resume from a checkpoint, or warm up, evaluate and publish version 0."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+from . import summary
+from .config import RunConfig, WarmupConfig
+from .environments.environment import Environment
+from .errors import UsageError
+from .ledger import Ledger
+from .metrics import PhaseClock
+from .roles.evaluation import EvalResult, Evaluator
+from .roles.publisher import Publisher
+from .roles.terms import current_term
+from .roles.trainer import TrainerRole
+from .training.backend import TrainBackend
+from .training.warmup import SupervisedBackend, WarmupProgress, warm_up
+from .weights.state import State
+
+logger = logging.getLogger(__name__)
+
+WARMUP_TASKS = 1 << 40
+"""Warm-up examples come from this index of the training split on: RL never leases them."""
+WARMUP_EVAL_TASKS = 1 << 41
+EVALUATION_BEFORE = "evaluation_before"
+
+
+class Opening:
+    """Brings a trainer to the version that it goes on from, and says how good a policy is."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        environment: Environment,
+        backend: TrainBackend,
+        evaluator: Evaluator,
+        clock: PhaseClock,
+        enter: Callable[[str], None],
+    ) -> None:
+        """`enter` is told the phase that begins."""
+        self._config = config
+        self._environment = environment
+        self._backend = backend
+        self._evaluator = evaluator
+        self._clock = clock
+        self._enter = enter
+
+    async def first_version(
+        self, role: TrainerRole, publisher: Publisher, ledger: Ledger, boot: int
+    ) -> tuple[int, EvalResult]:
+        """Resume or begin; returns the step done so far, and the evaluation from before the first."""
+        step = role.checkpoints.latest() if self._config.resume else None
+        if step is not None:
+            parts = await role.checkpoints.read(step)
+            await self._backend.load(role.checkpoints.backend_directory(step))
+            await role.restore(parts)
+            await publisher.resume(step, await self._backend.state())
+            role.term = current_term(ledger, publisher.order, boot)
+            logger.info("resumed at step %d", step)
+            return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
+        if self._config.warmup is not None:
+            self._enter("warm-up")
+            with self._clock.phase("warm-up"):
+                await self._warm_up(self._config.warmup)
+        before = await self.evaluate()
+        ledger.set(EVALUATION_BEFORE, summary.write_result(before))
+        await role.checkpoint(0)
+        await publisher.resume(0, await self._backend.state())
+        return 0, before
+
+    async def evaluate(self) -> EvalResult:
+        """The policy of now on held-out prompts."""
+        prompts = self._config.evaluation.prompts
+        if not prompts:
+            return EvalResult(0, 0.0, 0.0)
+        self._enter("evaluating")
+        with self._clock.phase("evaluate"):
+            return await self._evaluator.evaluate(
+                await self._backend.state(),
+                split="eval",
+                first=0,
+                prompts=prompts,
+                seed=self._config.seed,
+            )
+
+    async def _warm_up(self, config: WarmupConfig) -> None:
+        if not isinstance(self._backend, SupervisedBackend):
+            raise UsageError("this backend cannot warm up: remove the [warmup] section")
+
+        async def accuracy(state: State) -> float:
+            result = await self._evaluator.evaluate(
+                state,
+                split="train",
+                first=WARMUP_EVAL_TASKS,
+                prompts=config.eval_prompts,
+                seed=self._config.seed,
+            )
+            return result.exact
+
+        examples = demonstrations(self._environment)
+        await warm_up(self._backend, examples, config, evaluate=accuracy, progress=show_progress)
+
+
+def show_progress(progress: WarmupProgress) -> None:
+    """One line per evaluation."""
+    logger.info(
+        "warm-up step %d | loss %.3f | exact %.3f", progress.step, progress.loss, progress.accuracy
+    )
+
+
+def demonstrations(environment: Environment) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, reply) token ids of training tasks that RL will never lease. Raises UsageError."""
+    index = WARMUP_TASKS
+    while True:
+        task = environment.task(index)
+        reply = environment.demonstration(task)
+        if reply is None:
+            raise UsageError(
+                f"{environment.name} has no demonstrations: remove the [warmup] section"
+            )
+        yield environment.prompt(task), reply
+        index += 1
