@@ -167,6 +167,10 @@ class Ledger:
         )
         return [(bytes(d), lease, deadline, bytes(s)) for d, lease, deadline, s in rows]
 
+    def spooled_leases(self) -> list[int]:
+        """Ids of the leases whose work is still to be uploaded."""
+        return [row[0] for row in self._db.execute("SELECT lease_id FROM spool")]
+
     def unspool(self, digest: bytes) -> None:
         """Its receipt came, or it was refused for good."""
         self._write("DELETE FROM spool WHERE digest = ?", (digest,))

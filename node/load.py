@@ -45,7 +45,7 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
     Raises:
         UsageError: unreadable file, unknown key (with the nearest right one), bad value.
     """
-    flags, layers = _files(cls, _split_equals(args))
+    flags, layers = _files(cls, _named_types(cls, _split_equals(args)))
     layers.append(_Layer("in the environment", _environment(cls, environ)))
     flags, loose = _structured(cls, flags)
     layers.append(_Layer("on the command line", loose))
@@ -104,6 +104,18 @@ def _split_equals(args: Sequence[str]) -> list[str]:
     for arg in args:
         flag, equals, value = arg.partition("=")
         result.extend([flag, value] if equals and flag.startswith("--") else [arg])
+    return result
+
+
+def _named_types(cls: type[BaseModel], args: Sequence[str]) -> list[str]:
+    """`--engine vllm` as `--engine.type vllm`: a section with a `type` may be given by its type alone."""
+    result: list[str] = []
+    for arg, value in zip(args, [*args[1:], "--"], strict=False):
+        path = arg.removeprefix("--").replace("-", "_").split(".")
+        annotation, rest = _field(cls, path) if arg.startswith("--") else (None, path)
+        section = _model_of(annotation) if not rest else None
+        typed = section is not None and "type" in section.model_fields
+        result.append(f"{arg}.type" if typed and not value.startswith(("--", "@", "{")) else arg)
     return result
 
 

@@ -5,7 +5,7 @@ bound, so a lease that is honoured in time is not stale when it comes back.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated
@@ -166,6 +166,16 @@ class LeaseBook:
         left = [held for held in self.held.values() if held.node == node]
         self._take_back(left)
         return left
+
+    def release_lost(self, node: bytes, holding: Container[int]) -> list[Held]:
+        """Leases of a node that it does not hold: what granted them never reached it, or it gave up."""
+        lost = [
+            held
+            for number, held in self.held.items()
+            if held.node == node and number not in holding
+        ]
+        self._take_back(lost)
+        return lost
 
     def _take_back(self, leases: list[Held]) -> None:
         for held in leases:

@@ -18,6 +18,7 @@ Document = Annotated[bytes, msgspec.Meta(max_length=256 * 1024)]
 MAX_HEADS = 64
 MAX_RECORDS = 64
 MAX_LEASES = 64
+MAX_HELD = 4096
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -87,11 +88,13 @@ class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Chunk bytes fetched so far, by source."""
 
 
-class LeaseRequest(Message, frozen=True):
+class LeaseRequest(Message, frozen=True, omit_defaults=True):
     """I have room for so many leases."""
 
     wanted: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASES)]
     stats: WorkerStats
+    holding: Annotated[tuple[Version, ...], msgspec.Meta(max_length=MAX_HELD)] | None = None
+    """Leases that I work on or have not delivered yet: any other was lost on its way to me."""
 
 
 class LeaseReply(Message, frozen=True):

@@ -162,9 +162,11 @@ class Rogue:
 
     # -- leases ----------------------------------------------------------------------------------
 
-    async def poll(self, wanted: int, version: int = 0) -> LeaseReply:
+    async def poll(
+        self, wanted: int, version: int = 0, holding: tuple[int, ...] | None = None
+    ) -> LeaseReply:
         """One lease request."""
-        return await self.ask(LeaseRequest(wanted, WorkerStats(version)), LeaseReply)
+        return await self.ask(LeaseRequest(wanted, WorkerStats(version), holding), LeaseReply)
 
     async def lease(self) -> tuple[Lease, bytes]:
         """The next lease, as it is and as it was sealed."""

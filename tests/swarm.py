@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,10 +20,17 @@ from witness import Fakes, WitnessBackend, WitnessEngine, WitnessScorer
 
 from primerl.crypto.keys import SecretKey
 from primerl.node import control, rundir
-from primerl.node.config import EngineConfig, JoinConfig, NetworkConfig, RunConfig
+from primerl.node.config import (
+    EngineConfig,
+    EnvironmentConfig,
+    JoinConfig,
+    NetworkConfig,
+    RunConfig,
+)
 from primerl.node.engines.engine import Engine
 from primerl.node.engines.scorer import Scorer
 from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.node.environments.environment import Environment
 from primerl.node.ledger import Ledger
 from primerl.node.network.discovery import Discovery
 from primerl.node.network.memory import MemoryNetwork
@@ -115,14 +122,13 @@ class Running:
     engine: WitnessEngine | None = None
     task: "asyncio.Task[None] | None" = None
     stop: Callable[[], Awaitable[Any]] | None = None
-    ledgers: list[Ledger] = field(default_factory=list[Ledger])
 
     @property
     def node_id(self) -> bytes:
         """Its id."""
         return self.key.node_id
 
-    async def ended(self, timeout: float = 15.0) -> None:
+    async def ended(self, timeout: float = 30.0) -> None:
         """Wait until it ends by itself; raises what it raises."""
         assert self.task is not None
         async with asyncio.timeout(timeout):
@@ -206,7 +212,7 @@ class Swarm:
             self.trainer.key,
             self.trainer.data_dir,
             self._announced,
-            self._parts(self.trainer, config.max_steps),
+            self._parts(self.trainer),
         )
         self.trainer.stop = node.request_stop
         self.trainer.task = asyncio.create_task(node.run())
@@ -236,7 +242,7 @@ class Swarm:
         shutil.rmtree(self.run_dir)
         image.rename(self.run_dir)
 
-    async def wait_step(self, step: int, timeout: float = 15.0) -> None:
+    async def wait_step(self, step: int, timeout: float = 30.0) -> None:
         """Wait until the trainer has published version `step`; raises what ends the trainer instead."""
         async with asyncio.timeout(timeout):
             while True:
@@ -247,7 +253,7 @@ class Swarm:
                     return
                 await asyncio.sleep(0.02)
 
-    async def finished(self, timeout: float = 20.0) -> dict[str, Any]:
+    async def finished(self, timeout: float = 30.0) -> dict[str, Any]:
         """Wait for the end of the run; its summary."""
         await self.trainer.ended(timeout)
         return json.loads((self.run_dir / "summary.json").read_text())
@@ -286,7 +292,7 @@ class Swarm:
         worker.engine = engine or WitnessEngine(self.fakes, name)
         base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False}
         config = JoinConfig.model_validate(merged(base, overrides))
-        parts = self._parts(worker, 0, ledger)
+        parts = self._parts(worker, ledger)
         node = WorkerNode(config, worker.key, worker.data_dir, parts)
         worker.stop = node.request_stop
         worker.task = asyncio.create_task(node.run())
@@ -335,10 +341,15 @@ class Swarm:
         def scorer(config: EngineConfig) -> Scorer:
             return WitnessScorer()
 
+        def environment(
+            config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
+        ) -> Environment:
+            return CountingEnvironment(max_tokens=max_tokens)
+
         return Parts(
             transport=self._transport,
             discovery=self._discovery,
-            environment=lambda *_: CountingEnvironment(max_tokens=4),
+            environment=environment,
             engine=engine,
             evaluation_engine=evaluation_engine,
             scorer=scorer,

@@ -15,7 +15,8 @@ from house import ROOMS, ROOT, TEXT, House, Source, calls, reachable, sources, s
 PACKAGE = [*sources(*ROOMS), Source("__init__.py", (ROOT / "__init__.py").read_text())]
 HOUSE = House(PACKAGE)
 EVERYTHING = sources()
-MAX_LINES = 430
+MAX_LINES = 400
+MAX_TEST_LINES = 450
 MAX_FUNCTION = 60
 
 # Floors from the ground up. On one floor, rooms (inner lists) do not know each other.
@@ -324,7 +325,8 @@ def test_files_are_short() -> None:
     long = {
         source.path: lines
         for source in EVERYTHING
-        if (lines := len(source.text.splitlines())) > MAX_LINES
+        if (lines := len(source.text.splitlines()))
+        > (MAX_TEST_LINES if source.path.startswith("tests/") else MAX_LINES)
     }
     assert long == {}, f"split what is longer than {MAX_LINES} lines"
 

@@ -181,6 +181,8 @@ class LeaseDesk:
             raise RemoteProtocolError(
                 Reason.BANNED, f"too much was rejected: {reputation.top_reason()}"
             )
+        if request.holding is not None and self.book.release_lost(peer, request.holding):
+            await self.work_changed()
         leases = self._grant(peer, request.wanted)
         try:
             async with asyncio.timeout(HOLD_S), self._work:

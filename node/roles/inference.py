@@ -17,7 +17,14 @@ from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, TaskRef, sample_seed
 from ...protocol.manifests import RunManifest
-from ...protocol.messages import Accepted, Goodbye, LeaseReply, LeaseRequest, WorkerStats
+from ...protocol.messages import (
+    MAX_HELD,
+    Accepted,
+    Goodbye,
+    LeaseReply,
+    LeaseRequest,
+    WorkerStats,
+)
 from ...protocol.rollouts import (
     BranchRecord,
     GroupRecord,
@@ -150,7 +157,7 @@ class InferenceRole:
         reply = await self._links.request(
             self._run.trainer,
             ALPN_CONTROL,
-            LeaseRequest(wanted, stats),
+            LeaseRequest(wanted, stats, self._holding()),
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
         )
@@ -158,6 +165,10 @@ class InferenceRole:
         for sealed in reply.verdicts:
             self._take_verdict(sealed)
         return reply
+
+    def _holding(self) -> tuple[int, ...]:
+        """Leases that the trainer need not give to others."""
+        return tuple(sorted({*self._active, *self._ledger.spooled_leases()})[-MAX_HELD:])
 
     def chunk_sources(self) -> dict[str, int]:
         """Chunk bytes by source, as shown in tables."""

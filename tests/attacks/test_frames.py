@@ -17,7 +17,6 @@ from primerl.protocol.messages import (
     ChunkFollows,
     GetChunk,
     Heads,
-    Message,
     RunEnded,
     SubmitFrom,
     WatchHeads,
@@ -43,11 +42,11 @@ FRAMES: dict[str, tuple[bytes, Reason]] = {
 }
 
 
-class Unheard(Message, frozen=True):
+class Unheard(msgspec.Struct, frozen=True, tag=True):
     """A message that no version has."""
 
 
-class WatchHeadsAndMore(Message, frozen=True, tag="WatchHeads"):
+class WatchHeadsAndMore(msgspec.Struct, frozen=True, tag="WatchHeads"):
     term: int = 0
     after: int = -1
     more: str = "x"
@@ -76,7 +75,7 @@ async def test_what_is_no_message_is_refused(siege: Swarm, alpn: bytes, name: st
     ],
 )
 async def test_a_message_out_of_place_is_refused(
-    siege: Swarm, message: Message, alpn: bytes
+    siege: Swarm, message: msgspec.Struct, alpn: bytes
 ) -> None:
     async with Rogue(siege, f"confused {message} {alpn}") as rogue:
         stream = await (await rogue.connect(alpn)).open_stream()

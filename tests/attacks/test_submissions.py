@@ -105,6 +105,19 @@ def thief_lease(thief: Rogue, lease: Lease, key: SecretKey, run: bytes | None = 
     )
 
 
+async def test_a_lease_that_never_reached_its_worker_is_leased_again(siege: Swarm) -> None:
+    async with Rogue(siege, "deaf") as deaf, Rogue(siege, "other") as other:
+        await deaf.hello()
+        await other.hello()
+        lost, _ = await deaf.lease()
+        kept, sealed = await deaf.lease()
+        await deaf.poll(0, holding=(kept.lease_id,))
+        found, _ = await other.lease()
+        assert found.tasks == lost.tasks
+        bundle = deaf.bundle(sealed, await deaf.play(kept))
+        assert (await deaf.submit(bundle, kept.lease_id)).lease_id == kept.lease_id
+
+
 async def test_the_number_of_another_lease_is_refused(siege: Swarm) -> None:
     async with Rogue(siege, "two leases") as rogue:
         await rogue.hello()
