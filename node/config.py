@@ -176,7 +176,9 @@ class WeightsConfig(BaseConfig):
     anchor_interval: Positive = 10
     """A full checkpoint at least every this many versions."""
     keep_versions: Positive = 16
-    """Versions kept beyond what live chains need."""
+    """Newest versions that can always be fetched."""
+    keep_s: Annotated[float, Field(ge=0)] = 60.0
+    """A version can be fetched for at least this long: who is on the way to it arrives."""
     max_disk_gib: Annotated[float, Field(gt=0)] = 64.0
     head_ttl_s: Seconds = 86400.0
     """After this a head is no longer believed to be news."""

@@ -14,6 +14,7 @@ from .config import LogConfig
 QUIET = (
     "asyncio",
     "libp2p",
+    "multiaddr",
     "verifiers",
     "renderers",
     "httpx",

@@ -113,8 +113,6 @@ class TrainerNode(Node):
                 await backend.close()
 
     async def _documents(self, ledger: Ledger, model_dir: Path) -> rundir.RunDocuments:
-        from .store import FileStore
-
         limit = int(self._config.weights.max_disk_gib * 2**30)
         store = FileStore(self.data_dir / "chunks", max_bytes=limit, fsync=self.config.fsync)
         return await rundir.documents(self._config, self.key, ledger, store, model_dir)

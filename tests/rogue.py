@@ -152,13 +152,12 @@ class Rogue:
         """Give back the leases that were not answered."""
         await self.ask(Goodbye(), Accepted)
 
-    async def heads(self) -> list[PolicyHead]:
-        """The heads that the trainer tells, oldest first."""
+    async def head(self) -> PolicyHead:
+        """The newest head."""
         reply = await self.ask(GetHeads(-1), Heads)
-        return [
-            unseal(notice.head, Purpose.HEAD, PolicyHead, now=0, signer=self.trainer).body
-            for notice in reply.notices
-        ]
+        return unseal(
+            reply.notices[-1].head, Purpose.HEAD, PolicyHead, now=0, signer=self.trainer
+        ).body
 
     # -- leases ----------------------------------------------------------------------------------
 
@@ -185,7 +184,7 @@ class Rogue:
 
     async def play(self, lease: Lease) -> tuple[GroupRecord, ...]:
         """The honest work of a lease, under the newest policy."""
-        head = (await self.heads())[-1]
+        head = await self.head()
         return tuple(self.group(lease, task, head) for task in lease.tasks)
 
     def group(self, lease: Lease, reference: TaskRef, head: PolicyHead) -> GroupRecord:

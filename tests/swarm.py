@@ -325,7 +325,7 @@ class Swarm:
         self.ticket = ticket
         self._ticketed.set()
 
-    def _parts(self, running: Running, max_steps: int, ledger: MakeLedger | None = None) -> Parts:
+    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Parts:
         """The fakes of one node."""
 
         def backend(config: RunConfig) -> WitnessBackend:

@@ -142,7 +142,7 @@ class BlobFetcher:
         """Bring all `chunks` into the store, from `upstreams` if possible, else from `origin`.
 
         Raises:
-            NetworkError: some chunk could not be had from anybody.
+            NetworkError: some chunk could not be had from anybody, or `origin` keeps it no longer.
         """
         brought = [self._expect(chunk, upstreams, origin) for chunk in chunks]
         for outcome in await asyncio.gather(*brought, return_exceptions=True):
@@ -182,6 +182,9 @@ class BlobFetcher:
         try:
             data = await self._download(chunk, source, PEER_WAIT_MS if wait else 0)
         except Refused as refusal:
+            if refusal.reason == Reason.NOT_FOUND and not wait:
+                # What its origin does not keep will not come back: plan anew, for a newer version.
+                raise NetworkError(f"chunk {short(chunk.digest)} is no longer kept") from refusal
             logger.debug("%s has no %s: %s", short(source), short(chunk.digest), refusal)
             return False
         except RemoteProtocolError as error:
@@ -199,7 +202,9 @@ class BlobFetcher:
         return True
 
     async def _download(self, chunk: ChunkRef, source: bytes, wait_ms: int) -> bytes:
-        connection = await self._links.get(source, ALPN_BLOBS)
+        # A peer is one of several sources: it gets no more time to be reached than to answer.
+        patience = FIRST_BYTE_S if wait_ms else None
+        connection = await self._links.get(source, ALPN_BLOBS, patience=patience)
         stream: Stream | None = None
         try:
             async with asyncio.timeout(FIRST_BYTE_S + wait_ms / 1000) as deadline:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_S = 2.0
 """A watch says something at least this often, so that a silent one is known to be dead."""
 INLINE_MANIFEST = 200 * 1024
+FAR_BEHIND = 32
+"""Who is more versions behind than this hears of the newest anchor, not of all between."""
 RECONNECT_S = 0.3
 RECONNECT_MAX_S = 3.0
 
@@ -167,18 +169,33 @@ class HeadServer:
                 await send(stream, Heads(()))
 
     async def get(self, stream: Stream, request: GetHeads) -> None:
-        """All held heads after a version, as many as fit a message."""
+        """The held heads that a way from `after` to the newest needs, as many as fit a message.
+
+        Who holds nothing, or is far behind, is told of the newest anchor and what follows it.
+        """
+        first = request.after + 1
+        if request.after < 0 or self._book.order()[1] - request.after > FAR_BEHIND:
+            first = max(first, self._newest_anchor())
         notices: list[HeadNotice] = []
         size = 0
         for head in self._book.held():
+            if head.head.version < first:
+                continue
             notice = self._book.notice(head)
             size += len(notice.head) + len(notice.manifest) + 32
             if len(notices) == MAX_HEADS or size > MAX_MESSAGE // 2:
                 break
-            if head.head.version > request.after:
-                notices.append(notice)
+            notices.append(notice)
         await send(stream, Heads(tuple(notices)))
         await stream.finish()
+
+    def _newest_anchor(self) -> int:
+        """The newest version that can be reached from nothing; 0 if we know of none."""
+        for head in reversed(self._book.held()):
+            manifest = self._book.manifest(head)
+            if manifest and any(artifact.kind == "anchor" for artifact in manifest.artifacts):
+                return head.head.version
+        return 0
 
 
 class HeadFollower:

@@ -29,15 +29,18 @@ class Links:
         self._locks: dict[tuple[bytes, bytes], asyncio.Lock] = {}
         self._failures: dict[bytes, tuple[int, float]] = {}
 
-    async def get(self, peer: bytes, alpn: bytes) -> Connection:
-        """A live connection to `peer`. Raises Unreachable, at once while it backs off."""
+    async def get(self, peer: bytes, alpn: bytes, *, patience: float | None = None) -> Connection:
+        """A live connection to `peer`, dialled for at most `patience` seconds (default: the configured time).
+
+        Raises Unreachable, at once while it backs off.
+        """
         key = (peer, alpn)
         async with self._locks.setdefault(key, asyncio.Lock()):
             connection = self._open.get(key)
             if connection is not None and not connection.closed:
                 return connection
             await self.drop(peer, alpn)
-            return await self._dial(peer, alpn)
+            return await self._dial(peer, alpn, min(patience or self._timeout, self._timeout))
 
     async def request(
         self, peer: bytes, alpn: bytes, message: Message, kind: type[T], *, deadline: float
@@ -68,15 +71,13 @@ class Links:
         for peer, alpn in list(self._open):
             await self.drop(peer, alpn)
 
-    async def _dial(self, peer: bytes, alpn: bytes) -> Connection:
+    async def _dial(self, peer: bytes, alpn: bytes, deadline: float) -> Connection:
         count, until = self._failures.get(peer, (0, 0.0))
         if time.monotonic() < until:
             raise Unreachable("backing off after a failed connection")
         addresses = self._peers.get(peer).addresses
         try:
-            connection = await self._transport.connect(
-                peer, addresses, alpn, deadline=self._timeout
-            )
+            connection = await self._transport.connect(peer, addresses, alpn, deadline=deadline)
         except TransportError:
             pause = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**count)
             self._failures[peer] = (count + 1, time.monotonic() + pause)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import Artifact, ChunkRef
+from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
 from ...protocol.messages import GetHeads, Heads
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
@@ -19,7 +19,7 @@ from ..engines.engine import Engine
 from ..errors import NetworkError, StorageError
 from ..ledger import Ledger
 from ..network.blobs import BlobFetcher
-from ..network.heads import HeadBook
+from ..network.heads import INLINE_MANIFEST, HeadBook
 from ..network.links import Links
 from ..network.peers import PeerTable
 from ..network.rpc import Refused
@@ -96,10 +96,10 @@ class CatchUp:
             if head is None or head.order <= loaded:
                 continue
             try:
-                await self._reach(head)
-                loaded = head.order
+                loaded = await self._reach(head)
             except (NetworkError, TransportError, Refused, NoPath) as error:
                 logger.info("version %d is not here yet: %s", head.head.version, error)
+                await self._look_again()
                 await asyncio.sleep(RETRY_S)
             except (WeightsError, RemoteProtocolError) as error:
                 logger.warning("version %d is refused: %s", head.head.version, error)
@@ -118,12 +118,12 @@ class CatchUp:
             return False
         return True
 
-    async def _reach(self, head: AdmittedHead) -> None:
-        """Bring weights and engine to `head`."""
+    async def _reach(self, head: AdmittedHead) -> tuple[int, int]:
+        """Bring weights and engine to `head` or a newer one; returns its (term, version)."""
         start = time.monotonic()
         if head.head.term != self._term:
             self._term, self._chain = head.head.term, Chain()
-        steps = await self._plan(head)
+        head, steps = await self._plan(head)
         for version, artifact in steps:
             await self._fetcher.fetch(artifact.chunks, self._upstreams(), self._trainer)
             await self._apply(version, artifact)
@@ -144,6 +144,7 @@ class CatchUp:
         async with self._loaded:
             self._loaded.notify_all()
         await self._collect()
+        return head.order
 
     async def _apply(self, version: int, artifact: Artifact) -> None:
         manifest = self._chain.get(version)
@@ -160,9 +161,10 @@ class CatchUp:
                 raise StorageError(f"chunk {short(chunk.digest)} was lost from the store")
             yield data
 
-    async def _plan(self, head: AdmittedHead) -> list[tuple[int, Artifact]]:
-        """The cheapest way to `head`; while what is at hand leads nowhere, asks one source after the other.
+    async def _plan(self, head: AdmittedHead) -> tuple[AdmittedHead, list[tuple[int, Artifact]]]:
+        """The cheapest way to `head` or, if it moves on meanwhile, to a newer one.
 
+        While what is at hand leads nowhere, asks one source after the other.
         A source that answers with nothing, or with lies, must not keep us from asking the next.
         """
         held = self._mirror.policy
@@ -170,14 +172,17 @@ class CatchUp:
         afters = dict.fromkeys((held.version, NOTHING))
         questions = iter([(source, after) for after in afters for source in sources])
         while True:
-            await self._learn_manifests()
+            await self._learn_manifests(head)
             try:
-                return self._chain.plan(held.version, held.digest, head.head.version)
+                return head, self._chain.plan(held.version, held.digest, head.head.version)
             except NoPath:
                 question = next(questions, None)
                 if question is None:
                     raise
             await self._ask_heads(*question)
+            # Sources tell of their newest anchor: by now that may be newer than the head we started for.
+            newest = self._book.latest()
+            head = newest if newest and newest.head.term == head.head.term else head
 
     async def _ask_heads(self, source: bytes, after: int) -> None:
         """Learn the heads after a version from one node, as far as it tells them."""
@@ -201,24 +206,49 @@ class CatchUp:
                 return
             for notice in heads.notices:
                 await self._book.admit(notice)
-            after = max(after + 1, self._last_version(heads))
+            after = max(after + 1, max(self._versions(heads), default=-1))
 
-    def _last_version(self, heads: Heads) -> int:
+    def _versions(self, heads: Heads) -> list[int]:
         sealed = {notice.head for notice in heads.notices}
-        return max((h.head.version for h in self._book.held() if h.sealed in sealed), default=-1)
+        return [held.head.version for held in self._book.held() if held.sealed in sealed]
 
-    async def _learn_manifests(self) -> None:
-        """Bring the chain up to what the book knows; fetches manifests too large to come with a head."""
+    async def _learn_manifests(self, target: AdmittedHead) -> None:
+        """Bring the chain up to what the book knows.
+
+        A manifest that did not come with its head is fetched for the target, and where it is too large to come
+        so; the others come with GetHeads, many at a time, if the way needs them.
+        """
         for head in self._book.held():
             if self._chain.get(head.head.version) is not None:
                 continue
             manifest = self._book.manifest(head)
-            if manifest is None:
-                reference = ChunkRef(head.head.manifest, head.head.manifest_size)
-                await self._fetcher.fetch([reference], self._upstreams(), self._trainer)
-                document = await asyncio.to_thread(self._store.get, head.head.manifest)
-                manifest = self._book.attach(head, document or b"")
-            self._chain.add(manifest)
+            large = head.head.manifest_size > INLINE_MANIFEST
+            if manifest is None and (large or head.order == target.order):
+                manifest = await self._fetch_manifest(head)
+            if manifest is not None:
+                self._chain.add(manifest)
+
+    async def _fetch_manifest(self, head: AdmittedHead) -> PolicyManifest:
+        reference = ChunkRef(head.head.manifest, head.head.manifest_size)
+        await self._fetcher.fetch([reference], (), self._trainer)
+        document = await asyncio.to_thread(self._store.get, head.head.manifest)
+        return self._book.attach(head, document or b"")
+
+    async def _look_again(self) -> None:
+        """The way we know may lead over chunks that nobody keeps any more: ask the trainer what it keeps."""
+        try:
+            heads = await self._links.request(
+                self._trainer, ALPN_CONTROL, GetHeads(NOTHING), Heads, deadline=ASK_TIMEOUT_S
+            )
+            for notice in heads.notices:
+                await self._book.admit(notice)
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.debug("the trainer does not say what it keeps: %s", error)
+            return
+        versions = self._versions(heads)
+        if versions:
+            self._book.forget(min(versions))
+            self._chain = Chain()
 
     async def _start_over(self) -> None:
         """What we hold leads nowhere: take the way from an anchor."""

@@ -180,10 +180,12 @@ class Publisher:
         return seal(self._key, Purpose.HEAD, self._run, head, expires=head.expires), head
 
     async def _retain(self) -> None:
-        """Collect what no live chain needs."""
-        keep = self._config.keep_versions
-        if self._policy.version % keep:
+        """Collect what no live chain needs; a version lives for some time however fast others follow."""
+        if self._policy.version % self._config.keep_versions:
             return
+        since = time.time() - self._config.keep_s
+        young = sum(1 for head in self._book.held() if head.head.created >= since)
+        keep = max(self._config.keep_versions, young)
         live = self._chain.live_chunks(keep)
         self._chain.forget(keep)
         oldest = min(version for version, _ in self._chain.live(keep))

@@ -18,7 +18,7 @@ from primerl.protocol.rollouts import BranchRecord, GroupRecord, pack_f32, unpac
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-Forge = Callable[[BranchRecord, list[PolicyHead]], BranchRecord]
+Forge = Callable[[BranchRecord, PolicyHead], BranchRecord]
 replace = msgspec.structs.replace
 
 
@@ -30,6 +30,11 @@ def number(branch: BranchRecord) -> int:
 def retold(branch: BranchRecord, said: list[int], head: PolicyHead) -> BranchRecord:
     """Another reply to the same prompt, with the logprobs that it should have."""
     return say([ASK, number(branch)], said, head)
+
+
+def another(head: PolicyHead) -> PolicyHead:
+    """A policy of the same number with other weights."""
+    return replace(head, state=bytes(32))
 
 
 def drawn(branch: BranchRecord) -> int:
@@ -74,7 +79,7 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         Reason.MALFORMED,
     ),
     "a policy of the future": (
-        lambda b, h: replace(b, policy_first=h[-1].version + 1, policy_last=h[-1].version + 1),
+        lambda b, h: replace(b, policy_first=h.version + 1, policy_last=h.version + 1),
         Reason.FUTURE_POLICY,
     ),
     "a policy older than the lease allows": (
@@ -82,35 +87,35 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         Reason.STALE,
     ),
     "policies in the wrong order": (
-        lambda b, h: replace(b, policy_first=h[-1].version, policy_last=h[-1].version - 1),
+        lambda b, h: replace(b, policy_first=h.version, policy_last=h.version - 1),
         Reason.MALFORMED,
     ),
     "a policy that was not the one that drew": (
-        lambda b, h: replace(b, logprobs=retold(b, unpack_u32(b.tokens)[2:], h[0]).logprobs),
+        lambda b, h: replace(b, logprobs=retold(b, unpack_u32(b.tokens)[2:], another(h)).logprobs),
         Reason.BAD_LOGPROBS,
     ),
     "the prompt of another task": (
-        lambda b, h: say([ASK, number(b) ^ 2], [number(b), STOP], h[-1]),
+        lambda b, h: say([ASK, number(b) ^ 2], [number(b), STOP], h),
         Reason.BAD_PROMPT,
     ),
     "a token that the model has not": (
-        lambda b, h: retold(b, [VOCABULARY, STOP], h[-1]),
+        lambda b, h: retold(b, [VOCABULARY, STOP], h),
         Reason.TOKEN_OUT_OF_RANGE,
     ),
     "the largest token there is": (
-        lambda b, h: retold(b, [2**32 - 1, STOP], h[-1]),
+        lambda b, h: retold(b, [2**32 - 1, STOP], h),
         Reason.TOKEN_OUT_OF_RANGE,
     ),
     "tokens after the end": (
-        lambda b, h: retold(b, [number(b) + 1, STOP, 5, STOP], h[-1]),
+        lambda b, h: retold(b, [number(b) + 1, STOP, 5, STOP], h),
         Reason.BAD_TERMINATION,
     ),
     "a reply cut short where it was good": (
-        lambda b, h: retold(b, [number(b) + 1], h[-1]),
+        lambda b, h: retold(b, [number(b) + 1], h),
         Reason.BAD_TERMINATION,
     ),
     "a reply longer than the contract": (
-        lambda b, h: retold(b, [5, 5, 5, 5, STOP], h[-1]),
+        lambda b, h: retold(b, [5, 5, 5, 5, STOP], h),
         Reason.BAD_TERMINATION,
     ),
     "another way of ending": (
@@ -118,7 +123,7 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         Reason.BAD_TERMINATION,
     ),
     "more tokens than the model takes": (
-        lambda b, h: retold(b, [5] * 100, h[-1]),
+        lambda b, h: retold(b, [5] * 100, h),
         Reason.TOO_LARGE,
     ),
     "no tokens": (
@@ -139,7 +144,7 @@ async def test_a_forged_branch_costs_its_rollout_alone(siege: Swarm, name: str) 
         await rogue.hello()
         lease, sealed = await rogue.lease()
         (group,) = await rogue.play(lease)
-        branch = forge(group.rollouts[1].branches[0], await rogue.heads())
+        branch = forge(group.rollouts[1].branches[0], await rogue.head())
         forged = altered(group, 1, branches=(branch,))
         await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
         verdict = await rogue.verdict(lease.lease_id)
@@ -270,14 +275,15 @@ async def test_claiming_that_weights_changed_midway_is_no_way_around_the_audit(
             await hand.hello()
             lease, sealed = await rogue.lease()
             (group,) = await rogue.play(lease)
+            old = await rogue.head()
             while (await swarm.trainer.status())["version"] < 1:
                 await hand.work()
-            old, new = (await rogue.heads())[:2]
+            new = await rogue.head()
             first = group.rollouts[0].branches[0]
             said = unpack_u32(first.tokens)[2:]
             mixed = retold(first, said, old).logprobs[:4] + retold(first, said, new).logprobs[4:]
             logprobs = mixed if honest else pack_f32([-0.01] * len(said))
-            forged = altered_branch(group, 0, policy_first=0, policy_last=1, logprobs=logprobs)
+            forged = altered_branch(group, 0, policy_last=new.version, logprobs=logprobs)
             await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
             verdict = await rogue.verdict(lease.lease_id)
     assert verdict.accepted == accepted

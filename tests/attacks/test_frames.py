@@ -100,7 +100,7 @@ async def test_a_peer_that_floods_is_limited_and_others_are_served(siege: Swarm)
         await flood.control()
         refusals: list[Reason] = []
         for _ in range(2 * int(REQUEST_BURST) // WAVE):
-            asked = (flood.heads() for _ in range(WAVE))
+            asked = (flood.head() for _ in range(WAVE))
             outcomes = await asyncio.gather(*asked, return_exceptions=True)
             refusals += [one.reason for one in outcomes if isinstance(one, Refused)]
         assert set(refusals) == {Reason.RATE_LIMITED}
@@ -115,7 +115,7 @@ async def test_streams_that_are_held_open_are_limited_and_others_are_served(sieg
         for stream in watches:
             await send(stream, WatchHeads(9, 9))
         await asyncio.sleep(0.1)
-        assert await reason_of(holder.heads()) == Reason.RATE_LIMITED
+        assert await reason_of(holder.head()) == Reason.RATE_LIMITED
         assert (await calm.work()).lease_id
         for stream in watches:
             await stream.abort()
@@ -140,4 +140,4 @@ async def test_a_stream_that_ends_in_the_middle_harms_nobody(siege: Swarm) -> No
             await stream.finish()
             with pytest.raises(TransportError):
                 await receive_reply(stream, Heads | SubmitFrom)  # type: ignore[arg-type]
-        assert await rogue.heads()
+        assert await rogue.head()

@@ -37,6 +37,8 @@ from primerl.protocol.version import MAX_CHUNK
 
 STRANGER = SecretKey.from_seed(b"s" * 32)
 Answer = Callable[[Stream, Any], Awaitable[None]]
+KEEP = {"keep_versions": 1000}
+"""So that every head is still there at the end."""
 QUESTIONS = WatchHeads | GetHeads | Hello
 
 
@@ -81,7 +83,7 @@ async def bad_neighbour(
 async def test_a_tampered_chunk_costs_its_sender_and_not_the_run(
     tmp_path: Path, model_dir: Path, kind: str
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000, weights=KEEP) as swarm:
         await swarm.start_trainer()
         await swarm.wait_step(0)
 
@@ -109,20 +111,16 @@ async def test_a_tampered_chunk_costs_its_sender_and_not_the_run(
             sources = (await worker.status())["chunk_bytes_by_source"]
         assert row["reliability"] < 1.0
         assert set(sources) == {"trainer"}
-        heads = await live_heads(swarm)
+        await swarm.stop_trainer()
+        heads = swarm.heads()
     for event in swarm.fakes.loads("w1"):
-        assert event.state == heads[event.version]
+        assert event.state == heads[0, event.version].state
 
 
 def chunk_sizes(swarm: Swarm) -> dict[bytes, int]:
     """Sizes of everything in the trainer's store."""
     files = (swarm.trainer.data_dir / "chunks").rglob("*")
     return {bytes.fromhex(f.name): f.stat().st_size for f in files if len(f.name) == 64}
-
-
-async def live_heads(swarm: Swarm) -> dict[int, bytes]:
-    async with Rogue(swarm, "onlooker") as onlooker:
-        return {head.version: head.state for head in await onlooker.heads()}
 
 
 @pytest.mark.parametrize(
@@ -132,15 +130,16 @@ async def live_heads(swarm: Swarm) -> dict[int, bytes]:
 async def test_lies_about_heads_from_a_neighbour_neither_mislead_nor_stop_a_late_joiner(
     tmp_path: Path, model_dir: Path, kind: str
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000, weights=KEEP) as swarm:
         await swarm.start_trainer()
+        await swarm.wait_step(0)
+        run = swarm.read_ticket().run
+        async with Rogue(swarm, "spy") as spy:
+            (old,) = (await spy.ask(GetHeads(-1), Heads)).notices
+            first = await spy.head()
         swarm.add_worker("first")
         await swarm.wait_step(2)
         await swarm.stop_worker("first")
-        run = swarm.read_ticket().run
-        async with Rogue(swarm, "spy") as spy:
-            old = (await spy.ask(GetHeads(-1), Heads)).notices[0]
-            first = (await spy.heads())[0]
         foreign = seal(STRANGER, Purpose.HEAD, run, first, expires=first.expires)
         other_run = seal(swarm.trainer.key, Purpose.HEAD, b"o" * 32, first, expires=first.expires)
 
@@ -169,8 +168,9 @@ async def test_lies_about_heads_from_a_neighbour_neither_mislead_nor_stop_a_late
             swarm.add_worker("late")
             await swarm.wait_step(5)
         loads = swarm.fakes.loads("late")
-        heads = await live_heads(swarm)
-    assert [event.state for event in loads] == [heads[event.version] for event in loads]
+        await swarm.stop_trainer()
+        heads = swarm.heads()
+    assert [event.state for event in loads] == [heads[0, e.version].state for e in loads]
     versions = [event.version for event in loads]
     assert versions == sorted(versions)
     assert versions[0] >= 1

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class Nodes:
 
 
 @contextmanager
-def nodes(directory: Path) -> Iterator[Nodes]:
+def nodes(directory: Path) -> Generator[Nodes]:
     """Nodes below `directory`; none is left running afterwards."""
     started = Nodes(directory)
     try:

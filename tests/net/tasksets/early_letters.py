@@ -31,7 +31,9 @@ class EarlyLettersTaskset(vf.Taskset[EarlyLettersTask, vf.TasksetConfig]):
     def load(self) -> Iterator[EarlyLettersTask]:
         """Numbered prompts."""
         for index in itertools.count():
-            yield EarlyLettersTask(vf.TaskData(idx=index, prompt=f"{index}"), self.config.task)
+            yield EarlyLettersTask(
+                vf.TaskData.model_validate({"idx": index, "prompt": f"{index}"}), self.config.task
+            )
 
 
 __all__ = ["EarlyLettersTaskset"]

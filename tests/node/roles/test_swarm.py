@@ -14,6 +14,9 @@ from primerl.crypto.hashing import short
 from primerl.node.errors import RunFailed
 from primerl.node.network.memory import MemoryNetwork
 
+KEEP = {"keep_versions": 1000}
+"""So that every head is still there at the end."""
+
 
 async def contributed(swarm: Swarm, workers: list[Running], timeout: float = 10.0) -> None:
     """Wait until the trainer has accepted rollouts of each."""
@@ -87,7 +90,8 @@ async def test_ten_batches_that_nobody_fills_stop_the_run_with_advice(
 async def test_workers_from_before_with_and_after_the_trainer_all_contribute(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+    fakes = Fakes(pause=hesitant(3, 0.01))
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=10_000) as swarm:
         await swarm.start_trainer()
         await swarm.wait_step(0)
         await swarm.crash_trainer()
@@ -161,13 +165,16 @@ async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_not
 ) -> None:
     fakes = Fakes(words=3000, pause=hesitant(5, 0.002))
     network = MemoryNetwork(delay=shaky(7, 0.002))
-    async with Swarm(tmp_path, model_dir, network=network, fakes=fakes, max_steps=6) as swarm:
+    async with Swarm(
+        tmp_path, model_dir, network=network, fakes=fakes, max_steps=10_000, weights=KEEP
+    ) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
         swarm.add_worker("w2")
         await swarm.wait_step(2)
         swarm.add_worker("w3")
-        await swarm.finished()
+        await until(lambda: all(fakes.prompts(name) for name in ("w1", "w2", "w3")))
+        await swarm.stop_trainer()
         heads = swarm.heads()
     held = {"w1": -1, "w2": -1, "w3": -1}
     for event in fakes.events:
