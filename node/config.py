@@ -108,7 +108,7 @@ class RolloutsConfig(BaseConfig):
     """Rollouts per task."""
     groups_per_batch: Positive = 16
     """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
-    groups_per_lease: Positive = 4
+    groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 2
     """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous."""
     lease_timeout_s: Seconds = 60.0

@@ -16,7 +16,7 @@ from ..crypto.keys import SecretKey
 from ..protocol.envelope import Purpose, seal
 from ..protocol.errors import RemoteProtocolError
 from ..protocol.manifests import PeerRecord, Role
-from ..protocol.trust import TrustedRun
+from ..protocol.trust import Equivocation, EquivocationProof, TrustedRun
 from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
 from .config import NodeConfig
 from .errors import BusyError, RunFailed
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 RECORD_TTL_S = 3600
 PORT = "port"
+EQUIVOCATION = "equivocation"
+LAST_WORDS_S = 0.5
+"""For a proof to leave before the node does."""
 
 
 @dataclass
@@ -119,9 +122,20 @@ class Stack:
     async def watch_fraud(self) -> None:
         """Ends the node when the trainer is proved to have signed two heads of one version."""
         error = await self.fraud.get()
+        if isinstance(error, Equivocation):
+            await self._tell(error.proof)
         raise RunFailed(
             f"the trainer contradicts itself ({error.detail}): stop trusting this run, tell its operator"
         )
+
+    async def _tell(self, proof: EquivocationProof) -> None:
+        """Keep the proof, and gossip it: anybody can check it."""
+        expires = int(time.time()) + RECORD_TTL_S
+        sealed = seal(self.key, Purpose.EQUIVOCATION, self.run_id, proof, expires=expires)
+        self.ledger.set(EQUIVOCATION, sealed)
+        if self.discovery is not None:
+            await self.discovery.publish(sealed)
+            await asyncio.sleep(LAST_WORDS_S)
 
 
 @asynccontextmanager

@@ -15,6 +15,9 @@ from .errors import LocalProtocolError, Reason, RemoteProtocolError
 from .manifests import Name, UnixSeconds, Version
 
 MAX_BRANCH_TOKENS = 2**20
+MAX_REJECTIONS = 128
+MAX_DETAIL = 200
+"""Characters of evidence per rejection; a verdict of MAX_REJECTIONS stays below 64 KiB."""
 
 Packed = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BRANCH_TOKENS)]
 
@@ -72,7 +75,7 @@ class Rejection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     group: int
     rollout: int
     reason: Reason
-    detail: Annotated[str, msgspec.Meta(max_length=512)]
+    detail: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL)]
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,9 +84,12 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     submission: Digest
     lease_id: Version
     accepted: int
-    rejections: Annotated[tuple[Rejection, ...], msgspec.Meta(max_length=4096)]
+    rejections: Annotated[tuple[Rejection, ...], msgspec.Meta(max_length=MAX_REJECTIONS)]
+    """The first of them, so that a verdict always fits a message."""
     audited: int
     """Rollouts whose logprobs were recomputed."""
+    rejected: int = 0
+    """How many there are in all."""
 
 
 def pack_u32(values: list[int]) -> bytes:

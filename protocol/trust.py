@@ -88,6 +88,23 @@ class TrustedRun:
             del self.heads[min(self.heads)]
         return admitted, True
 
+    def check_proof(self, proof: EquivocationProof) -> None:
+        """Believe an equivocation proof, whoever brought it, or refuse it.
+
+        Raises:
+            Equivocation: it is one.
+            RemoteProtocolError: it is none: other signer, other run, or heads that do not contradict.
+        """
+        opened = [
+            unseal(sealed, Purpose.HEAD, PolicyHead, now=0, run=self.run, signer=self.trainer)
+            for sealed in (proof.first, proof.second)
+        ]
+        first, second = opened
+        same = (first.body.term, first.body.version) == (second.body.term, second.body.version)
+        if not same or first.payload == second.payload:
+            raise RemoteProtocolError(Reason.MALFORMED, "these two heads do not contradict")
+        raise Equivocation(proof, first.body.version)
+
     def commit(self, admitted: AdmittedHead) -> None:
         """The version is loaded: from now on nothing older is ever loaded.
 

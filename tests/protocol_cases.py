@@ -187,6 +187,7 @@ VERDICT = Verdict(
         Rejection(1, 0, Reason.MISSING_INDEX, ""),
     ),
     audited=1,
+    rejected=2,
 )
 PROOF = EquivocationProof(
     sealed_head(head(1, state=digest(b"left"))), sealed_head(head(1, state=digest(b"right")))

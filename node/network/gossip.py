@@ -14,6 +14,7 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import PeerRecord
 from ...protocol.messages import HeadNotice
 from ...protocol.session import decode
+from ...protocol.trust import EquivocationProof
 from .discovery import Discovery, Fact
 from .heads import HeadBook
 from .peers import PeerTable
@@ -82,5 +83,11 @@ class Gossip:
         elif purpose == Purpose.PEER:
             run = self._book.trusted.run
             self._peers.learn(read_record(fact.sealed, run, int(time.time())), fact.sealed)
+        elif purpose == Purpose.EQUIVOCATION:
+            run = self._book.trusted.run
+            told = unseal(
+                fact.sealed, Purpose.EQUIVOCATION, EquivocationProof, now=int(time.time()), run=run
+            )
+            self._book.trusted.check_proof(told.body)
         else:
             raise RemoteProtocolError(Reason.WRONG_PURPOSE, f"{purpose} is not gossiped")

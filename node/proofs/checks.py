@@ -10,6 +10,7 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.manifests import RunManifest
 from ...protocol.rollouts import (
+    MAX_DETAIL,
     BranchRecord,
     GroupRecord,
     Rejection,
@@ -83,7 +84,9 @@ def _check_group(
             record = group.rollouts[index]
             branches = _check_rollout(record, lease, run, version)
         except Rejected as fault:
-            checked.rejections.append(Rejection(number, index, fault.reason, fault.detail[:500]))
+            checked.rejections.append(
+                Rejection(number, index, fault.reason, fault.detail[:MAX_DETAIL])
+            )
         else:
             checked.rollouts.append(CheckedRollout(number, index, branches, record.reward))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.manifests import RunManifest
-from ...protocol.rollouts import Rejection, Submission, Verdict
+from ...protocol.rollouts import MAX_DETAIL, MAX_REJECTIONS, Rejection, Submission, Verdict
 from ..engines.scorer import Scorer
 from ..environments.environment import (
     Branch,
@@ -30,8 +30,6 @@ from .checks import CheckedRollout, Rejected, check_submission
 logger = logging.getLogger(__name__)
 
 REWARD_TOLERANCE = 1e-6
-MAX_REJECTIONS = 4096
-"""As many as a Verdict may list."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,13 @@ class Verified:
     """A verdict, and the groups made of what was accepted."""
 
     verdict: Verdict
+    rejections: list[Rejection]
+    """All of them; the verdict lists the first."""
     groups: list[Group]
 
     def reasons(self) -> Counter[Reason]:
         """Rejected rollouts by reason."""
-        return Counter(rejection.reason for rejection in self.verdict.rejections)
+        return Counter(rejection.reason for rejection in self.rejections)
 
 
 class Verifier:
@@ -95,8 +95,8 @@ class Verifier:
         rejections += caught
         guilty = {(one.group, one.rollout) for one in caught}
         honest = [one for one in passed if (one.group, one.index) not in guilty]
-        verdict = Verdict(digest, lease.lease_id, len(honest), tuple(rejections), len(chosen))
-        return Verified(verdict, self._groups(lease, node, honest, rewards))
+        verdict = make_verdict(digest, lease, len(honest), rejections, len(chosen))
+        return Verified(verdict, rejections, self._groups(lease, node, honest, rewards))
 
     async def _reward(self, lease: Lease, rollout: CheckedRollout) -> float:
         task = Task(lease.tasks[rollout.group].index, lease.tasks[rollout.group].digest)
@@ -180,11 +180,20 @@ class Verifier:
 
 def refuse_all(digest: bytes, lease: Lease, error: RemoteProtocolError) -> Verified:
     """The verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
-    count = min(len(lease.tasks) * lease.group_size, MAX_REJECTIONS)
-    rejections = tuple(
-        Rejection(0, index, error.reason, error.detail[:500]) for index in range(count)
-    )
-    return Verified(Verdict(digest, lease.lease_id, 0, rejections, 0), [])
+    rejections = [
+        Rejection(group, index, error.reason, error.detail[:MAX_DETAIL])
+        for group in range(len(lease.tasks))
+        for index in range(lease.group_size)
+    ]
+    return Verified(make_verdict(digest, lease, 0, rejections, 0), rejections, [])
+
+
+def make_verdict(
+    digest: bytes, lease: Lease, accepted: int, rejections: list[Rejection], audited: int
+) -> Verdict:
+    """A verdict that fits a message, whatever was rejected."""
+    listed = tuple(rejections[:MAX_REJECTIONS])
+    return Verdict(digest, lease.lease_id, accepted, listed, audited, len(rejections))
 
 
 class _Part:
@@ -229,4 +238,4 @@ class _Audit:
 
 
 def _rejection(rollout: CheckedRollout, fault: Rejected) -> Rejection:
-    return Rejection(rollout.group, rollout.index, fault.reason, fault.detail[:500])
+    return Rejection(rollout.group, rollout.index, fault.reason, fault.detail[:MAX_DETAIL])

@@ -55,6 +55,8 @@ ALIVE_S = 10.0
 """A worker that asked for nothing for this long is not offered as an upstream."""
 MAX_UPSTREAMS = 8
 LATE_GRACE_S = 5.0
+VERDICT_BYTES = 256 * 1024
+"""Of verdicts in one reply."""
 
 
 @dataclass
@@ -191,8 +193,9 @@ class LeaseDesk:
                     leases = self._grant(peer, request.wanted)
         except TimeoutError:
             pass  # nothing to do right now; the reply says when to come again
-        verdicts = [worker.verdicts.popleft() for _ in range(min(MAX_LEASES, len(worker.verdicts)))]
-        return LeaseReply(tuple(leases), tuple(verdicts), self._upstreams(peer), RETRY_MS)
+        return LeaseReply(
+            tuple(leases), take_verdicts(worker.verdicts), self._upstreams(peer), RETRY_MS
+        )
 
     def _grant(self, peer: bytes, wanted: int) -> list[bytes]:
         sealed: list[bytes] = []
@@ -300,6 +303,16 @@ class LeaseDesk:
         if lease.lease_id != offer.lease_id:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
         return lease
+
+
+def take_verdicts(waiting: deque[bytes]) -> tuple[bytes, ...]:
+    """As many verdicts as fit one reply beside its leases; the rest come with the next."""
+    taken: list[bytes] = []
+    size = 0
+    while waiting and len(taken) < MAX_LEASES and size + len(waiting[0]) <= VERDICT_BYTES:
+        size += len(waiting[0])
+        taken.append(waiting.popleft())
+    return tuple(taken)
 
 
 def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:

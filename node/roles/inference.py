@@ -203,13 +203,15 @@ class InferenceRole:
         self.accepted += verdict.accepted
         for rejection in verdict.rejections:
             self.rejected[rejection.reason.value] += 1
+        unlisted = verdict.rejected - len(verdict.rejections)
         if verdict.rejections:
+            self.rejected[verdict.rejections[-1].reason.value] += max(0, unlisted)
             first = verdict.rejections[0]
             logger.info(
                 "lease %d: %d accepted, %d rejected, first %s (%s)",
                 verdict.lease_id,
                 verdict.accepted,
-                len(verdict.rejections),
+                verdict.rejected,
                 first.reason.value,
                 first.detail,
             )

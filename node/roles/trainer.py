@@ -302,17 +302,20 @@ class TrainerRole:
 
     async def _verify_loop(self) -> None:
         for arrived in self._ledger.arrived_after(self._verified_up_to):
-            await self._judge(arrived)
+            await self._take_in(arrived)
         while True:
-            arrived = await self._arrivals.get()
-            self._verifying = 1
-            try:
-                await self._judge(arrived)
-            finally:
-                self._verifying = 0
-            async with self._grown:
-                self._grown.notify_all()
-            await self._desk.work_changed()
+            await self._take_in(await self._arrivals.get())
+
+    async def _take_in(self, arrived: Arrived) -> None:
+        """Verify one submission and wake whoever waits for its groups or for the room that it leaves."""
+        self._verifying = 1
+        try:
+            await self._judge(arrived)
+        finally:
+            self._verifying = 0
+        async with self._grown:
+            self._grown.notify_all()
+        await self._desk.work_changed()
 
     async def _judge(self, arrived: Arrived) -> None:
         """Verify one submission, count it, and put what holds into the buffer."""

@@ -264,3 +264,19 @@ def test_a_named_document_that_is_no_manifest_is_malformed() -> None:
     named = msgspec.structs.replace(MANIFEST_HEAD, manifest=digest(b"nonsense"))
     with refuses(Reason.MALFORMED):
         run.check_manifest(admitted(run, sealed_head(named)), b"nonsense")
+
+
+def test_a_proof_of_equivocation_convinces_who_saw_neither_head() -> None:
+    with pytest.raises(Equivocation, match="two heads of version 1"):
+        TrustedRun(RUN, TRAINER.node_id).check_proof(PROOF)
+
+
+def test_two_heads_that_agree_are_no_proof() -> None:
+    same = EquivocationProof(PROOF.first, PROOF.first)
+    with refuses(Reason.MALFORMED):
+        TrustedRun(RUN, TRAINER.node_id).check_proof(same)
+
+
+def test_a_proof_against_another_key_is_refused() -> None:
+    with refuses(Reason.WRONG_SIGNER):
+        TrustedRun(RUN, WORKER.node_id).check_proof(PROOF)
