@@ -58,7 +58,6 @@ async def test_a_killed_trainer_goes_on_in_the_same_chain_and_workers_come_back(
     for name in swarm.workers:
         loads = swarm.fakes.loads(name)
         assert [event.state for event in loads] == [heads[0, e.version].state for e in loads]
-        assert loads[-1].version >= 13  # the end may come before the last version
 
 
 async def test_what_has_a_receipt_is_trained_after_a_crash(tmp_path: Path, model_dir: Path) -> None:
