@@ -55,7 +55,7 @@ class Opening:
             await self._backend.load(role.checkpoints.backend_directory(step))
             await role.restore(parts)
             await publisher.resume(step, await self._backend.state())
-            role.term = current_term(ledger, publisher.order, boot)
+            role.inbox.term = current_term(ledger, publisher.order, boot)
             logger.info("resumed at step %d", step)
             return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
         if self._config.warmup is not None:

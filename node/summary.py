@@ -12,7 +12,7 @@ from . import report
 from .config import RunConfig
 from .roles.desk import Worker
 from .roles.evaluation import EvalResult
-from .roles.trainer import Progress
+from .roles.progress import Progress
 from .rundir import RunDocuments
 
 STALE = "stale"
@@ -63,6 +63,7 @@ def write(
         },
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "reward_curve": [[step, round(reward, 4)] for step, reward in progress.history],
+        "staleness_curve": [[step, round(value, 3)] for step, value in progress.staleness_history],
         "weights": str(weights),
         "picture": str(picture),
     }

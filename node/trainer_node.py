@@ -25,6 +25,8 @@ from .parts import Parts
 from .proofs.verifier import Verifier
 from .roles.desk import LeaseDesk
 from .roles.evaluation import EvalResult, Evaluator
+from .roles.inbox import Inbox
+from .roles.progress import Progress
 from .roles.publisher import Publisher
 from .roles.terms import LEASES_PER_BOOT
 from .roles.trainer import TrainerRole
@@ -215,16 +217,27 @@ class TrainerNode(Node):
         verifier = Verifier(
             documents.manifest, environment, scorer, publisher.states, chance=random.SystemRandom()
         )
-        role = TrainerRole(
+        buffer, progress = self._make_buffer(), Progress()
+        inbox = Inbox(
             key=self.key,
             run_id=documents.run_id,
+            ledger=stack.ledger,
+            desk=desk,
+            arrivals=arrivals,
+            buffer=buffer,
+            verifier=verifier,
+            progress=progress,
+            version=lambda: publisher.version,
+            audit_fraction=self._config.verification.logprob_fraction,
+        )
+        role = TrainerRole(
             config=self._config,
             ledger=stack.ledger,
             heads=stack.heads,
             desk=desk,
-            arrivals=arrivals,
-            buffer=self._make_buffer(),
-            verifier=verifier,
+            inbox=inbox,
+            buffer=buffer,
+            progress=progress,
             backend=backend,
             publisher=publisher,
             checkpoints=self._make_checkpoints(),

@@ -235,9 +235,10 @@ class Swarm:
         """Kill it: nobody hears a word more, and what is on the disk at this moment is all that remains."""
         self.network.drop(self.trainer.node_id)
         image = self.directory / "image"
-        shutil.copytree(
-            self.run_dir, image, copy_function=_copy, ignore=shutil.ignore_patterns("*.sock")
-        )
+        with suppress(shutil.Error):  # a directory that a thread removes just now is half there
+            shutil.copytree(
+                self.run_dir, image, copy_function=_copy, ignore=shutil.ignore_patterns("*.sock")
+            )
         await self._end(self.trainer)
         shutil.rmtree(self.run_dir)
         image.rename(self.run_dir)

@@ -23,6 +23,8 @@ class Cursor(msgspec.Struct, frozen=True):
     received: int
     delta_bytes: int
     full_bytes: int
+    staleness_history: list[tuple[int, float]]
+    staleness_max: int
 
     def restore_tasks(self, book: LeaseBook, inbox: Iterable[Lease]) -> None:
         """Lease again what was out then or leased since, but for what `inbox` has answered since."""

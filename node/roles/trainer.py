@@ -9,53 +9,29 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
 from ...crypto.hashing import short
-from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, seal, unseal
-from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease
-from ...protocol.rollouts import Submission, Verdict
+from ...protocol.errors import Reason
 from ..config import RunConfig
 from ..errors import RunFailed
-from ..ledger import Arrived, Ledger
+from ..ledger import Ledger
 from ..metrics import MetricsLog, PhaseClock
 from ..network.heads import HeadBook
-from ..proofs.verifier import Verified, Verifier, refuse_all
 from ..training.advantages import CreditedBatch, credit
 from ..training.backend import Batch, TrainBackend
 from ..training.buffer import BufferSnapshot, Group, RolloutBuffer
 from ..training.checkpoints import Checkpoints
 from .cursor import Cursor
-from .desk import LeaseDesk, open_lease
+from .desk import LeaseDesk
+from .inbox import Inbox
+from .progress import Progress
 from .publisher import Publisher
-from .terms import Term
 
 logger = logging.getLogger(__name__)
 
-VERDICT_TTL_S = 7 * 86400
 EXPIRY_INTERVAL_S = 0.5
-FULL_AUDIT_BELOW = 64.0
-"""A worker with less evidence than this is audited fully; one with more, by sample."""
-
-
-@dataclass
-class Progress:
-    """What has happened so far; `status` and the summary read it."""
-
-    step: int = 0
-    reward: float | None = None
-    staleness: float | None = None
-    history: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    mismatch_kl: list[float] = field(default_factory=list[float])
-    staleness_max: int = 0
-    accepted: int = 0
-    rejected: Counter[str] = field(default_factory=Counter[str])
-    received: int = 0
-    """Rollouts that arrived."""
 
 
 class TrainerRole:
@@ -64,15 +40,13 @@ class TrainerRole:
     def __init__(
         self,
         *,
-        key: SecretKey,
-        run_id: bytes,
         config: RunConfig,
         ledger: Ledger,
         heads: HeadBook,
         desk: LeaseDesk,
-        arrivals: "asyncio.Queue[Arrived]",
+        inbox: Inbox,
         buffer: RolloutBuffer,
-        verifier: Verifier,
+        progress: Progress,
         backend: TrainBackend,
         publisher: Publisher,
         checkpoints: Checkpoints,
@@ -80,33 +54,26 @@ class TrainerRole:
         clock: PhaseClock,
         gossip: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        self._key = key
-        self._run_id = run_id
         self._config = config
         self._ledger = ledger
         self._heads = heads
         self._desk = desk
-        self._arrivals = arrivals
+        self.inbox = inbox
         self._buffer = buffer
-        self._verifier = verifier
         self._backend = backend
         self._publisher = publisher
         self.checkpoints = checkpoints
         self._metrics = metrics
         self._clock = clock
         self._gossip = gossip
-        self._grown = asyncio.Condition()
-        self._verifying = 0
-        self._verified_up_to = 0
         self._empty = 0
-        self.term = Term()
         self.training = False
-        self.progress = Progress()
+        self.progress = progress
 
     def waiting_groups(self) -> int:
         """Groups that have come back and wait: in the buffer, in verification, in the inbox."""
         per_lease = self._config.rollouts.groups_per_lease
-        return len(self._buffer) + (self._verifying + self._arrivals.qsize()) * per_lease
+        return len(self._buffer) + self.inbox.waiting() * per_lease
 
     def capacity(self) -> int:
         """Groups that may be leased out now."""
@@ -123,11 +90,13 @@ class TrainerRole:
         """Take in a checkpoint's parts: buffer, cursor; then re-verify what arrived after it."""
         cursor = msgspec.json.decode(parts["cursor"], type=Cursor)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
-        self._verified_up_to = cursor.verified_up_to
-        inbox = self._ledger.arrived_after(cursor.verified_up_to)
-        cursor.restore_tasks(self._desk.book, (self._open(one)[1] for one in inbox))
+        self.inbox.verified_up_to = cursor.verified_up_to
+        arrived = self._ledger.arrived_after(cursor.verified_up_to)
+        cursor.restore_tasks(self._desk.book, (self.inbox.open(one)[1] for one in arrived))
         progress = self.progress
         progress.history = list(cursor.history)
+        progress.staleness_history = list(cursor.staleness_history)
+        progress.staleness_max = cursor.staleness_max
         progress.accepted, progress.received = cursor.accepted, cursor.received
         progress.rejected = Counter(cursor.rejected)
         self._publisher.delta_bytes, self._publisher.full_bytes = (
@@ -145,7 +114,7 @@ class TrainerRole:
         self._buffer.advance(step)
         async with asyncio.TaskGroup() as tasks:
             helpers = [
-                tasks.create_task(self._verify_loop()),
+                tasks.create_task(self.inbox.run()),
                 tasks.create_task(self._expire_loop()),
             ]
             await self._desk.work_changed()
@@ -205,6 +174,7 @@ class TrainerRole:
         progress.staleness = staleness
         progress.staleness_max = max(progress.staleness_max, staleness_max)
         progress.history.append((step, progress.reward))
+        progress.staleness_history.append((step, staleness))
         progress.mismatch_kl.append(figures.get("mismatch_kl/all/mean", 0.0))
 
     def _write_metrics(
@@ -244,9 +214,9 @@ class TrainerRole:
         """The next full batch, or None when none came within batch_timeout_s."""
         wanted = self._config.rollouts.groups_per_batch
         try:
-            async with asyncio.timeout(self._config.rollouts.batch_timeout_s), self._grown:
+            async with asyncio.timeout(self._config.rollouts.batch_timeout_s), self.inbox.grown:
                 while (groups := self._buffer.cut(wanted)) is None:
-                    await self._grown.wait()
+                    await self.inbox.grown.wait()
         except TimeoutError:
             return None
         return groups
@@ -276,8 +246,10 @@ class TrainerRole:
         cursor = Cursor(
             next_task=book.next_task,
             requeued=[*book.requeued, *out],
-            verified_up_to=self._verified_up_to,
+            verified_up_to=self.inbox.verified_up_to,
             history=progress.history,
+            staleness_history=progress.staleness_history,
+            staleness_max=progress.staleness_max,
             accepted=progress.accepted,
             rejected=dict(progress.rejected),
             received=progress.received,
@@ -299,84 +271,6 @@ class TrainerRole:
                 logger.info("lease %d of %s ran out", held.lease.lease_id, short(held.node))
             if late:
                 await self._desk.work_changed()
-
-    async def _verify_loop(self) -> None:
-        for arrived in self._ledger.arrived_after(self._verified_up_to):
-            await self._take_in(arrived)
-        while True:
-            await self._take_in(await self._arrivals.get())
-
-    async def _take_in(self, arrived: Arrived) -> None:
-        """Verify one submission and wake whoever waits for its groups or for the room that it leaves."""
-        self._verifying = 1
-        try:
-            await self._judge(arrived)
-        finally:
-            self._verifying = 0
-        async with self._grown:
-            self._grown.notify_all()
-        await self._desk.work_changed()
-
-    async def _judge(self, arrived: Arrived) -> None:
-        """Verify one submission, count it, and put what holds into the buffer."""
-        if arrived.arrival <= self._verified_up_to:
-            return
-        verified = await self._verify(arrived)
-        self._verified_up_to = arrived.arrival
-        reasons = verified.reasons()
-        self._desk.reputation(arrived.node).record(verified.verdict.accepted, reasons, time.time())
-        progress = self.progress
-        progress.received += verified.verdict.accepted + sum(reasons.values())
-        progress.accepted += verified.verdict.accepted
-        progress.rejected.update({reason.value: count for reason, count in reasons.items()})
-        for group in verified.groups:
-            refusal = self._buffer.add(group, self.progress.step)
-            if refusal is not None:
-                progress.accepted -= len(group.rollouts)
-                progress.rejected[refusal] += len(group.rollouts)
-        self._deliver(arrived.node, verified.verdict)
-
-    async def _verify(self, arrived: Arrived) -> Verified:
-        submission, lease = self._open(arrived)
-        if self.term.voids(submission, lease):
-            error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
-            return refuse_all(arrived.digest, lease, error)
-        reputation = self._desk.reputation(arrived.node)
-        seasoned = reputation.good >= FULL_AUDIT_BELOW and reputation.trust > 0.9
-        fraction = self._config.verification.logprob_fraction if seasoned else 1.0
-        try:
-            return await self._verifier.verify(
-                submission,
-                lease,
-                digest=arrived.digest,
-                node=arrived.node,
-                version=self._publisher.version,
-                audit_fraction=fraction,
-            )
-        except RemoteProtocolError as error:
-            logger.warning("submission of %s refused: %s", short(arrived.node), error)
-            return refuse_all(arrived.digest, lease, error)
-
-    def _open(self, arrived: Arrived) -> tuple[Submission, Lease]:
-        submission = unseal(
-            arrived.sealed, Purpose.SUBMISSION, Submission, now=0, run=self._run_id
-        ).body
-        return submission, open_lease(
-            submission.lease, self._run_id, self._key.node_id, arrived.node
-        )
-
-    def _deliver(self, node: bytes, verdict: Verdict) -> None:
-        sealed = seal(
-            self._key,
-            Purpose.VERDICT,
-            self._run_id,
-            verdict,
-            recipient=node,
-            expires=int(time.time()) + VERDICT_TTL_S,
-        )
-        self._ledger.add_verdict(node, sealed)
-        if node in self._desk.workers:
-            self._desk.workers[node].verdicts.append(sealed)
 
     def _count_swept(self, groups: list[Group]) -> None:
         count = sum(len(group.rollouts) for group in groups)
