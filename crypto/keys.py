@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -81,11 +81,13 @@ class SecretKey:
             pem = path.read_bytes()
         except FileNotFoundError as error:
             raise KeyFileError(f"no key at {path}: run `primerl-node init`") from error
+        except OSError as error:
+            raise KeyFileError(f"cannot read {path}: {error.strerror}") from error
         try:
             key = serialization.load_pem_private_key(
                 pem, passphrase.encode() if passphrase else None
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise KeyFileError(f"cannot open {path}: {error}") from error
         if not isinstance(key, Ed25519PrivateKey):
             raise KeyFileError(f"{path} holds no Ed25519 key")

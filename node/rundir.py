@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from ..protocol.manifests import (
 from .config import RunConfig
 from .errors import StorageError, UsageError
 from .ledger import Ledger
+from .run_files import clean
 from .store import Store
 from .weights.mirror import prove
 
@@ -48,14 +48,12 @@ def prepare(config: RunConfig) -> Path:
 
     Raises:
         UsageError: another run is in it and neither resume nor clean was asked for.
+        BusyError: it is to be cleaned, and a node still runs in it.
     """
     directory = config.run_dir
     used = (directory / "trainer" / "ledger.db").exists() or (directory / "metrics.jsonl").exists()
     if used and config.clean and not config.resume:
-        # Keep logs: a launcher may be writing there already.
-        for entry in directory.iterdir():
-            if entry.name != "logs":
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        clean(directory)
     elif used and not config.resume:
         raise UsageError(f"{directory} holds a run: add --resume, --clean, or another --name")
     elif config.resume and not used:

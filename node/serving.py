@@ -41,7 +41,7 @@ class Node:
             software=__version__,
             pid=os.getpid(),
             uptime_s=round(time.monotonic() - self._started, 1),
-            data_dir=str(self.data_dir),
+            data_dir=str(self.data_dir.resolve()),
             phase=self.phase,
         )
 

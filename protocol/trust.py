@@ -128,6 +128,8 @@ class TrustedRun:
         return manifest
 
     def _check_order(self, admitted: AdmittedHead) -> None:
+        if len(self.heads) >= REMEMBERED_HEADS and admitted.order < min(self.heads):
+            raise RemoteProtocolError(Reason.ROLLBACK, "older than all that is remembered")
         newest_term = max((term for term, _ in self.heads), default=self.committed[0])
         if admitted.head.term < max(newest_term, self.committed[0]):
             raise RemoteProtocolError(Reason.ROLLBACK, f"term {admitted.head.term} was left")

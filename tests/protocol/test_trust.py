@@ -280,3 +280,12 @@ def test_two_heads_that_agree_are_no_proof() -> None:
 def test_a_proof_against_another_key_is_refused() -> None:
     with refuses(Reason.WRONG_SIGNER):
         TrustedRun(RUN, WORKER.node_id).check_proof(PROOF)
+
+
+def test_a_head_older_than_all_that_is_remembered_is_no_news() -> None:
+    run = trusted()
+    filler = admitted(run, sealed_head(head(10)))
+    for version in range(11, REMEMBERED_HEADS + 10):
+        run.heads[0, version] = filler
+    with refuses(Reason.ROLLBACK):
+        run.admit(sealed_head(head(9)), now=NOW)
