@@ -96,6 +96,7 @@ class InferenceRole:
         self._max_leases = leases
         self._spooled = asyncio.Event()
         self._active: set[int] = set()
+        self._working: set[asyncio.Task[None]] = set()
         self._clock = GenerationClock()
         self.upstreams: list[bytes] = []
         self.accepted = 0
@@ -111,11 +112,14 @@ class InferenceRole:
         """Work until the run ends."""
         self._spooled.set()
         async with asyncio.TaskGroup() as tasks:
-            follow = tasks.create_task(self._catchup.run())
-            uploads = tasks.create_task(self._upload_loop())
+            loops = [
+                tasks.create_task(self._catchup.run()),
+                tasks.create_task(self._upload_loop()),
+            ]
             await self._lease_loop(tasks)
-            await follow
-            uploads.cancel()
+            # Nobody waits for what is under way now: neither weights nor leases of a run that is over.
+            for task in [*loops, *self._working]:
+                task.cancel()
 
     async def leave(self) -> None:
         """Tell the trainer that our leases may go to somebody else."""
@@ -227,7 +231,9 @@ class InferenceRole:
             recipient=self._key.node_id,
         ).body
         self._active.add(lease.lease_id)
-        tasks.create_task(self._work(lease, sealed))
+        work = tasks.create_task(self._work(lease, sealed))
+        self._working.add(work)
+        work.add_done_callback(self._working.discard)
 
     async def _work(self, lease: Lease, sealed: bytes) -> None:
         """Do one lease; a lease that cannot be done in time is left to expire."""

@@ -54,21 +54,21 @@ def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_l
 
 def test_a_killed_trainer_resumes_the_same_chain_and_the_workers_come_back(tmp_path: Path) -> None:
     with nodes(tmp_path) as run:
-        first = run.trainer("--max-steps", "60")
+        first = run.trainer("--max-steps", "100")
         run.until("ticket", run.has_ticket)
         worker = run.worker("worker")
         run.until("steps", lambda: run.status().get("step", 0) >= 8)
         first.kill()
         signed = heads(run)
-        second = run.trainer("--resume", "--max-steps", "60")
+        second = run.trainer("--resume", "--max-steps", "100")
         assert second.wait() == 0, run.logs()
         assert worker.wait(60) == 0, run.logs()
         again = heads(run)
         assert {term for term, _ in again} == {0}, "the chain went on without a new term"
-        assert again[-1] == (0, 60)
+        assert again[-1] == (0, 100)
         # Nothing that was signed was signed again: the retained part of the chain is unbroken.
         assert set(signed) & set(again) or signed[-1][1] < again[0][1]
         steps = [line["step"] for line in run.metrics()]
-        assert steps[-1] == 60
+        assert steps[-1] == 100
         assert steps == sorted(set(steps)), "no step was trained twice"
         assert "equivocation" not in run.logs()
