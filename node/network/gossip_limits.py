@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 
 from ...crypto.hashing import digest
 from ...protocol.version import KIB, MAX_GOSSIP
+from .limits import TokenBuckets
 
 NEIGHBOUR_RATE = 16.0
 """Facts a second that one neighbour may hand us, its own and relayed ones alike."""
@@ -19,42 +20,6 @@ BYTE_RATE = 128.0 * KIB
 BYTE_BURST = 512.0 * KIB
 KNOWN_IDS = 1024
 KNOWN_FACTS = 4096
-
-
-class TokenBuckets:
-    """One token bucket per id, `rate` tokens a second up to `burst`; at most `limit` ids are kept.
-
-    A forgotten id starts again with a full bucket, so `limit` has to exceed the ids that can be
-    active within `burst / rate` seconds.
-    """
-
-    def __init__(self, rate: float, burst: float, limit: int) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._limit = limit
-        self._levels: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
-
-    def take(self, key: bytes, now: float) -> bool:
-        """Spend one token of `key` at `now` (seconds, monotonic) if it has one."""
-        level = self._level(key, now)
-        self._keep(key, level - 1 if level >= 1 else level, now)
-        return level >= 1
-
-    def debt(self, key: bytes, now: float, tokens: float) -> float:
-        """Spend `tokens` whatever is there; the seconds until the bucket is out of debt again."""
-        level = self._level(key, now) - tokens
-        self._keep(key, level, now)
-        return max(0.0, -level / self._rate)
-
-    def _level(self, key: bytes, now: float) -> float:
-        level, since = self._levels.get(key, (self._burst, now))
-        return min(self._burst, level + (now - since) * self._rate)
-
-    def _keep(self, key: bytes, level: float, now: float) -> None:
-        self._levels[key] = (level, now)
-        self._levels.move_to_end(key)
-        if len(self._levels) > self._limit:
-            self._levels.popitem(last=False)
 
 
 class RecentSet:

@@ -2,43 +2,53 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections import OrderedDict
 
 
-@dataclass
-class TokenBucket:
-    """`rate` tokens per second, at most `burst` saved up."""
+class TokenBuckets:
+    """One token bucket per id, `rate` tokens a second up to `burst`; at most `limit` ids are kept.
 
-    rate: float
-    burst: float
-    tokens: float = -1.0
-    updated: float = 0.0
+    A forgotten id starts again with a full bucket, so `limit` has to exceed the ids that can be
+    active within `burst / rate` seconds.
+    """
 
-    def take(self, amount: float, now: float) -> float:
-        """Take `amount` tokens; the result is how many seconds to wait before using them (0 = now)."""
-        if self.tokens < 0 and self.updated == 0.0:
-            self.tokens = self.burst
-        else:
-            self.tokens = min(self.burst, self.tokens + (now - self.updated) * self.rate)
-        self.updated = now
-        self.tokens -= amount
-        return 0.0 if self.tokens >= 0 else -self.tokens / self.rate
+    def __init__(self, rate: float, burst: float, limit: int) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._limit = limit
+        self._levels: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
-    def allows(self, amount: float, now: float) -> bool:
-        """Take `amount` tokens only if they are there now."""
-        wait = self.take(amount, now)
-        if wait > 0:
-            self.tokens += amount
-        return wait == 0.0
+    def take(self, key: bytes, now: float) -> bool:
+        """Spend one token of `key` at `now` (seconds, monotonic) if it has one."""
+        level = self._level(key, now)
+        self._keep(key, level - 1 if level >= 1 else level, now)
+        return level >= 1
+
+    def debt(self, key: bytes, now: float, tokens: float) -> float:
+        """Spend `tokens` whatever is there; the seconds until the bucket is out of debt again."""
+        level = self._level(key, now) - tokens
+        self._keep(key, level, now)
+        return max(0.0, -level / self._rate)
+
+    def _level(self, key: bytes, now: float) -> float:
+        level, since = self._levels.get(key, (self._burst, now))
+        return min(self._burst, level + (now - since) * self._rate)
+
+    def _keep(self, key: bytes, level: float, now: float) -> None:
+        self._levels[key] = (level, now)
+        self._levels.move_to_end(key)
+        if len(self._levels) > self._limit:
+            self._levels.popitem(last=False)
 
 
 class Pacer:
     """Spreads uploads over time; without a rate it never waits."""
 
     def __init__(self, bytes_per_second: float) -> None:
-        self._bucket = TokenBucket(bytes_per_second, bytes_per_second) if bytes_per_second else None
+        rate = bytes_per_second
+        self._bucket = TokenBuckets(rate, rate, limit=1) if rate else None
 
     async def pace(self, size: int) -> None:
         """Wait until `size` bytes may go out."""
         if self._bucket is not None:
-            await asyncio.sleep(self._bucket.take(size, time.monotonic()))
+            await asyncio.sleep(self._bucket.debt(b"", time.monotonic(), size))

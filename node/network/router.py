@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
-from .limits import TokenBucket
+from .limits import TokenBuckets
 from .peers import PeerTable
 from .rpc import refuse
 from .transport import Connection, ConnectionLost, Stream, Transport, TransportError
@@ -25,6 +25,10 @@ Handler = Callable[[bytes, Stream], Awaitable[None]]
 CONNECTIONS_PER_PEER = 8
 REQUESTS_PER_SECOND = 200.0
 REQUEST_BURST = 400.0
+BLAMELESS = frozenset(
+    {Reason.NOT_FOUND, Reason.BUSY, Reason.DISK_FULL, Reason.LEASE_EXPIRED, Reason.LEASE_DONE}
+)
+"""What we cannot give is not the fault of who asked."""
 
 
 class Router:
@@ -46,7 +50,7 @@ class Router:
         self._max_peers = max_peers
         self._connections: Counter[bytes] = Counter()
         self._streams: Counter[bytes] = Counter()
-        self._buckets: dict[bytes, TokenBucket] = {}
+        self._requests = TokenBuckets(REQUESTS_PER_SECOND, REQUEST_BURST, limit=4 * max_peers)
 
     async def run(self) -> None:
         """Accept until the transport is closed."""
@@ -79,20 +83,22 @@ class Router:
             self._connections[peer] -= 1
             if not self._connections[peer]:
                 del self._connections[peer]
-                self._buckets.pop(peer, None)
 
     async def _answer(self, connection: Connection, stream: Stream) -> None:
         peer = connection.peer
-        bucket = self._buckets.setdefault(peer, TokenBucket(REQUESTS_PER_SECOND, REQUEST_BURST))
-        if self._streams[peer] >= self._max_streams or not bucket.allows(1, time.monotonic()):
+        crowded = self._streams[peer] >= self._max_streams
+        if crowded or not self._requests.take(peer, time.monotonic()):
             await refuse(stream, Reason.RATE_LIMITED, "too many requests at once")
             return
         self._streams[peer] += 1
         try:
             await self._handlers[connection.alpn](peer, stream)
         except RemoteProtocolError as error:
-            self._peers.blame(peer, error.reason)
-            logger.info("refused %s: %s", short(peer), error)
+            if error.reason in BLAMELESS:
+                logger.debug("no for %s: %s", short(peer), error)
+            else:
+                self._peers.blame(peer, error.reason)
+                logger.info("refused %s: %s", short(peer), error)
             await refuse(stream, error.reason, error.detail)
         except (TransportError, TimeoutError) as error:
             logger.debug("stream of %s broke: %s", short(peer), error)
@@ -103,3 +109,5 @@ class Router:
             await refuse(stream, Reason.BUSY, "internal error")
         finally:
             self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
