@@ -36,7 +36,6 @@ class NetworkConfig(BaseConfig):
     mdns: bool = False
     """Find peers on the local network."""
     connect_timeout_s: Seconds = 10.0
-    request_timeout_s: Seconds = 20.0
     max_peers: Positive = 256
     max_streams_per_peer: Positive = 32
     max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
@@ -191,8 +190,6 @@ class VerificationConfig(BaseConfig):
     """Share of rollouts whose logprobs are recomputed under the policy version they claim."""
     logprob_tolerance: Annotated[float, Field(gt=0)] = 0.05
     """Largest accepted mean absolute difference per token of one rollout."""
-    score_all: bool = True
-    """Recompute every reward; the reward that is learned from is always the trainer's own."""
 
 
 class CheckpointConfig(BaseConfig):

@@ -138,12 +138,18 @@ class Stack:
             await asyncio.sleep(LAST_WORDS_S)
 
 
+def open_store(config: NodeConfig, directory: Path) -> FileStore:
+    """The chunk store of a node, below `directory`."""
+    limit = int(config.weights.max_disk_gib * 2**30)
+    return FileStore(directory / "chunks", max_bytes=limit, fsync=config.fsync)
+
+
 @asynccontextmanager
 async def open_stack(
     config: NodeConfig,
     key: SecretKey,
     ledger: Ledger,
-    directory: Path,
+    store: FileStore,
     *,
     run_id: bytes,
     trainer: bytes,
@@ -151,7 +157,7 @@ async def open_stack(
     bootstrap: tuple[str, ...] = (),
     parts: Parts,
 ) -> AsyncGenerator[Stack]:
-    """Build and start everything; `directory` holds the chunk store.
+    """Build and start everything over the node's ledger and chunk store.
 
     Raises:
         BusyError: the configured port is taken.
@@ -159,8 +165,6 @@ async def open_stack(
     async with AsyncExitStack() as cleanup:
         transport = await _start_transport(config, key, ledger, parts)
         cleanup.push_async_callback(transport.close)
-        limit = int(config.weights.max_disk_gib * 2**30)
-        store = FileStore(directory / "chunks", max_bytes=limit, fsync=config.fsync)
         peers = PeerTable()
         links = Links(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
         cleanup.push_async_callback(links.close)

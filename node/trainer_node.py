@@ -32,8 +32,7 @@ from .roles.terms import LEASES_PER_BOOT
 from .roles.trainer import TrainerRole
 from .rows import peer_rows, total_bytes
 from .serving import Node
-from .stack import Stack, open_stack
-from .store import FileStore
+from .stack import Stack, open_stack, open_store
 from .training.backend import TrainBackend
 from .training.buffer import RolloutBuffer
 from .training.checkpoints import Checkpoints
@@ -88,12 +87,13 @@ class TrainerNode(Node):
         with self._clock.phase("start"):
             model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
             # The manifest names the run, and the run names the discovery topic: so it comes first.
-            documents = await self._documents(ledger, model_dir)
+            store = open_store(self._config, self.data_dir)
+            documents = await rundir.documents(self._config, self.key, ledger, store, model_dir)
         async with open_stack(
             self._config,
             self.key,
             ledger,
-            self.data_dir,
+            store,
             run_id=documents.run_id,
             trainer=self.key.node_id,
             role="trainer",
@@ -113,11 +113,6 @@ class TrainerNode(Node):
                 metrics.close()
                 await environment.close()
                 await backend.close()
-
-    async def _documents(self, ledger: Ledger, model_dir: Path) -> rundir.RunDocuments:
-        limit = int(self._config.weights.max_disk_gib * 2**30)
-        store = FileStore(self.data_dir / "chunks", max_bytes=limit, fsync=self.config.fsync)
-        return await rundir.documents(self._config, self.key, ledger, store, model_dir)
 
     def _publish_ticket(self, stack: Stack) -> None:
         now = int(time.time())

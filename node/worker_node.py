@@ -29,7 +29,7 @@ from .roles.catchup import CatchUp
 from .roles.inference import InferenceRole
 from .rows import peer_rows, total_bytes
 from .serving import Node
-from .stack import Stack, open_stack
+from .stack import Stack, open_stack, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class WorkerNode(Node):
             self._config,
             self.key,
             ledger,
-            directory,
+            open_store(self._config, directory),
             run_id=ticket.run,
             trainer=ticket.trainer,
             role="inference",

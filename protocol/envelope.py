@@ -8,7 +8,7 @@ from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from ..crypto.hashing import NO_DIGEST, Digest
+from ..crypto.hashing import Digest
 from ..crypto.keys import NodeId, SecretKey, Signature, verify
 from .errors import Reason, RemoteProtocolError
 from .session import decode
@@ -148,7 +148,3 @@ def unseal(
         raise RemoteProtocolError(Reason.BAD_SIGNATURE, "the signature does not fit")
     body = decode(envelope.payload, kind)
     return Opened(envelope.signer, envelope.sequence, envelope.expires, body, envelope.payload)
-
-
-NO_RUN = NO_DIGEST
-"""Run field of an envelope that is not about a run."""

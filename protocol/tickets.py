@@ -49,9 +49,8 @@ def read(text: str, *, now: int) -> Ticket:
 
 def check(sealed: bytes, *, now: int) -> Ticket:
     """As read(), of the sealed bytes."""
-    trainer = decode(sealed, Envelope).signer
-    opened = unseal(sealed, Purpose.TICKET, Ticket, now=now, signer=trainer)
-    ticket = opened.body
-    if ticket.trainer != trainer or decode(sealed, Envelope).run != ticket.run:
+    envelope = decode(sealed, Envelope)
+    ticket = unseal(sealed, Purpose.TICKET, Ticket, now=now).body
+    if (ticket.trainer, ticket.run) != (envelope.signer, envelope.run):
         raise RemoteProtocolError(Reason.WRONG_SIGNER, "not signed by the trainer it names")
     return ticket

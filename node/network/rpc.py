@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.errors import Reason
 from ...protocol.messages import Message, Refusal
 from ...protocol.session import HEADER_BYTES, decode, frame, payload_size
 from ...protocol.version import MAX_MESSAGE
@@ -80,8 +80,3 @@ async def refuse(stream: Stream, reason: Reason, detail: str = "") -> None:
         await stream.finish()
     except (TransportError, StreamClosed):
         await stream.abort()
-
-
-def refusal_of(error: RemoteProtocolError) -> Refusal:
-    """The message that tells a peer what was wrong."""
-    return Refusal(error.reason, error.detail[:250])

@@ -28,6 +28,7 @@ from ..store import Store
 from ..weights.chain import NOTHING, Chain, NoPath
 from ..weights.errors import WeightsError
 from ..weights.mirror import Mirror
+from .retention import retain
 
 logger = logging.getLogger(__name__)
 
@@ -199,18 +200,21 @@ class CatchUp:
     async def _ask_heads_of(self, source: bytes, after: int) -> None:
         newest = self._book.order()[1]
         while after < newest:
-            heads = await self._links.request(
-                source, ALPN_CONTROL, GetHeads(after), Heads, deadline=ASK_TIMEOUT_S
-            )
-            if not heads.notices:
+            told, versions = await self._hear(source, after)
+            if not told:
                 return
-            for notice in heads.notices:
-                await self._book.admit(notice)
-            after = max(after + 1, max(self._versions(heads), default=-1))
+            after = max(after + 1, max(versions, default=-1))
 
-    def _versions(self, heads: Heads) -> list[int]:
+    async def _hear(self, source: bytes, after: int) -> tuple[int, list[int]]:
+        """Ask `source` once for heads after a version; how many came, and the versions now held of them."""
+        heads = await self._links.request(
+            source, ALPN_CONTROL, GetHeads(after), Heads, deadline=ASK_TIMEOUT_S
+        )
+        for notice in heads.notices:
+            await self._book.admit(notice)
         sealed = {notice.head for notice in heads.notices}
-        return [held.head.version for held in self._book.held() if held.sealed in sealed]
+        held = [head.head.version for head in self._book.held() if head.sealed in sealed]
+        return len(heads.notices), held
 
     async def _learn_manifests(self, target: AdmittedHead) -> None:
         """Bring the chain up to what the book knows.
@@ -237,15 +241,10 @@ class CatchUp:
     async def _look_again(self) -> None:
         """The way we know may lead over chunks that nobody keeps any more: ask the trainer what it keeps."""
         try:
-            heads = await self._links.request(
-                self._trainer, ALPN_CONTROL, GetHeads(NOTHING), Heads, deadline=ASK_TIMEOUT_S
-            )
-            for notice in heads.notices:
-                await self._book.admit(notice)
+            _, versions = await self._hear(self._trainer, NOTHING)
         except (TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("the trainer does not say what it keeps: %s", error)
             return
-        versions = self._versions(heads)
         if versions:
             self._book.forget(min(versions))
             self._chain = Chain()
@@ -265,11 +264,7 @@ class CatchUp:
         if self._chain.newest == NOTHING:
             return
         keep = self._config.keep_versions
-        live = self._chain.live_chunks(keep)
-        self._book.forget(min(version for version, _ in self._chain.live(keep)))
-        self._chain.forget(keep)
-        documents = {head.head.manifest for head in self._book.held()}
-        await asyncio.to_thread(self._store.collect, live | documents | self._keep_chunks)
+        await retain(self._chain, self._book, self._store, keep, self._keep_chunks)
 
 
 def read_committed(ledger: Ledger) -> tuple[int, int]:

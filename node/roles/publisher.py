@@ -31,6 +31,7 @@ from ..weights.chain import Chain, cut
 from ..weights.codec import CODEC, encode_delta, encode_full
 from ..weights.mirror import EMPTY, Policy, prove
 from ..weights.state import State, state_bytes
+from .retention import retain
 
 logger = logging.getLogger(__name__)
 
@@ -186,12 +187,7 @@ class Publisher:
         since = time.time() - self._config.keep_s
         young = sum(1 for head in self._book.held() if head.head.created >= since)
         keep = max(self._config.keep_versions, young)
-        live = self._chain.live_chunks(keep)
-        self._chain.forget(keep)
-        oldest = min(version for version, _ in self._chain.live(keep))
-        self._book.forget(oldest)
-        documents = {head.head.manifest for head in self._book.held()}
-        await asyncio.to_thread(self._store.collect, live | documents | self._keep_chunks)
+        await retain(self._chain, self._book, self._store, keep, self._keep_chunks)
 
 
 def _tensor_table(policy: Policy) -> tuple[TensorInfo, ...]:
