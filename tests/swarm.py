@@ -330,7 +330,7 @@ class Swarm:
         """The fakes of one node."""
 
         def backend(config: RunConfig) -> WitnessBackend:
-            self.backends.append(WitnessBackend(words=self.fakes.words))
+            self.backends.append(WitnessBackend(self.fakes))
             return self.backends[-1]
 
         def engine(config: EngineConfig) -> Engine:

@@ -17,7 +17,7 @@ from primerl.crypto.hashing import derive
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineError
-from primerl.node.training.backend import Batch
+from primerl.node.training.backend import Batch, StepMetrics
 from primerl.node.training.counting import CountingBackend
 from primerl.node.weights.state import State, Tensor, digests, state_digest
 
@@ -75,6 +75,9 @@ class Fakes:
     pause: Callable[[], Awaitable[None]] = at_once
     words: int = 0
     """More bf16 elements of the policy, so that weights weigh something."""
+    last_step: int = 2**31
+    """No backend learns a later one before `go`: a test that crashes a trainer says at which step."""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
     events: list[Event] = field(default_factory=list[Event])
 
     def loads(self, name: str) -> list[Event]:
@@ -163,19 +166,25 @@ class WitnessScorer:
 
 
 class WitnessBackend(CountingBackend):
-    """A CountingBackend with `words` more elements, all of which change at every step."""
+    """A CountingBackend with `fakes.words` more elements, all of which change at every step."""
 
-    def __init__(self, *, words: int = 0) -> None:
+    def __init__(self, fakes: Fakes) -> None:
         super().__init__()
-        self._words = words
+        self._fakes = fakes
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        """See TrainBackend; waits where the test says so."""
+        if batch.step > self._fakes.last_step:
+            await self._fakes.go.wait()
+        return await super().step(batch)
 
     async def state(self) -> State:
         """The policy."""
         state = dict(await super().state())
-        if self._words:
+        if self._fakes.words:
             seed = int.from_bytes(state["history.weight"].data.tobytes(), "little")
-            bits = np.random.default_rng(seed).integers(0, 2**16, self._words, dtype="<u2")
-            state["more.weight"] = Tensor("BF16", (self._words,), bits)
+            bits = np.random.default_rng(seed).integers(0, 2**16, self._fakes.words, dtype="<u2")
+            state["more.weight"] = Tensor("BF16", (self._fakes.words,), bits)
         return state
 
 

@@ -129,20 +129,24 @@ async def test_a_bundle_from_before_a_crash_is_taken_after_it_once(
 async def test_resuming_from_an_older_checkpoint_begins_a_term_that_workers_follow(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=9, checkpoint={"interval": 3}) as swarm:
+    fakes = Fakes(last_step=5)
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, max_steps=9, checkpoint={"interval": 3}
+    ) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
         swarm.add_worker("w2")
-        await swarm.wait_step(4)
+        await swarm.wait_step(5)
         await swarm.crash_trainer()
         before = swarm.heads()
-        newest = max(before)[1]
+        assert max(before) == (0, 5)
+        fakes.go.set()
         await swarm.start_trainer(resume=True)
         summary = await swarm.finished()
         for worker in swarm.workers.values():
             await worker.ended()
         after = swarm.heads()
-    resumed = newest // 3 * 3
+    resumed = 3
     assert sorted(order for order in after if order[0] == 1) == [
         (1, version) for version in range(resumed, 10)
     ]
@@ -188,7 +192,7 @@ async def test_work_on_a_policy_that_the_trainer_lost_is_stale_and_no_fraud(
 async def test_a_worker_generates_for_a_new_term_only_with_its_weights(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    fakes = Fakes()
+    fakes = Fakes(last_step=2)
     async with Swarm(
         tmp_path, model_dir, fakes=fakes, max_steps=6, checkpoint={"interval": 3}
     ) as swarm:
@@ -196,6 +200,7 @@ async def test_a_worker_generates_for_a_new_term_only_with_its_weights(
         swarm.add_worker("w1", engine=WitnessEngine(fakes, "w1"))
         await swarm.wait_step(2)
         await swarm.crash_trainer()
+        fakes.go.set()
         await swarm.start_trainer(resume=True)
         summary = await swarm.finished()
     assert set(summary["rejected"]) <= {"stale"}
