@@ -172,6 +172,7 @@ class WeightsConfig(BaseConfig):
     """How policy versions travel."""
 
     chunk_mib: Annotated[float, Field(gt=0, le=16)] = 4.0
+    """Largest chunk; those of small versions are smaller, about a 64th, so that peers have parts to swap."""
     anchor_interval: Positive = 10
     """A full checkpoint at least every this many versions."""
     keep_versions: Positive = 16

@@ -32,6 +32,7 @@ class Reason(StrEnum):
     RATE_LIMITED = "rate_limited"
     NOT_FOUND = "not_found"
     BUSY = "busy"
+    NOT_YET = "not_yet"
     DISK_FULL = "disk_full"
     UNKNOWN_LEASE = "unknown_lease"
     LEASE_EXPIRED = "lease_expired"

@@ -9,7 +9,7 @@ import msgspec
 
 from ..crypto.hashing import Digest
 from .errors import Reason
-from .manifests import Name, Role, Version
+from .manifests import Artifact, Name, Role, Version
 from .version import MAX_GOSSIP, MAX_SUBMISSION
 
 Sealed = Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
@@ -19,6 +19,11 @@ MAX_HEADS = 64
 MAX_RECORDS = 64
 MAX_LEASES = 64
 MAX_HELD = 4096
+MAX_WATCHED = 4096
+"""Chunks of one watch or one choice; a larger artifact is fetched a window at a time."""
+Digests = Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=MAX_WATCHED)]
+Bitmap = Annotated[bytes, msgspec.Meta(max_length=MAX_WATCHED // 8)]
+"""Bit i % 8 of byte i // 8 stands for the i-th of the chunks that were asked about."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -74,6 +79,24 @@ class Heads(Message, frozen=True):
     """At most MAX_HEADS of them; ask again from the last one."""
 
     notices: Annotated[tuple[HeadNotice, ...], msgspec.Meta(max_length=MAX_HEADS)]
+
+
+class GetMerged(Message, frozen=True):
+    """Make me one delta of several: from this state to that one, of which you hold the single deltas.
+
+    Any node answers. Nothing of the reply is believed: the state that it leads to is in a signed head.
+    """
+
+    base_version: Version
+    base_state: Digest
+    version: Version
+    state: Digest
+
+
+class Merged(Message, frozen=True):
+    """The merged delta; its chunks can be fetched from whoever answered."""
+
+    artifact: Artifact
 
 
 class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,10 +173,34 @@ class GetChunk(Message, frozen=True):
     wait_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 0
 
 
-class ChunkFollows(Message, frozen=True):
-    """`size` raw bytes follow this frame."""
+class GetAnyChunk(Message, frozen=True):
+    """Send me whichever of these chunks helps the swarm most: the one that you sent least often.
+
+    A trainer refuses with NOT_YET what it has just sent to others, who will pass it on, unless `urgent`.
+    """
+
+    wanted: Digests
+    urgent: bool = False
+    """Nobody that I know passes them on."""
+
+
+class ChunkFollows(Message, frozen=True, omit_defaults=True):
+    """`size` raw bytes follow this frame: chunk number `index` of those that were wanted."""
 
     size: Annotated[int, msgspec.Meta(ge=0, le=2**26)]
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_WATCHED)] = 0
+
+
+class WatchChunks(Message, frozen=True):
+    """Tell me which of these chunks you hold, now and whenever you get another."""
+
+    chunks: Digests
+
+
+class HaveChunks(Message, frozen=True):
+    """What of a watch is held by now. The stream ends when all of it is, or when nothing more will come."""
+
+    held: Bitmap
 
 
 class Refusal(Message, frozen=True):
@@ -163,7 +210,9 @@ class Refusal(Message, frozen=True):
     detail: Name = ""
 
 
-ControlRequest = Hello | WatchHeads | GetHeads | LeaseRequest | SubmitOffer | SyncRecords | Goodbye
+ControlRequest = (
+    Hello | WatchHeads | GetHeads | GetMerged | LeaseRequest | SubmitOffer | SyncRecords | Goodbye
+)
 """What may open a stream on ALPN_CONTROL."""
-BlobRequest = GetChunk
+BlobRequest = GetChunk | GetAnyChunk | WatchChunks
 """What may open a stream on ALPN_BLOBS."""

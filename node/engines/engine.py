@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ..weights.state import State
+from ..weights.state import Changed, State
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,13 @@ class Engine(Protocol):
         """Replace the weights. The caller has already proved the state's digest.
 
         Completions in flight finish, either on the old weights or across both; their stamp says which.
+        """
+        ...
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """As load(), told that only `changed` differs from the version that is loaded now.
+
+        An engine that cannot write in place, or that holds no weights, does what load() does.
         """
         ...
 

@@ -27,7 +27,8 @@ from ..config import WeightsConfig
 from ..network.blobs import Arrivals
 from ..network.heads import HeadBook
 from ..store import Store
-from ..weights.chain import Chain, cut
+from ..weights.chain import Chain
+from ..weights.chunking import cut
 from ..weights.codec import CODEC, encode_delta, encode_full
 from ..weights.mirror import EMPTY, Policy, prove
 from ..weights.state import State, state_bytes

@@ -3,11 +3,10 @@
 A delta is only ever planned onto the exact state that it names; a version number alone proves nothing.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 
 from ...protocol.manifests import Artifact, PolicyManifest
-from ...protocol.version import MAX_CHUNK
 from .errors import NoPath, WeightsError
 
 NOTHING = -1
@@ -17,20 +16,6 @@ Step = tuple[int, Artifact]
 """A version, and the artifact that reaches it."""
 _Route = tuple[int, int, tuple[Step, ...]]
 """Bytes to fetch, steps, and the steps themselves; compares by the first two."""
-
-
-def cut(payload: Iterator[bytes], chunk_size: int) -> Iterator[bytes]:
-    """`payload` again in chunks of `chunk_size` bytes, the last one shorter; no empty chunk."""
-    if not 0 < chunk_size <= MAX_CHUNK:
-        raise ValueError(f"chunk size {chunk_size} is not in 1..{MAX_CHUNK}")
-    held = bytearray()
-    for part in payload:
-        held += part
-        while len(held) >= chunk_size:
-            yield bytes(held[:chunk_size])
-            del held[:chunk_size]
-    if held:
-        yield bytes(held)
 
 
 class Chain:

@@ -16,8 +16,9 @@ import numpy as np
 
 from ...crypto.hashing import digest
 from ...protocol.manifests import TensorInfo
-from .blocks import BLOCK, SKIP, Bits, decode_block, encode_block, max_body
+from .blocks import BLOCK, SKIP, decode_block, encode_block, max_body
 from .errors import CodecError
+from .moves import Bits
 from .state import BITS, State, Tensor, numel
 
 CODEC = "planes/1"

@@ -48,6 +48,9 @@ class Tensor:
 State = Mapping[str, Tensor]
 """Tensor name (as in the Hugging Face checkpoint) -> tensor. Tied tensors appear once."""
 
+Changed = Mapping[str, NDArray[np.int64] | None]
+"""Tensor name -> flat positions that may have changed, or None for all of it; others have not changed."""
+
 
 def numel(shape: Iterable[int]) -> int:
     """Number of elements of a shape."""

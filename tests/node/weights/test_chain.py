@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl.crypto.hashing import NO_DIGEST, digest
-from primerl.node.weights.chain import NOTHING, Chain, cut
+from primerl.node.weights.chain import NOTHING, Chain
 from primerl.node.weights.codec import CODEC
 from primerl.node.weights.errors import NoPath, WeightsError
 from primerl.protocol.manifests import Artifact, ChunkRef, PolicyManifest
@@ -181,19 +181,3 @@ def test_plan_is_the_cheapest_of_all_ways(history: dict[tuple[int, int], int], h
 
     steps = chain.plan(have, NO_DIGEST if have == NOTHING else state(have), target)
     assert sum(a.size for _, a in steps) == cheapest(target)
-
-
-@given(st.lists(st.binary(max_size=40)), st.integers(1, 17))
-def test_cut_loses_nothing_and_fills_every_chunk_but_the_last(
-    parts: list[bytes], size: int
-) -> None:
-    pieces = list(cut(iter(parts), size))
-    assert b"".join(pieces) == b"".join(parts)
-    assert all(len(piece) == size for piece in pieces[:-1])
-    assert all(0 < len(piece) <= size for piece in pieces)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2**24 + 1])
-def test_cut_refuses_chunks_that_no_peer_would_take(size: int) -> None:
-    with pytest.raises(ValueError, match="chunk size"):
-        next(cut(iter([b"x"]), size))
