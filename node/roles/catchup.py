@@ -9,32 +9,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from ...crypto.hashing import short
-from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
-from ...protocol.messages import GetHeads, Heads
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.manifests import Artifact
 from ...protocol.trust import AdmittedHead
-from ...protocol.version import ALPN_CONTROL
 from ..config import WeightsConfig
 from ..engines.engine import Engine
 from ..errors import NetworkError, StorageError
 from ..ledger import Ledger
 from ..network.blobs import BlobFetcher
-from ..network.heads import INLINE_MANIFEST, HeadBook
+from ..network.heads import HeadBook
 from ..network.links import Links
 from ..network.peers import PeerTable
 from ..network.rpc import Refused
 from ..network.transport import TransportError
 from ..store import Store
-from ..weights.chain import NOTHING, Chain, NoPath
+from ..weights.chain import NOTHING, NoPath
 from ..weights.errors import WeightsError
 from ..weights.mirror import Mirror
 from .retention import retain
+from .wayfinder import Wayfinder
 
 logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
 RETRY_S = 0.5
-ASK_TIMEOUT_S = 10.0
 COLLECT_EVERY = 16
 COMMITTED = "committed"
 
@@ -59,7 +57,6 @@ class CatchUp:
         on_fraud: Callable[[RemoteProtocolError], None],
     ) -> None:
         self._book = book
-        self._links = links
         self._fetcher = fetcher
         self._store = store
         self._ledger = ledger
@@ -68,10 +65,16 @@ class CatchUp:
         self._trainer = trainer
         self._upstreams = upstreams
         self._keep_chunks = keep_chunks
-        self._peers = peers
-        self._on_fraud = on_fraud
-        self._chain = Chain()
-        self._term = 0
+        self._way = Wayfinder(
+            book=book,
+            links=links,
+            fetcher=fetcher,
+            store=store,
+            trainer=trainer,
+            upstreams=upstreams,
+            peers=peers,
+            on_fraud=on_fraud,
+        )
         self._mirror = Mirror()
         self._order = (0, NOTHING)
         self._loaded = asyncio.Condition()
@@ -100,7 +103,7 @@ class CatchUp:
                 loaded = await self._reach(head)
             except (NetworkError, TransportError, Refused, NoPath) as error:
                 logger.info("version %d is not here yet: %s", head.head.version, error)
-                await self._look_again()
+                await self._way.look_again()
                 await asyncio.sleep(RETRY_S)
             except (WeightsError, RemoteProtocolError) as error:
                 logger.warning("version %d is refused: %s", head.head.version, error)
@@ -122,9 +125,7 @@ class CatchUp:
     async def _reach(self, head: AdmittedHead) -> tuple[int, int]:
         """Bring weights and engine to `head` or a newer one; returns its (term, version)."""
         start = time.monotonic()
-        if head.head.term != self._term:
-            self._term, self._chain = head.head.term, Chain()
-        head, steps = await self._plan(head)
+        head, steps = await self._way.plan(head, self._mirror.policy)
         for version, artifact in steps:
             await self._fetcher.fetch(artifact.chunks, self._upstreams(), self._trainer)
             await self._apply(version, artifact)
@@ -148,7 +149,7 @@ class CatchUp:
         return head.order
 
     async def _apply(self, version: int, artifact: Artifact) -> None:
-        manifest = self._chain.get(version)
+        manifest = self._way.chain.get(version)
         assert manifest is not None
         prepared = await asyncio.to_thread(
             self._mirror.prepare, manifest, artifact, self._payload(artifact)
@@ -162,97 +163,10 @@ class CatchUp:
                 raise StorageError(f"chunk {short(chunk.digest)} was lost from the store")
             yield data
 
-    async def _plan(self, head: AdmittedHead) -> tuple[AdmittedHead, list[tuple[int, Artifact]]]:
-        """The cheapest way to `head` or, if it moves on meanwhile, to a newer one.
-
-        While what is at hand leads nowhere, asks one source after the other.
-        A source that answers with nothing, or with lies, must not keep us from asking the next.
-        """
-        held = self._mirror.policy
-        sources = [*self._upstreams(), self._trainer]
-        afters = dict.fromkeys((held.version, NOTHING))
-        questions = iter([(source, after) for after in afters for source in sources])
-        while True:
-            await self._learn_manifests(head)
-            try:
-                return head, self._chain.plan(held.version, held.digest, head.head.version)
-            except NoPath:
-                question = next(questions, None)
-                if question is None:
-                    raise
-            await self._ask_heads(*question)
-            # Sources tell of their newest anchor: by now that may be newer than the head we started for.
-            newest = self._book.latest()
-            head = newest if newest and newest.head.term == head.head.term else head
-
-    async def _ask_heads(self, source: bytes, after: int) -> None:
-        """Learn the heads after a version from one node, as far as it tells them."""
-        try:
-            await self._ask_heads_of(source, after)
-        except (TransportError, Refused) as error:
-            logger.debug("no heads from %s: %s", short(source), error)
-        except RemoteProtocolError as error:
-            if error.reason == Reason.EQUIVOCATION:
-                self._on_fraud(error)
-            logger.warning("bad heads from %s: %s", short(source), error)
-            self._peers.blame(source, error.reason)
-
-    async def _ask_heads_of(self, source: bytes, after: int) -> None:
-        newest = self._book.order()[1]
-        while after < newest:
-            told, versions = await self._hear(source, after)
-            if not told:
-                return
-            after = max(after + 1, max(versions, default=-1))
-
-    async def _hear(self, source: bytes, after: int) -> tuple[int, list[int]]:
-        """Ask `source` once for heads after a version; how many came, and the versions now held of them."""
-        heads = await self._links.request(
-            source, ALPN_CONTROL, GetHeads(after), Heads, deadline=ASK_TIMEOUT_S
-        )
-        for notice in heads.notices:
-            await self._book.admit(notice)
-        sealed = {notice.head for notice in heads.notices}
-        held = [head.head.version for head in self._book.held() if head.sealed in sealed]
-        return len(heads.notices), held
-
-    async def _learn_manifests(self, target: AdmittedHead) -> None:
-        """Bring the chain up to what the book knows.
-
-        A manifest that did not come with its head is fetched for the target, and where it is too large to come
-        so; the others come with GetHeads, many at a time, if the way needs them.
-        """
-        for head in self._book.held():
-            if self._chain.get(head.head.version) is not None:
-                continue
-            manifest = self._book.manifest(head)
-            large = head.head.manifest_size > INLINE_MANIFEST
-            if manifest is None and (large or head.order == target.order):
-                manifest = await self._fetch_manifest(head)
-            if manifest is not None:
-                self._chain.add(manifest)
-
-    async def _fetch_manifest(self, head: AdmittedHead) -> PolicyManifest:
-        reference = ChunkRef(head.head.manifest, head.head.manifest_size)
-        await self._fetcher.fetch([reference], (), self._trainer)
-        document = await asyncio.to_thread(self._store.get, head.head.manifest)
-        return self._book.attach(head, document or b"")
-
-    async def _look_again(self) -> None:
-        """The way we know may lead over chunks that nobody keeps any more: ask the trainer what it keeps."""
-        try:
-            _, versions = await self._hear(self._trainer, NOTHING)
-        except (TransportError, Refused, RemoteProtocolError) as error:
-            logger.debug("the trainer does not say what it keeps: %s", error)
-            return
-        if versions:
-            self._book.forget(min(versions))
-            self._chain = Chain()
-
     async def _start_over(self) -> None:
         """What we hold leads nowhere: take the way from an anchor."""
         self._mirror = Mirror()
-        self._chain = Chain()
+        self._way.forget()
         await asyncio.sleep(RETRY_S)
 
     async def _collect(self) -> None:
@@ -261,10 +175,10 @@ class CatchUp:
 
     async def _drop_old(self) -> None:
         """Forget what no version that we keep needs; also when there is no room for the next."""
-        if self._chain.newest == NOTHING:
+        if self._way.chain.newest == NOTHING:
             return
         keep = self._config.keep_versions
-        await retain(self._chain, self._book, self._store, keep, self._keep_chunks)
+        await retain(self._way.chain, self._book, self._store, keep, self._keep_chunks)
 
 
 def read_committed(ledger: Ledger) -> tuple[int, int]:

@@ -1,0 +1,148 @@
+"""Finding the way to a policy version: which manifests lead there, and whom to ask for those that are missing.
+
+A source that answers with nothing, or with lies, must not keep us from asking the next.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from ...crypto.hashing import short
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import ChunkRef, PolicyManifest
+from ...protocol.messages import GetHeads, Heads
+from ...protocol.trust import AdmittedHead
+from ...protocol.version import ALPN_CONTROL
+from ..network.blobs import BlobFetcher
+from ..network.heads import INLINE_MANIFEST, HeadBook
+from ..network.links import Links
+from ..network.peers import PeerTable
+from ..network.rpc import Refused
+from ..network.transport import TransportError
+from ..store import Store
+from ..weights.chain import NOTHING, Chain, NoPath, Step
+from ..weights.mirror import Policy
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 10.0
+
+
+class Wayfinder:
+    """Plans over the chain, and learns what the chain lacks."""
+
+    def __init__(
+        self,
+        *,
+        book: HeadBook,
+        links: Links,
+        fetcher: BlobFetcher,
+        store: Store,
+        trainer: bytes,
+        upstreams: Callable[[], Sequence[bytes]],
+        peers: PeerTable,
+        on_fraud: Callable[[RemoteProtocolError], None],
+    ) -> None:
+        self._book = book
+        self._links = links
+        self._fetcher = fetcher
+        self._store = store
+        self._trainer = trainer
+        self._upstreams = upstreams
+        self._peers = peers
+        self._on_fraud = on_fraud
+        self._term = 0
+        self.chain = Chain()
+        """The versions of the current term whose manifests we know."""
+
+    def forget(self) -> None:
+        """What is known leads nowhere: learn it anew."""
+        self.chain = Chain()
+
+    async def plan(self, head: AdmittedHead, held: Policy) -> tuple[AdmittedHead, list[Step]]:
+        """The cheapest way to `head` or, if it moves on meanwhile, to a newer one.
+
+        While what is at hand leads nowhere, asks one source after the other. Raises NoPath, NetworkError.
+        """
+        if head.head.term != self._term:
+            self._term = head.head.term
+            self.forget()
+        sources = [*self._upstreams(), self._trainer]
+        afters = dict.fromkeys((held.version, NOTHING))
+        questions = iter([(source, after) for after in afters for source in sources])
+        while True:
+            await self._learn_manifests(head)
+            try:
+                return head, self.chain.plan(held.version, held.digest, head.head.version)
+            except NoPath:
+                question = next(questions, None)
+                if question is None:
+                    raise
+            await self._ask_heads(*question)
+            # Sources tell of their newest anchor: by now that may be newer than the head we started for.
+            newest = self._book.latest()
+            head = newest if newest and newest.head.term == head.head.term else head
+
+    async def look_again(self) -> None:
+        """The way we know may lead over chunks that nobody keeps any more: ask the trainer what it keeps."""
+        try:
+            _, versions = await self._hear(self._trainer, NOTHING)
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.debug("the trainer does not say what it keeps: %s", error)
+            return
+        if versions:
+            self._book.forget(min(versions))
+            self.forget()
+
+    async def _ask_heads(self, source: bytes, after: int) -> None:
+        """Learn the heads after a version from one node, as far as it tells them."""
+        try:
+            await self._ask_heads_of(source, after)
+        except (TransportError, Refused) as error:
+            logger.debug("no heads from %s: %s", short(source), error)
+        except RemoteProtocolError as error:
+            if error.reason == Reason.EQUIVOCATION:
+                self._on_fraud(error)
+            logger.warning("bad heads from %s: %s", short(source), error)
+            self._peers.blame(source, error.reason)
+
+    async def _ask_heads_of(self, source: bytes, after: int) -> None:
+        newest = self._book.order()[1]
+        while after < newest:
+            told, versions = await self._hear(source, after)
+            if not told:
+                return
+            after = max(after + 1, max(versions, default=-1))
+
+    async def _hear(self, source: bytes, after: int) -> tuple[int, list[int]]:
+        """Ask `source` once for heads after a version; how many came, and the versions now held of them."""
+        heads = await self._links.request(
+            source, ALPN_CONTROL, GetHeads(after), Heads, deadline=ASK_TIMEOUT_S
+        )
+        for notice in heads.notices:
+            await self._book.admit(notice)
+        sealed = {notice.head for notice in heads.notices}
+        held = [head.head.version for head in self._book.held() if head.sealed in sealed]
+        return len(heads.notices), held
+
+    async def _learn_manifests(self, target: AdmittedHead) -> None:
+        """Bring the chain up to what the book knows.
+
+        A manifest that did not come with its head is fetched for the target, and where it is too large to come
+        so; the others come with GetHeads, many at a time, if the way needs them.
+        """
+        for head in self._book.held():
+            if self.chain.get(head.head.version) is not None:
+                continue
+            manifest = self._book.manifest(head)
+            large = head.head.manifest_size > INLINE_MANIFEST
+            if manifest is None and (large or head.order == target.order):
+                manifest = await self._fetch_manifest(head)
+            if manifest is not None:
+                self.chain.add(manifest)
+
+    async def _fetch_manifest(self, head: AdmittedHead) -> PolicyManifest:
+        reference = ChunkRef(head.head.manifest, head.head.manifest_size)
+        await self._fetcher.fetch([reference], (), self._trainer)
+        document = await asyncio.to_thread(self._store.get, head.head.manifest)
+        return self._book.attach(head, document or b"")
