@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,14 +116,24 @@ class Stack:
             self.heads,
             self.peers,
             record=self.public_record,
-            on_fraud=self.fraud.put_nowait,
+            on_fraud=self.report_fraud,
         )
 
+    def report_fraud(self, error: RemoteProtocolError) -> None:
+        """Take note that the trainer was caught; one proof is enough, so more than a few are dropped."""
+        with suppress(asyncio.QueueFull):
+            self.fraud.put_nowait(error)
+
     async def watch_fraud(self) -> None:
-        """Ends the node when the trainer is proved to have signed two heads of one version."""
+        """Ends the node when the trainer's key is proved to have signed two heads of one version."""
         error = await self.fraud.get()
         if isinstance(error, Equivocation):
             await self._tell(error.proof)
+        if self.role == "trainer":
+            raise RunFailed(
+                f"somebody else signs with this run's key ({error.detail}): stop the other trainer, "
+                "or begin a new run with a new key"
+            )
         raise RunFailed(
             f"the trainer contradicts itself ({error.detail}): stop trusting this run, tell its operator"
         )

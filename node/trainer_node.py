@@ -165,7 +165,10 @@ class TrainerNode(Node):
         opening = Opening(self._config, environment, backend, evaluator, self._clock, self._enter)
         role, publisher, desk = self._build(stack, documents, environment, backend, metrics, scorer)
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(stack.router(desk.handle).run())]
+            background = [
+                tasks.create_task(stack.router(desk.handle).run()),
+                tasks.create_task(stack.watch_fraud()),
+            ]
             gossip = stack.gossip()
             if gossip is not None:
                 background.append(tasks.create_task(gossip.run()))

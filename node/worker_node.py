@@ -194,7 +194,7 @@ class WorkerNode(Node):
             upstreams=lambda: role.upstreams,
             keep_chunks=stack.keep_chunks,
             peers=stack.peers,
-            on_fraud=stack.fraud.put_nowait,
+            on_fraud=stack.report_fraud,
         )
         role = InferenceRole(
             key=self.key,
@@ -223,7 +223,7 @@ class WorkerNode(Node):
             stack.links,
             stack.trainer,
             authority=True,
-            on_fraud=stack.fraud.put_nowait,
+            on_fraud=stack.report_fraud,
         )
         return [
             tasks.create_task(trainer.run()),
@@ -244,7 +244,7 @@ class WorkerNode(Node):
                         stack.links,
                         peer,
                         authority=False,
-                        on_fraud=stack.fraud.put_nowait,
+                        on_fraud=stack.report_fraud,
                     )
                     followed[peer] = tasks.create_task(follower.run())
                 await asyncio.sleep(1.0)

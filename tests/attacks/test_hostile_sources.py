@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import zstandard
 from hostile import HostileTrainer, policy, tensor_table
+from msgspec.structs import replace
 from rogue import Rogue
 from swarm import Swarm, until
 
+from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.errors import RunFailed
 from primerl.node.network.rpc import receive, send
@@ -205,6 +207,26 @@ async def test_a_trainer_that_contradicts_itself_is_left(
             with pytest.raises(RunFailed, match=r"contradicts itself .*: stop trusting this run"):
                 await worker.ended()
     assert {event.state for event in swarm.fakes.loads("w1")} <= {prove(0, policy(0)).digest}
+
+
+async def test_a_trainer_that_hears_its_own_key_sign_another_version_stops(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """Two trainers with one key, say from a copied directory: neither may go on as if nothing was."""
+    async with Swarm(tmp_path, model_dir, max_steps=10_000, gossip=True) as swarm:
+        await swarm.start_trainer()
+        await swarm.wait_step(0)
+        run = swarm.read_ticket().run
+        async with Rogue(swarm, "spy") as spy:
+            head = await spy.head()
+        twin = replace(head, state=digest(b"another"))
+        sealed = seal(swarm.trainer.key, Purpose.HEAD, run, twin, expires=twin.expires)
+        liar = swarm.network.discovery(STRANGER.node_id)
+        await liar.start([f"/memory/{swarm.trainer.node_id.hex()}"])
+        for _ in range(40):
+            await liar.publish(sealed)
+        with pytest.raises(RunFailed, match="somebody else signs with this run's key"):
+            await swarm.trainer.ended()
 
 
 def bomb(size: int) -> bytes:
