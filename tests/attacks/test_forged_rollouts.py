@@ -14,7 +14,13 @@ from swarm import VOCABULARY, Swarm
 from primerl.node.environments.counting import ASK, STOP
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import PolicyHead
-from primerl.protocol.rollouts import BranchRecord, GroupRecord, pack_f32, unpack_u32
+from primerl.protocol.rollouts import (
+    BranchRecord,
+    GroupRecord,
+    pack_f32,
+    unpack_f32,
+    unpack_u32,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -32,9 +38,16 @@ def retold(branch: BranchRecord, said: list[int], head: PolicyHead) -> BranchRec
     return say([ASK, number(branch)], said, head)
 
 
-def another(head: PolicyHead) -> PolicyHead:
-    """A policy of the same number with other weights."""
-    return replace(head, state=bytes(32))
+def of_another_policy(branch: BranchRecord, head: PolicyHead) -> BranchRecord:
+    """The same tokens, with the logprobs of weights that say something clearly different of them."""
+    said = unpack_u32(branch.tokens)[2:]
+    honest = unpack_f32(retold(branch, said, head).logprobs)
+    for seed in range(256):
+        told = retold(branch, said, replace(head, state=bytes([seed]) * 32))
+        apart = [abs(a - b) for a, b in zip(unpack_f32(told.logprobs), honest, strict=True)]
+        if sum(apart) > 0.2 * len(apart):
+            return replace(branch, logprobs=told.logprobs)
+    raise AssertionError("256 policies agree")
 
 
 def drawn(branch: BranchRecord) -> int:
@@ -91,7 +104,7 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         Reason.MALFORMED,
     ),
     "a policy that was not the one that drew": (
-        lambda b, h: replace(b, logprobs=retold(b, unpack_u32(b.tokens)[2:], another(h)).logprobs),
+        of_another_policy,
         Reason.BAD_LOGPROBS,
     ),
     "the prompt of another task": (
