@@ -6,13 +6,29 @@ Closed (an unknown key is an error), constrained by type, units in the names. Ru
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_config import BaseConfig
+
+
+def _check_seed(text: str) -> str:
+    """A seed's base URL, as aiohttp is given it. Raises ValueError."""
+    try:
+        url = urlsplit(text)
+        good = url.scheme in ("http", "https") and url.hostname and not url.fragment
+        named = good and (url.port is None or url.port > 0)
+    except ValueError:
+        named = False
+    if not named or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("a seed is http://HOST/PATH or https://HOST/PATH, percent-encoded")
+    return text
+
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+SeedUrl = Annotated[str, AfterValidator(_check_seed)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -40,6 +56,11 @@ class NetworkConfig(BaseConfig):
     max_streams_per_peer: Positive = 32
     max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
     """Pace of chunk uploads in megabits/s; 0 is no limit."""
+    seeds: Annotated[list[SeedUrl], Field(max_length=16)] = []
+    """http(s) base URLs of copies of a node's `chunks` folder, on any static web server; asked for what no
+    peer gives. Nothing of theirs is believed."""
+    seed_ca: Path | None = None
+    """PEM file of certificates that seeds may have beside those that the system trusts."""
 
 
 class EngineConfig(BaseConfig):

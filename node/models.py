@@ -38,6 +38,7 @@ __all__ = [
     "load_tokenizer",
     "model_from_state",
     "policy_state",
+    "policy_tensors",
     "read_state",
     "resolve",
     "stop_token_ids",
@@ -296,7 +297,12 @@ def _model_class(config: Any) -> Any:
 
 
 def policy_state(model: "PreTrainedModel") -> State:
-    """bf16 copy of the model's weights under their checkpoint names; a tied weight appears once.
+    """bf16 copy of the model's weights, as policy_tensors() names them."""
+    return bf16_state(policy_tensors(model).items())
+
+
+def policy_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
+    """The model's weights under their checkpoint names, where they lie; a tied weight appears once.
 
     transformers keeps some weights in another layout than checkpoints do (experts fused into one
     tensor); those are turned back, so that any engine reads them.
@@ -311,4 +317,4 @@ def policy_state(model: "PreTrainedModel") -> State:
             continue
         seen.add(tensor.data_ptr())
         once[name] = tensor
-    return bf16_state(revert_weight_conversion(model, once).items())
+    return revert_weight_conversion(model, once)

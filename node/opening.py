@@ -54,7 +54,7 @@ class Opening:
             parts = await role.checkpoints.read(step)
             await self._backend.load(role.checkpoints.backend_directory(step))
             await role.restore(parts)
-            await publisher.resume(step, await self._backend.state())
+            await publisher.resume(step, await self._backend.snapshot())
             role.inbox.term = current_term(ledger, publisher.order, boot)
             logger.info("resumed at step %d", step)
             return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
@@ -65,7 +65,7 @@ class Opening:
         before = await self.evaluate()
         ledger.set(EVALUATION_BEFORE, summary.write_result(before))
         await role.checkpoint(0)
-        await publisher.resume(0, await self._backend.state())
+        await publisher.resume(0, await self._backend.snapshot())
         return 0, before
 
     async def evaluate(self) -> EvalResult:

@@ -21,14 +21,18 @@ from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
 from .config import NodeConfig
 from .errors import BusyError, RunFailed
 from .ledger import Ledger
-from .network.blobs import Arrivals, BlobFetcher, BlobServer
+from .network.arrivals import Arrivals
+from .network.blobs import BlobServer
 from .network.discovery import Discovery
+from .network.exchange import BlobFetcher
 from .network.gossip import Gossip
 from .network.heads import HeadBook, HeadServer
+from .network.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
 from .network.limits import Pacer
 from .network.links import Links
 from .network.peers import PeerTable
 from .network.router import Handler, Router
+from .network.seeds import open_seeds
 from .network.transport import AddressInUse, Transport
 from .parts import Parts
 from .roles.catchup import read_committed
@@ -185,6 +189,15 @@ async def open_stack(
         trusted = TrustedRun(run_id, trainer, read_committed(ledger))
         heads = HeadBook(trusted, ledger)
         rate = config.network.max_upload_mbps * 1e6 / 8
+        blobs = BlobServer(store, arrivals, Pacer(rate))
+        network = config.network
+        seeds = await cleanup.enter_async_context(
+            open_seeds(network.seeds, authority=network.seed_ca)
+        )
+        paths: Libp2pChunks | None = None
+        if discovery is not None:
+            paths = Libp2pChunks(discovery, peers, bootstrap=bootstrap)
+            await cleanup.enter_async_context(serving(ChunkDoor(discovery, peers, blobs.handle)))
         yield Stack(
             key=key,
             run_id=run_id,
@@ -197,8 +210,8 @@ async def open_stack(
             peers=peers,
             links=links,
             arrivals=arrivals,
-            blobs=BlobServer(store, arrivals, Pacer(rate)),
-            fetcher=BlobFetcher(links, peers, store, arrivals),
+            blobs=blobs,
+            fetcher=BlobFetcher(links, peers, store, arrivals, seeds=seeds, paths=paths),
             heads=heads,
             head_server=HeadServer(heads),
             discovery=discovery,

@@ -44,6 +44,18 @@ def torch_dtype(name: str) -> "torch.dtype":
     return found
 
 
+def dtype_name(dtype: "torch.dtype") -> str:
+    """The safetensors name of a torch dtype.
+
+    Raises EngineError for those that a state cannot hold (complex, float8, quantised).
+    """
+    short = str(dtype).rpartition(".")[2]
+    for name, torch_name in _TORCH_NAMES.items():
+        if torch_name == short:
+            return name
+    raise EngineError(f"a state cannot hold {short}: convert to one of {', '.join(sorted(BITS))}")
+
+
 def to_torch(
     tensor: Tensor,
     device: "torch.device | str | None" = None,
@@ -63,19 +75,14 @@ def to_torch(
     return flat.reshape(tensor.shape).to(device=device, dtype=dtype)
 
 
-def from_torch(t: "torch.Tensor", dtype_name: str | None = None) -> Tensor:
-    """`t` as bits, in its own dtype or converted to `dtype_name` (round to nearest even).
+def from_torch(t: "torch.Tensor", dtype: str | None = None) -> Tensor:
+    """`t` as bits, in its own dtype or converted to `dtype`, a name (round to nearest even).
 
     Raises EngineError for dtypes that a state cannot hold (complex, float8, quantised).
     """
     import torch
 
-    names = {getattr(torch, torch_name): name for name, torch_name in _TORCH_NAMES.items()}
-    name = dtype_name or names.get(t.dtype, str(t.dtype))
-    if name not in BITS:
-        raise EngineError(
-            f"a state cannot hold {name}: convert to one of {', '.join(sorted(BITS))}"
-        )
+    name = dtype or dtype_name(t.dtype)
     converted = t.detach().to(torch_dtype(name))
     owned = converted.to("cpu", copy=converted.data_ptr() == t.data_ptr()).contiguous()
     signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[owned.element_size()]

@@ -36,6 +36,7 @@ from .stack import Stack, open_stack, open_store
 from .training.backend import TrainBackend
 from .training.buffer import RolloutBuffer
 from .training.checkpoints import Checkpoints
+from .weights.encoders import Encoders
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class TrainerNode(Node):
         self._desk: LeaseDesk | None = None
         self._role: TrainerRole | None = None
         self._publisher: Publisher | None = None
+        self._encoders = Encoders()
 
     async def run(self) -> None:
         """Train. Raises NodeError."""
@@ -113,6 +115,7 @@ class TrainerNode(Node):
                 metrics.close()
                 await environment.close()
                 await backend.close()
+                await asyncio.to_thread(self._encoders.close)
 
     def _publish_ticket(self, stack: Stack) -> None:
         now = int(time.time())
@@ -207,6 +210,7 @@ class TrainerNode(Node):
             ledger=stack.ledger,
             peers=stack.peers,
             heads=stack.head_server,
+            merges=publisher.merges,
             task_digest=lambda index: environment.task(index).digest,
             capacity=lambda: role.capacity(),
             order=lambda: publisher.order,
@@ -256,6 +260,7 @@ class TrainerNode(Node):
             config=self._config.weights,
             keep_states=self._config.rollouts.max_off_policy_steps + 3,
             keep_chunks=stack.keep_chunks,
+            encoders=self._encoders,
         )
 
     def _make_buffer(self) -> RolloutBuffer:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from .. import __version__
@@ -12,7 +13,7 @@ from ..crypto.keys import SecretKey
 from ..protocol import tickets
 from ..protocol.errors import Reason, RemoteProtocolError
 from ..protocol.manifests import Ticket
-from ..protocol.messages import GetHeads, Hello, SyncRecords, WatchHeads, Welcome
+from ..protocol.messages import GetHeads, GetMerged, Hello, SyncRecords, WatchHeads, Welcome
 from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
 from . import rundir
 from .config import EnvironmentConfig, JoinConfig
@@ -27,6 +28,7 @@ from .network.transport import Stream, TransportError
 from .parts import Parts
 from .roles.catchup import CatchUp
 from .roles.inference import InferenceRole
+from .roles.merging import MergeDesk
 from .rows import peer_rows, total_bytes
 from .serving import Node
 from .stack import Stack, open_stack, open_store
@@ -37,6 +39,7 @@ HELLO_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
+Questions = WatchHeads | GetHeads | GetMerged | Hello
 
 
 class WorkerNode(Node):
@@ -91,7 +94,7 @@ class WorkerNode(Node):
             stack.peers.hint(ticket.trainer, ticket.addresses)
             async with asyncio.TaskGroup() as tasks:
                 background = [
-                    tasks.create_task(stack.router(Neighbour(stack).handle).run()),
+                    tasks.create_task(stack.router(Neighbour(stack, self._merges).handle).run()),
                     tasks.create_task(stack.watch_fraud()),
                 ]
                 gossip = stack.gossip()
@@ -214,6 +217,10 @@ class WorkerNode(Node):
         self._catchup, self._role = catchup, role
         return role
 
+    def _merges(self) -> MergeDesk | None:
+        """Who makes merged deltas, once there is a run to make them of."""
+        return self._catchup.merges if self._catchup else None
+
     def _follow(
         self, stack: Stack, role: InferenceRole, tasks: asyncio.TaskGroup
     ) -> list["asyncio.Task[None]"]:
@@ -315,18 +322,21 @@ class WorkerNode(Node):
 
 
 class Neighbour:
-    """What a worker answers to its peers: heads, and nothing that only a trainer may grant."""
+    """What a worker answers to its peers: heads and merged deltas, nothing that only a trainer may grant."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, merges: Callable[[], MergeDesk | None]) -> None:
         self._stack = stack
+        self._merges = merges
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
         """Answer one control request (a router handler)."""
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            request = await receive(stream, WatchHeads | GetHeads | Hello)  # type: ignore[arg-type]
+            request = await receive(stream, Questions)  # type: ignore[arg-type]
         if isinstance(request, WatchHeads):
             await self._stack.head_server.watch(stream, request)
         elif isinstance(request, GetHeads):
             await self._stack.head_server.get(stream, request)
+        elif isinstance(request, GetMerged) and (merges := self._merges()) is not None:
+            await merges.handle(peer, stream, request)
         else:
             raise RemoteProtocolError(Reason.NOT_FOUND, "this node is no trainer")

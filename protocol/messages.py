@@ -120,7 +120,7 @@ class LeaseRequest(Message, frozen=True, omit_defaults=True):
     """Leases that I work on or have not delivered yet: any other was lost on its way to me."""
 
 
-class LeaseReply(Message, frozen=True):
+class LeaseReply(Message, frozen=True, omit_defaults=True):
     """Leases (may be none: come again), verdicts since the last request, and who else holds weights."""
 
     leases: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
@@ -128,6 +128,8 @@ class LeaseReply(Message, frozen=True):
     upstreams: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)]
     """Sealed PeerRecords to fetch chunks from, best first; the trainer itself is always the last resort."""
     retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
+    downstreams: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
+    """As upstreams, but admitted later: where there are too few chunks to share out, we get them first."""
 
 
 class SubmitOffer(Message, frozen=True):
@@ -189,6 +191,10 @@ class ChunkFollows(Message, frozen=True, omit_defaults=True):
 
     size: Annotated[int, msgspec.Meta(ge=0, le=2**26)]
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_WATCHED)] = 0
+
+
+class InLine(Message, frozen=True):
+    """Your chunk comes when it is your turn; said again and again until then, so that silence means death."""
 
 
 class WatchChunks(Message, frozen=True):

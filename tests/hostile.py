@@ -16,7 +16,8 @@ from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node import rundir
 from primerl.node.config import RunConfig
 from primerl.node.ledger import Ledger
-from primerl.node.network.blobs import Arrivals, BlobServer
+from primerl.node.network.arrivals import Arrivals
+from primerl.node.network.blobs import BlobServer
 from primerl.node.network.heads import HeadBook, HeadServer
 from primerl.node.network.limits import Pacer
 from primerl.node.network.peers import PeerTable
@@ -173,6 +174,10 @@ class HostileTrainer:
 
     async def _answer(self, peer: bytes, stream: Stream) -> None:
         request: ControlRequest = await receive(stream, ControlRequest)  # type: ignore[arg-type]
+        await self.reply(peer, stream, request)
+
+    async def reply(self, peer: bytes, stream: Stream, request: ControlRequest) -> None:
+        """Answer what a worker says."""
         reply: Message = Accepted()
         match request:
             case WatchHeads() if self.lie is not None and (newest := self.book.latest()):

@@ -226,8 +226,12 @@ MESSAGES: tuple[m.Message, ...] = (
     m.RunEnded("40 steps are done"),
     m.GetHeads(-1),
     m.Heads((NOTICE, m.HeadNotice(sealed_head(head(1))))),
+    m.GetMerged(3, digest(b"state 3"), 11, digest(b"state 11")),
+    m.Merged(Artifact("delta", 3, digest(b"state 3"), "xor-zstd-1", 5, (CHUNK,))),
     m.LeaseRequest(2, STATS),
-    m.LeaseReply((SEALED_LEASE,), (sealed(Purpose.VERDICT),), (SEALED_RECORD,), 500),
+    m.LeaseReply(
+        (SEALED_LEASE,), (sealed(Purpose.VERDICT),), (SEALED_RECORD,), 500, (SEALED_RECORD,)
+    ),
     m.SubmitOffer(SUBMITTED, 4096, LEASE.lease_id),
     m.SubmitFrom(1024),
     m.Submitted(sealed(Purpose.RECEIPT)),
@@ -235,7 +239,11 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Goodbye("stopped by its owner"),
     m.Accepted(),
     m.GetChunk(CHUNK.digest, 2000),
-    m.ChunkFollows(5),
+    m.GetAnyChunk((CHUNK.digest, digest(b"another chunk")), urgent=True),
+    m.ChunkFollows(5, 1),
+    m.InLine(),
+    m.WatchChunks((CHUNK.digest, digest(b"another chunk"))),
+    m.HaveChunks(b"\x02"),
     m.Refusal(Reason.BUSY, "the inbox is full"),
 )
 """One of each message, every field said."""

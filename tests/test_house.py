@@ -130,10 +130,17 @@ def test_crypto_imports_nothing_of_ours() -> None:
 
 
 HEAVY = {
+    "aiohttp": {"node.network.seeds"},
     "iroh": {"node.network.iroh"},
     "libp2p": {"node.network.libp2p"},
     "multiaddr": {"node.network.libp2p"},
-    "trio": {"node.network.libp2p", "node.network.trio_discovery", "node.network.trio_thread"},
+    "trio": {
+        "node.network.libp2p",
+        "node.network.trio_dialling",
+        "node.network.trio_discovery",
+        "node.network.trio_streams",
+        "node.network.trio_thread",
+    },
     "vllm": {"node.engines.vllm", "node.engines.vllm_worker"},
     "transformers": {"node.models"},
     "huggingface_hub": {"node.models"},
@@ -165,9 +172,9 @@ def test_torch_is_where_models_are() -> None:
 
 
 LOADED_LAZILY = {
-    "torch": """node.engines.causal node.engines.decoding node.engines.network node.engines.qwen3
-        node.engines.sampling node.engines.vllm_worker node.training.forward node.training.learner
-        node.training.losses node.training.saved""",
+    "torch": """node.engines.causal node.engines.decoding node.engines.network node.engines.placement
+        node.engines.qwen3 node.engines.sampling node.engines.vllm_worker node.training.forward
+        node.training.learner node.training.losses node.training.saved""",
     "verifiers": "node.environments.playing node.environments.tasksets",
 }
 """The files that may load a heavy library when they are imported: they are imported lazily themselves."""

@@ -1,5 +1,6 @@
 """States, manifests and hypothesis strategies for the tests of node/weights."""
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -73,6 +74,52 @@ def stepped(base: Tensor, seed: int, share: float) -> Tensor:
     step = np.where(far, rng.integers(0, 2**16, data.size), rng.integers(1, 4, data.size))
     data[chosen] += step[chosen].astype(data.dtype)
     return Tensor(base.dtype, base.shape, data)
+
+
+def small_pair() -> tuple[State, State]:
+    """A few tensors that between them use every method of the codec."""
+    base = {
+        "a.dense": like_a_model(1, 6000),
+        "b.sparse": like_a_model(2, 9000),
+        "c.skip": bf16(0x8000, 0x7FC1, 0xFFFF),
+        "d.raw": tensor("F32", (50,), bytes(200)),
+        "e.empty": tensor("F16", (0, 4), b""),
+        "f.scalar": tensor("I64", (), bytes(8)),
+    }
+    noise = random.Random(3).randbytes(200)
+    new = base | {
+        "a.dense": stepped(base["a.dense"], 4, 0.95),
+        "b.sparse": stepped(base["b.sparse"], 5, 0.02),
+        "d.raw": tensor("F32", (50,), noise),
+        "f.scalar": tensor("I64", (), b"\xff" * 8),
+    }
+    return base, new
+
+
+def golden_pair() -> tuple[State, State]:
+    """From integer arithmetic alone, so that no library can change it."""
+    mixed = (np.arange(12_000, dtype=np.uint64) * 2654435761 >> 13).astype("<u4")
+    base = {
+        "dense": Tensor("BF16", (60, 50), (mixed[:3000] & 0xFF).astype("<u2") + 0x3C00),
+        "sparse": Tensor("BF16", (9000,), (mixed[:9000] & 0x81FF).astype("<u2")),
+        "single": Tensor("F32", (1,), mixed[5:6].copy()),
+        "half": Tensor("BF16", (8000,), (mixed[:8000] & 0x9FFF).astype("<u2")),
+        "wide": Tensor("F32", (5000,), mixed[:5000].copy()),
+        "same": Tensor("F16", (3,), np.array([0x8000, 0x7E01, 1], "<u2")),
+    }
+    sparse = base["sparse"].data.copy()
+    sparse[:: 37 * 8] += 3
+    sparse[4000] = 0x7FC0
+    half = base["half"].data + (mixed[2000:10_000] % 5 // 3 * (mixed[:8000] % 31)).astype("<u2")
+    dense = base["dense"].data + (mixed[3000:6000] & 3).astype("<u2")
+    new = base | {
+        "dense": Tensor("BF16", (60, 50), dense),
+        "sparse": Tensor("BF16", (9000,), sparse),
+        "single": Tensor("F32", (1,), ~base["single"].data),
+        "half": Tensor("BF16", (8000,), half),
+        "wide": Tensor("F32", (5000,), base["wide"].data * 7),
+    }
+    return base, new
 
 
 SHAPES = st.sampled_from([(), (0,), (1,), (3,), (2, 3), (4, 0, 2), (17,), (5, 1, 7), (300,)])

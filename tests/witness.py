@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from primerl.crypto.hashing import derive
 from primerl.node.engines.engine import Completion, GenerateRequest
@@ -19,7 +20,7 @@ from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineError
 from primerl.node.training.backend import Batch, StepMetrics
 from primerl.node.training.counting import CountingBackend
-from primerl.node.weights.state import State, Tensor, digests, state_digest
+from primerl.node.weights.state import Changed, State, Tensor, digests, state_digest
 
 Reply = Callable[[GenerateRequest], Sequence[int]]
 
@@ -62,9 +63,11 @@ class Event:
     kind: Literal["load", "generate"]
     version: int
     state: bytes
-    """Digest of what was loaded, computed here."""
+    """Digest of what was loaded, computed here; of an update, from what it says that changed."""
     prompt: tuple[int, ...] = ()
     """What a completion was asked for."""
+    in_place: bool = False
+    """Of a load: it came by update()."""
 
 
 @dataclass
@@ -81,12 +84,20 @@ class Fakes:
     events: list[Event] = field(default_factory=list[Event])
 
     def loads(self, name: str) -> list[Event]:
-        """What one node's engine was given, in order."""
+        """What one node's engine was given, whole or in place, in order."""
         return [event for event in self.events if (event.name, event.kind) == (name, "load")]
 
     def prompts(self, name: str) -> set[tuple[int, ...]]:
         """What one node's engine was asked."""
         return {event.prompt for event in self.events if event.name == name and event.prompt}
+
+
+def written(old: Tensor, positions: NDArray[np.int64] | None, new: Tensor) -> Tensor:
+    """A copy of `old` with the elements at `positions`, or all, taken from `new`."""
+    data = old.data.copy()
+    where = slice(None) if positions is None else positions
+    data[where] = new.data[where]
+    return Tensor(old.dtype, old.shape, data)
 
 
 class WitnessEngine:
@@ -98,6 +109,7 @@ class WitnessEngine:
         self._pause = pause or fakes.pause
         self._version = -1
         self._state = b""
+        self._weights: dict[str, Tensor] = {}
         self.waiting = 0
         """Completions under way."""
 
@@ -112,7 +124,20 @@ class WitnessEngine:
     async def load(self, version: int, state: State) -> None:
         """See Engine."""
         self._version, self._state = version, state_digest(digests(state))
+        self._weights = {name: written(tensor, None, tensor) for name, tensor in state.items()}
         self._note("load")
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Engine. Believes `changed` alone: what it leaves out would be found in every logprob."""
+        if self._version < 0:
+            await self.load(version, state)
+            return
+        for name, positions in changed.items():
+            self._weights[name] = written(self._weights[name], positions, state[name])
+        self._version, self._state = version, state_digest(digests(self._weights))
+        if self._state != state_digest(digests(state)):
+            raise EngineError(f"what is said to have changed does not make version {version}")
+        self._note("load", in_place=True)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine. A load in the middle shows from the next token on."""
@@ -141,8 +166,14 @@ class WitnessEngine:
         """See Engine."""
         self._version = -1
 
-    def _note(self, kind: Literal["load", "generate"], prompt: tuple[int, ...] = ()) -> None:
-        self._fakes.events.append(Event(self._name, kind, self._version, self._state, prompt))
+    def _note(
+        self,
+        kind: Literal["load", "generate"],
+        prompt: tuple[int, ...] = (),
+        in_place: bool = False,
+    ) -> None:
+        event = Event(self._name, kind, self._version, self._state, prompt, in_place)
+        self._fakes.events.append(event)
 
 
 class WitnessScorer:

@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..tensors import to_torch
+from ..weights.state import Changed, State
+from .placement import write
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class CausalNetwork:
-    """A Network around a model in eval mode."""
+    """A Network around a model in eval mode that was just made of `state`."""
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: "PreTrainedModel", state: State) -> None:
         self._model: Any = model
+        self._shapes = {name: tensor.shape for name, tensor in state.items()}
+        self._places = _places(model, state)
         # models with relative position encodings of their own do not take positions
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
@@ -39,6 +45,16 @@ class CausalNetwork:
     def forward(self, tokens: Tensor) -> Tensor:
         """See Network."""
         return self._model(input_ids=tokens, use_cache=False).logits
+
+    def update(self, state: State, changed: Changed) -> bool:
+        """See Network. A model that keeps a tensor in another layout has no place for it."""
+        if {name: tensor.shape for name, tensor in state.items()} != self._shapes:
+            return False  # making another network says what is wrong
+        if not changed.keys() <= self._places.keys():
+            return False
+        for name, positions in changed.items():
+            write(self._places[name], state[name], positions)
+        return True
 
     def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """Append `tokens` [B, N] to `cache` under `mask` [B, all]: last logits [B, V] and cache."""
@@ -79,3 +95,19 @@ class CausalSession:
         """See Session."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         return self.extend(tokens[:, None])
+
+
+def _places(model: "PreTrainedModel", state: State) -> dict[str, Tensor]:
+    """Checkpoint name -> its elements in the model, flat, where they are kept one by one.
+
+    transformers may keep a checkpoint's tensor under another name, turned, or fused with others:
+    the parameter of the same name counts only if it holds the same elements in the same order.
+    """
+    places: dict[str, Tensor] = {}
+    for name, own in model.state_dict().items():
+        tensor = state.get(name)
+        if tensor is None or tensor.shape != own.shape or not own.is_contiguous():
+            continue
+        if own.equal(to_torch(tensor, own.device, own.dtype)):
+            places[name] = own.view(-1)
+    return places

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from ..config import EngineConfig
 from ..errors import EngineError
 from ..model_files import one_line
-from ..weights.state import State
+from ..weights.state import Changed, State
 from .compute import ComputeThread
 from .engine import Completion, GenerateRequest
-from .requests import check_request
+from .requests import check_request, check_update
 
 if TYPE_CHECKING:
     from .network import Network, NetworkBuilder
@@ -50,7 +50,8 @@ class HfEngine:
 
     In float32 a batch's size moves a logit by rounding only, so a seed gives the same tokens in any
     company; in bfloat16 that rounding is coarse enough to turn a near tie once in a while.
-    Memory grows with engine.max_batch x sequence length, and holds two networks during a load.
+    Memory grows with engine.max_batch x sequence length, and holds two networks during a load,
+    one during an update.
     """
 
     def __init__(self, config: EngineConfig, *, build: "NetworkBuilder | None" = None) -> None:
@@ -86,6 +87,13 @@ class HfEngine:
         """See Engine. Waits for the batch that runs; a state that does not fit changes nothing."""
         await self._started().run(self._load, version, state)
         logger.info("policy %d loaded", version)
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Engine. Writes in place, between two batches; what is refused changes nothing."""
+        thread = self._started()
+        check_update(state, changed)
+        written = await thread.run(self._update, version, state, changed)
+        logger.info("policy %d %s", version, "updated in place" if written else "loaded whole")
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine. Raises EngineError too for a request that this model cannot answer."""
@@ -181,6 +189,21 @@ class HfEngine:
                 "check engine.device and free memory"
             ) from error
         self._loaded = Loaded(version, network)
+
+    def _update(self, version: int, state: State, changed: Changed) -> bool:
+        """Whether it could be done in place; if not, it is loaded."""
+        self._check_open()
+        loaded = self._loaded
+        try:
+            written = loaded is not None and loaded.network.update(state, changed)
+        except RuntimeError as error:  # torch's own, in the middle of writing
+            logger.warning("policy %d cannot be written in place: %s", version, one_line(error))
+            written, self._loaded = False, None
+        if loaded is None or not written:
+            self._load(version, state)
+            return False
+        self._loaded = Loaded(version, loaded.network)
+        return True
 
     def _generate(self, requests: list[GenerateRequest]) -> list[Completion]:
         from .decoding import decode

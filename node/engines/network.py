@@ -1,7 +1,8 @@
 """Networks: weights and a forward pass with a key-value cache, one thread, no asyncio.
 
-A network never changes: other weights are another network, so a load that fails leaves the old one
-whole. Implementations: qwen3.py (fast, dense Qwen3), causal.py (any causal model of transformers).
+Only update() changes a network, between sessions, and checks everything before it writes anything: what
+is refused leaves the old weights whole. Implementations: qwen3.py (fast, dense Qwen3), causal.py (any
+causal model of transformers).
 """
 
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import models
-from ..weights.state import State
+from ..weights.state import Changed, State
 
 
 class Session(Protocol):
@@ -50,6 +51,14 @@ class Network(Protocol):
         """Logits [B, T, V] of `tokens` [B, T]; padding on the right needs no mask."""
         ...
 
+    def update(self, state: State, changed: Changed) -> bool:
+        """Write those elements of `state` in place that `changed` names, see check_update().
+
+        False, and nothing written, if one of them has no place of its own: build another network.
+        Sessions must be over. Raises EngineError, and writes nothing, if `state` does not fit.
+        """
+        ...
+
 
 class NetworkBuilder(Protocol):
     """How a state becomes a network, see build_network()."""
@@ -72,7 +81,7 @@ def build_network(model_dir: Path, state: State, *, dtype: str, device: str) -> 
     if computes(config):
         return Qwen3Network(config, state, dtype=dtype, device=place)
     model = models.model_from_state(model_dir, state, dtype=dtype, device=place)
-    return CausalNetwork(model)
+    return CausalNetwork(model, state)
 
 
 def pick_device(device: str) -> torch.device:

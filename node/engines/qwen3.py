@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..errors import EngineError
 from ..tensors import to_torch, torch_dtype
-from ..weights.state import State
+from ..weights.state import Changed, State
+from .placement import write
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B, H, N, D], k [B, KV, N, D], v [B, KV, N, D]) -> attention output [B, H, N, D]."""
@@ -53,7 +54,8 @@ class Qwen3Network:
     """A Network of the weights `state`; raises EngineError if they do not fit `config`."""
 
     def __init__(self, config: Any, state: State, *, dtype: str, device: torch.device) -> None:
-        check_state(state, shapes(config))
+        self._shapes = shapes(config)
+        check_state(state, self._shapes)
         self.layers = config.num_hidden_layers
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
@@ -61,6 +63,7 @@ class Qwen3Network:
         self._eps = config.rms_norm_eps
         self._device = device
         self._dtype = torch_dtype(dtype)
+        self._places: dict[str, Tensor] = {}  # checkpoint name -> its elements in our weights, flat
         self._embedding = self._read(state, "model.embed_tokens.weight")
         self._norm = self._read(state, "model.norm.weight")
         tied = config.tie_word_embeddings
@@ -72,7 +75,12 @@ class Qwen3Network:
     def _read(self, state: State, *names: str) -> Tensor:
         parts = [to_torch(state[name], self._device, self._dtype) for name in names]
         # clone: weights must not share memory with the state, which others hold too
-        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        fused = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+        rows = [len(part) for part in parts]
+        self._places |= {
+            name: part.view(-1) for name, part in zip(names, fused.split(rows), strict=True)
+        }
+        return fused
 
     def _layer(self, state: State, index: int) -> Layer:
         def read(*names: str) -> Tensor:
@@ -114,6 +122,13 @@ class Qwen3Network:
 
         positions = torch.arange(tokens.shape[1], device=self._device)[None]
         return self.logits(self.run(tokens, positions, attend))
+
+    def update(self, state: State, changed: Changed) -> bool:
+        """See Network. Every tensor has its place."""
+        check_state(state, self._shapes)
+        for name, positions in changed.items():
+            write(self._places[name], state[name], positions)
+        return True
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., V] of the last block's output [..., hidden]."""

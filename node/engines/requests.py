@@ -1,6 +1,9 @@
-"""What every engine refuses before it computes: one bad request must not fail its whole batch."""
+"""What every engine refuses before it computes or writes: whatever is refused has changed nothing."""
+
+import numpy as np
 
 from ..errors import EngineError
+from ..weights.state import Changed, State
 from .engine import GenerateRequest
 
 
@@ -25,3 +28,19 @@ def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int)
         raise EngineError(f"temperature is {request.temperature}: give a number above 0")
     if not 0 <= request.seed < 2**63:
         raise EngineError(f"seed {request.seed} is outside 0..2**63-1: reduce it")
+
+
+def check_update(state: State, changed: Changed) -> None:
+    """Raise EngineError unless every position of `changed` is one of its tensor in `state`."""
+    for name, positions in changed.items():
+        if name not in state:
+            raise EngineError(f"the update changes {name!r}, which the state lacks: load the state")
+        if positions is None:
+            continue
+        if positions.dtype != np.int64 or positions.ndim != 1:
+            raise EngineError(f"the positions of {name!r} are not flat int64: load the state")
+        size = state[name].data.size
+        if positions.size and not 0 <= positions.min() <= positions.max() < size:
+            raise EngineError(
+                f"the update changes positions of {name!r} outside 0..{size - 1}: load the state"
+            )

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import EngineError
-from ..weights.state import State
+from ..weights.state import Changed, State
 from .engine import Completion, GenerateRequest
-from .requests import check_request
+from .requests import check_request, check_update
 
 Script = Callable[[GenerateRequest, int], Sequence[int]]
 """(request, policy version) -> the tokens that it would say if nothing cut it short."""
@@ -52,6 +52,11 @@ class ScriptedEngine:
         """See Engine. The weights are not kept."""
         self._check_running()
         self._version = version
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Engine. There is nothing to write, but what no engine takes is refused."""
+        check_update(state, changed)
+        await self.load(version, state)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine. A load during the delay shows in `policy_last`."""

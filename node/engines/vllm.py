@@ -1,7 +1,7 @@
 """vLLM behind the engine seam: one AsyncLLM in this process, its engine core in a process of its own.
 
-The weights never change under a running step: load() pauses generation, replaces them in place,
-empties the prefix cache and resumes, so a token belongs to exactly one policy version.
+The weights never change under a running step: load() and update() pause generation, write them in
+place, empty the prefix cache and resume, so a token belongs to exactly one policy version.
 
 This file and vllm_worker.py (which runs inside vLLM's worker) are the only ones that import vLLM.
 Only what is the same in all supported releases is called:
@@ -22,8 +22,6 @@ import logging
 import math
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -31,11 +29,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import EngineConfig
-from ..errors import EngineError, StorageError, UsageError
-from ..weights.checkpoint import write_checkpoint
-from ..weights.state import State, state_bytes
+from ..errors import EngineError, UsageError
+from ..weights.state import Changed, State
 from .engine import Completion, GenerateRequest
-from .requests import check_request
+from .handover import make_delta, shared_file
+from .requests import check_request, check_update
 from .vllm_options import (
     MIN_TEMPERATURE,
     check_device,
@@ -43,6 +41,7 @@ from .vllm_options import (
     engine_arguments,
     head_size,
     read_shape,
+    sampling_arguments,
     set_environment,
 )
 
@@ -52,8 +51,7 @@ T = TypeVar("T")
 
 UNSTARTED = "is not started: call start() first"
 STARTING = "is starting: wait for start()"
-LOAD_TIMEOUT_S = 600.0
-CLOSE_TIMEOUT_S = 10.0
+LOAD_TIMEOUT_S, CLOSE_TIMEOUT_S, STAGING_POLL_S = 600.0, 10.0, 0.005
 _START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
 """What vLLM raises for a model, an argument or a machine that it cannot use."""
 _REMEMBERED_VERSIONS = 1024
@@ -67,6 +65,8 @@ class VllmEngine:
         self._building: asyncio.Future[None] | None = None
         self._llm: Any = None
         self._vocab_size = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._placeless: frozenset[str] = frozenset()
         self._pids: list[int] = []
         self._history: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED_VERSIONS)
         self._pending: set[asyncio.Task[Any]] = set()
@@ -113,6 +113,14 @@ class VllmEngine:
         weights stay; for anything else, the engine is unusable.
         """
         await self._owned(self._load(version, state))
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """As load(), but only what changed goes to vLLM, where it is got ready beside generation.
+
+        Generation pauses only while it is written. What cannot be got ready is loaded whole.
+        """
+        check_update(state, changed)
+        await self._owned(self._update(version, state, changed))
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; see the seam. Raises EngineError."""
@@ -182,37 +190,75 @@ class VllmEngine:
     async def _load(self, version: int, state: State) -> None:
         async with self._loading, _deadline(LOAD_TIMEOUT_S, "replacing vLLM's weights"):
             self._require_alive()
-            async with _shared_file(state) as path:
-                await self._check(path)
-                started = time.monotonic()
-                async with self._paused():
-                    await self._replace(version, path)
-        logger.info("policy %d loaded, paused for %.3f s", version, time.monotonic() - started)
+            await self._load_whole(version, state)
+
+    async def _load_whole(self, version: int, state: State) -> None:
+        async with shared_file(state) as path:
+            await self._check(path)
+            await self._replace(version, "primerl_load", path)
+        self._shapes = {name: tensor.shape for name, tensor in state.items()}
+
+    async def _update(self, version: int, state: State, changed: Changed) -> None:
+        async with self._loading, _deadline(LOAD_TIMEOUT_S, "updating vLLM's weights"):
+            self._require_alive()
+            shapes = {name: tensor.shape for name, tensor in state.items()}
+            if not self._history or shapes != self._shapes:
+                await self._load_whole(version, state)  # which says what does not fit
+                return
+            delta = await asyncio.to_thread(make_delta, state, changed, self._placeless)
+            async with shared_file(delta.tensors, delta.spans) as path:
+                fault = await self._stage(path)
+                if not fault:
+                    await self._replace(version, "primerl_write")
+                    return
+            logger.warning("policy %d is loaded whole: %s", version, fault)
+            await self._load_whole(version, state)
 
     async def _check(self, path: str) -> None:
-        faults = [fault for fault in await self._rpc("primerl_check", path) if fault]
-        if faults:
+        if faults := [fault for fault in await self._rpc("primerl_check", path) if fault]:
             raise EngineError(f"the state does not fit the model: {faults[0]}")
+        if not self._history:
+            found = await self._rpc("primerl_placeless")
+            if placeless := sorted(set(itertools.chain(*found))):
+                logger.info("vLLM keeps these in forms of its own: %s", placeless)
+            self._placeless = frozenset(placeless)
+
+    async def _stage(self, path: str) -> str:
+        """Have every worker get an update ready; what went wrong, "" if nothing."""
+        await self._rpc("primerl_stage", path)
+        while True:
+            faults = await self._rpc("primerl_staged")
+            if None not in faults:
+                return next(filter(None, faults), "")
+            await asyncio.sleep(STAGING_POLL_S)
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncGenerator[None]:
         """No step runs inside. Entering waits for the step that does and drops all keys and values."""
+        core = self._llm.engine_core  # AsyncLLM's own method would add a sleep of 20 ms
         try:
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
+            await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
             yield
         finally:
             await self._call(self._llm.resume_generation())
 
-    async def _replace(self, version: int, path: str) -> None:
-        try:
-            await self._rpc("primerl_load", path)
-            if not await self._call(self._llm.reset_prefix_cache()):
-                raise EngineError("vLLM could not empty its prefix cache: restart the engine")
-        except BaseException:
-            # also when cancelled: nobody knows any more which weights are in there
-            self._fault = "was interrupted while its weights were replaced: restart it"
-            raise
-        self._history.append((time.monotonic(), version))
+    async def _replace(self, version: int, method: str, *arguments: Any) -> None:
+        """Have `method` of the workers write the weights of `version` while nothing is generated."""
+        started = time.monotonic()
+        async with self._paused():
+            paused = time.monotonic()
+            try:
+                emptied = self._call(self._llm.reset_prefix_cache())
+                _, empty = await asyncio.gather(self._rpc(method, *arguments), emptied)
+                if not empty:  # pausing emptied it, and nothing ran since
+                    raise EngineError("vLLM could not empty its prefix cache: restart the engine")
+            except BaseException:
+                # also when cancelled: nobody knows any more which weights are in there
+                self._fault = "was interrupted while its weights were replaced: restart it"
+                raise
+            self._history.append((time.monotonic(), version))
+        pause, writing = time.monotonic() - started, self._history[-1][0] - paused
+        logger.info("policy %d loaded, paused for %.4f s, %.4f s to write", version, pause, writing)
 
     # -- generating --------------------------------------------------------------------------------
 
@@ -220,7 +266,7 @@ class VllmEngine:
         vllm = _library()
         stream = self._llm.generate(
             {"prompt_token_ids": list(request.prompt)},
-            _sampling_params(vllm, request),
+            vllm.SamplingParams(**sampling_arguments(request), output_kind=vllm.final_only),
             f"{next(self._serial)}",
         )
         final: Any = None
@@ -332,43 +378,6 @@ def _kill_children(pids: Sequence[int]) -> None:
 
 
 # -- small parts -----------------------------------------------------------------------------------
-
-
-def _sampling_params(vllm: _Library, request: GenerateRequest) -> Any:
-    """The sampling contract in vLLM's words."""
-    return vllm.SamplingParams(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        seed=request.seed,
-        stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # the request names every stop token; the model's config adds none
-        logprobs=0,  # of the drawn token only
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=vllm.final_only,
-    )
-
-
-@contextlib.asynccontextmanager
-async def _shared_file(state: State) -> AsyncGenerator[str]:
-    """`state` as a safetensors file that only this user can read, gone afterwards."""
-    with tempfile.TemporaryDirectory(
-        prefix="primerl-", dir=_shared_memory(state_bytes(state)), ignore_cleanup_errors=True
-    ) as directory:
-        path = Path(directory) / "state.safetensors"
-        try:
-            await asyncio.to_thread(write_checkpoint, path, state)
-        except StorageError as error:
-            raise EngineError(f"the weights cannot be handed to vLLM: {error}") from error
-        yield str(path)
-
-
-def _shared_memory(size: int) -> str | None:
-    """A directory in memory with ample room for `size` bytes; None if there is none."""
-    memory = "/dev/shm"
-    # containers often have 64 MiB there, and writing past the end of a tmpfs kills the process
-    roomy = os.path.isdir(memory) and shutil.disk_usage(memory).free > 2 * size
-    return memory if roomy else None
 
 
 @contextlib.asynccontextmanager

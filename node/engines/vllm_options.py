@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..config import EngineConfig
 from ..errors import EngineError, UsageError
+from .engine import GenerateRequest
 
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
@@ -166,6 +167,20 @@ def engine_arguments(
             "kv_cache_memory_bytes": _cache_bytes(config, shape),
         }
     return arguments | config.vllm
+
+
+def sampling_arguments(request: GenerateRequest) -> dict[str, Any]:
+    """The sampling contract in vLLM's words: keyword arguments of SamplingParams."""
+    return {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # the request names every stop token; the model's config adds none
+        "logprobs": 0,  # of the drawn token only
+        "flat_logprobs": True,
+        "detokenize": False,
+    }
 
 
 def head_size(shape: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker process: checking and replacing the model's weights in place.
+"""What runs inside vLLM's worker process: checking, replacing and updating the model's weights in place.
 
 vLLM imports this module there by name (`worker_extension_cls`) before it builds the model; nothing
 else may import it, which is why it may import vLLM and torch at the top. All its names start with
@@ -11,19 +11,19 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .handover import POSITIONS, VALUES, WHOLE, read_spans
+from .placement import Placement, Write, trace
 
 logger = logging.getLogger(__name__)
 
 Shapes = dict[str, tuple[int, ...]]
-
-_WRITES = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)
-_LOADER_FAULTS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)
-"""What vLLM's weight loaders raise for a tensor that does not fit."""
 
 
 def _keep_plain_weights() -> None:
@@ -51,7 +51,8 @@ class WorkerExtension:
     """Mixed into vLLM's worker class; its methods are called by name through collective_rpc."""
 
     model_runner: Any
-    _primerl_shapes: Shapes
+    _primerl_placement: Placement
+    _primerl_staging: "Future[Staged]"
 
     def primerl_attach(self, node_pid: int) -> int:
         """Make this process end with the node's, however that ends. Returns this process's id."""
@@ -61,21 +62,89 @@ class WorkerExtension:
 
     def primerl_check(self, path: str) -> str:
         """Say what is wrong with the weights in a safetensors file; "" if nothing. Writes nothing."""
-        shapes = _file_shapes(path)
-        known: Shapes | None = getattr(self, "_primerl_shapes", None)
-        if known is None:
-            fault = _trace_fault(self.model_runner.get_model(), path)
-            if not fault:
-                self._primerl_shapes = shapes
-            return fault
-        return _difference(known, shapes)
+        known: Placement | None = getattr(self, "_primerl_placement", None)
+        if known is not None:
+            return _difference(known.shapes, _file_shapes(path))
+        model = self.model_runner.get_model()
+        found = trace(model.load_weights, dict(model.named_parameters()), _tensors(path))
+        if isinstance(found, str):
+            return found
+        self._primerl_placement = found
+        return ""
+
+    def primerl_placeless(self) -> list[str]:
+        """The tensors that an update must bring whole, once primerl_check() found a state right."""
+        return self._primerl_placement.placeless
 
     def primerl_load(self, path: str) -> None:
         """Copy the weights of a file that primerl_check() found right into the model."""
         with torch.no_grad():
             self.model_runner.get_model().load_weights(_tensors(path))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _synchronize()
+
+    def primerl_stage(self, path: str) -> None:
+        """Begin to get an update ready, in a thread beside generation; see primerl_staged()."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="primerl-stage")
+        self._primerl_staging = pool.submit(self._primerl_prepare, path)
+        pool.shutdown(wait=False)
+
+    def primerl_staged(self) -> str | None:
+        """None while the update is being got ready, then what went wrong; "" if nothing."""
+        if not self._primerl_staging.done():
+            return None
+        error = self._primerl_staging.exception()
+        return "" if error is None else " ".join(f"{type(error).__name__} {error}".split())[:300]
+
+    def primerl_write(self) -> int:
+        """Write the update that is ready, while no step runs. Returns how many elements it wrote."""
+        staged = self._primerl_staging.result(timeout=0)
+        del self._primerl_staging
+        with torch.no_grad():
+            for write in staged.writes:
+                write.run()
+            if staged.whole:
+                self.model_runner.get_model().load_weights(staged.whole)
+        _synchronize()
+        return sum(len(write.offsets) for write in staged.writes)
+
+    def _primerl_prepare(self, path: str) -> "Staged":
+        placement = self._primerl_placement
+        if not placement.still_holds(dict(self.model_runner.get_model().named_parameters())):
+            raise RuntimeError("vLLM has moved its parameters")
+        with torch.no_grad(), safe_open(path, framework="pt") as reader:
+            if not torch.cuda.is_available():
+                return _stage(placement, reader)
+            stream = torch.cuda.Stream(self.model_runner.device)
+            with torch.cuda.stream(stream):
+                staged = _stage(placement, reader)
+            stream.synchronize()
+            return staged
+
+
+@dataclass(frozen=True)
+class Staged:
+    """An update that is ready to be written."""
+
+    writes: list[Write]
+    whole: list[tuple[str, torch.Tensor]]
+
+
+def _stage(placement: Placement, reader: Any) -> Staged:
+    whole = [
+        (key.removeprefix(WHOLE), reader.get_tensor(key))
+        for key in reader.keys()
+        if key.startswith(WHOLE)
+    ]
+    writes: list[Write] = []
+    for dtype, spans in (reader.metadata() or {}).items():
+        positions, values = reader.get_tensor(POSITIONS + dtype), reader.get_tensor(VALUES + dtype)
+        writes += placement.prepare(read_spans(spans), positions, values)
+    return Staged(writes, whole)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _end_with(pid: int) -> None:
@@ -113,53 +182,4 @@ def _difference(known: Shapes, shapes: Shapes) -> str:
     for name, shape in shapes.items():
         if shape != known[name]:
             return f"tensor {name!r} has shape {list(shape)}, the model wants {list(known[name])}"
-    return ""
-
-
-# -- the first state: nothing but vLLM's own loader knows which names and shapes it wants -----------
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes in-place writes instead of doing them: a dry run of a model's weight loader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: list[tuple[torch.Size, torch.Size]] = []
-        self.written: dict[int, int] = {}
-        """Storage address -> elements that would have been written."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.overloadpacket not in _WRITES:
-            return func(*args, **(kwargs or {}))
-        target = args[0]
-        storage = target.untyped_storage().data_ptr()
-        self.written[storage] = self.written.get(storage, 0) + target.numel()
-        if func.overloadpacket is torch.ops.aten.copy_:
-            self.copies.append((target.shape, args[1].shape))
-        return target
-
-
-def _trace_fault(model: Any, path: str) -> str:
-    """Send every tensor of `path` through the model's loader without writing; say what went wrong.
-
-    Each tensor must be copied somewhere, unbroadcast, and together they must fill every parameter.
-    """
-    recorder = _Recorder()
-    for name, tensor in _tensors(path):
-        recorder.copies.clear()
-        try:
-            with torch.no_grad(), recorder:
-                model.load_weights([(name, tensor)])
-        except _LOADER_FAULTS as error:
-            kind = type(error).__name__
-            return f"tensor {name!r} of shape {list(tensor.shape)} does not fit: {kind} {error}"
-        if not recorder.copies:
-            return f"tensor {name!r} is not the model's"
-        if any(target != source for target, source in recorder.copies):
-            return f"tensor {name!r} has shape {list(tensor.shape)}, which the model does not want"
-    for name, parameter in model.named_parameters():
-        if recorder.written.get(parameter.untyped_storage().data_ptr(), 0) < parameter.numel():
-            return f"what fills vLLM's parameter {name!r} is missing"
     return ""

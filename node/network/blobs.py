@@ -1,230 +1,243 @@
-"""Chunks by digest: served from the store, fetched from many peers, verified before use and before serving.
+"""Serves chunks from the store: one by name, whichever helps most, and news of what is held.
 
-A node that is still fetching a chunk lets others wait for it, so versions flow down a line of peers while
-the trainer sends each chunk as few times as possible.
+Only what is in the store is served, and only verified bytes get there. Once a chunk was announced on a
+stream nothing but its bytes follows: a fault after that resets the stream.
 """
 
 import asyncio
-import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 
-from ...crypto.hashing import digest, short
+from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import ChunkRef
-from ...protocol.messages import BlobRequest, ChunkFollows, GetChunk
-from ...protocol.version import ALPN_BLOBS
-from ..errors import NetworkError
+from ...protocol.messages import (
+    BlobRequest,
+    ChunkFollows,
+    GetAnyChunk,
+    GetChunk,
+    HaveChunks,
+    InLine,
+    WatchChunks,
+)
 from ..store import Store
+from .arrivals import Arrivals, Watch
+from .copies import Copies
 from .limits import Pacer
-from .links import Links
-from .peers import PeerTable
-from .rpc import Refused, TooSlow, receive, receive_reply, send
+from .rpc import receive, send
+from .slots import UPLOAD_SLOTS, Slots
 from .transport import Stream, TransportError
 
-logger = logging.getLogger(__name__)
-
-PARALLEL_CHUNKS = 8
-PEER_WAIT_MS = 2_000
-"""How long a peer may let us wait for a chunk that it is fetching itself."""
+REQUEST_TIMEOUT_S = 15.0
 UNHEARD_S = 0.25
 """How long one waits with us for a chunk that we do not fetch: its head may be on its way to us. We will
 never have, say, an old anchor if we followed by deltas, and whoever waits for it loses that time."""
-ROUNDS = 4
+QUEUE_S = 60.0
+"""Who waits longer for an upload slot is told that we are busy."""
+BEAT_S = 0.5
+"""Between two InLine messages."""
+PIECE = 128 * 1024
+PIECE_S = 10.0
+"""For a receiver to take one piece."""
 MIN_RATE = 64 * 1024
-"""Bytes per second below which a source is given up: a deadline for every size."""
-REQUEST_TIMEOUT_S = 15.0
-FIRST_BYTE_S = 2.0
-"""A source that says nothing for this long (beside an agreed wait) is passed over: dead peers cost seconds."""
-
-
-class Arrivals:
-    """Who waits for which chunk."""
-
-    def __init__(self) -> None:
-        self._events: dict[bytes, asyncio.Event] = {}
-        self._waiting: Counter[asyncio.Event] = Counter()
-        self._expected: Counter[bytes] = Counter()
-
-    def expected(self, name: bytes) -> bool:
-        """Whether we are fetching this chunk ourselves."""
-        return self._expected[name] > 0
-
-    @contextmanager
-    def expecting(self, name: bytes) -> Generator[None]:
-        """While we fetch a chunk."""
-        self._expected[name] += 1
-        try:
-            yield
-        finally:
-            self._expected[name] -= 1
-            if not self._expected[name]:
-                del self._expected[name]
-
-    def arrived(self, name: bytes) -> None:
-        """Wake all who wait for this chunk."""
-        event = self._events.pop(name, None)
-        if event is not None:
-            event.set()
-
-    async def wait(self, name: bytes, timeout: float) -> None:
-        """Wait for a chunk; returns silently at the timeout."""
-        event = self._events.setdefault(name, asyncio.Event())
-        self._waiting[event] += 1
-        try:
-            async with asyncio.timeout(timeout):
-                await event.wait()
-        except TimeoutError:
-            pass  # the caller looks for itself
-        finally:
-            self._waiting[event] -= 1
-            if not self._waiting[event]:
-                del self._waiting[event]
-                if self._events.get(name) is event:
-                    del self._events[name]
+"""Bytes per second below which a receiver gives its slot to others."""
+NEWS_BATCH_S = 0.02
+WATCH_S = 600.0
+WATCHES_PER_PEER = 8
+MAX_WATCHED_BY_ALL = 1 << 18
+"""Chunks in all watches together: some 40 MiB."""
 
 
 class BlobServer:
-    """Answers GetChunk from the store."""
+    """Answers the requests on ALPN_BLOBS.
 
-    def __init__(self, store: Store, arrivals: Arrivals, pacer: Pacer) -> None:
+    A bare node is a transport, a PeerTable, Links over both, a Store, Arrivals, this with its handle() in a
+    Router, and a BlobFetcher over the same store and arrivals.
+    """
+
+    def __init__(
+        self, store: Store, arrivals: Arrivals, pacer: Pacer, *, slots: int = UPLOAD_SLOTS
+    ) -> None:
         self._store = store
         self._arrivals = arrivals
         self._pacer = pacer
+        self._slots = Slots(slots)
+        self._copies = Copies(random.Random())
+        self._watches: Counter[bytes] = Counter()
         self.served: Counter[bytes] = Counter()
         """Chunk bytes by peer."""
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
         """Answer one request (a router handler)."""
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            request = await receive(stream, BlobRequest)
-        data = await self._find(request.digest, request.wait_ms / 1000)
-        if data is None:
+            request: BlobRequest = await receive(stream, BlobRequest)  # type: ignore[arg-type]
+        match request:
+            case GetChunk():
+                await self._give(peer, stream, request)
+            case GetAnyChunk():
+                await self._give_any(peer, stream, request)
+            case _:  # WatchChunks, the last of the union
+                await self._watch(peer, stream, request)
+
+    # -- chunks ----------------------------------------------------------------------------------
+
+    async def _give(self, peer: bytes, stream: Stream, request: GetChunk) -> None:
+        if not await self._find(request.digest, request.wait_ms / 1000):
             raise RemoteProtocolError(Reason.NOT_FOUND, short(request.digest))
-        await self._pacer.pace(len(data))
-        async with asyncio.timeout(REQUEST_TIMEOUT_S + len(data) / MIN_RATE):
-            await send(stream, ChunkFollows(len(data)))
-            await stream.write(data)
-            await stream.finish()
+        async with self._turn(peer, stream):
+            await self._upload(peer, stream, 0, request.digest)
+
+    async def _give_any(self, peer: bytes, stream: Stream, request: GetAnyChunk) -> None:
+        held = await asyncio.to_thread(self._held, request.wanted)
+        if not held:
+            raise RemoteProtocolError(Reason.NOT_FOUND, "none of these is kept")
+        self._choose(held, request)  # who gets nothing need not wait to hear it
+        async with self._turn(peer, stream):
+            # Only now: while it waited, others were given what it might have got.
+            await self._upload(peer, stream, *self._choose(held, request))
+
+    def _choose(self, held: Sequence[tuple[int, bytes]], request: GetAnyChunk) -> tuple[int, bytes]:
+        choice = self._copies.choose(held, urgent=request.urgent, now=time.monotonic())
+        if choice is None:
+            raise RemoteProtocolError(Reason.NOT_YET, "others have these and pass them on")
+        return choice
+
+    async def _find(self, name: bytes, patience: float) -> bool:
+        """Whether we hold a chunk; waits for one that we are fetching, or will hear of in a moment."""
+        held = await asyncio.to_thread(self._store.has, name)
+        if not held and patience > 0:
+            await self._arrivals.wait(name, min(patience, UNHEARD_S))
+            held = await asyncio.to_thread(self._store.has, name)
+        if not held and patience > UNHEARD_S and self._arrivals.expected(name):
+            await self._arrivals.wait(name, patience - UNHEARD_S)
+            held = await asyncio.to_thread(self._store.has, name)
+        return held
+
+    def _held(self, names: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        return [(number, name) for number, name in enumerate(names) if self._store.has(name)]
+
+    @asynccontextmanager
+    async def _turn(self, peer: bytes, stream: Stream) -> AsyncGenerator[None]:
+        """Hold an upload slot; tells the peer that it stands in line until it has one."""
+
+        async def beat() -> None:
+            async with asyncio.timeout(PIECE_S):
+                await send(stream, InLine())
+
+        patience = asyncio.timeout(QUEUE_S)
+        try:
+            async with patience, self._slots.turn(peer, beat_s=BEAT_S, beat=beat):
+                patience.reschedule(None)
+                yield
+        except TimeoutError:
+            if patience.expired():
+                raise RemoteProtocolError(Reason.BUSY, "too many wait for a chunk") from None
+            raise
+
+    async def _upload(self, peer: bytes, stream: Stream, index: int, name: bytes) -> None:
+        # Nothing is awaited between the choice of a chunk and its entry in the book of copies.
+        with self._counting(name):
+            data = await asyncio.to_thread(self._store.get, name)
+            if data is None:
+                raise RemoteProtocolError(Reason.NOT_FOUND, short(name))
+            self._slots.charge(peer, len(data))
+            async with _whole_or_reset(stream):
+                async with asyncio.timeout(PIECE_S):
+                    await send(stream, ChunkFollows(len(data), index))
+                await self._write(stream, memoryview(data))
         self.served[peer] += len(data)
 
-    async def _find(self, name: bytes, patience: float) -> bytes | None:
-        """A chunk that we hold, that we are fetching, or that we will hear of in a moment."""
-        data = await asyncio.to_thread(self._store.get, name)
-        if data is None and patience > 0:
-            await self._arrivals.wait(name, min(patience, UNHEARD_S))
-            data = await asyncio.to_thread(self._store.get, name)
-        if data is None and patience > UNHEARD_S and self._arrivals.expected(name):
-            await self._arrivals.wait(name, patience - UNHEARD_S)
-            data = await asyncio.to_thread(self._store.get, name)
-        return data
-
-
-class BlobFetcher:
-    """Fetches chunks into the store."""
-
-    def __init__(self, links: Links, peers: PeerTable, store: Store, arrivals: Arrivals) -> None:
-        self._links = links
-        self._peers = peers
-        self._store = store
-        self._arrivals = arrivals
-        self._slots = asyncio.Semaphore(PARALLEL_CHUNKS)
-        self._chance = random.Random()
-        self.fetched: Counter[bytes] = Counter()
-        """Good chunk bytes by source."""
-
-    async def fetch(
-        self, chunks: Sequence[ChunkRef], upstreams: Sequence[bytes], origin: bytes
-    ) -> None:
-        """Bring all `chunks` into the store, from `upstreams` if possible, else from `origin`.
-
-        Raises:
-            NetworkError: some chunk could not be had from anybody, or `origin` keeps it no longer.
-        """
-        brought = [self._expect(chunk, upstreams, origin) for chunk in chunks]
-        for outcome in await asyncio.gather(*brought, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-
-    async def _expect(self, chunk: ChunkRef, upstreams: Sequence[bytes], origin: bytes) -> None:
-        with self._arrivals.expecting(chunk.digest):
-            await self._bring(chunk, upstreams, origin)
-
-    async def _bring(self, chunk: ChunkRef, upstreams: Sequence[bytes], origin: bytes) -> None:
-        async with self._slots:
-            if await asyncio.to_thread(self._store.has, chunk.digest):
-                return
-            for attempt in range(ROUNDS):
-                for source in [*self._ranked(upstreams), origin]:
-                    if await self._try(chunk, source, wait=source != origin):
-                        return
-                await asyncio.sleep(0.25 * 2**attempt)
-        raise NetworkError(f"chunk {short(chunk.digest)} could not be fetched from anybody")
-
-    def _ranked(self, upstreams: Sequence[bytes]) -> list[bytes]:
-        """Random order weighted by success times bandwidth, so load spreads and the slow get probed.
-
-        A peer that keeps failing is mostly left out: it comes before the origin, so each try at it would
-        cost every chunk its deadline.
-        """
-        keys = {
-            peer: self._chance.random() ** (1.0 / self._peers.weight(peer))
-            for peer in upstreams
-            if self._chance.random() < self._peers.reliability(peer) ** 2
-        }
-        return sorted(keys, key=lambda peer: -keys[peer])
-
-    async def _try(self, chunk: ChunkRef, source: bytes, *, wait: bool) -> bool:
+    @contextmanager
+    def _counting(self, name: bytes) -> Generator[None]:
+        """Tell the book of copies how an upload goes."""
+        size = self._store.size(name) or 0
         start = time.monotonic()
+        self._copies.begun(name, size, start)
+        whole = False
         try:
-            data = await self._download(chunk, source, PEER_WAIT_MS if wait else 0)
-        except Refused as refusal:
-            if refusal.reason == Reason.NOT_FOUND and not wait:
-                # What its origin does not keep will not come back: plan anew, for a newer version.
-                raise NetworkError(f"chunk {short(chunk.digest)} is no longer kept") from refusal
-            logger.debug("%s has no %s: %s", short(source), short(chunk.digest), refusal)
-            return False
-        except RemoteProtocolError as error:
-            logger.warning("bad chunk from %s: %s", short(source), error)
-            self._peers.blame(source, error.reason)
-            return False
-        except TransportError as error:
-            logger.info("no chunk from %s: %s", short(source), error)
-            self._peers.failed(source)
-            return False
-        await asyncio.to_thread(self._store.put, data)
-        self._arrivals.arrived(chunk.digest)
-        self._peers.served(source, len(data), time.monotonic() - start)
-        self.fetched[source] += len(data)
-        return True
-
-    async def _download(self, chunk: ChunkRef, source: bytes, wait_ms: int) -> bytes:
-        # A peer is one of several sources: it gets no more time to be reached than to answer.
-        patience = FIRST_BYTE_S if wait_ms else None
-        connection = await self._links.get(source, ALPN_BLOBS, patience=patience)
-        stream: Stream | None = None
-        try:
-            async with asyncio.timeout(FIRST_BYTE_S + wait_ms / 1000) as deadline:
-                stream = await connection.open_stream()
-                await send(stream, GetChunk(chunk.digest, wait_ms))
-                await stream.finish()
-                reply = await receive_reply(stream, ChunkFollows)
-                if reply.size != chunk.size:
-                    raise RemoteProtocolError(Reason.WRONG_DIGEST, "not the size that was signed")
-                deadline.reschedule(asyncio.get_running_loop().time() + 1 + chunk.size / MIN_RATE)
-                data = await stream.read_exact(chunk.size)
-        except TimeoutError as error:
-            await self._links.drop(source, ALPN_BLOBS)
-            raise TooSlow("the chunk did not come in time") from error
-        except TransportError:
-            await self._links.drop(source, ALPN_BLOBS)
-            raise
+            yield
+            whole = True
         finally:
-            if stream is not None:
+            now = time.monotonic()
+            if whole:
+                self._copies.ended(name, size, now - start, now)
+            else:
+                self._copies.failed(name, now)
+
+    async def _write(self, stream: Stream, data: memoryview) -> None:
+        left = REQUEST_TIMEOUT_S + len(data) / MIN_RATE
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            await self._pacer.pace(len(piece))  # our own slowness is not the receiver's
+            began = time.monotonic()
+            async with asyncio.timeout(min(PIECE_S, left)):
+                await stream.write(piece)
+            left -= time.monotonic() - began
+        await stream.finish()
+
+    # -- watches ---------------------------------------------------------------------------------
+
+    async def _watch(self, peer: bytes, stream: Stream, request: WatchChunks) -> None:
+        names = request.chunks
+        if len(set(names)) != len(names):
+            raise RemoteProtocolError(Reason.MALFORMED, "a chunk is watched twice")
+        full = self._arrivals.watched + len(names) > MAX_WATCHED_BY_ALL
+        if full or self._watches[peer] >= WATCHES_PER_PEER:
+            raise RemoteProtocolError(Reason.BUSY, "too many watches: end one first")
+        self._watches[peer] += 1
+        try:
+            with self._arrivals.watching(names) as watch:
+                for _, name in await asyncio.to_thread(self._held, names):
+                    watch.add(name)
+                await self._push(stream, watch)
+        finally:
+            self._watches[peer] -= 1
+            if not self._watches[peer]:
+                del self._watches[peer]
+
+    async def _push(self, stream: Stream, watch: Watch) -> None:
+        """Tell what is held until all of it is, or nobody listens."""
+        listening = asyncio.ensure_future(_until_gone(stream, watch))
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    await self._tell(stream, watch)
+            if watch.over:
                 await stream.abort()
-        if digest(data) != chunk.digest:
-            raise RemoteProtocolError(Reason.WRONG_DIGEST, f"chunk {short(chunk.digest)}")
-        return data
+            else:
+                await stream.finish()
+        finally:
+            listening.cancel()
+            await asyncio.wait([listening])
+
+    async def _tell(self, stream: Stream, watch: Watch) -> None:
+        while not watch.over:
+            watch.news.clear()
+            async with asyncio.timeout(PIECE_S):
+                await send(stream, HaveChunks(watch.held))
+            if watch.complete:
+                return
+            await watch.news.wait()
+            await asyncio.sleep(NEWS_BATCH_S)
+
+
+@asynccontextmanager
+async def _whole_or_reset(stream: Stream) -> AsyncGenerator[None]:
+    """Reset the stream if the block fails: a refusal would be taken for bytes of the chunk."""
+    whole = False
+    try:
+        yield
+        whole = True
+    finally:
+        if not whole:
+            await stream.abort()
+
+
+async def _until_gone(stream: Stream, watch: Watch) -> None:
+    """A watcher says nothing more: when its direction ends, so does its interest."""
+    with suppress(TransportError):
+        await stream.read_exact(1)
+    watch.over = True
+    watch.news.set()

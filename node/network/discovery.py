@@ -5,9 +5,13 @@ works with discovery switched off. Implementations: `MemoryDiscovery` (memory.py
 Suite: tests/conformance/discovery.py.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from .transport import Stream
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,32 @@ class Fact:
     """NodeId of the neighbour (not of the signer); empty when unknown."""
 
 
-class Discovery(Protocol):
+class Carrier(Protocol):
+    """Streams over the connections of discovery: the way to a peer where QUIC does not get through."""
+
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        """Reach `peer`, open a stream, and return what `talk` makes of it; the stream ends with it.
+
+        `talk` may run in another thread, under another loop: it waits for nothing but the stream. The
+        caller holds the deadline.
+
+        Raises:
+            Unreachable: no connection, and none of `addresses` (as of Discovery.addresses()) leads to it.
+            StreamClosed: it hung up; and whatever `talk` raises.
+        """
+        ...
+
+    def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
+        """(NodeId, stream) of whoever wants to converse with us; ends with close().
+
+        Without anybody who iterates they are turned away. Whoever takes a stream aborts it in the end.
+        """
+        ...
+
+
+class Discovery(Carrier, Protocol):
     """Finds peers of one run and spreads facts among them."""
 
     def addresses(self) -> tuple[str, ...]:

@@ -7,19 +7,21 @@ The library is handed foreign bytes all day, so every way in has a limit and a l
 import ipaddress
 import logging
 import os
-import random
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from ...crypto.keys import SecretKey
-from ...protocol.version import KIB
+from ...protocol.version import KIB, MIB
 from .discovery import Fact
 from .gossip_limits import Gate
-from .peer_ids import node_id_of
+from .peer_ids import node_id_of, peer_id_of
 from .ports import check_free
-from .transport import AddressInUse
+from .transport import AddressInUse, Stream
+from .trio_dialling import Dialler
 from .trio_discovery import TrioDiscovery
+from .trio_streams import TrioStream, open_whole
 from .trio_thread import attempt
 
 if TYPE_CHECKING:
@@ -33,20 +35,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Take = Callable[[bytes, TrioStream], Awaitable[None]]
+T = TypeVar("T")
+
+CARRYING = "/primerl/blobs/1"
+"""The stream protocol that says over TCP what ALPN_BLOBS says over QUIC."""
+MAX_UNREAD = 64 * MIB
+"""Bytes of one connection that nobody has read yet; the windows of four chunks have as many."""
+UNREAD_SECONDS = 0.25
+"""Between two looks at that."""
 MAX_FRAME = 256 * KIB
 """One pubsub frame; an honest one carries a few facts or a list of message names."""
 MAX_BOOTSTRAP = 16
-WANTED_NEIGHBOURS = 4
-"""Below this, bootstrap peers are dialled again."""
 HIGH_WATER, MAX_CONNECTIONS = 24, 64
 """Connections above the first are closed after a while, above the second refused."""
-DIAL_SECONDS = 10.0
-RETRY_SECONDS = (1.0, 30.0)
-"""First and longest pause between two dials of a bootstrap peer."""
-LOOKUP_SECONDS = 20.0
-LOOKUP_PAUSES = (2.0, 600.0)
-"""First and longest pause between two rounds of Kademlia."""
-DIALS_PER_LOOKUP = 3
 HANG_UP_SECONDS = 2.0
 
 
@@ -68,7 +70,7 @@ class Libp2pDiscovery(TrioDiscovery):
     ) -> AbstractAsyncContextManager["Libp2pLife"]:
         _quiet()
         check_free(self._host, port)
-        life = Libp2pLife(self._key, self._run, self.gate, receive)
+        life = Libp2pLife(self._key, self._run, self.gate, receive, self.incoming.take)
         return life.open(self._host, port, mdns=self._mdns)
 
 
@@ -76,8 +78,9 @@ class Libp2pLife:
     """One libp2p host with its gossip and its Kademlia. For the trio thread only."""
 
     def __init__(
-        self, key: SecretKey, run: str, gate: Gate, receive: Callable[[Fact], None]
+        self, key: SecretKey, run: str, gate: Gate, receive: Callable[[Fact], None], take: Take
     ) -> None:
+        """`take(peer, stream)` answers a stream that a peer opened, and returns when it is over."""
         from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 
         self.port = 0
@@ -90,12 +93,18 @@ class Libp2pLife:
         self._router = _make_router()
         self._pubsub = _guarded_pubsub(self._host, self._router, self._topic, gate, receive)
         self._dht = KadDHT(self._host, DHTMode.SERVER, enable_values=False)
+        self._dialler = Dialler(
+            self._host, self._dht, self._content, neighbours=self.neighbours, known=self._known
+        )
+        self._take = take
 
     @asynccontextmanager
     async def open(self, host: str, port: int, *, mdns: bool) -> "AsyncGenerator[Libp2pLife]":
         """Listen and run every service until the block is left."""
+        from libp2p.custom_types import TProtocol
         from libp2p.tools.anyio_service import background_trio_service
 
+        self._host.set_stream_handler(TProtocol(CARRYING), self._answer)
         try:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(self._host.run([_multiaddr(host, port)]))
@@ -127,8 +136,25 @@ class Libp2pLife:
 
         async with trio.open_nursery() as nursery:
             for info in _parse(bootstrap):
-                nursery.start_soon(self._keep_dialling, info)
-            await self._keep_looking()
+                nursery.start_soon(self._dialler.keep_dialling, info)
+            nursery.start_soon(self._keep_bounded)
+            await self._dialler.keep_looking(self._tidy)
+
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        """Reach `peer` and talk to it over a stream of its own."""
+        from libp2p.custom_types import TProtocol
+        from libp2p.peer.id import ID
+
+        who = ID(peer_id_of(peer))  # the handshake proves that whoever answers has this key
+        await self._dialler.reach(list(_parse(addresses)), who)
+        begin = partial(self._host.new_stream, who, [TProtocol(CARRYING)])
+        stream = await open_whole(begin, partial(self._host.disconnect, who))
+        try:
+            return await talk(stream)
+        finally:
+            await stream.abort()
 
     async def _hang_up(self) -> None:
         """Close every connection; the library forgets those that it dialled itself."""
@@ -148,64 +174,38 @@ class Libp2pLife:
         self.port = int(bound[0].value_for_protocol("tcp") or 0)
         self.addresses = tuple(str(address) for address in self._host.get_addrs())
 
-    async def _keep_dialling(self, info: "PeerInfo") -> None:
+    async def _keep_bounded(self) -> None:
+        """Hang up on who sends more than its windows: the library complains, and buffers it."""
         import trio
 
-        pause, longest = RETRY_SECONDS
         while True:
-            if self.neighbours() < WANTED_NEIGHBOURS and not self._is_connected(info.peer_id):
-                pause = RETRY_SECONDS[0] if await self._dial(info) else min(2 * pause, longest)
-            await trio.sleep(pause * random.uniform(0.8, 1.2))
+            await trio.sleep(UNREAD_SECONDS)
+            for one in self._host.get_network().get_connections():
+                buffers = getattr(one.muxed_conn, "stream_buffers", {})
+                if sum(map(len, buffers.values())) > MAX_UNREAD:
+                    await attempt(HANG_UP_SECONDS, one.close)
 
-    async def _keep_looking(self) -> None:
-        import trio
-
-        pause, longest = LOOKUP_PAUSES
-        while True:
-            await trio.sleep(pause * random.uniform(0.8, 1.2))
-            # The router keeps these for a feature that is off here, and never lets them go.
-            self._router.recent_message_deliveries.clear()
-            alone = not self._host.get_connected_peers()
-            await (self._dial_known() if alone else self._look())
-            pause = min(2 * pause, RETRY_SECONDS[1] if alone else longest)
-
-    async def _look(self) -> None:
-        """One round of Kademlia: who else serves this run, and tell that we do."""
-        for peer in self._host.get_connected_peers():
-            await attempt(LOOKUP_SECONDS, self._dht.add_peer, peer)
-        found = await attempt(LOOKUP_SECONDS, self._find) or []
-        await attempt(LOOKUP_SECONDS, self._dht.provide, self._content)
-        await self._dial_some([info for info in found if not self._is_connected(info.peer_id)])
-
-    async def _dial_known(self) -> None:
-        """Try peers whose addresses we have from mDNS or from better days."""
+    def _known(self) -> "list[PeerInfo]":
+        """Peers whose addresses we have from mDNS or from better days."""
         from libp2p.peer.peerinfo import PeerInfo
 
         book = self._host.get_peerstore()
         ids = [peer for peer in book.peers_with_addrs() if peer != self._host.get_id()]
-        await self._dial_some([PeerInfo(peer, book.addrs(peer)) for peer in ids])
+        return [PeerInfo(peer, book.addrs(peer)) for peer in ids]
 
-    async def _dial_some(self, infos: "list[PeerInfo]") -> None:
-        for info in random.sample(infos, min(DIALS_PER_LOOKUP, len(infos))):
-            await self._dial(info)
+    def _tidy(self) -> None:
+        # The router keeps these for a feature that is off here, and never lets them go.
+        self._router.recent_message_deliveries.clear()
 
-    async def _find(self) -> "list[PeerInfo]":
-        """Providers of the run: those that told us, and those that others know of."""
-        records, key = self._dht.provider_store.providers, bytes.fromhex(self._content)
-        # A key with local records, our own among them, is never looked up elsewhere.
-        told = records.pop(key, {})
+    async def _answer(self, raw: "INetStream") -> None:
+        """A stream that a peer opened. An error here would take the whole host down with it."""
+        peer = raw.muxed_conn.peer_id
+        stream = TrioStream(raw, partial(self._host.disconnect, peer))
         try:
-            found = await self._dht.find_providers(self._content)
-        finally:
-            records.setdefault(key, {}).update(told)
-        return found + [record.provider_info for record in told.values()]
-
-    async def _dial(self, info: "PeerInfo") -> bool:
-        await attempt(DIAL_SECONDS, self._host.connect, info)
-        return self._is_connected(info.peer_id)
-
-    def _is_connected(self, peer: "ID") -> bool:
-        return peer == self._host.get_id() or bool(self._host.get_network().get_connections(peer))
+            await self._take(node_id_of(peer.to_bytes()), stream)
+        except ValueError as error:
+            logger.debug("%s is turned away: %s", peer, error)
+            await stream.abort()
 
 
 def _guarded_pubsub(
@@ -257,7 +257,7 @@ def _guarded_class(host: "IHost", topic: str, gate: Gate) -> "type[Pubsub]":
                 if ended and not isinstance(error, MessageTooLarge):
                     return
                 logger.debug("%s is cut off for what it sent: %r", neighbour, error)
-                await attempt(DIAL_SECONDS, host.disconnect, neighbour)
+                await attempt(HANG_UP_SECONDS, host.disconnect, neighbour)
 
         async def continuously_read_stream(self, stream: "INetStream") -> None:
             # One message after the other: the library starts a task for each, without a bound.
@@ -299,9 +299,12 @@ def _make_host(key: SecretKey) -> "IHost":
     from libp2p import new_host
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.crypto.x25519 import create_new_key_pair as create_noise_pair
+    from libp2p.custom_types import TProtocol
     from libp2p.network.config import ConnectionConfig
     from libp2p.rcmgr import ResourceLimits, new_resource_manager
     from libp2p.security.noise.transport import PROTOCOL_ID, Transport
+    from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
+    from libp2p.stream_muxer.yamux.yamux import Yamux
     from libp2p.transport.tcp.tcp import TCP
 
     pair = create_new_key_pair(key.seed())
@@ -309,7 +312,7 @@ def _make_host(key: SecretKey) -> "IHost":
     return new_host(
         key_pair=pair,
         sec_opt={PROTOCOL_ID: noise},  # the default also offers plaintext, where ids are claims
-        muxer_preference="YAMUX",
+        muxer_opt={TProtocol(YAMUX): Yamux},  # the other one has no windows at all
         transports=[TCP()],
         addrs_factory=_dialable,
         disable_identify_address_discovery=True,
@@ -369,7 +372,7 @@ def _parse(bootstrap: Sequence[str]) -> "Iterator[PeerInfo]":
         try:
             yield info_from_p2p_addr(Multiaddr(text))
         except (ValueError, Error) as error:
-            logger.warning("bootstrap entry %r is not /ip4/../tcp/../p2p/..: %s", text, error)
+            logger.warning("address %r is not /ip4/../tcp/../p2p/..: %s", text, error)
 
 
 def _multiaddr(host: str, port: int) -> "Multiaddr":

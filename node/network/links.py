@@ -1,4 +1,8 @@
-"""Outgoing connections: one per peer and ALPN, dialled when needed, with back-off after a failure."""
+"""Outgoing connections: dialled when needed, with back-off after a failure.
+
+One per peer, ALPN and lane: lane 0 carries everything, further lanes only bulk, because the streams of one
+connection share one congestion window and a lossy path keeps that small.
+"""
 
 import asyncio
 import logging
@@ -17,6 +21,9 @@ BACKOFF_MAX_S = 4.0
 
 T = TypeVar("T")
 
+Key = tuple[bytes, bytes, int]
+"""Peer, ALPN, lane."""
+
 
 class Links:
     """A pool of connections that we dialled."""
@@ -25,22 +32,24 @@ class Links:
         self._transport = transport
         self._peers = peers
         self._timeout = connect_timeout_s
-        self._open: dict[tuple[bytes, bytes], Connection] = {}
-        self._locks: dict[tuple[bytes, bytes], asyncio.Lock] = {}
-        self._failures: dict[bytes, tuple[int, float]] = {}
+        self._open: dict[Key, Connection] = {}
+        self._locks: dict[Key, asyncio.Lock] = {}
+        self._failures: dict[tuple[bytes, int], tuple[int, float]] = {}
 
-    async def get(self, peer: bytes, alpn: bytes, *, patience: float | None = None) -> Connection:
+    async def get(
+        self, peer: bytes, alpn: bytes, *, patience: float | None = None, lane: int = 0
+    ) -> Connection:
         """A live connection to `peer`, dialled for at most `patience` seconds (default: the configured time).
 
         Raises Unreachable, at once while it backs off.
         """
-        key = (peer, alpn)
+        key = (peer, alpn, lane)
         async with self._locks.setdefault(key, asyncio.Lock()):
             connection = self._open.get(key)
             if connection is not None and not connection.closed:
                 return connection
-            await self.drop(peer, alpn)
-            return await self._dial(peer, alpn, min(patience or self._timeout, self._timeout))
+            await self.drop(peer, alpn, lane=lane)
+            return await self._dial(key, min(patience or self._timeout, self._timeout))
 
     async def request(
         self, peer: bytes, alpn: bytes, message: Message, kind: type[T], *, deadline: float
@@ -59,20 +68,22 @@ class Links:
         self._peers.seen(peer)
         return reply
 
-    async def drop(self, peer: bytes, alpn: bytes) -> None:
+    async def drop(self, peer: bytes, alpn: bytes, *, lane: int = 0) -> None:
         """Close and forget a connection."""
-        connection = self._open.pop((peer, alpn), None)
+        connection = self._open.pop((peer, alpn, lane), None)
         if connection is not None:
             self._peers.disconnected(peer, connection)
             await connection.close()
 
     async def close(self) -> None:
         """Close all."""
-        for peer, alpn in list(self._open):
-            await self.drop(peer, alpn)
+        for peer, alpn, lane in list(self._open):
+            await self.drop(peer, alpn, lane=lane)
 
-    async def _dial(self, peer: bytes, alpn: bytes, deadline: float) -> Connection:
-        count, until = self._failures.get(peer, (0, 0.0))
+    async def _dial(self, key: Key, deadline: float) -> Connection:
+        peer, alpn, lane = key
+        # A peer that takes no second connection still has its first: lanes back off by themselves.
+        count, until = self._failures.get((peer, lane), (0, 0.0))
         if time.monotonic() < until:
             raise Unreachable("backing off after a failed connection")
         addresses = self._peers.get(peer).addresses
@@ -80,9 +91,9 @@ class Links:
             connection = await self._transport.connect(peer, addresses, alpn, deadline=deadline)
         except TransportError:
             pause = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**count)
-            self._failures[peer] = (count + 1, time.monotonic() + pause)
+            self._failures[peer, lane] = (count + 1, time.monotonic() + pause)
             raise
-        self._failures.pop(peer, None)
-        self._open[(peer, alpn)] = connection
+        self._failures.pop((peer, lane), None)
+        self._open[key] = connection
         self._peers.connected(peer, connection)
         return connection

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from ...crypto.hashing import short
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, KIB
 from .memory_discovery import MemoryDiscovery
-from .memory_streams import MemoryConnection, connect_ends
+from .memory_streams import MemoryConnection, Uplink, connect_ends
 from .transport import ConnectionLost, Unreachable
 from .waiting import Inbox, Signal
 
@@ -26,6 +26,10 @@ Loss = Callable[[bytes, bytes], bool]
 """Called with (from, to) for every fact that one neighbour hands to another; true loses it."""
 
 
+async def no_limit(source: bytes, size: int) -> None:
+    """The uplink of a world in which every line is as fast as the machine."""
+
+
 async def no_delay(source: bytes, target: bytes) -> None:
     """The delay of a world without latency."""
 
@@ -38,14 +42,20 @@ def no_loss(source: bytes, target: bytes) -> bool:
 class MemoryNetwork:
     """Everything that exists in one world: its nodes, its addresses, and which links are cut.
 
-    `delay` makes latency, `loss` drops gossip. `window` is how many bytes one direction of a stream
-    holds unread before its writer waits.
+    `delay` makes latency, `uplink` narrow lines, `loss` drops gossip. `window` is how many bytes one
+    direction of a stream holds unread before its writer waits.
     """
 
     def __init__(
-        self, *, delay: Delay = no_delay, loss: Loss = no_loss, window: int = DEFAULT_WINDOW
+        self,
+        *,
+        delay: Delay = no_delay,
+        uplink: Uplink = no_limit,
+        loss: Loss = no_loss,
+        window: int = DEFAULT_WINDOW,
     ) -> None:
         self.delay = delay
+        self.uplink = uplink
         self.loss = loss
         self.window = window
         self.changed = Signal()
@@ -202,6 +212,7 @@ class MemoryTransport:
             raise Unreachable(f"{short(peer)} does not speak {alpn!r}: is its version ours?")
         near, far = connect_ends(
             self._network.travel,
+            self._network.uplink,
             window=self._network.window,
             ids=(self._node_id, peer),
             alpn=alpn,

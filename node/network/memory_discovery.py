@@ -1,29 +1,46 @@
-"""The memory discovery: a graph of neighbours in one process over which facts flood.
+"""The memory discovery: a graph of neighbours in one process over which facts flood, and chunks go.
 
 Like real gossip it promises nothing: a fact crosses no cut link, and one that was lost is not sent
 again.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
 
 from ...crypto.hashing import digest
 from ...protocol.errors import LocalProtocolError
 from ...protocol.version import MAX_GOSSIP
 from .discovery import Fact
-from .waiting import Signal
+from .memory_streams import MemoryConnection, Uplink, connect_ends
+from .transport import ConnectionLost, Stream, Unreachable
+from .waiting import Inbox, Signal
+
+T = TypeVar("T")
 
 MAX_FACTS = 1024
 """Facts that wait for a reader; the oldest are dropped first."""
 MAX_SEEN = 4096
 """Facts remembered so that none is yielded twice."""
+MAX_CALLERS = 64
+"""Streams that wait for a reader of callers()."""
+CARRYING = b"primerl/blobs/1"
 
 
 class World(Protocol):
     """What a discovery needs of the network that it lives in."""
 
     discoveries: "dict[str, MemoryDiscovery]"
+    window: int
+    uplink: Uplink
+
+    def is_cut(self, a: bytes, b: bytes) -> bool:
+        """Whether the two do not reach each other."""
+        ...
+
+    async def travel(self, source: bytes, target: bytes, over: Callable[[], bool]) -> None:
+        """Return when something sent now would have arrived, or once over() is true."""
+        ...
 
     def loses_gossip(self, source: bytes, target: bytes) -> bool:
         """Whether a fact that `source` hands to `target` is lost."""
@@ -41,6 +58,8 @@ class MemoryDiscovery:
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._facts: deque[Fact] = deque(maxlen=MAX_FACTS)
         self._arrived = Signal()
+        self._callers: Inbox[tuple[bytes, Stream]] = Inbox(MAX_CALLERS, _left)
+        self._heard = False
         self._closed = False
 
     @property
@@ -80,6 +99,44 @@ class MemoryDiscovery:
             else:
                 await self._arrived.wait()
 
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        """Open a stream to `peer`, a neighbour or at one of `addresses`, and return what `talk` makes of it."""
+        reached = [self._world.discoveries.get(at) for at in (*self._neighbours, *addresses)]
+        targets = [one for one in reached if one is not None and one.node_id == peer]
+        if self._closed or not targets or self._world.is_cut(self.node_id, peer):
+            raise Unreachable(f"no address of {peer[:5].hex()} led to it: is it up?")
+        near, far = connect_ends(
+            self._world.travel,
+            self._world.uplink,
+            window=self._world.window,
+            ids=(self.node_id, peer),
+            alpn=CARRYING,
+            released=(_forget, _forget),
+        )
+        try:
+            stream = await near.open_stream()
+            await near.carry(stream)
+            if not targets[0].hears(self.node_id, await far.accept_stream()):
+                raise Unreachable(f"{peer[:5].hex()} takes no streams now: try another peer")
+            return await talk(stream)
+        finally:
+            await near.close()
+
+    async def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
+        """(NodeId, stream) of whoever wants to converse; ends when the discovery is closed."""
+        self._heard = True
+        while not self._closed:
+            try:
+                yield await self._callers.take()
+            except ConnectionLost:
+                return
+
+    def hears(self, peer: bytes, stream: Stream) -> bool:
+        """Queue a stream that `peer` opened, if anybody takes it."""
+        return self._heard and self._callers.offer((peer, stream))
+
     def neighbours(self) -> int:
         """How many nodes we would hand a fact to."""
         return len(self._neighbours)
@@ -97,6 +154,7 @@ class MemoryDiscovery:
             neighbour.lose(self)
         self._neighbours.clear()
         self._arrived.fire()
+        self._callers.close()
 
     def wants(self, address: str) -> bool:
         """Whether `address` is one of our bootstrap entries."""
@@ -131,3 +189,11 @@ class MemoryDiscovery:
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return True
+
+
+def _left() -> ConnectionLost:
+    return ConnectionLost("this discovery is closed: nobody calls any more")
+
+
+def _forget(connection: MemoryConnection) -> None:
+    """Nobody keeps these connections: each carries one stream."""

@@ -5,7 +5,7 @@ Both ends live in one event loop; a change on one end is seen by the other at it
 
 import asyncio
 import weakref
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ STREAM_BACKLOG = 256
 
 Travel = Callable[[bytes, bytes, Callable[[], bool]], Coroutine[Any, Any, None]]
 """(from, to, over): returns when something sent now would have arrived, or when over() is true."""
+Uplink = Callable[[bytes, int], Awaitable[None]]
+"""(from, bytes): returns when the line of a node has sent so much."""
 Broken = Callable[[], TransportError]
 
 
@@ -144,6 +146,7 @@ class MemoryConnection:
     def __init__(
         self,
         travel: Travel,
+        uplink: Uplink,
         *,
         window: int,
         ids: tuple[bytes, bytes],
@@ -152,6 +155,7 @@ class MemoryConnection:
     ) -> None:
         self.window = window
         self._travel = travel
+        self._uplink = uplink
         self._id, self._peer = ids
         self._alpn = alpn
         self._released = released
@@ -202,6 +206,7 @@ class MemoryConnection:
 
     async def send(self, stream: MemoryStream, piece: memoryview) -> None:
         """Carry one piece to the other end."""
+        await self._uplink(self._id, len(piece))
         await self.carry(stream)
         await stream.outgoing.put(piece)
         self._sent += len(piece)
@@ -260,6 +265,7 @@ def _dropped() -> StreamClosed:
 
 def connect_ends(
     travel: Travel,
+    uplink: Uplink,
     *,
     window: int,
     ids: tuple[bytes, bytes],
@@ -267,9 +273,9 @@ def connect_ends(
     released: tuple[Callable[[MemoryConnection], None], Callable[[MemoryConnection], None]],
 ) -> tuple[MemoryConnection, MemoryConnection]:
     """The two ends of a new connection: that of ids[0], who connects, and that of ids[1]."""
-    near = MemoryConnection(travel, window=window, ids=ids, alpn=alpn, released=released[0])
+    near = MemoryConnection(travel, uplink, window=window, ids=ids, alpn=alpn, released=released[0])
     far = MemoryConnection(
-        travel, window=window, ids=(ids[1], ids[0]), alpn=alpn, released=released[1]
+        travel, uplink, window=window, ids=(ids[1], ids[0]), alpn=alpn, released=released[1]
     )
     near.pair(far)
     far.pair(near)

@@ -22,11 +22,19 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[bytes, Stream], Awaitable[None]]
 """(peer's NodeId, stream) -> answered."""
 
-CONNECTIONS_PER_PEER = 8
+CONNECTIONS_PER_PEER = 12
+"""One for control, LANES for chunks, and as many that a peer has lost and we do not know of yet."""
 REQUESTS_PER_SECOND = 200.0
 REQUEST_BURST = 400.0
 BLAMELESS = frozenset(
-    {Reason.NOT_FOUND, Reason.BUSY, Reason.DISK_FULL, Reason.LEASE_EXPIRED, Reason.LEASE_DONE}
+    {
+        Reason.NOT_FOUND,
+        Reason.NOT_YET,
+        Reason.BUSY,
+        Reason.DISK_FULL,
+        Reason.LEASE_EXPIRED,
+        Reason.LEASE_DONE,
+    }
 )
 """What we cannot give is not the fault of who asked."""
 

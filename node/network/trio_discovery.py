@@ -6,20 +6,23 @@ on the same port. Only the first may fail for good, and it fails start().
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ...protocol.errors import LocalProtocolError
 from ...protocol.version import MAX_GOSSIP
 from .discovery import Fact
-from .transport import TransportError
+from .transport import Stream, TransportError, Unreachable
+from .trio_streams import Callers
 from .trio_thread import EventQueue, TrioStopped, TrioThread
 
 if TYPE_CHECKING:
     import trio
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FACT_QUEUE = 256
 """Facts that wait for a reader; a newer one pushes out the oldest."""
@@ -47,6 +50,12 @@ class Life(Protocol):
         """Find peers until cancelled."""
         ...
 
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        """As Discovery.converse(); `talk` runs in trio."""
+        ...
+
 
 class _Started(Protocol):
     def started(self) -> None: ...
@@ -66,6 +75,8 @@ class TrioDiscovery:
         self._port = port
         self._facts: EventQueue[Fact] = EventQueue(FACT_QUEUE)
         self._thread = TrioThread("libp2p")
+        self.incoming = Callers(self._thread)
+        """Where a life brings the streams that peers open."""
         self._life: Life | None = None
         self._addresses: tuple[str, ...] = ()
         self._leaving: trio.Event | None = None
@@ -88,6 +99,7 @@ class TrioDiscovery:
             TransportError: the address is not this machine's, or the library does not start.
         """
         self._facts.bind(asyncio.get_running_loop())
+        self.incoming.bind(asyncio.get_running_loop())
         try:
             await self._thread.start()
             await self._thread.call(self._open, tuple(bootstrap))
@@ -115,6 +127,23 @@ class TrioDiscovery:
         """Facts from others as they come; ends with close(). All callers share one queue."""
         return self._facts
 
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        """Reach `peer`, open a stream and return what `talk` makes of it, in the trio thread.
+
+        Raises:
+            Unreachable: also between two lives. StreamClosed, and whatever `talk` raises.
+        """
+        try:
+            return await self._thread.call(self._converse, peer, addresses, talk)
+        except TrioStopped as error:
+            raise Unreachable("libp2p is not running: nothing goes over TCP") from error
+
+    def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
+        """(NodeId, stream) of peers that want to converse; ends with close()."""
+        return self.incoming.listen()
+
     def neighbours(self) -> int:
         """How many connected peers listen to this run's topic."""
         life = self._life
@@ -129,6 +158,7 @@ class TrioDiscovery:
             logger.debug("discovery is not running, or would not take its leave")
         await self._thread.stop()
         self._facts.close()
+        self.incoming.close()
 
     async def _leave(self) -> None:
         # Leaving by an event and not by cancelling: a cancelled library drops its sockets open.
@@ -139,6 +169,13 @@ class TrioDiscovery:
     async def _publish(self, sealed: bytes) -> None:
         if self._life is not None:
             await self._life.publish(sealed)
+
+    async def _converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        if self._life is None:
+            raise Unreachable("libp2p is between two lives: nothing goes over TCP")
+        return await self._life.converse(peer, addresses, talk)
 
     async def _open(self, bootstrap: tuple[str, ...]) -> None:
         import trio

@@ -16,17 +16,20 @@ from ..config import WeightsConfig
 from ..engines.engine import Engine
 from ..errors import NetworkError, StorageError
 from ..ledger import Ledger
-from ..network.blobs import BlobFetcher
+from ..network.exchange import BlobFetcher
 from ..network.heads import HeadBook
 from ..network.links import Links
 from ..network.peers import PeerTable
 from ..network.rpc import Refused
 from ..network.transport import TransportError
 from ..store import Store
-from ..weights.chain import NOTHING, NoPath
+from ..weights.chain import NOTHING, NoPath, Step
+from ..weights.changed import Unwritten
 from ..weights.errors import WeightsError
-from ..weights.mirror import Mirror
+from ..weights.mirror import Mirror, Policy
+from .merging import MergeDesk
 from .retention import retain
+from .shortcuts import Shortcuts
 from .wayfinder import Wayfinder
 
 logger = logging.getLogger(__name__)
@@ -75,7 +78,21 @@ class CatchUp:
             peers=peers,
             on_fraud=on_fraud,
         )
+        self.merges = MergeDesk(
+            store, chain=lambda: self._way.chain, pinned=keep_chunks, config=config
+        )
+        """Merged deltas for others."""
+        self._shortcuts = Shortcuts(
+            links=links,
+            fetch=fetcher.fetch,
+            store=store,
+            peers=peers,
+            desk=self.merges,
+            trainer=trainer,
+            upstreams=upstreams,
+        )
         self._mirror = Mirror()
+        self._unwritten = Unwritten()
         self._order = (0, NOTHING)
         self._loaded = asyncio.Condition()
         self.versions_loaded = 0
@@ -126,11 +143,13 @@ class CatchUp:
         """Bring weights and engine to `head` or a newer one; returns its (term, version)."""
         start = time.monotonic()
         head, steps = await self._way.plan(head, self._mirror.policy)
-        for version, artifact in steps:
-            await self._fetcher.fetch(artifact.chunks, self._upstreams(), self._trainer)
-            await self._apply(version, artifact)
+        near = await self._shortcuts.begin(steps)
+        await self._walk(steps[:near])
+        far = steps[near:]
+        if far and not await self._shortcuts.take(far, head.head.state, self._apply):
+            await self._walk(far)
         policy = self._mirror.policy
-        await self._engine.load(policy.version, policy.state)
+        await self._write(policy)
         self._order = head.order
         self._book.trusted.commit(head)
         term, version = head.order
@@ -148,6 +167,24 @@ class CatchUp:
         await self._collect()
         return head.order
 
+    async def _walk(self, steps: Sequence[Step]) -> None:
+        """Fetch what all steps need, so that no step waits for the one before it, and apply them in order."""
+        chunks = [chunk for _, artifact in steps for chunk in artifact.chunks]
+        if chunks:
+            await self._fetcher.fetch(chunks, self._upstreams(), self._trainer)
+        for version, artifact in steps:
+            await self._apply(version, artifact)
+
+    async def _write(self, policy: Policy) -> None:
+        """Give the engine the proved policy, in place where we know what changed."""
+        changed = self._unwritten.changed
+        self._unwritten.all()
+        if changed is None:
+            await self._engine.load(policy.version, policy.state)
+        else:
+            await self._engine.update(policy.version, policy.state, changed)
+        self._unwritten.none()
+
     async def _apply(self, version: int, artifact: Artifact) -> None:
         manifest = self._way.chain.get(version)
         assert manifest is not None
@@ -155,6 +192,7 @@ class CatchUp:
             self._mirror.prepare, manifest, artifact, self._payload(artifact)
         )
         self._mirror.commit(prepared)
+        self._unwritten.add(prepared.changed)
 
     def _payload(self, artifact: Artifact) -> Iterator[bytes]:
         for chunk in artifact.chunks:
@@ -166,6 +204,7 @@ class CatchUp:
     async def _start_over(self) -> None:
         """What we hold leads nowhere: take the way from an anchor."""
         self._mirror = Mirror()
+        self._unwritten.all()
         self._way.forget()
         await asyncio.sleep(RETRY_S)
 

@@ -5,6 +5,7 @@ Cheap refusals happen here, before a receipt; what a receipt acknowledges is in 
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from ...protocol.messages import (
     Accepted,
     ControlRequest,
     GetHeads,
+    GetMerged,
     Hello,
     LeaseReply,
     LeaseRequest,
@@ -43,6 +45,7 @@ from ..network.peers import PeerTable
 from ..network.rpc import receive, send
 from ..network.transport import Stream
 from ..network.uploads import UploadReceiver
+from .merging import MergeDesk
 from .terms import LEASES_PER_BOOT
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,8 @@ RETRY_MS = 50
 ALIVE_S = 10.0
 """A worker that asked for nothing for this long is not offered as an upstream."""
 MAX_UPSTREAMS = 8
+NEAREST = 4
+"""Of these: the ranks next to ours. The others are far, so that chunks cross a large swarm in few steps."""
 LATE_GRACE_S = 5.0
 VERDICT_BYTES = 256 * 1024
 """Of verdicts in one reply."""
@@ -85,6 +90,7 @@ class LeaseDesk:
         ledger: Ledger,
         peers: PeerTable,
         heads: HeadServer,
+        merges: MergeDesk,
         task_digest: Callable[[int], bytes],
         capacity: Callable[[], int],
         order: Callable[[], tuple[int, int]],
@@ -98,6 +104,7 @@ class LeaseDesk:
         self._ledger = ledger
         self._peers = peers
         self._heads = heads
+        self._merges = merges
         self._task_digest = task_digest
         self._capacity = capacity
         self._order = order
@@ -130,6 +137,9 @@ class LeaseDesk:
                 return await self._heads.watch(stream, request)
             case GetHeads():
                 return await self._heads.get(stream, request)
+            case GetMerged():
+                self._worker(peer)
+                return await self._merges.handle(peer, stream, request)
             case LeaseRequest():
                 reply = await self._lease(self._worker(peer), peer, request)
             case SubmitOffer():
@@ -137,7 +147,8 @@ class LeaseDesk:
                 return await self._submit(peer, stream, request)
             case SyncRecords():
                 self._worker(peer)
-                reply = SyncRecords(self._upstreams(peer))
+                before, after = self._line(peer)
+                reply = SyncRecords((*before, *after))
             case _:  # Goodbye, the last of the union
                 self._worker(peer)
                 self.book.release(peer)
@@ -193,9 +204,8 @@ class LeaseDesk:
                     leases = self._grant(peer, request.wanted)
         except TimeoutError:
             pass  # nothing to do right now; the reply says when to come again
-        return LeaseReply(
-            tuple(leases), take_verdicts(worker.verdicts), self._upstreams(peer), RETRY_MS
-        )
+        before, after = self._line(peer)
+        return LeaseReply(tuple(leases), take_verdicts(worker.verdicts), before, RETRY_MS, after)
 
     def _grant(self, peer: bytes, wanted: int) -> list[bytes]:
         sealed: list[bytes] = []
@@ -225,19 +235,18 @@ class LeaseDesk:
             )
         return sealed
 
-    def _upstreams(self, peer: bytes) -> tuple[bytes, ...]:
-        """Records of live workers admitted before `peer` that hold weights and may be shown."""
+    def _line(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Records of live workers that hold weights and may be shown: admitted before `peer`, and after it."""
         me = self.workers[peer].rank
         now = time.monotonic()
-        found: list[tuple[int, bytes]] = []
+        before: list[tuple[int, bytes]] = []
+        after: list[tuple[int, bytes]] = []
         for node, worker in self.workers.items():
             row = self._peers.get(node)
             alive = now - worker.asked < ALIVE_S and worker.stats.version >= 0
-            if worker.rank < me and alive and row.record is not None and row.record.share_address:
-                found.append((worker.rank, row.sealed))
-        # The nearest ranks first: a line of workers, each sending to few.
-        found.sort(reverse=True)
-        return tuple(sealed for _, sealed in found[:MAX_UPSTREAMS])
+            if node != peer and alive and row.record is not None and row.record.share_address:
+                (before if worker.rank < me else after).append((abs(worker.rank - me), row.sealed))
+        return _near_and_far(before, peer), _near_and_far(after, peer)
 
     async def _submit(self, peer: bytes, stream: Stream, offer: SubmitOffer) -> None:
         known = self._ledger.receipt(offer.digest)
@@ -303,6 +312,14 @@ class LeaseDesk:
         if lease.lease_id != offer.lease_id:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
         return lease
+
+
+def _near_and_far(found: list[tuple[int, bytes]], peer: bytes) -> tuple[bytes, ...]:
+    """The nearest ranks in order, then some of the others, always the same for one peer."""
+    records = [sealed for _, sealed in sorted(found)]
+    near, far = records[:NEAREST], records[NEAREST:]
+    few = min(len(far), MAX_UPSTREAMS - NEAREST)
+    return (*near, *random.Random(peer).sample(far, few))
 
 
 def take_verdicts(waiting: deque[bytes]) -> tuple[bytes, ...]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
-from ...crypto.hashing import digest, short
+from ...crypto.hashing import digest
 from ...crypto.keys import SecretKey
 from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -40,7 +40,7 @@ from ..engines.engine import Completion, Engine, GenerateRequest
 from ..environments.environment import Branch, Environment, Episode, Task
 from ..errors import StorageError
 from ..ledger import Ledger
-from ..network.blobs import BlobFetcher
+from ..network.exchange import BlobFetcher
 from ..network.gossip import read_record
 from ..network.heads import HeadBook
 from ..network.links import Links
@@ -99,6 +99,7 @@ class InferenceRole:
         self._working: set[asyncio.Task[None]] = set()
         self._clock = GenerationClock()
         self.upstreams: list[bytes] = []
+        """Who else may have chunks: first those admitted before us, the nearest first, then others."""
         self.accepted = 0
         self.rejected: Counter[str] = Counter()
         self.on_not_admitted: Callable[[], None] = lambda: None
@@ -165,7 +166,7 @@ class InferenceRole:
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
         )
-        self.learn_upstreams(reply.upstreams)
+        self.learn_upstreams(reply.upstreams, reply.downstreams)
         for sealed in reply.verdicts:
             self._take_verdict(sealed)
         return reply
@@ -176,15 +177,16 @@ class InferenceRole:
 
     def chunk_sources(self) -> dict[str, int]:
         """Chunk bytes by source, as shown in tables."""
-        trainer = self._run.trainer
-        return {
-            ("trainer" if source == trainer else short(source)): size
-            for source, size in self._fetcher.fetched.items()
-        }
+        return self._fetcher.by_source(self._run.trainer)
 
-    def learn_upstreams(self, records: Sequence[bytes]) -> None:
-        """Take in the sealed records of peers that the trainer names as sources."""
-        upstreams: list[bytes] = []
+    def learn_upstreams(self, records: Sequence[bytes], later: Sequence[bytes] = ()) -> None:
+        """Take in the sealed records of peers that the trainer names as sources: before us, and after us."""
+        upstreams = self._learn(records)
+        self._fetcher.place = len(upstreams)
+        self.upstreams = upstreams + self._learn(later)
+
+    def _learn(self, records: Sequence[bytes]) -> list[bytes]:
+        nodes: list[bytes] = []
         for sealed in records:
             try:
                 record = read_record(sealed, self._run_id, int(time.time()))
@@ -192,8 +194,8 @@ class InferenceRole:
                 logger.info("bad peer record from the trainer: %s", error)
                 continue
             self._peers.learn(record, sealed)
-            upstreams.append(record.node)
-        self.upstreams = upstreams
+            nodes.append(record.node)
+        return nodes
 
     def _take_verdict(self, sealed: bytes) -> None:
         verdict = unseal(

@@ -5,6 +5,7 @@ A head is written to the ledger before anybody hears of it, so a killed trainer 
 
 import asyncio
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -24,17 +25,23 @@ from ...protocol.manifests import (
 from ...protocol.messages import HeadNotice
 from ...protocol.version import MAX_MANIFEST
 from ..config import WeightsConfig
-from ..network.blobs import Arrivals
+from ..network.arrivals import Arrivals
 from ..network.heads import HeadBook
 from ..store import Store
+from ..training.backend import Snapshot
 from ..weights.chain import Chain
 from ..weights.chunking import cut
-from ..weights.codec import CODEC, encode_delta, encode_full
+from ..weights.codec import CODEC, encode_full
+from ..weights.encoders import Encoders
 from ..weights.mirror import EMPTY, Policy, prove
 from ..weights.state import State, state_bytes
+from .merging import MergeDesk
 from .retention import retain
 
 logger = logging.getLogger(__name__)
+
+MAX_THREADS = 16
+"""More threads encode no faster: they wait for the one that stores."""
 
 
 class Publisher:
@@ -51,8 +58,12 @@ class Publisher:
         config: WeightsConfig,
         keep_states: int,
         keep_chunks: set[bytes],
+        encoders: Encoders | None = None,
     ) -> None:
-        """`keep_states` newest states stay in memory for audits; `keep_chunks` are never collected."""
+        """`keep_states` newest states stay in memory for audits; `keep_chunks` are never collected.
+
+        Large deltas are coded by `encoders`, which the caller closes; without them by one thread.
+        """
         self._key = key
         self._run = run
         self._book = book
@@ -61,7 +72,10 @@ class Publisher:
         self._config = config
         self._keep_states = keep_states
         self._keep_chunks = keep_chunks
+        self._encoders = encoders or Encoders(1)
         self._chain = Chain()
+        self.merges = MergeDesk(store, chain=lambda: self._chain, pinned=keep_chunks, config=config)
+        """Merged deltas for workers that come back."""
         self._policy: Policy = EMPTY
         self._term = 0
         self.states: OrderedDict[int, State] = OrderedDict()
@@ -80,9 +94,9 @@ class Publisher:
         """(term, version) of the newest published head; the version is -1 before the first."""
         return (self._term, self._policy.version)
 
-    async def resume(self, version: int, state: State) -> None:
+    async def resume(self, version: int, snapshot: Snapshot) -> None:
         """Go on from a checkpoint: in the same term if the last head is this one, else in a new term."""
-        policy = await asyncio.to_thread(prove, version, state)
+        policy = await self._prove(version, snapshot.state)
         newest = self._book.latest()
         self._term = newest.head.term if newest else 0
         for head in self._book.held():
@@ -93,17 +107,17 @@ class Publisher:
             held = self._chain.get(version - 1)
             if newest is not None and (held is None or newest.head.version != version - 1):
                 self._begin_term(version)
-            await self.publish(version, state)
+            await self.publish(version, snapshot)
         elif newest.head.version == version and newest.head.state == policy.digest:
             self._hold(policy)
         else:
             self._begin_term(version)
-            await self.publish(version, state)
+            await self.publish(version, snapshot)
 
-    async def publish(self, version: int, state: State) -> PolicyHead:
-        """Publish `state` as `version`. Raises StorageError when the disk is full: nothing was told then."""
-        policy = await asyncio.to_thread(prove, version, state)
-        artifacts = await asyncio.to_thread(self._encode, policy)
+    async def publish(self, version: int, snapshot: Snapshot) -> PolicyHead:
+        """Publish `snapshot` as `version`. Raises StorageError when the disk is full: nothing was told then."""
+        policy = await self._prove(version, snapshot.state)
+        artifacts = await asyncio.to_thread(self._encode, policy, snapshot)
         manifest = PolicyManifest(
             self._run, version, policy.digest, _tensor_table(policy), tuple(artifacts)
         )
@@ -122,6 +136,9 @@ class Publisher:
         )
         return head
 
+    async def _prove(self, version: int, state: State) -> Policy:
+        return await asyncio.to_thread(prove, version, state, held=self._policy, threads=_threads())
+
     def _begin_term(self, version: int) -> None:
         """The chain went further than the checkpoint: a new term starts here, with an anchor."""
         self._term += 1
@@ -137,17 +154,19 @@ class Publisher:
         while len(self.states) > self._keep_states:
             self.states.popitem(last=False)
 
-    def _encode(self, policy: Policy) -> list[Artifact]:
+    def _encode(self, policy: Policy, snapshot: Snapshot) -> list[Artifact]:
         artifacts: list[Artifact] = []
         held = self._policy
         if held.version == policy.version - 1 and held.version >= 0:
-            payload = encode_delta(held.state, policy.state)
+            changed = snapshot.changed_since(held.state)
+            payload = self._encoders.encode_delta(held.state, policy.state, changed)
             artifacts.append(self._artifact("delta", payload, held.version, held.digest))
             self.last_delta_bytes = artifacts[0].size
             self.delta_bytes += artifacts[0].size
             self.full_bytes += state_bytes(policy.state)
         if not artifacts or self._chain.needs_anchor(policy.version, self._config.anchor_interval):
-            artifacts.append(self._artifact("anchor", encode_full(policy.state), -1, NO_DIGEST))
+            whole = encode_full(policy.state, threads=_threads())
+            artifacts.append(self._artifact("anchor", whole, -1, NO_DIGEST))
         return artifacts
 
     def _artifact(
@@ -189,6 +208,11 @@ class Publisher:
         young = sum(1 for head in self._book.held() if head.head.created >= since)
         keep = max(self._config.keep_versions, young)
         await retain(self._chain, self._book, self._store, keep, self._keep_chunks)
+
+
+def _threads() -> int:
+    """Threads that encode; the bytes do not depend on it."""
+    return min(MAX_THREADS, os.cpu_count() or 1)
 
 
 def _tensor_table(policy: Policy) -> tuple[TensorInfo, ...]:

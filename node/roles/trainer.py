@@ -146,14 +146,14 @@ class TrainerRole:
         staleness = self._buffer.staleness(groups)
         with self._clock.phase("train"):
             figures = await self._backend.step(Batch(step, batch.samples))
-            state = await self._backend.state()
+            snapshot = await self._backend.snapshot()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
         self._count_swept(self._buffer.advance(step))
         if step % self._config.checkpoint.interval == 0 or step == self._config.max_steps:
             with self._clock.phase("checkpoint"):
                 await self.checkpoint(step)
         with self._clock.phase("publish"):
-            await self._publisher.publish(step, state)
+            await self._publisher.publish(step, snapshot)
             head = self._heads.latest()
             assert head is not None
             await self._gossip(head.sealed)

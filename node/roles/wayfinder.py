@@ -13,8 +13,8 @@ from ...protocol.manifests import ChunkRef, PolicyManifest
 from ...protocol.messages import GetHeads, Heads
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
-from ..network.blobs import BlobFetcher
-from ..network.heads import INLINE_MANIFEST, HeadBook
+from ..network.exchange import BlobFetcher
+from ..network.heads import FAR_BEHIND, INLINE_MANIFEST, HeadBook
 from ..network.links import Links
 from ..network.peers import PeerTable
 from ..network.rpc import Refused
@@ -70,10 +70,16 @@ class Wayfinder:
         sources = [*self._upstreams(), self._trainer]
         afters = dict.fromkeys((held.version, NOTHING))
         questions = iter([(source, after) for after in afters for source in sources])
+        bridges = iter(dict.fromkeys((sources[0], self._trainer)))
         while True:
             await self._learn_manifests(head)
             try:
-                return head, self.chain.plan(held.version, held.digest, head.head.version)
+                steps = await self._cheapest(head, held)
+                gap = await self._gap(steps, held)
+                source = None if gap is None else next(bridges, None)
+                if gap is None or source is None:
+                    return head, steps
+                question = (source, gap)
             except NoPath:
                 question = next(questions, None)
                 if question is None:
@@ -82,6 +88,23 @@ class Wayfinder:
             # Sources tell of their newest anchor: by now that may be newer than the head we started for.
             newest = self._book.latest()
             head = newest if newest and newest.head.term == head.head.term else head
+
+    async def _cheapest(self, head: AdmittedHead, held: Policy) -> list[Step]:
+        stored = await asyncio.to_thread(self._store.names)
+        return self.chain.plan(held.version, held.digest, head.head.version, stored=stored)
+
+    async def _gap(self, steps: Sequence[Step], held: Policy) -> int | None:
+        """After which version to ask for manifests that may spare us an anchor; None if there are none."""
+        if not steps or steps[0][1].kind != "anchor":
+            return None
+        version, anchor = steps[0]
+        gap = self.chain.gap(held.version, version)
+        if gap is None or version - gap > FAR_BEHIND:
+            return None
+        complete = await asyncio.to_thread(
+            lambda: all(self._store.has(chunk.digest) for chunk in anchor.chunks)
+        )
+        return None if complete else gap
 
     async def look_again(self) -> None:
         """The way we know may lead over chunks that nobody keeps any more: ask the trainer what it keeps."""

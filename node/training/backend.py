@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ..weights.state import State
+import numpy as np
+from numpy.typing import NDArray
+
+from ..weights.state import Changed, State
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,24 @@ class StepMetrics:
     values: dict[str, float] = field(default_factory=dict[str, float])
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A policy, and where it may differ from the snapshot that was taken before it."""
+
+    state: State
+    base: State | None = None
+    """The state of the snapshot before; None: there is none, `changed` says nothing."""
+    changed: Changed = field(default_factory=dict[str, NDArray[np.int64] | None])
+
+    def changed_since(self, base: State) -> Changed | None:
+        """What to tell encode_delta() about a delta on `base`; None if `base` is another object.
+
+        A snapshot that was never published is the base of the next one: by its equal looks no
+        state can be told from it, so only the very object counts.
+        """
+        return self.changed if base is self.base else None
+
+
 class TrainBackend(Protocol):
     """Owns model, optimizer and schedule."""
 
@@ -53,6 +74,10 @@ class TrainBackend(Protocol):
 
     async def state(self) -> State:
         """The bf16 policy as it would be published now."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """state(), with what changed since the last snapshot(), found where the weights are."""
         ...
 
     async def save(self, directory: Path) -> None:

@@ -15,8 +15,8 @@ from ...crypto.hashing import digest
 from ..errors import EngineError, StorageError
 from ..model_files import contract_files
 from ..weights.checkpoint import write_checkpoint
-from ..weights.state import State, Tensor
-from .backend import Batch, StepMetrics
+from ..weights.state import Changed, State, Tensor
+from .backend import Batch, Snapshot, StepMetrics
 from .durable import whole_directory
 
 WORDS = 16
@@ -33,6 +33,7 @@ class CountingBackend:
         self._model_dir: Path | None = None
         self._step = 0
         self._history = b""
+        self._last: State | None = None
 
     async def start(self, model_dir: Path) -> None:
         """Begin a history."""
@@ -58,6 +59,18 @@ class CountingBackend:
         self._running()
         bits = np.frombuffer(self._history, dtype="<u2").copy()
         return {"history.weight": Tensor("BF16", (WORDS,), bits)}
+
+    async def snapshot(self) -> Snapshot:
+        """The state, compared with the last one on the spot."""
+        base, state = self._last, await self.state()
+        self._last = state
+        if base is None:
+            return Snapshot(state)
+        found = {
+            name: np.flatnonzero(tensor.data != base[name].data) for name, tensor in state.items()
+        }
+        changed: Changed = {name: index for name, index in found.items() if index.size}
+        return Snapshot(state, base, changed)
 
     async def save(self, directory: Path) -> None:
         """Write step and history."""

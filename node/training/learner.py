@@ -15,7 +15,8 @@ import torch
 from .. import model_files, models
 from ..config import TrainingConfig
 from ..weights.state import State
-from .backend import Batch, Sample, StepMetrics
+from .backend import Batch, Sample, Snapshot, StepMetrics
+from .device_export import DeviceExporter
 from .forward import trained_tokens
 from .losses import LossSums, policy_loss
 from .packing import Packed, pack
@@ -53,6 +54,8 @@ class Learner:
         self._max_steps = max_steps
         self._temperature = temperature
         self._vocabulary = model_files.vocab_size(model_dir)
+        on_gpu = model.device.type != "cpu"
+        self._exporter = DeviceExporter(threads=config.threads, ahead=on_gpu)
         self._parameters = dict(model.named_parameters())  # a tied weight appears once
         self._optimizer = self._fresh_optimizer()
         self._warmup_optimizer: torch.optim.AdamW | None = None
@@ -149,6 +152,10 @@ class Learner:
         """The bf16 policy."""
         return models.policy_state(self._model)
 
+    def snapshot(self) -> Snapshot:
+        """The bf16 policy, compared with the last snapshot where the weights are."""
+        return self._exporter.export(models.policy_tensors(self._model))
+
     def export(self, directory: Path) -> None:
         """Write the bf16 policy as a Hugging Face model. Raises StorageError."""
         model_files.export(self.state(), self._model_dir, directory)
@@ -172,6 +179,10 @@ class Learner:
         set_rng_state(saved.rng)
         self._warmup_optimizer = None
         self.step_done = saved.step
+
+    def close(self) -> None:
+        """End the threads of the exporter."""
+        self._exporter.close()
 
     def _fits(self, sample: Sample) -> bool:
         """Whether the lists agree, ids are in the vocabulary and every number can be learned from."""

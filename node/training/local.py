@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..config import TrainingConfig
 from ..errors import EngineError
 from ..weights.state import State
-from .backend import Batch, StepMetrics
+from .backend import Batch, Snapshot, StepMetrics
 
 if TYPE_CHECKING:
     from .learner import Example, Learner
@@ -57,6 +57,10 @@ class LocalBackend:
         """The bf16 policy, a copy."""
         return await self._with(lambda learner: learner.state())
 
+    async def snapshot(self) -> Snapshot:
+        """The bf16 policy, and where it differs from the last snapshot."""
+        return await self._with(lambda learner: learner.snapshot())
+
     async def save(self, directory: Path) -> None:
         """Write everything that resume needs into `directory`, whole or not at all."""
         await self._with(lambda learner: learner.save(directory))
@@ -79,9 +83,12 @@ class LocalBackend:
 
     async def close(self) -> None:
         """Wait for the step in progress and free everything."""
-        thread, self._thread, self._learner = self._thread, None, None
+        thread, self._thread = self._thread, None
+        learner, self._learner = self._learner, None
         if thread is not None:
             await asyncio.to_thread(thread.shutdown, wait=True, cancel_futures=True)
+        if learner is not None:
+            await asyncio.to_thread(learner.close)
 
     def _build(self, model_dir: Path) -> "Learner":
         from .learner import Learner

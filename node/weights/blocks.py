@@ -1,132 +1,193 @@
-"""One block of a tensor, coded by the smallest of four methods.
+"""One block of a tensor, coded by one of four methods.
 
 skip     the bits of the base
-sparse   positions of the changed elements (gaps) and how far each moved
-dense    how far every element moved, in byte planes
+sparse   positions of the changed elements and how far each moved
+dense    how far every element moved
 raw      the new bits, in byte planes; needs no base
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .errors import CodecError
-from .moves import Bits, Changes, apply, find
+from .moves import Bits, Changes, apply, find, measure, move, where
+from .places import read_places, write_places
 from .streams import MAX_STREAM, StreamReader, StreamWriter
+from .values import read_moves, read_values, write_moves, write_values
 
 BLOCK = MAX_STREAM
 """Elements of a block. 128 Ki costs 8 % in ratio, 4 Mi gains nothing and streams worse."""
 SKIP, SPARSE, DENSE, RAW = 0, 1, 2, 3
 
 SMALL = 4096
-"""Elements below which every method is tried: there the fixed costs decide."""
-GAP = np.dtype("<u4")
+"""Elements up to which sparse and dense are both tried: there the fixed costs decide."""
+DENSE_FROM = 0.6
+"""Share of changed elements from which dense is shorter, from measurement."""
+FEW = 1 << 16
+"""Changes below which the work on them is so many short calls that two threads only wait for each
+other's interpreter lock: half the speed of one thread after the other."""
+RAW_GAIN = 8
+"""Raw must save one in so many bytes: such a block cannot be merged into another delta."""
+
+
+Turn = AbstractContextManager[Any]
+"""Held while working on few changes: one lock for all threads of a payload."""
+ALONE: Turn = nullcontext()
 
 
 def max_body(numel: int, width: int) -> int:
-    """More than any method makes of a block: positions and moves with every one an escape."""
-    return 2 * numel * width + 64
+    """More than any method makes of a block: every move an escape, twice, and room for the lengths."""
+    return 3 * numel * width + 64
 
 
-def encode_block(base: Bits | None, new: Bits, dtype: str) -> tuple[int, bytes]:
+def encode_block(
+    base: Bits | None,
+    new: Bits,
+    dtype: str,
+    hint: NDArray[np.int64] | None = None,
+    turn: Turn = ALONE,
+) -> tuple[int, bytes]:
     """(method, body) that turns `base` into `new`; without a base always raw.
 
-    Both are flat arrays of bits, at most BLOCK elements long.
+    Both are flat arrays of bits, at most BLOCK elements long. `hint` holds every position that changed,
+    sorted, and perhaps others; without it all are compared.
     """
     if base is None:
         return RAW, _raw(new)
-    method, body = encode_changes(find(base, new, dtype), new.size)
-    if method == DENSE and len(body) * 2 > new.nbytes or new.size <= SMALL:
+    method, body = _encode(base, new, dtype, hint, turn)
+    if _is_large(body, new) or (method == DENSE and new.size <= SMALL):
         raw = _raw(new)
-        if len(raw) < len(body):
+        if len(raw) * RAW_GAIN < len(body) * (RAW_GAIN - 1):
             return RAW, raw
     return method, body
 
 
-def encode_changes(changes: Changes, size: int) -> tuple[int, bytes]:
+def encode_changes(changes: Changes, size: int, turn: Turn = ALONE) -> tuple[int, bytes]:
     """(method, body) of `changes` in a block of `size` elements: skip, sparse or dense, never raw."""
     if not changes.index.size:
         return SKIP, b""
-    makers = {SPARSE: _sparse, DENSE: _dense}
-    tries = [(method, makers[method](changes, size)) for method in _candidates(changes, size)]
-    return min(tries, key=lambda coded: len(coded[1]))
+    share = changes.index.size / size
+    if share < DENSE_FROM and (size > SMALL or share < DENSE_FROM / 2):
+        with _turn(changes.index.size, turn):
+            return SPARSE, _sparse(changes, size)
+    moves = np.zeros(size, changes.moves.dtype)
+    moves[changes.index] = changes.moves
+    dense = _dense(moves)
+    if share == 1 or (size > SMALL and not _is_large(dense, moves)):
+        return DENSE, dense
+    sparse = _sparse(changes, size)
+    return (SPARSE, sparse) if len(sparse) < len(dense) else (DENSE, dense)
 
 
-def decode_changes(method: int, body: memoryview, size: int, dtype: np.dtype[Any]) -> Changes:
+def decode_changes(
+    method: int, body: memoryview, size: int, dtype: np.dtype[Any], turn: Turn = ALONE
+) -> Changes:
     """The changes in a block of `size` elements of bits `dtype`; CodecError for raw, which names no base."""
-    reader = StreamReader(body)
     if method == SKIP:
-        changes = Changes(np.empty(0, np.int64), np.empty(0, dtype))
-    elif method == SPARSE:
-        changes = _read_sparse(reader, size, dtype)
-    elif method == DENSE:
-        moves = reader.planes(size, dtype.itemsize, dtype)
-        index = np.flatnonzero(moves)
-        changes = Changes(index, moves[index])
-    else:
-        raise CodecError(f"method {method} does not say what changed")
-    reader.finish()
-    return changes
+        return Changes(np.empty(0, np.int64), np.empty(0, dtype))
+    if method == SPARSE:
+        with _turn(len(body), turn):
+            return _read_sparse(body, size, dtype)
+    if method == DENSE:
+        moves = _read_dense(body, size, dtype)
+        index = where(moves != 0)
+        return Changes(index, moves[index])
+    raise CodecError(f"method {method} does not say what changed")
 
 
-def decode_block(method: int, body: memoryview, base: Bits | None, out: Bits, dtype: str) -> None:
-    """Write the block into `out`, reading `base` where the method needs it. Raises CodecError."""
+def decode_block(
+    method: int,
+    body: memoryview,
+    base: Bits | None,
+    out: Bits,
+    dtype: str,
+    turn: Turn = ALONE,
+) -> NDArray[np.int64] | None:
+    """Write the block into `out`, reading `base` where the method needs it; the changed positions.
+
+    None where any may have changed. Raises CodecError.
+    """
+    if method in (SKIP, SPARSE) and base is not None:
+        changes = decode_changes(method, body, out.size, out.dtype, turn)
+        apply(base, changes, dtype, out)
+        return changes.index
     if method == RAW:
-        reader = StreamReader(body)
-        out[:] = reader.planes(out.size, out.itemsize, out.dtype)
-        reader.finish()
+        out[:] = _read_raw(body, out.size, out.dtype)
     elif base is None:
         raise CodecError(f"method {method} needs a base, a full state has none")
+    elif method == DENSE:
+        out[:] = move(base, _read_dense(body, out.size, out.dtype), dtype)
     else:
-        apply(base, decode_changes(method, body, out.size, out.dtype), dtype, out)
+        raise CodecError(f"method {method} is unknown, update this node")
+    return None if base is None or out.size > SMALL else np.flatnonzero(out != base)
 
 
-def _candidates(changes: Changes, size: int) -> list[int]:
-    """Deterministic, from measurement: sparse is shorter below 0.6, dense above 0.7."""
-    changed = changes.index.size
-    if size <= SMALL:
-        return [SPARSE, DENSE]
-    if changed * 5 <= size * 2:
-        return [SPARSE]
-    return [DENSE] if changed * 4 >= size * 3 else [SPARSE, DENSE]
+def _turn(work: int, turn: Turn) -> Turn:
+    return turn if work < FEW else ALONE
+
+
+def _encode(
+    base: Bits, new: Bits, dtype: str, hint: NDArray[np.int64] | None, turn: Turn
+) -> tuple[int, bytes]:
+    """As encode_changes(), but a block that is dense needs no list of its changes."""
+    if hint is not None or new.size <= SMALL:
+        return encode_changes(find(base, new, dtype, hint), new.size, turn)
+    differ = base != new
+    if np.count_nonzero(differ) >= DENSE_FROM * new.size:
+        body = _dense(measure(base, new, dtype))
+        if not _is_large(body, new):
+            return DENSE, body
+    index = where(differ)
+    changes = Changes(index, measure(base[index], new[index], dtype))
+    return encode_changes(changes, new.size, turn)
+
+
+def _is_large(body: bytes, bits: Bits) -> bool:
+    """Whether another method may do better: moves that fill their width, or bits that say little."""
+    return len(body) * 2 > bits.nbytes
 
 
 def _raw(new: Bits) -> bytes:
     writer = StreamWriter()
-    writer.planes(new, new.itemsize)
+    writer.planes(new)
     return writer.finish()
 
 
-def _dense(changes: Changes, size: int) -> bytes:
-    moves = np.zeros(size, changes.moves.dtype)
-    moves[changes.index] = changes.moves
+def _read_raw(body: memoryview, size: int, dtype: np.dtype[Any]) -> Bits:
+    reader = StreamReader(body)
+    new = reader.planes(size, dtype)
+    reader.finish()
+    return new
+
+
+def _dense(moves: Bits) -> bytes:
     writer = StreamWriter()
-    writer.planes(moves, moves.itemsize)
+    write_values(writer, moves)
     return writer.finish()
+
+
+def _read_dense(body: memoryview, size: int, dtype: np.dtype[Any]) -> Bits:
+    reader = StreamReader(body)
+    moves = read_values(reader, size, dtype)
+    reader.finish()
+    return moves
 
 
 def _sparse(changes: Changes, size: int) -> bytes:
     writer = StreamWriter()
-    writer.uint32(changes.index.size)
-    gaps = np.diff(changes.index, prepend=-1) - 1
-    writer.small(gaps.astype(GAP), _gap_width(size))
-    writer.small(changes.moves, changes.moves.itemsize)
+    write_places(writer, changes.index, size)
+    write_moves(writer, changes.moves)
     return writer.finish()
 
 
-def _read_sparse(reader: StreamReader, size: int, dtype: np.dtype[Any]) -> Changes:
-    count = reader.uint32()
-    if not 0 < count <= size:
-        raise CodecError(f"{count} changed elements in a block of {size}")
-    gaps = reader.small(count, _gap_width(size), GAP)
-    # Gaps are unsigned, so positions strictly increase; only the last one can be out of range.
-    index = np.cumsum(gaps, dtype=np.int64)
-    index += np.arange(count)
-    if index[-1] >= size:
-        raise CodecError(f"changed element {int(index[-1])} in a block of {size}")
-    return Changes(index, reader.small(count, dtype.itemsize, dtype))
-
-
-def _gap_width(numel: int) -> int:
-    """Bytes that hold any gap in a block."""
-    return max(1, ((numel - 1).bit_length() + 7) // 8)
+def _read_sparse(body: memoryview, size: int, dtype: np.dtype[Any]) -> Changes:
+    reader = StreamReader(body)
+    index = read_places(reader, size)
+    if not index.size:
+        raise CodecError("a sparse block without a change")
+    moves = read_moves(reader, index.size, dtype)
+    reader.finish()
+    return Changes(index, moves)

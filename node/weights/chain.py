@@ -71,6 +71,27 @@ class Chain:
             )
         return list(route)
 
+    def gap(self, held: int, below: int) -> int | None:
+        """The newest version before `below` that is known, or `held`, and whose successor is not known.
+
+        None if there is none: then no manifest is missing that could lead from what is held.
+        """
+        known = {held, *self._manifests} - {NOTHING}
+        return max((v for v in known if v < below and v + 1 not in self._manifests), default=None)
+
+    def deltas(self, base: tuple[int, bytes], target: tuple[int, bytes]) -> list[Step]:
+        """The deltas, of the fewest bytes, that lead from one (version, state) to another.
+
+        Raises NoPath, also if `target` is not a version that is known, or not newer than `base`.
+        """
+        known = self._manifests.get(target[0])
+        route = None
+        if known is not None and known.state == target[1] and base[0] < target[0]:
+            route = self._cheapest(base, target[0], (), frozenset())
+        if route is None:
+            raise NoPath(f"no known deltas lead from version {base[0]} to {target[0]}")
+        return list(route)
+
     def live(self, keep: int) -> list[Step]:
         """What must stay so that every one of the `keep` newest versions can be reached.
 

@@ -1,56 +1,93 @@
 """The lossless codec of policy versions: a full state, or the difference to a base, as bytes.
 
-Names, types, shapes and so every length come from the signed manifest, never from the payload; the
-payload only fills them. Layout: header, then for each tensor by name, for each block: method, and
-unless it is skip, body length (u32) and body.
+Whatever bytes come in, decoding ends in a state laid out as the manifest says, or in CodecError and in
+nothing else. Equal input gives equal bytes, with any number of threads, with or without a hint.
 """
 
-import struct
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from threading import Lock
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from ...crypto.hashing import digest
 from ...protocol.manifests import TensorInfo
-from .blocks import BLOCK, SKIP, decode_block, encode_block, max_body
+from .blocks import ALONE, SKIP, Turn, decode_block, decode_changes, encode_block, encode_changes
 from .errors import CodecError
-from .moves import Bits
-from .state import BITS, State, Tensor, numel
+from .moves import Bits, Changes
+from .payload import (
+    DELTA,
+    FULL,
+    Layout,
+    Payload,
+    PayloadReader,
+    blocks_of,
+    check_layout,
+    framed,
+    header,
+    layout_of,
+    ordered,
+)
+from .state import BITS, Changed, State, Tensor, numel
 
-CODEC = "planes/1"
+CODEC = "planes/2"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""
 
-MAGIC = b"PRLW"
-FULL, DELTA = 0, 1
-MAX_TENSOR = 1 << 40
-"""Bytes of one tensor."""
+DENSE_SHARE = 8
+"""A tensor of which more than one in so many elements changed counts as changed all over."""
 
-_HEADER = struct.Struct("<4sB16s")
-_SIZE = struct.Struct("<I")
+Positions = NDArray[np.int64]
 
-Payload = bytes | bytearray | memoryview | Iterable[bytes]
-Layout = tuple[str, str, tuple[int, ...]]
-"""Name, dtype, shape."""
-T = TypeVar("T")
+
+class BlockChanges(NamedTuple):
+    """What a delta says of one block: which tensor, which part of its flat data, what changed there."""
+
+    name: str
+    dtype: str
+    part: slice
+    changes: Changes
+    """Positions count from the start of the block."""
 
 
 def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
     """The payload of `state` on its own, block by block. Equal states give equal bytes."""
-    return _encode(None, state, threads)
+    jobs = (
+        (None, state[name].data[part], dtype)
+        for name, dtype, shape in layout_of(state)
+        for part in blocks_of(shape)
+    )
+    yield header(FULL, layout_of(state))
+    for method, body in ordered(encode_block, jobs, threads):
+        yield framed(method, body)
 
 
-def encode_delta(base: State, new: State, *, threads: int = 1) -> Iterator[bytes]:
+def encode_delta(
+    base: State, new: State, *, threads: int = 1, changed: Changed | None = None
+) -> Iterator[bytes]:
     """The payload that turns `base` into `new`, block by block.
 
-    Raises CodecError at once if the two differ in names, types or shapes: publish an anchor then.
+    With `changed` only those positions are compared: it must name every change, as sorted unique
+    positions, and may name more; the bytes do not depend on it. Raises CodecError at once if the two
+    states differ in names, types or shapes: publish an anchor then.
     """
-    if _layout_of(base) != _layout_of(new):
+    layout = layout_of(base)
+    if layout != layout_of(new):
         raise CodecError("base and new state differ in names, types or shapes: publish an anchor")
-    return _encode(base, new, threads)
+    return _encode_delta(layout, base, new, changed, threads)
+
+
+def encode_changes_stream(
+    tensors: Sequence[TensorInfo], blocks: Iterable[BlockChanges], *, threads: int = 1
+) -> Iterator[bytes]:
+    """The payload of a delta from what changed in every block, in the order of read_changes().
+
+    The bytes are those of encode_delta(), but for blocks that it would have stored raw. Raises
+    CodecError if `tensors` makes no sense or `blocks` are not those of `tensors`.
+    """
+    layout = check_layout(tensors)
+    yield header(DELTA, layout)
+    for method, body in ordered(encode_changes, _checked(layout, blocks), threads):
+        yield framed(method, body)
 
 
 def decode_full(payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1) -> State:
@@ -58,98 +95,158 @@ def decode_full(payload: Payload, tensors: Sequence[TensorInfo], *, threads: int
 
     Raises CodecError. Allocates what `tensors` implies and one block, whatever the payload says.
     """
-    return _decode(None, payload, tensors, threads)
+    return _decode(FULL, None, payload, check_layout(tensors), threads)[0]
 
 
 def apply_delta(
     base: State, payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
 ) -> State:
-    """The state that `payload` makes of `base`; digests are not checked here.
+    """The state that `payload` makes of `base`; see apply_delta_changed()."""
+    return apply_delta_changed(base, payload, tensors, threads=threads)[0]
 
-    `base` is never written to. Tensors without a change are the very objects of `base`, the others
-    are new. Raises CodecError, also when `base` is not laid out as `tensors`.
+
+def apply_delta_changed(
+    base: State, payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
+) -> tuple[State, Changed]:
+    """The state that `payload` makes of `base`, and where it changed; digests are not checked here.
+
+    `base` is never written to. Tensors without a change are the very objects of `base` and absent
+    from the second result, the others are new. Raises CodecError, also when `base` is not laid out as
+    `tensors`.
     """
-    if _layout_of(base) != _check_layout(tensors):
+    layout = check_layout(tensors)
+    if layout_of(base) != layout:
         raise CodecError("the held state differs from the manifest in names, types or shapes")
-    return _decode(base, payload, tensors, threads)
+    return _decode(DELTA, base, payload, layout, threads)
 
 
-def _encode(base: State | None, state: State, threads: int) -> Iterator[bytes]:
-    layout = _layout_of(state)
-    yield _header(FULL if base is None else DELTA, layout)
+def read_changes(
+    payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
+) -> Iterator[BlockChanges]:
+    """What the delta `payload` says of every block of every tensor, by name, unchanged ones too.
+
+    Needs no state and holds a few blocks at a time; any two deltas of one layout are cut into the same
+    blocks. Raises CodecError, also at a raw block, which does not say what changed.
+    """
+    layout = check_layout(tensors)
+    reader = PayloadReader(payload)
+    reader.header(DELTA, layout)
     jobs = (
-        (None if base is None else base[name].data[part], state[name].data[part], dtype)
+        (name, dtype, part, *reader.block(part, dtype))
         for name, dtype, shape in layout
-        for part in _parts(numel(shape))
+        for part in blocks_of(shape)
     )
-    for method, body in _ordered(encode_block, jobs, threads):
-        size = b"" if method == SKIP else _SIZE.pack(len(body))
-        yield b"".join((bytes([method]), size, body))
+    yield from ordered(_changes_named, jobs, threads)
+    reader.finish()
+
+
+def _encode_delta(
+    layout: Sequence[Layout], base: State, new: State, changed: Changed | None, threads: int
+) -> Iterator[bytes]:
+    yield header(DELTA, layout)
+    turn = _turns(threads)
+    jobs = (
+        (base[name].data[part], new[name].data[part], dtype, _hint(changed, name, part), turn)
+        for name, dtype, shape in layout
+        for part in blocks_of(shape)
+    )
+    for method, body in ordered(encode_block, jobs, threads):
+        yield framed(method, body)
+
+
+def _turns(threads: int) -> Turn:
+    return Lock() if threads > 1 else ALONE
+
+
+def _hint(changed: Changed | None, name: str, part: slice) -> Positions | None:
+    """Positions of `changed` in a block, counted from its start; None to compare all of it."""
+    if changed is None:
+        return None
+    positions = changed.get(name, np.empty(0, np.int64))
+    if positions is None:
+        return None
+    low, high = np.searchsorted(positions, (part.start, part.stop))
+    return positions[low:high] - part.start
+
+
+def _checked(
+    layout: Sequence[Layout], blocks: Iterable[BlockChanges]
+) -> Iterator[tuple[Changes, int]]:
+    """Arguments of encode_changes() for every block of `layout`."""
+    given = iter(blocks)
+    for name, dtype, shape in layout:
+        for part in blocks_of(shape):
+            block = next(given, None)
+            if block is None or block[:3] != (name, dtype, part):
+                raise CodecError(f"{name}: changes of block {part} are due")
+            yield block.changes, part.stop - part.start
+    if next(given, None) is not None:
+        raise CodecError("changes after the last block")
+
+
+def _changes_named(
+    name: str, dtype: str, part: slice, method: int, body: memoryview
+) -> BlockChanges:
+    try:
+        changes = decode_changes(method, body, part.stop - part.start, BITS[dtype])
+    except CodecError as error:
+        raise CodecError(f"{name}: {error}") from error
+    return BlockChanges(name, dtype, part, changes)
 
 
 def _decode(
-    base: State | None, payload: Payload, tensors: Sequence[TensorInfo], threads: int
-) -> State:
-    layout = _check_layout(tensors)
-    reader = _Reader(payload)
-    if bytes(reader.take(_HEADER.size)) != _header(FULL if base is None else DELTA, layout):
-        raise CodecError("the payload is of another format or kind, or for other tensors")
+    kind: int, base: State | None, payload: Payload, layout: Sequence[Layout], threads: int
+) -> tuple[State, Changed]:
+    reader = PayloadReader(payload)
+    reader.header(kind, layout)
     state: dict[str, Tensor] = {}
-    for _ in _ordered(_decode_named, _decode_jobs(base, reader, layout, state), threads):
-        pass
+    found = _Found()
+    jobs = _decode_jobs(base, reader, layout, state, _turns(threads))
+    for name, start, index in ordered(_decode_named, jobs, threads):
+        found.add(name, start, index, state[name].data.size)
     reader.finish()
-    return state
+    return state, found.changed()
 
 
 def _decode_jobs(
-    base: State | None, reader: "_Reader", layout: Sequence[Layout], state: dict[str, Tensor]
-) -> Iterator[tuple[str, int, memoryview, Bits | None, Bits, str]]:
+    base: State | None,
+    reader: PayloadReader,
+    layout: Sequence[Layout],
+    state: dict[str, Tensor],
+    turn: Turn,
+) -> Iterator[tuple[str, slice, int, memoryview, Bits | None, Bits, str, Turn]]:
     """Arguments of _decode_named() for every block; puts the tensors to fill into `state`.
 
     A tensor is allocated once all its blocks have been read, and not at all if it is unchanged.
     """
     for name, dtype, shape in layout:
         held = None if base is None else base[name]
-        blocks = [(part, *reader.block(part, dtype)) for part in _parts(numel(shape))]
+        blocks = [(part, *reader.block(part, dtype)) for part in blocks_of(shape)]
         if held is not None and all(method == SKIP for _, method, _ in blocks):
             state[name] = held
             continue
         out = _allocate(name, dtype, shape)
         state[name] = Tensor(dtype, shape, out)
         for part, method, body in blocks:
-            yield name, method, body, None if held is None else held.data[part], out[part], dtype
+            old = None if held is None else held.data[part]
+            yield name, part, method, body, old, out[part], dtype, turn
 
 
 def _decode_named(
-    name: str, method: int, body: memoryview, base: Bits | None, out: Bits, dtype: str
-) -> None:
+    name: str,
+    part: slice,
+    method: int,
+    body: memoryview,
+    base: Bits | None,
+    out: Bits,
+    dtype: str,
+    turn: Turn,
+) -> tuple[str, int, Positions | None]:
+    """Fill `out`; the tensor, where the block starts, and which of its elements changed."""
     try:
-        decode_block(method, body, base, out, dtype)
+        return name, part.start, decode_block(method, body, base, out, dtype, turn)
     except CodecError as error:
         raise CodecError(f"{name}: {error}") from error
-
-
-def _ordered(
-    function: Callable[..., T], jobs: Iterable[tuple[Any, ...]], threads: int
-) -> Iterator[T]:
-    """Results of `function(*job)` in the order of `jobs`, with few jobs in flight."""
-    if threads <= 1:
-        for job in jobs:
-            yield function(*job)
-        return
-    pending: deque[Future[T]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for job in jobs:
-            pending.append(pool.submit(function, *job))
-            if len(pending) > 2 * threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def _parts(count: int) -> Iterator[slice]:
-    """The blocks of a tensor of `count` elements; none for an empty one."""
-    return (slice(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK))
 
 
 def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:
@@ -159,67 +256,26 @@ def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:
         raise CodecError(f"{name}: {dtype} {list(shape)} does not fit into memory") from error
 
 
-def _layout_of(state: State) -> list[Layout]:
-    return [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(state.items())]
+class _Found:
+    """Collects where tensors changed, block by block; forgets the places where there are many."""
 
+    def __init__(self) -> None:
+        self._places: dict[str, list[Positions] | None] = {}
+        self._count: dict[str, int] = {}
 
-def _check_layout(tensors: Sequence[TensorInfo]) -> list[Layout]:
-    """The layout that the manifest promises, by name; CodecError if it makes no sense."""
-    layout = sorted((info.name, info.dtype, tuple(info.shape)) for info in tensors)
-    if len({name for name, _, _ in layout}) != len(layout):
-        raise CodecError("the manifest names a tensor twice")
-    for name, dtype, shape in layout:
-        if dtype not in BITS:
-            raise CodecError(f"{name}: dtype {dtype!r} is unknown, update this node")
-        if min(shape, default=0) < 0 or numel(shape) * BITS[dtype].itemsize > MAX_TENSOR:
-            raise CodecError(f"{name}: shape {list(shape)} is out of bounds")
-    return layout
+    def add(self, name: str, start: int, index: Positions | None, size: int) -> None:
+        """Elements `index` of the block at `start` changed in `name`, which has `size`; None: any."""
+        count = self._count.get(name, 0) + (size if index is None else index.size)
+        self._count[name] = count
+        places = self._places.setdefault(name, [])
+        if index is None or places is None or count * DENSE_SHARE > size:
+            self._places[name] = None
+        elif index.size:
+            places.append(index + start)
 
-
-def _header(kind: int, layout: Sequence[Layout]) -> bytes:
-    return _HEADER.pack(MAGIC, kind, digest(msgspec.msgpack.encode(layout))[:16])
-
-
-class _Reader:
-    """Takes exact amounts from chunks of any size, without copying where one chunk has it all."""
-
-    def __init__(self, payload: Payload) -> None:
-        whole = isinstance(payload, bytes | bytearray | memoryview)
-        self._chunks = iter([bytes(payload)] if whole else payload)
-        self._chunk = memoryview(b"")
-
-    def take(self, size: int) -> memoryview:
-        """The next `size` bytes; the caller has bounded `size`."""
-        parts: list[memoryview] = []
-        missing = size
-        while missing > len(self._chunk):
-            parts.append(self._chunk)
-            missing -= len(self._chunk)
-            if not self._refill():
-                raise CodecError("the payload ends early")
-        parts.append(self._chunk[:missing])
-        self._chunk = self._chunk[missing:]
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-
-    def block(self, part: slice, dtype: str) -> tuple[int, memoryview]:
-        """Method and body of the next block, which fills `part` of a tensor."""
-        method = self.take(1)[0]
-        if method == SKIP:
-            return method, memoryview(b"")
-        (size,) = _SIZE.unpack(self.take(_SIZE.size))
-        if size > max_body(part.stop - part.start, BITS[dtype].itemsize):
-            raise CodecError(f"a block announces {size} bytes, more than any coding needs")
-        return method, self.take(size)
-
-    def finish(self) -> None:
-        """Refuse anything after the last block."""
-        if len(self._chunk) or self._refill():
-            raise CodecError("bytes after the end of the payload")
-
-    def _refill(self) -> bool:
-        """Go on to the next chunk that is not empty; False at the end."""
-        for chunk in self._chunks:
-            if len(chunk):
-                self._chunk = memoryview(chunk)
-                return True
-        return False
+    def changed(self) -> Changed:
+        """All that was added."""
+        return {
+            name: None if places is None else np.concatenate([np.empty(0, np.int64), *places])
+            for name, places in self._places.items()
+        }

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from ...crypto.hashing import NO_DIGEST, short
 from ...protocol.manifests import Artifact, PolicyManifest
 from .chain import NOTHING
-from .codec import CODEC, apply_delta, decode_full
+from .codec import CODEC, apply_delta_changed, decode_full
 from .errors import CodecError, DigestMismatch, WrongBase
-from .state import State, digests, state_digest, tensor_digest
+from .state import Changed, State, state_digest, tensor_digest
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,20 @@ class Prepared:
 
     policy: Policy
     base: bytes = field(repr=False)
+    changed: Changed | None = field(default=None, repr=False)
+    """Where `policy` differs from its base; None for an anchor."""
 
 
 EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
 """What a node holds before its first anchor."""
 
 
-def prove(version: int, state: State) -> Policy:
-    """Hash `state`, for the trainer, which made it, or to compare with a manifest's base state."""
-    hashes = digests(state)
+def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1) -> Policy:
+    """Hash `state`, for the trainer, which made it, or to compare with a manifest's base state.
+
+    Tensors that are the very objects of `held` are not hashed again.
+    """
+    hashes = _hash(state, held, threads)
     return Policy(version, state, hashes, state_digest(hashes))
 
 
@@ -68,13 +73,13 @@ class Mirror:
         if artifact.codec != CODEC:
             raise CodecError(f"codec {artifact.codec!r} is unknown, update this node")
         if artifact.kind == "anchor":
-            base = EMPTY
             state = decode_full(payload, manifest.tensors, threads=self._threads)
-        else:
-            base = held
-            _check_base(held, artifact)
-            state = apply_delta(held.state, payload, manifest.tensors, threads=self._threads)
-        return Prepared(self._prove(manifest, state, held), base.digest)
+            return Prepared(self._prove(manifest, state, held), EMPTY.digest)
+        _check_base(held, artifact)
+        state, changed = apply_delta_changed(
+            held.state, payload, manifest.tensors, threads=self._threads
+        )
+        return Prepared(self._prove(manifest, state, held), held.digest, changed)
 
     def commit(self, prepared: Prepared) -> Policy:
         """Hold `prepared` from now on. Raises WrongBase if the base was replaced meanwhile."""
@@ -88,7 +93,7 @@ class Mirror:
 
     def _prove(self, manifest: PolicyManifest, state: State, held: Policy) -> Policy:
         """The policy `state`, or DigestMismatch. Only objects of the held state are not re-hashed."""
-        hashes = self._hash(state, held)
+        hashes = _hash(state, held, self._threads)
         for info in manifest.tensors:
             if hashes[info.name] != info.digest:
                 raise DigestMismatch(
@@ -103,13 +108,15 @@ class Mirror:
             )
         return Policy(manifest.version, state, hashes, whole)
 
-    def _hash(self, state: State, held: Policy) -> dict[str, bytes]:
-        fresh = [name for name in state if state[name] is not held.state.get(name)]
-        with ThreadPoolExecutor(max(1, self._threads)) as pool:
-            hashed = dict(
-                zip(fresh, pool.map(tensor_digest, map(state.__getitem__, fresh)), strict=True)
-            )
-        return {name: hashed.get(name) or held.digests[name] for name in state}
+
+def _hash(state: State, held: Policy, threads: int) -> dict[str, bytes]:
+    """Digest of every tensor; those of objects that `held` consists of are known."""
+    fresh = [name for name in state if state[name] is not held.state.get(name)]
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        hashed = dict(
+            zip(fresh, pool.map(tensor_digest, map(state.__getitem__, fresh)), strict=True)
+        )
+    return {name: hashed.get(name) or held.digests[name] for name in state}
 
 
 def _check_base(held: Policy, artifact: Artifact) -> None:

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
+FEW = 8192
+"""Flags below which a call costs more than looking at each."""
+
 Bits = NDArray[Any]
 """A flat array of unsigned integers: the storage bits of elements."""
 
@@ -27,10 +30,31 @@ class Changes:
     """Zig-zag of the wrapped difference, never 0: -1, 1, -2, ... are 1, 2, 3, ..."""
 
 
-def find(base: Bits, new: Bits, dtype: str) -> Changes:
-    """What turns `base` into `new`, two flat arrays of equally many elements."""
-    index = np.flatnonzero(base != new)
+def find(base: Bits, new: Bits, dtype: str, hint: NDArray[np.int64] | None = None) -> Changes:
+    """What turns `base` into `new`, two flat arrays of equally many elements.
+
+    Only positions in `hint` are looked at, if it is given: sorted, unique, with every change in it.
+    """
+    if hint is None:
+        index = where(base != new)
+    else:
+        index = hint[base[hint] != new[hint]]
     return Changes(index, measure(base[index], new[index], dtype))
+
+
+def where(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Positions of the ones; where they are rare, in half the time of np.flatnonzero()."""
+    if flags.size < FEW:
+        return np.flatnonzero(flags)
+    packed = np.packbits(flags, bitorder="little")
+    some = packed != 0
+    if np.count_nonzero(some) * 2 > packed.size:
+        return np.flatnonzero(flags)
+    eights = np.flatnonzero(some)
+    bits = np.flatnonzero(np.unpackbits(packed[eights], bitorder="little").view(np.bool_))
+    index = eights[bits >> 3] << 3
+    index += bits & 7
+    return index
 
 
 def apply(base: Bits, changes: Changes, dtype: str, out: Bits) -> None:
@@ -41,29 +65,39 @@ def apply(base: Bits, changes: Changes, dtype: str, out: Bits) -> None:
 
 def measure(base: Bits, new: Bits, dtype: str) -> Bits:
     """Zig-zag of the wrapped difference: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
-    moved = _order(new, dtype) - _order(base, dtype)
-    return ((moved << 1) ^ (moved >> (8 * moved.itemsize - 1))).view(new.dtype)
+    moved = _order(new, dtype)
+    moved -= _order(base, dtype)
+    sign = moved >> (8 * moved.itemsize - 1)
+    moved <<= 1
+    moved ^= sign
+    return moved.view(new.dtype)
 
 
 def move(base: Bits, moves: Bits, dtype: str) -> Bits:
     """Inverse of measure(): `base` moved so far."""
-    ordered = _order(base, dtype)
-    ordered = ordered + unzigzag(moves).view(ordered.dtype)
+    ordered = unzigzag(moves).view(f"<i{base.itemsize}")
+    ordered += _order(base, dtype)
     return _order(ordered, dtype).view(base.dtype)
 
 
 def unzigzag(moves: Bits) -> Bits:
     """The wrapped differences, as unsigned integers."""
-    return (moves >> 1) ^ -(moves & 1)
+    sign = moves & 1
+    np.negative(sign, out=sign)
+    sign ^= moves >> 1
+    return sign
 
 
 def _order(bits: Bits, dtype: str) -> Bits:
-    """Bits as signed integers that compare like the floats they hold; its own inverse.
+    """Bits as signed integers that compare like the floats they hold, a new array; its own inverse.
 
     A negative float has sign-magnitude bits, so all but the sign are flipped. Integers stay.
     """
     signed = bits.view(f"<i{bits.itemsize}")
     if dtype not in FLOATS:
-        return signed
+        return signed.copy()
     width = 8 * bits.itemsize
-    return signed ^ ((signed >> (width - 1)) & np.array((1 << (width - 1)) - 1, signed.dtype))
+    flip = signed >> (width - 1)
+    flip &= np.array((1 << (width - 1)) - 1, signed.dtype)
+    flip ^= signed
+    return flip

@@ -1,11 +1,10 @@
-"""Byte streams of a block: integers in byte planes, small integers with escapes, zstd frames.
+"""Byte streams of a block: numbers, bits, and bytes that zstd's Huffman coder makes shorter.
 
 The size of every stream is known before it is read; a frame that announces another one is refused
 before anything is allocated. (python-zstandard ignores max_output_size when a frame announces its size.)
 """
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,25 +13,61 @@ from numpy.typing import NDArray
 
 from .errors import CodecError
 
-LEVEL = 1
-"""zstd level: 3 and 9 gain at most 2 % on these streams and cost 2 to 8 times the time."""
 MAX_STREAM = 1 << 20
 """Bytes of the longest stream: one byte plane of a full block. Also bounds the zstd window."""
 
-ESCAPE = 255
-U32 = struct.Struct("<I")
+HUFFMAN = zstandard.ZstdCompressionParameters(
+    format=zstandard.FORMAT_ZSTD1_MAGICLESS,
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    target_length=0,
+    window_log=MAX_STREAM.bit_length() - 1,
+)
+"""As good as no search for repetitions: what is left of a delta has none, and what zstd takes for some
+costs 5 to 15 % of size and half of the speed. A target_length above 0 would switch Huffman off."""
+
+SHORTEST = 48
+"""Bytes below which a Huffman table costs more than it saves."""
+STORED, ZEROS = 0, 1
+"""Coded lengths that stand for something else: no frame is so short."""
+
 Bytes = NDArray[np.uint8]
+Flags = NDArray[np.bool_]
 
 
-def planes(values: NDArray[Any], width: int) -> list[Bytes]:
-    """The `width` low bytes of unsigned `values`, lowest first, each as its own array."""
-    return [
-        (values >> (8 * i)).astype(np.uint8) if i else values.astype(np.uint8) for i in range(width)
-    ]
+def varint(value: int) -> bytes:
+    """`value` in groups of seven bits, lowest first; all but the last have the high bit set."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
 
 
-def merge(parts: Sequence[Bytes], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Inverse of planes(), as `dtype`."""
+def read_varint(next_byte: Callable[[], int], most: int, what: str) -> int:
+    """The number that varint() wrote; CodecError if it is above `most` or does not end."""
+    value = 0
+    for shift in range(0, most.bit_length() + 7, 7):
+        byte = next_byte()
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80 and value <= most:
+            return value
+        if byte < 0x80:
+            break
+    raise CodecError(f"{value} or more {what}, at most {most} are possible")
+
+
+def plane(values: NDArray[Any], at: int) -> Bytes:
+    """Byte `at` of unsigned `values`, 0 being the lowest, as its own array."""
+    return (values >> (8 * at)).astype(np.uint8) if at else values.astype(np.uint8)
+
+
+def merge(parts: list[Bytes], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Unsigned integers from their byte planes, lowest first."""
     out = parts[-1].astype(dtype)
     for part in reversed(parts[:-1]):
         out <<= 8
@@ -44,42 +79,40 @@ class StreamWriter:
     """Collects the streams of one block. Not for two threads at once."""
 
     def __init__(self) -> None:
-        self._zstd = zstandard.ZstdCompressor(level=LEVEL)
+        self._zstd = zstandard.ZstdCompressor(compression_params=HUFFMAN)
         self._parts: list[bytes] = []
 
-    def uint32(self, value: int) -> None:
+    def number(self, value: int) -> None:
         """Append one number."""
-        self._parts.append(U32.pack(value))
+        self._parts.append(varint(value))
+
+    def bits(self, flags: Flags) -> None:
+        """Append bits as they are, eight to a byte: those that nothing makes shorter."""
+        self._parts.append(np.packbits(flags).tobytes())
+
+    def bitmap(self, flags: Flags) -> None:
+        """Append bits of which one kind is the rarer."""
+        self.stream(np.packbits(flags))
 
     def stream(self, values: Bytes) -> None:
-        """Append bytes: nothing when empty, else a coded length and the shortest coding.
-
-        Length 0 stands for all zeros, the full length for stored bytes, anything between for a
-        zstd frame.
-        """
+        """Append bytes: nothing when empty, else a coded length and the shortest coding."""
         if not values.size:
             return
         if not values.any():
-            self.uint32(0)
+            self.number(ZEROS)
             return
-        frame = self._zstd.compress(values.data)
-        coded = frame if len(frame) < values.size else values.tobytes()
-        self.uint32(len(coded))
-        self._parts.append(coded)
+        frame = b"" if values.size < SHORTEST else self._zstd.compress(values.data)
+        if frame and len(frame) < values.size:
+            self.number(len(frame))
+            self._parts.append(frame)
+        else:
+            self.number(STORED)
+            self._parts.append(values.tobytes())
 
-    def planes(self, values: NDArray[Any], width: int) -> None:
-        """Append `width` byte planes of unsigned values."""
-        for part in planes(values, width):
-            self.stream(part)
-
-    def small(self, values: NDArray[Any], width: int) -> None:
-        """Append mostly small unsigned values: one byte each, 255 and above as escapes in planes."""
-        escaped = values >= ESCAPE
-        large = values[escaped]
-        low = values.astype(np.uint8)
-        low[escaped] = ESCAPE
-        self.stream(low)
-        self.planes(large, width)
+    def planes(self, values: NDArray[Any]) -> None:
+        """Append all byte planes of unsigned values."""
+        for at in range(values.itemsize):
+            self.stream(plane(values, at))
 
     def finish(self) -> bytes:
         """All that was appended."""
@@ -93,36 +126,33 @@ class StreamReader:
         self._body = memoryview(body)
         self._at = 0
 
-    def uint32(self) -> int:
-        """The next number."""
-        (value,) = U32.unpack(self._take(U32.size))
-        return value
+    def number(self, most: int, what: str) -> int:
+        """The next number, refused if it is above `most`."""
+        return read_varint(lambda: self._take(1)[0], most, what)
+
+    def bits(self, count: int) -> Flags:
+        """The next `count` bits."""
+        packed = np.frombuffer(self._take((count + 7) // 8), np.uint8)
+        return np.unpackbits(packed, count=count).view(np.bool_)
+
+    def bitmap(self, count: int) -> Flags:
+        """The next `count` bits that StreamWriter.bitmap() wrote."""
+        return np.unpackbits(self.stream((count + 7) // 8), count=count).view(np.bool_)
 
     def stream(self, size: int) -> Bytes:
         """The next stream, of exactly `size` bytes, at most MAX_STREAM."""
         if not size:
             return np.empty(0, np.uint8)
-        coded = self.uint32()
-        if coded == 0:
+        coded = self.number(size - 1 or ZEROS, f"coded bytes of a stream of {size}")
+        if coded == ZEROS:
             return np.zeros(size, np.uint8)
-        if coded > size:
-            raise CodecError(f"stream of {size} bytes announces {coded} coded bytes")
-        data = self._take(coded)
-        return np.frombuffer(data if coded == size else inflate(data, size), np.uint8)
+        if coded == STORED:
+            return np.frombuffer(self._take(size), np.uint8)
+        return np.frombuffer(inflate(self._take(coded), size), np.uint8)
 
-    def planes(self, count: int, width: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The next `count` unsigned values, from `width` planes."""
-        return merge([self.stream(count) for _ in range(width)], dtype)
-
-    def small(self, count: int, width: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The next `count` values that StreamWriter.small() wrote."""
-        low = self.stream(count)
-        escaped = low == ESCAPE
-        values = low.astype(dtype)
-        large = int(np.count_nonzero(escaped))
-        if large:
-            values[escaped] = self.planes(large, width, dtype)
-        return values
+    def planes(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The next `count` unsigned values of which all planes were written."""
+        return merge([self.stream(count) for _ in range(dtype.itemsize)], dtype)
 
     def finish(self) -> None:
         """Refuse bytes after the last stream."""
@@ -137,14 +167,16 @@ class StreamReader:
 
 
 def inflate(frame: memoryview, size: int) -> bytes:
-    """Decompress one zstd frame of exactly `size` bytes, which it must announce itself."""
+    """Decompress one zstd frame without magic of exactly `size` bytes, which it must announce itself."""
+    magicless = zstandard.FORMAT_ZSTD1_MAGICLESS
     try:
-        announced = zstandard.get_frame_parameters(frame)
+        announced = zstandard.get_frame_parameters(frame, format=magicless)
         if announced.content_size != size or announced.dict_id:
             raise CodecError(f"zstd frame does not announce the {size} bytes that are due")
         if announced.window_size > MAX_STREAM:
             raise CodecError(f"zstd window of {announced.window_size} bytes exceeds {MAX_STREAM}")
-        plain = zstandard.ZstdDecompressor(max_window_size=MAX_STREAM).decompress(
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_STREAM, format=magicless)
+        plain = decompressor.decompress(
             frame, max_output_size=size, read_across_frames=False, allow_extra_data=False
         )
     except zstandard.ZstdError as error:

@@ -1,197 +1,192 @@
-"""How small and how fast the delta codec is, at several shares of changed weights.
+"""How small and how fast the delta codec is, beside what others move weights in, on the same tensors.
 
-    python scripts/bench/codec.py [--quick] [--threads N] [--json FILE]
+    python scripts/bench/codec.py [--quick] [--threads N] [--synthetic] [--json FILE]
 
-Synthetic: normal weights, each moved by a normal step of the size that changes the wanted share of
-their bf16 bits. GB/s count the bf16 bytes of the whole model, for one thread in its CPU time, so that
-other work on the machine hardly shows; for more in wall time. Every result is checked to be lossless.
+Synthetic deltas of several densities, and deltas of real optimizer steps (codec_deltas.py); formats in
+codec_formats.py. GB/s count the bf16 bytes of the whole model in wall time, and, as other work on the
+machine hardly shows in it, per second of CPU. Decoding includes the digests of tensors and state. The
+bound is the order-0 entropy of the gaps between changed weights plus that of how far each moved.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import zstandard
-from numpy.typing import NDArray
+from codec_deltas import Pair, optimizer_steps, synthetic
+from codec_formats import ANCHOR, FULL, OURS, SPARSE, XOR, Format
+from codec_report import judge, show
 
-from primerl.node.weights.codec import apply_delta, decode_full, encode_delta, encode_full
-from primerl.node.weights.state import State, Tensor
-from primerl.protocol.manifests import TensorInfo
-
-SHARES = (0.001, 0.01, 0.05, 0.30, 1.0)
-DEVIATION = 0.02
-GOALS = {
-    "ratio at 0.1 % changed": (0.001, "ratio", 800.0),
-    "ratio at 1 % changed": (0.01, "ratio", 140.0),
-    "ratio at 5 % changed": (0.05, "ratio", 36.0),
-    "gain over full at 100 % changed": (1.0, "gain", 1.0),
-    "encode at 1 % changed": (0.01, "encode_gbps", 1.0),
-    "decode at 1 % changed": (0.01, "decode_gbps", 2.0),
-}
-"""Name -> share, column, and the least value."""
+from primerl.node.weights.mirror import Policy, prove
+from primerl.node.weights.moves import find
+from primerl.node.weights.state import State, state_bytes
 
 T = TypeVar("T")
-Row = dict[str, float | str]
 
 
-def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round to nearest even, as a trainer's cast does."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+@dataclass(frozen=True)
+class Row:
+    """One format on one pair of states."""
+
+    pair: str
+    format: str
+    share: float | None
+    """Of a synthetic pair: the share of elements that was to change."""
+    changed: float
+    bytes: int
+    bits_per_changed: float
+    bound_bits: float
+    ratio: float
+    """Full bf16 bytes by payload bytes."""
+    encode_gbps: float
+    decode_gbps: float
+    encode_cpu_gbps: float
+    decode_cpu_gbps: float
+    encode_peak_mib: float
+    """Beyond the two states."""
+    decode_peak_mib: float
+    """Beyond base, payload and result."""
+    largest_mib: float
 
 
-def moved(
-    weights: NDArray[np.float32], share: float, rng: np.random.Generator
-) -> NDArray[np.uint16]:
-    """The bf16 bits of `weights` after a step that changes `share` of them."""
-    before = to_bf16(weights)
-    direction = rng.standard_normal(weights.size, dtype=np.float32)
-    sample = slice(0, 1 << 18)
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of the fastest of some calls."""
 
-    def step(part: slice, size: float) -> NDArray[np.float32]:
-        return (weights[part] + size * direction[part]).astype(np.float32)
-
-    low, high = 1e-9, 1e-2
-    for _ in range(30):
-        size = (low * high) ** 0.5
-        after = to_bf16(step(sample, size))
-        low, high = (size, high) if np.mean(after != before[sample]) < share else (low, size)
-    # No step changes every bit pattern: at 100 % take a large one and nudge the rest.
-    after = to_bf16(step(slice(None), 1e-3 if share == 1 else high))
-    if share == 1:
-        after[after == before] ^= 1
-    return after
+    wall: float
+    cpu: float
 
 
-def best(function: Callable[[], T], repeats: int, clock: Callable[[], float]) -> tuple[T, float]:
+def entropy_bits(counts: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> float:
+    """Bits of all symbols, coded by their own frequencies; `counts` per part of the state."""
+    width = max((count.size for count in counts), default=0)
+    total = np.zeros(width)
+    for count in counts:
+        total[: count.size] += count
+    total = total[total > 0]
+    return float(-(total * np.log2(total / total.sum())).sum())
+
+
+def measure_bound(pair: Pair) -> tuple[int, float]:
+    """Changed elements, and the order-0 entropy of gaps and moves over the whole state, in bits."""
+    gaps: list[Any] = []
+    moves: list[Any] = []
+    changed = 0
+    for name, tensor in pair.base.items():
+        changes = find(tensor.data, pair.new[name].data, tensor.dtype)
+        changed += changes.index.size
+        gaps.append(np.bincount(np.diff(changes.index, prepend=-1) - 1))
+        moves.append(np.bincount(changes.moves))
+    return changed, entropy_bits(gaps) + entropy_bits(moves)
+
+
+def best(function: Callable[[], T], repeats: int) -> tuple[T, Spent]:
     """The result, and the seconds of the fastest of `repeats` calls."""
-    seconds = float("inf")
-    for _ in range(repeats - 1):
-        start = clock()
-        function()
-        seconds = min(seconds, clock() - start)
-    start = clock()
-    result = function()
-    return result, min(seconds, clock() - start)
+    wall = cpu = float("inf")
+    while True:
+        started, used = time.perf_counter(), time.process_time()
+        result = function()
+        wall = min(wall, time.perf_counter() - started)
+        cpu = min(cpu, time.process_time() - used)
+        repeats -= 1
+        if repeats <= 0:
+            return result, Spent(wall, cpu)
+        del result
 
 
-def as_state(bits: NDArray[np.uint16]) -> State:
-    """`bits` as a model of one matrix."""
-    return {"weight": Tensor("BF16", (bits.size,), bits)}
+def peak_mib(function: Callable[[], object], keeps: int) -> float:
+    """Most memory that `function` held at once beyond `keeps` bytes, numpy's included, in MiB."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        result = function()
+        peak = tracemalloc.get_traced_memory()[1]
+        del result
+    finally:
+        tracemalloc.stop()
+    return (peak - before - keeps) / 2**20
 
 
-def measure(
-    name: str,
-    new: State,
-    encode: Callable[[], bytes],
-    decode: Callable[[bytes], State],
-    repeats: int,
-    clock: Callable[[], float],
+def drain(pieces: Iterator[bytes]) -> None:
+    """Make a payload and forget it."""
+    for _ in pieces:
+        pass
+
+
+def written(base: State, state: State) -> int:
+    """Bytes of the tensors of `state` that are not the very ones of `base`."""
+    return state_bytes({name: one for name, one in state.items() if one is not base.get(name)})
+
+
+def run(
+    pair: Pair, base: Policy, new: Policy, form: Format, bound: tuple[int, float], options: Any
 ) -> Row:
-    """One row: size and speed of one payload, after checking that it is lossless."""
-    payload, encoding = best(encode, repeats, clock)
-    result, decoding = best(lambda: decode(payload), repeats, clock)
-    data = new["weight"].data
-    if result["weight"].data.tobytes() != data.tobytes():
-        raise SystemExit(f"{name}: the codec is not lossless")
-    return {
-        "name": name,
-        "bytes": len(payload),
-        "ratio": data.nbytes / len(payload),
-        "encode_gbps": data.nbytes / 1e9 / encoding,
-        "decode_gbps": data.nbytes / 1e9 / decoding,
-    }
-
-
-def run(elements: int, repeats: int, threads: int) -> list[Row]:
-    """The baseline, the full state, and a delta for every share."""
-    clock = time.process_time if threads == 1 else time.perf_counter
-    rng = np.random.default_rng(0)
-    weights = rng.normal(0, DEVIATION, elements).astype(np.float32)
-    base = as_state(to_bf16(weights))
-    info = [TensorInfo("weight", "BF16", (elements,), bytes(32))]
-    raw = base["weight"].data.tobytes()
-    plain = len(zstandard.ZstdCompressor(level=1).compress(raw))
-    rows: list[Row] = [{"name": "full, plain zstd-1", "bytes": plain, "ratio": len(raw) / plain}]
-
-    def full() -> bytes:
-        return b"".join(encode_full(base, threads=threads))
-
-    rows.append(
-        measure("full", base, full, lambda p: decode_full(p, info, threads=threads), repeats, clock)
+    """One row, after checking that the format is lossless."""
+    threads, repeats = options.threads, options.repeats
+    payload, encoding = best(lambda: list(form.encode(base, new, threads)), repeats)
+    state, decoding = best(lambda: form.decode(base, new, payload, threads), repeats)
+    if any(state[name].data.tobytes() != one.data.tobytes() for name, one in pair.new.items()):
+        raise SystemExit(f"{form.name} is not lossless on {pair.name}")
+    keeps = written(pair.base, state)
+    del state
+    changed, bound_bits = bound
+    full, size = state_bytes(pair.new), sum(map(len, payload))
+    elements = sum(tensor.data.size for tensor in pair.new.values())
+    return Row(
+        pair=pair.name,
+        format=form.name,
+        share=pair.share,
+        changed=changed / elements,
+        bytes=size,
+        bits_per_changed=8 * size / changed,
+        bound_bits=bound_bits / changed,
+        ratio=full / size,
+        encode_gbps=full / 1e9 / encoding.wall,
+        decode_gbps=full / 1e9 / decoding.wall,
+        encode_cpu_gbps=full / 1e9 / encoding.cpu,
+        decode_cpu_gbps=full / 1e9 / decoding.cpu,
+        encode_peak_mib=peak_mib(lambda: drain(iter(form.encode(base, new, threads))), 0),
+        decode_peak_mib=peak_mib(lambda: form.decode(base, new, payload, threads), keeps),
+        largest_mib=max(tensor.data.nbytes for tensor in pair.new.values()) / 2**20,
     )
-    for share in SHARES:
-        bits = moved(weights, share, rng)
-        new = as_state(bits)
-        row = measure(
-            f"delta {share:.1%}",
-            new,
-            lambda new=new: b"".join(encode_delta(base, new, threads=threads)),
-            lambda p: apply_delta(base, p, info, threads=threads),
-            repeats,
-            clock,
-        )
-        changed = int(np.count_nonzero(bits != base["weight"].data))
-        row |= {
-            "share": share,
-            "changed": changed / elements,
-            "bits_per_changed": 8 * float(row["bytes"]) / changed,
-            "gain": plain / float(row["bytes"]),
-        }
-        rows.append(row)
-    return rows
 
 
-def judge(rows: list[Row]) -> list[dict[str, object]]:
-    """Every goal with what was reached."""
-    goals: list[dict[str, object]] = []
-    for name, (share, column, least) in GOALS.items():
-        value = float(next(row[column] for row in rows if row.get("share") == share))
-        unit = "GB/s" if column.endswith("gbps") else "x"
-        goals.append(
-            {"name": name, "value": value, "goal": least, "unit": unit, "ok": value >= least}
-        )
-    return goals
+def pairs(options: argparse.Namespace) -> Iterator[Pair]:
+    """All that is measured."""
+    yield from synthetic((8 if options.quick else 64) << 20)
+    if not options.synthetic:
+        yield from optimizer_steps(options.quick)
 
 
-def show(rows: list[Row], goals: list[dict[str, object]]) -> None:
-    """The same for people."""
-    columns = (
-        "changed",
-        "bytes",
-        "ratio",
-        "gain",
-        "bits_per_changed",
-        "encode_gbps",
-        "decode_gbps",
-    )
-    print(f"{'':20}" + "".join(f"{column:>17}" for column in columns))
-    for row in rows:
-        cells = (f"{row[c]:>17.4g}" if c in row else f"{'-':>17}" for c in columns)
-        print(f"{row['name']:20}" + "".join(cells))
-    for goal in goals:
-        mark = "ok  " if goal["ok"] else "MISS"
-        print(f"{mark} {goal['name']}: {goal['value']:.3g} {goal['unit']} (goal {goal['goal']:g})")
-
-
-def main() -> None:
-    """Measure, print, and write the report."""
+def main() -> int:
+    """Measure, print, write the report, and say by the exit code whether every goal was met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--quick", action="store_true", help="a small model, once")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="small models, once: about a minute")
+    parser.add_argument(
+        "--synthetic", action="store_true", help="no training: synthetic deltas only"
+    )
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    elements, repeats = (4 << 20, 1) if options.quick else (64 << 20, 3)
-    rows = run(elements, repeats, options.threads)
-    goals = judge(rows)
-    show(rows, goals)
+    options.repeats = 1 if options.quick else 3
+    rows: list[Row] = []
+    for pair in pairs(options):
+        base, new = prove(0, pair.base), prove(1, pair.new)
+        bound = measure_bound(pair)
+        for form in (OURS, ANCHOR, FULL, XOR, SPARSE):
+            rows.append(run(pair, base, new, form, bound, options))
+        show(rows[-5:])
+    goals = judge(rows, options.threads)
     if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "goals": goals}, indent=2) + "\n")
+        report = {"rows": [asdict(row) for row in rows], "goals": goals}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if all(goal["ok"] for goal in goals) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

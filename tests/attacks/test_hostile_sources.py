@@ -26,13 +26,16 @@ from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import TensorInfo
 from primerl.protocol.messages import (
+    BlobRequest,
     ChunkFollows,
     GetChunk,
     GetHeads,
+    HaveChunks,
     HeadNotice,
     Heads,
     Hello,
     RunEnded,
+    WatchChunks,
     WatchHeads,
 )
 from primerl.protocol.version import MAX_CHUNK
@@ -71,7 +74,12 @@ async def bad_neighbour(
         await control(stream, await receive(stream, QUESTIONS))  # type: ignore[arg-type]
 
     async def on_blobs(peer: bytes, stream: Stream) -> None:
-        await blobs(stream, await receive(stream, GetChunk))
+        request: BlobRequest = await receive(stream, BlobRequest)  # type: ignore[arg-type]
+        if isinstance(request, WatchChunks):  # it claims whatever anybody wants
+            count = len(request.chunks)
+            await send(stream, HaveChunks(((1 << count) - 1).to_bytes((count + 7) // 8, "little")))
+            await asyncio.sleep(3600)
+        await blobs(stream, request)
 
     async with Rogue(swarm, "neighbour") as rogue:
         rogue.serve(control=on_control, blobs=on_blobs)

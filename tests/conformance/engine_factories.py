@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from engine_cases import FP32, MAX_LENGTH, SHAPE, make_llama, make_qwen3
 
 from primerl.node.config import EngineConfig
@@ -51,3 +52,21 @@ PARAMS = [
     pytest.param(name, marks=pytest.mark.slow) if name == "vllm" else name for name in FACTORIES
 ]
 """What tests are parametrised with: vLLM only where it is installed and slow tests are asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine to make, a model directory for it, and two policies."""
+
+    factory: Factory
+    model_dir: Path
+    states: list[State]
+
+
+def make_case(name: str, directories: pytest.TempPathFactory) -> Case:
+    """The case of the factory `name`."""
+    torch.set_num_threads(1)
+    factory = FACTORIES[name]
+    made = [directories.mktemp(f"model{seed}") for seed in range(2)]
+    states = [factory.model(directory, seed) for seed, directory in enumerate(made)]
+    return Case(factory, made[0], states)

@@ -12,6 +12,7 @@ from primerl.node.model_files import contract_files, read_state
 from primerl.node.training.backend import Batch, TrainBackend
 from primerl.node.training.counting import CountingBackend
 from primerl.node.training.local import LocalBackend
+from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import digests
 
 Make = Callable[[], TrainBackend]
@@ -60,6 +61,43 @@ async def test_an_empty_batch_leaves_the_policy(backend: TrainBackend) -> None:
     before = digests(await backend.state())
     assert (await backend.step(Batch(1, []))).values["tokens"] == 0.0
     assert digests(await backend.state()) == before
+
+
+async def test_a_snapshot_is_the_policy_and_says_where_it_changed(backend: TrainBackend) -> None:
+    first = await backend.snapshot()
+    assert first.base is None
+    before = digests(first.state)
+    for step in (1, 2):
+        await backend.step(batch(step))
+        found = await backend.snapshot()
+        assert digests(found.state) == digests(await backend.state())
+        changed = found.changed_since(first.state)
+        assert changed
+        hinted = b"".join(encode_delta(first.state, found.state, changed=changed))
+        assert hinted == b"".join(encode_delta(first.state, found.state))
+        assert digests(first.state) == before
+        first, before = found, digests(found.state)
+
+
+async def test_a_snapshot_of_an_unchanged_policy_has_no_changes(backend: TrainBackend) -> None:
+    await backend.step(batch(1))
+    first = await backend.snapshot()
+    await backend.step(Batch(2, []))
+    await backend.state()  # does not count as a snapshot
+    assert (await backend.snapshot()).changed_since(first.state) == {}
+
+
+async def test_a_snapshot_after_a_load_is_compared_with_the_one_before(
+    backend: TrainBackend, tmp_path: Path
+) -> None:
+    await backend.save(tmp_path / "saved")
+    await backend.step(batch(1))
+    first = await backend.snapshot()
+    await backend.load(tmp_path / "saved")
+    found = await backend.snapshot()
+    assert digests(found.state) == digests(await backend.state())
+    hinted = encode_delta(first.state, found.state, changed=found.changed_since(first.state))
+    assert b"".join(hinted) == b"".join(encode_delta(first.state, found.state))
 
 
 async def test_a_step_is_not_trained_twice(backend: TrainBackend) -> None:

@@ -1,38 +1,24 @@
-"""One suite for every engine: what engine_factories.py names."""
+"""One suite for every engine that engine_factories.py names; for update() see test_engine_update.py."""
 
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
-from pathlib import Path
 
 import pytest
-import torch
-from conformance.engine_factories import FACTORIES, PARAMS, Factory
+from conformance.engine_factories import PARAMS, Case, make_case
 from engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, started, varied_requests
 
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
 from primerl.node.errors import EngineError
-from primerl.node.weights.state import State
 
 DEADLINE_S = 60.0
 
 
-@dataclass(frozen=True)
-class Case:
-    factory: Factory
-    model_dir: Path
-    states: list[State]
-
-
 @pytest.fixture(scope="module", params=PARAMS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    torch.set_num_threads(1)
-    factory = FACTORIES[request.param]
-    directories = [tmp_path_factory.mktemp(f"model{seed}") for seed in range(2)]
-    states = [factory.model(directory, seed) for seed, directory in enumerate(directories)]
-    return Case(factory, directories[0], states)
+    return make_case(request.param, tmp_path_factory)
 
 
 @pytest.fixture

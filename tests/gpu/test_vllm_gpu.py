@@ -1,6 +1,8 @@
 """vLLM on a GPU: bf16, a small random Qwen3, updated in place. The CPU tests hold the details."""
 
 import asyncio
+import itertools
+import logging
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from update_cases import blended
 
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
@@ -139,6 +142,51 @@ async def test_loads_in_mid_generation_keep_requests_alive_and_stamp_both_versio
         differences(case, 0, one, completion), differences(case, 1, one, completion)
     )
     assert float(explained.mean()) < TOLERANCE
+
+
+async def test_after_updates_in_place_logprobs_are_those_of_a_whole_load(
+    engine: VllmEngine, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the last bit, request by request; nothing fell back to a load."""
+    await engine.load(100, case.states[0])
+    state = case.states[0]
+    before = [await engine.generate(one) for one in requests()]
+    with caplog.at_level(logging.INFO, "primerl.node.engines.vllm"):
+        for seed in range(4):
+            state, changed = blended(state, case.states[1], 0.05, seed)
+            await engine.update(104, state, changed)
+    updated = [await engine.generate(one) for one in requests()]
+    assert "whole" not in caplog.text
+    await engine.load(104, state)
+    assert [await engine.generate(one) for one in requests()] == updated
+    assert [one.token_ids for one in updated] != [one.token_ids for one in before]
+
+
+async def test_a_hundred_updates_beside_generation_lose_no_request(
+    engine: VllmEngine, case: Case
+) -> None:
+    other, changed = blended(case.states[0], case.states[1], 0.1)
+    states = [case.states[0], other]
+    await engine.load(200, states[0])
+    done = asyncio.Event()
+
+    async def generate_until_done(seed: int) -> list[Completion]:
+        found: list[Completion] = []
+        while not done.is_set():
+            found.append(await engine.generate(GenerateRequest((1, 2, 3), 150, 1.0, seed, ())))
+        return found
+
+    async with asyncio.timeout(DEADLINE_S):
+        callers = [asyncio.create_task(generate_until_done(seed)) for seed in range(16)]
+        for version in range(201, 301):
+            await engine.update(version, states[version % 2], changed)
+        done.set()
+        found = await asyncio.gather(*callers)
+    for mine in found:
+        assert {len(one.token_ids) for one in mine} == {150}
+        for one, after in itertools.pairwise(mine):
+            assert one.policy_first <= one.policy_last <= after.policy_first
+    assert any(one.policy_first < one.policy_last for one in itertools.chain(*found))
 
 
 async def test_a_state_that_does_not_fit_is_refused(engine: VllmEngine, case: Case) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import protocol_cases as cases
+import weights_cases
 
 from primerl.crypto.hashing import derive, digest
+from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.state import Tensor, digests, state_digest
 from primerl.protocol import tickets
 from primerl.protocol.leases import sample_seed
@@ -67,10 +69,22 @@ def build() -> dict[str, Any]:
     }
 
 
+def payloads() -> dict[str, bytes]:
+    """Weight payloads by file name. zstd may code them otherwise in another version, never less readably."""
+    base, new = weights_cases.golden_pair()
+    return {
+        "weights_full.bin": b"".join(encode_full(new)),
+        "weights_delta.bin": b"".join(encode_delta(base, new)),
+    }
+
+
 def main() -> None:
-    """Write the file."""
+    """Write the files."""
     FILE.write_text(json.dumps(build(), indent=1) + "\n")
     print(f"wrote {FILE}")
+    for name, payload in payloads().items():
+        FILE.with_name(name).write_bytes(payload)
+        print(f"wrote {FILE.with_name(name)}, {len(payload)} B")
 
 
 if __name__ == "__main__":

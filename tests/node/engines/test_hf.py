@@ -18,6 +18,7 @@ from engine_cases import (
     started,
     varied_requests,
 )
+from update_cases import blended
 
 from primerl.node import models
 from primerl.node.engines.build import build_engine
@@ -29,7 +30,7 @@ from primerl.node.engines.qwen3 import Qwen3Network
 from primerl.node.engines.scripted import ScriptedEngine
 from primerl.node.errors import EngineError
 from primerl.node.tensors import from_torch
-from primerl.node.weights.state import State, Tensor
+from primerl.node.weights.state import Changed, State, Tensor
 
 UNTIED = SHAPE.model_copy(
     update={"tie_word_embeddings": False, "num_attention_heads": 6, "rope_theta": 1e6}
@@ -175,6 +176,40 @@ async def test_integers_are_not_weights(tied: tuple[Path, State]) -> None:
         network((directory, {**state, "model.norm.weight": replace(norm, dtype="I16")}))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_writes_what_a_new_network_would_hold(
+    model: tuple[Path, State], dtype: str
+) -> None:
+    directory, state = model
+    other = {name: replace(tensor, data=tensor.data[::-1].copy()) for name, tensor in state.items()}
+    new, changed = blended(state, other, 0.05)
+    mine = network(model, dtype)
+    tokens = torch.arange(30)[None]
+    with torch.inference_mode():
+        before = mine.forward(tokens)
+        assert mine.update(new, changed)
+        after, wanted = mine.forward(tokens), network((directory, new), dtype).forward(tokens)
+    assert after.equal(wanted)
+    assert not after.equal(before)
+
+
+def test_a_tensor_that_the_model_keeps_in_another_form_is_not_written(
+    llama: tuple[Path, State],
+) -> None:
+    """Its parameter does not hold what the checkpoint says, so there is no place for an element."""
+    directory, state = llama
+    loaded: Any = models.model_from_state(directory, state)
+    kept, turned = "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"
+    with torch.no_grad():
+        weight = loaded.get_parameter(turned)
+        weight.copy_(weight.t().clone())
+    made = CausalNetwork(loaded, state)
+    before = weight.clone()
+    assert not made.update(state, {kept: None, turned: None})
+    assert weight.equal(before)
+    assert made.update(state, {kept: None})
+
+
 # -- decoding -------------------------------------------------------------------------------------
 
 
@@ -208,6 +243,9 @@ class CountingNetwork:
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.inner.forward(tokens)
+
+    def update(self, state: State, changed: Changed) -> bool:
+        return self.inner.update(state, changed)
 
 
 def run(inner: Network, requests: Sequence[Any]) -> CountingNetwork:
@@ -313,6 +351,37 @@ async def test_an_engine_that_is_not_started_or_started_twice_says_so(
     with pytest.raises(EngineError, match="another"):
         await engine.start(tied[0])
     await engine.close()
+
+
+class Unwritable(CountingNetwork):
+    """Fails or refuses in the middle of an update."""
+
+    error: RuntimeError | None = None
+
+    def update(self, state: State, changed: Changed) -> bool:
+        if self.error:
+            raise self.error
+        return False
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+async def test_what_cannot_be_written_in_place_is_loaded_whole(
+    tied: tuple[Path, State], error: RuntimeError | None
+) -> None:
+    built: list[Unwritable] = []
+
+    def build(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+        built.append(Unwritable(build_network(model_dir, state, dtype=dtype, device=device)))
+        built[-1].error = error
+        return built[-1]
+
+    engine = await started(HfEngine(FP32, build=build), *tied)
+    try:
+        await engine.update(1, tied[1], {})
+        assert (len(built), engine.policy_version) == (2, 1)
+        assert (await engine.generate(request())).policy_first == 1
+    finally:
+        await engine.close()
 
 
 class BrokenNetwork(CountingNetwork):

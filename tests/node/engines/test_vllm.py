@@ -4,6 +4,7 @@ The behaviours that every engine shares are in tests/conformance/test_engine.py.
 """
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 import pytest_asyncio
 import torch
+from update_cases import blended
 
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
@@ -274,6 +276,21 @@ async def test_no_cached_prefix_outlives_the_weights_that_made_it(
         for _ in range(2):  # the second time from the cache
             [completion] = await generate_all(engine, [one])
             assert completion.logprobs == near(forward_logprobs(case, which, one, completion))
+
+
+async def test_no_cached_prefix_outlives_an_update_in_place(
+    engine: VllmEngine, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    await engine.load(3100, case.states[0])
+    one = request(400)
+    await generate_all(engine, [one])
+    new, changed = blended(case.states[0], case.states[1], 0.1)
+    with caplog.at_level(logging.INFO, "primerl.node.engines.vllm"):
+        await engine.update(3101, new, changed)
+    assert "whole" not in caplog.text  # it went element by element
+    [updated] = await generate_all(engine, [one])
+    wanted = forward_logprobs(Case(case.model_dir, (new, new)), 0, one, updated)
+    assert updated.logprobs == near(wanted)
 
 
 async def test_a_state_that_does_not_fit_is_refused_and_the_old_weights_stay(

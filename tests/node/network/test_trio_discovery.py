@@ -1,15 +1,18 @@
 """Discovery in a thread of its own: one life after the other, and what start() tells."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import pytest
 import trio
 
 from primerl.node.network.discovery import Fact
-from primerl.node.network.transport import AddressInUse, TransportError
+from primerl.node.network.transport import AddressInUse, Stream, TransportError, Unreachable
 from primerl.node.network.trio_discovery import FACT_QUEUE, TrioDiscovery
+
+T = TypeVar("T")
 
 DEADLINE_S = 20.0
 
@@ -32,6 +35,11 @@ class FakeLife:
         if sealed == b"poison":
             self._dying.set()
         self._receive(Fact(sealed, b""))
+
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        raise Unreachable(f"{peer!r} is at none of {addresses}")
 
     async def keep_connected(self, bootstrap: Sequence[str]) -> None:
         await self._dying.wait()
@@ -123,3 +131,25 @@ async def test_facts_that_nobody_takes_push_out_the_oldest_and_are_counted() -> 
     await until(lambda: discovery.dropped_facts == 5)
     assert (await anext(discovery.facts())).sealed == b"5"
     await discovery.close()
+
+
+async def talk(stream: Stream) -> bytes:
+    return await stream.read_exact(1)
+
+
+async def test_who_wants_to_converse_is_told_at_once_when_nothing_runs() -> None:
+    lives = Lives(None, *[RuntimeError("no")] * 9)
+    discovery = TrioDiscovery(lives.begin, port=0)
+    with pytest.raises(Unreachable, match="not running"):
+        await discovery.converse(b"peer", [], talk)
+    await discovery.start([])
+    with pytest.raises(Unreachable, match="none of"):
+        await discovery.converse(b"peer", ["/there"], talk)
+    await discovery.publish(b"poison")
+    await until(lambda: not discovery.neighbours())
+    with pytest.raises(Unreachable, match="between two lives"):
+        await discovery.converse(b"peer", [], talk)
+    await discovery.close()
+    with pytest.raises(Unreachable, match="not running"):
+        await discovery.converse(b"peer", [], talk)
+    assert [caller async for caller in discovery.callers()] == []

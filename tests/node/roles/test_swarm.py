@@ -187,12 +187,13 @@ async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_not
     assert min(held.values()) >= 2
 
 
-async def test_the_second_worker_fetches_most_weights_from_the_first(
-    tmp_path: Path, model_dir: Path
-) -> None:
+async def two_workers(
+    tmp_path: Path, model_dir: Path, chunk_mib: float
+) -> tuple[Running, Running, dict[str, dict[str, int]]]:
+    """A run with a worker, and one that came when the first had weights: who got chunk bytes from whom."""
     fakes = Fakes(words=40_000, pause=hesitant(1, 0.01))
     async with Swarm(
-        tmp_path, model_dir, fakes=fakes, max_steps=8, weights={"chunk_mib": 0.03}
+        tmp_path, model_dir, fakes=fakes, max_steps=8, weights={"chunk_mib": chunk_mib}
     ) as swarm:
         await swarm.start_trainer()
         first = swarm.add_worker("first")
@@ -200,10 +201,26 @@ async def test_the_second_worker_fetches_most_weights_from_the_first(
         second = swarm.add_worker("second")
         summary = await swarm.finished()
         await second.ended()
-    sources = summary["chunk_bytes_by_source"][short(second.node_id)]
+    return first, second, summary["chunk_bytes_by_source"]
+
+
+async def test_the_second_worker_fetches_most_weights_from_the_first(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    first, second, by_worker = await two_workers(tmp_path, model_dir, chunk_mib=1.0)
+    sources = by_worker[short(second.node_id)]
     assert sources[short(first.node_id)] > 2 * sources["trainer"]
     last = json.loads((second.data_dir / "last_status.json").read_text())
     assert last["chunk_bytes_by_source"][short(first.node_id)] >= sources[short(first.node_id)]
+
+
+async def test_of_many_chunks_the_trainer_sends_each_about_once_to_two_workers(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    first, second, by_worker = await two_workers(tmp_path, model_dir, chunk_mib=0.003)
+    everything = sum(by_worker[short(second.node_id)].values())
+    from_trainer = sum(by_worker[short(one.node_id)]["trainer"] for one in (first, second))
+    assert from_trainer <= 1.5 * everything
 
 
 # -- staleness ---------------------------------------------------------------------------------------

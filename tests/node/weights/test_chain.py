@@ -108,6 +108,36 @@ def test_known_version_with_another_state_needs_a_rewind() -> None:
     assert chain.get(3) is None
 
 
+def test_deltas_between_two_states_never_lead_over_an_anchor_or_from_other_bits() -> None:
+    chain = chain_of(LINE | {(2, -1): 1, (3, 1): 15})
+
+    def between(base: tuple[int, bytes], target: tuple[int, bytes]) -> list[tuple[int, int]]:
+        return [(v, a.base_version) for v, a in chain.deltas(base, target)]
+
+    assert between((0, state(0)), (2, state(2))) == [(1, 0), (2, 1)]
+    assert between((1, state(1)), (3, state(3))) == [(3, 1)]
+    other = digest(b"other bits")
+    for base, target in (
+        ((0, other), (2, state(2))),
+        ((0, state(0)), (2, other)),
+        ((2, state(2)), (2, state(2))),
+        ((3, state(3)), (2, state(2))),
+        ((0, state(0)), (9, state(9))),
+    ):
+        with pytest.raises(NoPath, match="no known deltas"):
+            between(base, target)
+
+
+def test_a_gap_is_where_known_versions_break_off_below_a_version() -> None:
+    chain = chain_of({key: size for key, size in LINE.items() if key[0] < 2} | {(9, -1): 5})
+    assert chain.gap(NOTHING, 9) == 1
+    assert chain.gap(4, 9) == 4
+    assert chain.gap(8, 9) == 1  # what is held leads on, but there is more to learn before it
+    assert chain.gap(NOTHING, 0) is None
+    assert chain_of(LINE).gap(NOTHING, 3) is None
+    assert chain_of({(9, -1): 5}).gap(NOTHING, 9) is None
+
+
 def test_anchor_is_due_at_first_by_age_and_by_weight() -> None:
     assert Chain().needs_anchor(0, 10)
     chain = chain_of(LINE)

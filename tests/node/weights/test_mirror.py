@@ -151,3 +151,11 @@ def test_proof_does_not_depend_on_the_order_of_tensors() -> None:
     assert np.array_equal(
         Mirror().prepare(manifest, artifact, payload).policy.state["a"].data, V0["a"].data
     )
+
+
+def test_a_prepared_delta_says_what_changed_and_an_anchor_does_not() -> None:
+    mirror = at_v0()
+    changed = mirror.prepare(*published(1, V1, V0)).changed
+    assert changed is not None
+    assert set(changed) == {name for name in V0 if not cases.same({"": V0[name]}, {"": V1[name]})}
+    assert mirror.prepare(*published(1, V1)).changed is None

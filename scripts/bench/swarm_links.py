@@ -1,0 +1,173 @@
+"""A star of rate-limited links between network namespaces, for benchmarks: made as root, removed at the end.
+
+Nothing of it is in the machine's own network: the bridge has a namespace too, and no namespace has a way out.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "primerl-swarm-"
+HUB = PREFIX + "hub"
+SUBNET = "10.77.0"
+BURST = "32kb"
+QUEUE_MS = 50
+"""How long a packet may wait before a full link drops it: a home router's queue."""
+MAX_NODES = 200
+
+
+class Unavailable(Exception):
+    """This machine cannot give us limited links; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one node has, in Mbit/s."""
+
+    up: float
+    down: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes on the wire of one node, headers and repetitions included."""
+
+    sent: int
+    received: int
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """What was added to `before`."""
+        return Traffic(self.sent - before.sent, self.received - before.received)
+
+
+class Star:
+    """Node i has the address `address(i)`, in a namespace of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def address(self, index: int) -> str:
+        """IPv4 address of a node."""
+        return f"{SUBNET}.{index + 1}"
+
+    def inside(self, index: int) -> list[str]:
+        """What to put before a command so that it runs on this node, with a /tmp of its own.
+
+        That command's first argument must be the directory that shall be its /tmp.
+        """
+        mount = 'mount --bind "$1" /tmp && shift && exec "$@"'
+        return ["ip", "netns", "exec", _name(index), "sh", "-c", mount, "sh"]
+
+    def traffic(self) -> list[Traffic]:
+        """Byte counters of every node."""
+        shown = json.loads(_ip("-n", HUB, "-j", "-s", "link", "show", "type", "veth"))
+        by_port = {port["ifname"]: port["stats64"] for port in shown}
+        ports = [by_port[_port(index)] for index in range(self.size)]
+        # What the bridge's end receives is what the node has sent.
+        return [Traffic(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
+
+
+@contextmanager
+def star(links: Sequence[Link]) -> Generator[Star]:
+    """A network of these nodes; left-overs of a killed run are removed first.
+
+    Raises Unavailable: not root, no `ip` or `tc`, no such queue in this kernel, or another run is on.
+    """
+    _check_tools()
+    if len(links) > MAX_NODES:
+        raise Unavailable(f"{len(links)} nodes are more than the {MAX_NODES} of one network")
+    with _alone():
+        remove()
+        try:
+            _make(links)
+            yield Star(len(links))
+        finally:
+            remove()
+
+
+def remove() -> None:
+    """Remove every namespace of ours, and what still runs in it."""
+    for line in _ip("netns", "list").splitlines():
+        name = line.split()[0] if line.strip() else ""
+        if not name.startswith(PREFIX):
+            continue
+        for process in _ip("netns", "pids", name).split():
+            _kill(int(process))
+        _ip("netns", "delete", name)
+
+
+def _kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # it was quicker
+
+
+def _make(links: Sequence[Link]) -> None:
+    _ip("netns", "add", HUB)
+    _ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
+    _ip("-n", HUB, "link", "set", "bridge", "up")
+    for index, link in enumerate(links):
+        name, port = _name(index), _port(index)
+        _ip("netns", "add", name)
+        _ip("-n", HUB, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip("-n", HUB, "link", "set", port, "master", "bridge", "up")
+        _ip("-n", name, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", "eth0")
+        _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", name, "link", "set", "eth0", "up")
+        _limit(name, "eth0", link.up)
+        _limit(HUB, port, link.down)
+
+
+def _limit(namespace: str, device: str, mbit: float) -> None:
+    """A token bucket on what leaves through `device`."""
+    _run(
+        *("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf"),
+        *("rate", f"{int(mbit * 1e6)}bit", "burst", BURST, "latency", f"{QUEUE_MS}ms"),
+    )
+
+
+def _name(index: int) -> str:
+    return f"{PREFIX}{index}"
+
+
+def _port(index: int) -> str:
+    return f"port{index}"
+
+
+def _check_tools() -> None:
+    if os.geteuid() != 0:
+        raise Unavailable("limited links need root: run it with sudo")
+    for tool in ("ip", "tc", "mount"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"limited links need `{tool}`: install iproute2 and mount")
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """One run at a time: the next one would remove our namespaces."""
+    with (Path(tempfile.gettempdir()) / "primerl-swarm.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Unavailable("another run of this benchmark is on: wait for its end") from error
+        yield
+
+
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unavailable(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,100 @@
+"""One node of a shardcast tree for swarm.py, run by the Python that has shardcast; imports nothing of ours.
+
+    python swarm_shardcast_node.py origin|middle|client UPSTREAM,...
+
+Commands and answers are JSON lines on stdin and stdout. What shardcast would share between all nodes of one
+machine (a file beside its package, /tmp) the benchmark gives to each node separately.
+"""
+
+import json
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+POLL_S = 0.25
+"""Its middle nodes ask every 30 s and the loader of INTELLECT-2 every 5 s: here both ask as often as this."""
+ASK_S = 30.0
+PORT = 8000
+PROBE_BYTES = 65_536
+"""Of the file that every client fetches at its start to judge a server."""
+
+
+def say(**answer: object) -> None:
+    """One line to the benchmark."""
+    print(json.dumps(answer), flush=True)
+
+
+def servable(folder: Path) -> str:
+    """`folder` with what clients look for at their start."""
+    folder.mkdir(exist_ok=True)
+    (folder / "data1.bin").write_bytes(bytes(PROBE_BYTES))
+    return str(folder)
+
+
+def origin() -> None:
+    """Publish a file when told."""
+    from shardcast.origin_server import OriginServer  # pyright: ignore[reportMissingImports]
+
+    server = OriginServer(servable(Path("data")), PORT)
+    say(up=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        time.sleep(max(0.0, command["at"] - time.monotonic()))
+        start = time.monotonic()
+        server.broadcast(command["file"], command["shard"])
+        say(start=start, done=time.monotonic())
+
+
+def middle(upstream: list[str]) -> None:
+    """Fetch and serve whatever comes."""
+    from shardcast.middle_node import MiddleNode  # pyright: ignore[reportMissingImports]
+
+    MiddleNode(upstream, servable(Path("data")), PORT, check_interval=POLL_S)
+    say(up=True)
+    for _ in sys.stdin:
+        pass
+
+
+def client(upstream: list[str]) -> None:
+    """Fetch a version when told, as soon as a server lists it."""
+    from shardcast.client_node import ClientNode  # pyright: ignore[reportMissingImports]
+
+    node = ClientNode(upstream, "downloads")
+    say(up=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        time.sleep(max(0.0, command["at"] - time.monotonic()))
+        while not all(lists(server, command["version"]) for server in upstream):
+            time.sleep(POLL_S)
+        while (file := node.download_version(command["version"])) is None:
+            time.sleep(POLL_S)
+        say(done=time.monotonic(), bytes=Path(file).stat().st_size)
+
+
+def lists(server: str, version: str) -> bool:
+    """Whether a server tells of a version.
+
+    While two servers disagree on that, a client of both may begin to look for shards that do not exist,
+    without end. So ours begins when all agree, and all of them finish.
+    """
+    try:
+        with urllib.request.urlopen(f"{server}/distribution.txt", timeout=ASK_S) as reply:
+            return f"{version}:" in reply.read().decode()
+    except OSError:
+        return False
+
+
+def main() -> None:
+    """Run one node until stdin ends."""
+    role, upstream = sys.argv[1], [f"http://{host}:{PORT}" for host in sys.argv[2].split(",")]
+    if role == "origin":
+        origin()
+    elif role == "middle":
+        middle(upstream)
+    else:
+        client(upstream)
+
+
+if __name__ == "__main__":
+    main()

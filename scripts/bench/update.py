@@ -1,0 +1,391 @@
+"""How long generation stands still for new weights: a delta written in place against a full reload.
+
+    python scripts/bench/update.py --engine hf|vllm [--shape tiny|50m|0.6b] [--share 0.01] [--quick]
+
+A random Qwen3 generates for some requests at once. Every now and then it gets a policy of which `--share`
+of the elements changed, first by update(), then as often by load(). Noted is when each token comes. A
+pause is the longest gap between two tokens of a request that touches the call; for some of it the
+engine is "frozen" and runs no step. What it cost in tokens is counted against the median gap. Afterwards
+the updated engine must say, to the last bit, what one says that was given the whole state.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from primerl.node import models
+from primerl.node.config import EngineConfig, ModelCreateConfig
+from primerl.node.engines.engine import GenerateRequest
+from primerl.node.engines.hf import HfEngine
+from primerl.node.engines.network import build_network
+from primerl.node.engines.qwen3 import shapes
+from primerl.node.engines.vllm import VllmEngine
+from primerl.node.engines.vllm_options import sampling_arguments
+from primerl.node.weights.state import Changed, State, Tensor
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {},  # of models.create()
+    "50m": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 50000,
+    },
+    "0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+    },
+}
+PAUSE_MS, RATIO = 40.0, 8.0
+"""The goals, on an H200; elsewhere only the ratio."""
+SETTLE_S = 0.4
+PROMPT = tuple(range(32, 96))
+ON_CUDA: dict[str, Any] = {
+    "gpu_memory_utilization": 0.5,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    # what the requests hold is computed anew in one step
+    "max_num_batched_tokens": 16384,
+}
+
+Times = list[float]
+Frozens = list[tuple[float, float]]
+
+
+# -- a model and two policies ----------------------------------------------------------------------
+
+
+def make_model(directory: Path, shape: str) -> State:
+    """Config and tokenizer of a Qwen3 in `directory`, and a random bf16 state for it."""
+    models.create(directory, ModelCreateConfig(), 0)
+    (directory / "model.safetensors").unlink()
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | SHAPES[shape]
+    path.write_text(json.dumps({k: v for k, v in config.items() if k != "layer_types"}))
+    pool = np.random.default_rng(0).normal(0, 0.02, (1 << 22) + 7).astype(np.float32)
+    bits = (pool.view(np.uint32) >> 16).astype("<u2")
+    state: dict[str, Tensor] = {}
+    for name, size in shapes(models.load_config(directory)).items():
+        data = np.full(size, 0x3F80, "<u2") if len(size) == 1 else np.resize(bits, size)
+        state[name] = Tensor("BF16", size, data.reshape(-1))
+    return state
+
+
+def moved(state: State, share: float) -> tuple[State, Changed]:
+    """`state` with the last bit of `share` of its elements flipped, and their positions."""
+    rng = np.random.default_rng(1)
+    new: dict[str, Tensor] = {}
+    changed: dict[str, Any] = {}
+    for name, tensor in state.items():
+        size = tensor.data.size
+        gaps = rng.geometric(share, int(1.2 * share * size) + 16)
+        positions = np.cumsum(gaps) - 1
+        changed[name] = positions = positions[positions < size]
+        data = tensor.data.copy()
+        data[positions] ^= 1
+        new[name] = Tensor(tensor.dtype, tensor.shape, data)
+    return new, changed
+
+
+# -- engines whose tokens are watched --------------------------------------------------------------
+
+
+class Watched:
+    """A network of the embedded engine that notes when each step of a batch ends."""
+
+    def __init__(self, inner: Any, times: Times, frozen: Frozens) -> None:
+        self._inner = inner
+        self._times = times
+        self._frozen = frozen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def update(self, state: State, changed: Changed) -> bool:
+        """As the network's, timed."""
+        began = time.monotonic()
+        written = self._inner.update(state, changed)
+        self._frozen.append((time.monotonic() - began,) * 2)
+        return written
+
+    def prefill(self, tokens: Any, mask: Any) -> Any:
+        """As the network's, with a session that notes its steps, too."""
+        session, logits = self._inner.prefill(tokens, mask)
+        self._times.append(time.monotonic())
+        step = session.step
+
+        def timed(tokens: Any) -> Any:
+            logits = step(tokens)
+            self._times.append(time.monotonic())
+            return logits
+
+        session.step = timed
+        return session, logits
+
+
+@dataclass
+class Bench:
+    """One engine under load."""
+
+    engine: Any
+    requests: int
+    length: int
+    times: list[Times] = field(default_factory=list[Times])
+    """Of the tokens of every request; of every batch's steps for the embedded engine."""
+    frozen: Frozens = field(default_factory=list[tuple[float, float]])
+    """Seconds for which each change of weights let no step run, and of them those of writing."""
+    finished: int = 0
+
+    async def generate_forever(self, row: int) -> None:
+        """Ask for one completion after the other."""
+        for number in count(row, self.requests):
+            await self.generate(number)
+            self.finished += 1
+
+    async def generate(self, seed: int) -> None:
+        """One completion, its tokens noted as they come."""
+        request = GenerateRequest(PROMPT, self.length, 1.0, seed, ())
+        if not isinstance(self.engine, VllmEngine):
+            await self.engine.generate(request)
+            return
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        times: Times = []
+        self.times.append(times)
+        arguments = sampling_arguments(request)
+        params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+        prompt = {"prompt_token_ids": list(PROMPT)}
+        stream = self.engine._llm.generate(prompt, params, f"bench-{seed}")
+        async for output in stream:
+            times.extend([time.monotonic()] * len(output.outputs[0].token_ids))
+
+
+class Frozen(logging.Handler):
+    """Reads in the log of vLLM's engine how long it was paused."""
+
+    def __init__(self, frozen: Frozens) -> None:
+        super().__init__()
+        self._frozen = frozen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the seconds of "policy %d loaded, paused for %.4f s, %.4f s to write"."""
+        if "paused for" in str(record.msg) and isinstance(record.args, tuple):
+            self._frozen.append((float(str(record.args[1])), float(str(record.args[2]))))
+
+
+def make_bench(options: argparse.Namespace) -> Bench:
+    """The bench of the engine that was asked for, not started."""
+    cuda = torch.cuda.is_available()
+    steps: Times = []
+    frozen: Frozens = []
+    common = {
+        "dtype": "bfloat16" if cuda else "float32",
+        "max_batch": options.requests,
+        "max_model_len": 1024,
+    }
+    if options.engine == "hf":
+
+        def build(model_dir: Path, state: State, *, dtype: str, device: str) -> Any:
+            began = time.monotonic()
+            network = build_network(model_dir, state, dtype=dtype, device=device)
+            frozen.append((time.monotonic() - began,) * 2)
+            return Watched(network, steps, frozen)
+
+        torch.set_num_threads(options.threads)
+        engine: Any = HfEngine(EngineConfig(**common), build=build)
+    else:
+        engine = VllmEngine(EngineConfig(type="vllm", **common, vllm=ON_CUDA if cuda else {}))
+        log = logging.getLogger("primerl.node.engines.vllm")
+        log.addHandler(Frozen(frozen))
+        log.setLevel(logging.INFO)
+    return Bench(engine, options.requests, options.length, [steps], frozen)
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """One update or load."""
+
+    kind: str
+    began: float
+    ended: float
+    frozen: float
+    """Seconds in which the engine ran no step."""
+    writing: float
+
+
+async def measure(bench: Bench, states: list[State], changed: Changed, calls: int) -> list[Call]:
+    """Load the engine with requests and change its weights under them."""
+    engine, versions = bench.engine, count(1)
+    done: list[Call] = []
+
+    async def change(kind: str, call: Callable[[int], Awaitable[None]]) -> None:
+        await asyncio.sleep(SETTLE_S)
+        began = time.monotonic()
+        await call(next(versions))
+        done.append(Call(kind, began, time.monotonic(), *bench.frozen[-1]))
+        await asyncio.sleep(SETTLE_S)
+
+    busy = [asyncio.create_task(bench.generate_forever(row)) for row in range(bench.requests)]
+    await asyncio.sleep(5 * SETTLE_S)
+    for number in range(2 * calls):  # an even number: the policy of the start is back
+        state = states[(number + 1) % 2]
+        await change("update", lambda version, s=state: engine.update(version, s, changed))
+    for number in range(2 * calls):
+        state = states[(number + 1) % 2]
+        await change("load", lambda version, s=state: engine.load(version, s))
+    lost = [task for task in busy if task.done()]
+    for task in busy:
+        task.cancel()
+    await asyncio.gather(*busy, return_exceptions=True)
+    if lost:
+        raise SystemExit(f"{len(lost)} requests were lost: {lost[0].exception()}")
+    return done
+
+
+def gaps_of(call: Call, times: Times) -> list[float]:
+    """Gaps between consecutive tokens that touch the call."""
+    return [b - a for a, b in pairwise(times) if b > call.began and a < call.ended]
+
+
+def summarize(bench: Bench, calls: list[Call]) -> dict[str, float]:
+    """Medians of all calls of a kind, in ms and tokens."""
+    first = min(call.began for call in calls) - SETTLE_S
+    quiet = [
+        b - a
+        for times in bench.times
+        for a, b in pairwise(times)
+        if a > first and not any(b > c.began and a < c.ended for c in calls)
+    ]
+    usual = statistics.median(quiet)
+    found = {"median gap, ms": 1e3 * usual}
+    for kind in ("update", "load"):
+        mine = [call for call in calls if call.kind == kind]
+        pauses: list[float] = []
+        lost: list[float] = []
+        for call in mine:
+            touched = [gaps for times in bench.times if (gaps := gaps_of(call, times))]
+            pauses.append(max(max(gaps) for gaps in touched))
+            lost.append(sum(sum(gaps) / usual - len(gaps) for gaps in touched))
+        width = bench.requests if isinstance(bench.engine, HfEngine) else 1
+        found |= {
+            f"{kind}: pause, ms": 1e3 * statistics.median(pauses),
+            f"{kind}: longest pause, ms": 1e3 * max(pauses),
+            f"{kind}: frozen, ms": 1e3 * statistics.median(call.frozen for call in mine),
+            f"{kind}: writing, ms": 1e3 * statistics.median(call.writing for call in mine),
+            f"{kind}: whole call, ms": 1e3 * statistics.median(c.ended - c.began for c in mine),
+            f"{kind}: tokens lost": width * statistics.median(lost),
+        }
+    return found
+
+
+async def same_as_loaded(bench: Bench, states: list[State], changed: Changed) -> bool:
+    """Whether an update gives the very logprobs of a load of the same state."""
+    request = GenerateRequest(PROMPT, 64, 1.0, 5, ())
+    await bench.engine.load(1000, states[0])
+    before = await bench.engine.generate(request)
+    await bench.engine.update(1001, states[1], changed)
+    updated = await bench.engine.generate(request)
+    await bench.engine.load(1001, states[1])
+    loaded = await bench.engine.generate(request)
+    return updated == loaded and updated.logprobs != before.logprobs
+
+
+async def run(options: argparse.Namespace) -> dict[str, float]:
+    """All figures."""
+    bench = make_bench(options)
+    with tempfile.TemporaryDirectory() as name:
+        state = make_model(Path(name), options.shape)
+        other, changed = moved(state, options.share)
+        try:
+            await bench.engine.start(Path(name))
+            await bench.engine.load(0, state)
+            await bench.generate(10**6)  # warm
+            for times in bench.times:
+                times.clear()
+            calls = await measure(bench, [state, other], changed, options.calls)
+            same = await same_as_loaded(bench, [state, other], changed)
+        finally:
+            await bench.engine.close()
+    elements = sum(tensor.data.size for tensor in state.values())
+    written = sum(len(positions) for positions in changed.values() if positions is not None)
+    return {
+        "elements": elements,
+        "elements changed": written,
+        "requests at once": bench.requests,
+        "requests finished meanwhile": bench.finished,
+        "requests lost": 0,
+        "logprobs equal to those of a load": float(same),
+        **summarize(bench, calls),
+    }
+
+
+def judge(found: dict[str, float], *, cuda: bool) -> list[dict[str, Any]]:
+    """The goals with what was reached."""
+    goals = [("logprobs equal to those of a load", found["logprobs equal to those of a load"], 1.0)]
+    for column in ("pause, ms", "frozen, ms", "whole call, ms"):
+        found[f"load / update: {column[:-4]}"] = (
+            found[f"load: {column}"] / found[f"update: {column}"]
+        )
+    goals.append(("load / update: frozen", found["load / update: frozen"], RATIO))
+    judged = [{"name": n, "value": v, "goal": g, "ok": v >= g} for n, v, g in goals]
+    if cuda:
+        value = found["update: pause, ms"]
+        judged.append(
+            {"name": "update: pause, ms", "value": value, "goal": PAUSE_MS, "ok": value <= PAUSE_MS}
+        )
+    return judged
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether every goal was met."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--share", type=float, default=0.01, help="of the elements, changed")
+    parser.add_argument("--calls", type=int, default=10, help="pairs of updates, and of loads")
+    parser.add_argument("--requests", type=int, default=32, help="that generate at once")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a completion")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, for the hf engine")
+    parser.add_argument("--quick", action="store_true", help="few calls, few requests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    options = parser.parse_args()
+    if options.quick:
+        options.calls, options.requests, options.length = 2, 4, 64
+    found = asyncio.run(run(options))
+    goals = judge(found, cuda=torch.cuda.is_available())
+    for name, value in found.items():
+        print(f"{name:36} {value:14.6g}")
+    for goal in goals:
+        mark = "ok  " if goal["ok"] else "MISS"
+        print(f"{mark} {goal['name']}: {goal['value']:.4g} (goal {goal['goal']:g})")
+    if options.json:
+        options.json.write_text(json.dumps({"rows": found, "goals": goals}, indent=2) + "\n")
+    return 0 if all(goal["ok"] for goal in goals) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

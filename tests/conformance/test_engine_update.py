@@ -1,0 +1,206 @@
+"""update() for every engine: what is written in place equals what is loaded whole."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from conformance.engine_factories import PARAMS, Case, make_case
+from engine_cases import request, started, varied_requests
+from update_cases import blended
+
+from primerl.node.engines.engine import Completion, Engine, GenerateRequest
+from primerl.node.errors import EngineError
+from primerl.node.weights.state import Changed, State, Tensor
+
+DEADLINE_S = 60.0
+SHARE = 0.05
+UPDATES = 100
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(request.param, tmp_path_factory)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(case: Case) -> AsyncIterator[Engine]:
+    """Started once for all tests of a case: vLLM takes its time."""
+    engine = case.factory.engine()
+    try:
+        yield await started(engine, case.model_dir)
+    finally:
+        await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared: Engine, case: Case) -> Engine:
+    """Holds the first policy as version 0."""
+    await shared.load(0, case.states[0])
+    return shared
+
+
+async def one_by_one(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:
+    """Never in company, so that not even rounding may differ."""
+    async with asyncio.timeout(DEADLINE_S):
+        return [await engine.generate(one) for one in requests]
+
+
+async def test_after_updates_an_engine_equals_a_fresh_one_that_loaded_the_new_state(
+    engine: Engine, case: Case
+) -> None:
+    """To the last bit of every logprob, through a chain of updates and back again."""
+    states, changes = [case.states[0]], []
+    for seed in range(3):
+        state, changed = blended(states[-1], case.states[1], SHARE, seed)
+        states.append(state)
+        changes.append(changed)
+    old = await one_by_one(engine, varied_requests())
+    for version, (state, changed) in enumerate(zip(states[1:], changes, strict=True), 1):
+        await engine.update(version, state, changed)
+    updated = await one_by_one(engine, varied_requests())
+    for version, (state, changed) in enumerate(zip(states[-2::-1], changes[::-1], strict=True), 4):
+        await engine.update(version, state, changed)
+    back = await one_by_one(engine, varied_requests())
+    assert engine.policy_version == 6
+
+    fresh = case.factory.engine()
+    try:
+        await fresh.start(case.model_dir)
+        await fresh.load(3, states[-1])
+        assert await one_by_one(fresh, varied_requests()) == updated
+    finally:
+        await fresh.close()
+    assert [one.token_ids for one in updated] != [one.token_ids for one in old]
+    if case.factory.real:
+        stamped = [replace(one, policy_first=6, policy_last=6) for one in old]
+        assert back == stamped
+
+
+async def test_what_changed_as_a_whole_and_what_did_not_change_at_all(
+    engine: Engine, case: Case
+) -> None:
+    await engine.update(1, case.states[1], dict.fromkeys(case.states[1]))
+    whole = await one_by_one(engine, varied_requests())
+    await engine.update(2, case.states[1], {})
+    again = await one_by_one(engine, varied_requests())
+    await engine.load(3, case.states[1])
+    loaded = await one_by_one(engine, varied_requests())
+    assert {one.policy_first for one in again} == {2}
+    if case.factory.real:
+        assert [one.logprobs for one in whole] == [one.logprobs for one in loaded]
+        assert [one.logprobs for one in again] == [one.logprobs for one in loaded]
+
+
+async def test_an_update_before_the_first_load_loads(case: Case) -> None:
+    engine = case.factory.engine()
+    try:
+        await engine.start(case.model_dir)
+        await engine.update(7, case.states[1], {})
+        found = await one_by_one(engine, varied_requests())
+        assert {(one.policy_first, one.policy_last) for one in found} == {(7, 7)}
+        await engine.load(7, case.states[1])
+        assert await one_by_one(engine, varied_requests()) == found
+    finally:
+        await engine.close()
+
+
+async def test_a_hundred_updates_beside_generation_lose_no_request_and_keep_the_stamps_true(
+    engine: Engine, case: Case
+) -> None:
+    """Versions only rise; odd ones are one policy and even ones the other."""
+    other, changed = blended(case.states[0], case.states[1], 2 * SHARE)
+    states = [case.states[0], other]
+    alone: dict[int, list[int]] = {}
+    for version, state in enumerate(states):
+        await engine.update(version, state, changed)
+        alone[version] = (await one_by_one(engine, [request()]))[0].token_ids
+
+    async def generate_until_done(done: asyncio.Event) -> list[Completion]:
+        found: list[Completion] = []
+        while not done.is_set():
+            found.append(await engine.generate(request()))
+        return found
+
+    async with asyncio.timeout(DEADLINE_S):
+        done = asyncio.Event()
+        callers = [asyncio.create_task(generate_until_done(done)) for _ in range(4)]
+        for version in range(2, 2 + UPDATES):
+            await engine.update(version, states[version % 2], changed)
+            assert engine.policy_version == version
+            await asyncio.sleep(0.002)
+        done.set()
+        found = await asyncio.gather(*callers)
+    if case.factory.real:
+        assert alone[0] != alone[1]
+    for mine in found:
+        for before, after in itertools.pairwise(mine):
+            assert before.policy_first <= before.policy_last <= after.policy_first
+    for one in itertools.chain(*found):
+        assert len(one.token_ids) == len(one.logprobs) > 0
+        if one.policy_first == one.policy_last:
+            # A scripted engine goes by the version, not by the weights: one version, one answer.
+            version = one.policy_first % 2 if case.factory.real else one.policy_first
+            assert one.token_ids == alone.setdefault(version, one.token_ids)
+    assert len({one.policy_first for one in itertools.chain(*found)}) > 2
+
+
+Fault = Callable[[State], tuple[State, Changed]]
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def at(*positions: int) -> Changed:
+    return {EMBEDDING: np.array(positions)}
+
+
+FAULTS: dict[str, Fault] = {
+    "a name of another model": lambda state: (state, {"model.other.weight": None}),
+    "a position past the end": lambda state: (state, at(0, state[EMBEDDING].data.size)),
+    "a negative position": lambda state: (state, at(-1, 3)),
+    "positions of another type": lambda state: (state, {EMBEDDING: np.array([0.0, 1.0])}),
+    "positions of another shape": lambda state: (state, {EMBEDDING: np.array([[0, 1]])}),
+}
+MISFITS: dict[str, Fault] = {
+    "a tensor missing": lambda state: (without(state, "model.norm.weight"), {EMBEDDING: None}),
+    "another shape": lambda state: (transposed(state), {EMBEDDING: None}),
+}
+
+
+def without(state: State, name: str) -> State:
+    return {other: tensor for other, tensor in state.items() if other != name}
+
+
+def transposed(state: State) -> State:
+    tensor = state[EMBEDDING]
+    return {**state, EMBEDDING: Tensor(tensor.dtype, tensor.shape[::-1], tensor.data)}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *MISFITS])
+async def test_an_update_that_does_not_fit_is_refused_and_changes_nothing(
+    engine: Engine, case: Case, fault: str
+) -> None:
+    if fault in MISFITS and not case.factory.real:
+        pytest.skip("no model stands behind this engine")
+    before = await one_by_one(engine, varied_requests())
+    state, changed = (FAULTS | MISFITS)[fault](case.states[1])
+    with pytest.raises(EngineError):
+        await engine.update(1, state, changed)
+    assert engine.policy_version == 0
+    assert await one_by_one(engine, varied_requests()) == before
+    await engine.update(1, case.states[1], dict.fromkeys(case.states[1]))
+    assert engine.policy_version == 1
+
+
+async def test_an_engine_that_is_not_started_or_is_closed_updates_nothing(case: Case) -> None:
+    engine = case.factory.engine()
+    with pytest.raises(EngineError):
+        await engine.update(0, case.states[0], {})
+    await started(engine, case.model_dir, case.states[0])
+    await engine.close()
+    with pytest.raises(EngineError):
+        await engine.update(1, case.states[1], {})

@@ -1,0 +1,241 @@
+"""What must hold whatever bytes a stranger sends: run(data) decodes them and raises AssertionError if not.
+
+The first byte of `data` chooses a decoder, the rest is what it is given. Used by fuzz_codec.py and by the tests
+beside it, which mutate what seeds() gives.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import weights_cases as cases
+from protocol_cases import (
+    LEASE,
+    MESSAGES,
+    POLICY_MANIFEST,
+    RECORD,
+    SUBMISSION,
+    VERDICT,
+    sealed_head,
+)
+from protocol_cases import head as policy_head
+
+from primerl.node.weights.codec import (
+    BlockChanges,
+    apply_delta,
+    apply_delta_changed,
+    decode_full,
+    encode_changes_stream,
+    encode_delta,
+    encode_full,
+    read_changes,
+)
+from primerl.node.weights.errors import CodecError, DigestMismatch
+from primerl.node.weights.merge import merge
+from primerl.node.weights.mirror import Mirror, prove
+from primerl.node.weights.moves import find
+from primerl.node.weights.payload import DELTA, FULL, blocks_of, check_layout, header, layout_of
+from primerl.node.weights.state import BITS, Changed, State, numel
+from primerl.protocol.envelope import Envelope
+from primerl.protocol.errors import RemoteProtocolError
+from primerl.protocol.leases import Lease
+from primerl.protocol.manifests import PeerRecord, PolicyHead, PolicyManifest, TensorInfo
+from primerl.protocol.messages import Message
+from primerl.protocol.rollouts import Submission, Verdict
+from primerl.protocol.session import decode
+
+MAX_IMPLIED = 1 << 22
+"""Bytes: what a manifest made of foreign bytes may imply here, else one input fills the memory by right."""
+
+
+def pair() -> tuple[State, State]:
+    """Two states whose delta uses every method of a block and every coding of positions and values."""
+    base = {
+        "bytes": cases.tensor("U8", (120,), bytes(120)),
+        "dense": cases.like_a_model(1, 700),
+        "empty": cases.tensor("F16", (0, 4), b""),
+        "far": cases.tensor("I32", (300,), bytes(1200)),
+        "raw": cases.tensor("F32", (40,), bytes(160)),
+        "scalar": cases.tensor("I64", (), bytes(8)),
+        "skip": cases.bf16(0x8000, 0x7FC1, 0xFFFF),
+        "sparse": cases.like_a_model(2, 3000),
+        "wide": cases.tensor("F64", (9, 10), bytes(720)),
+    }
+    noise = np.random.default_rng(3)
+    far, wide = base["far"].data.copy(), base["wide"].data.copy()
+    near = base["bytes"].data.copy()
+    near[::5] += noise.integers(30, 100, near[::5].size).astype(near.dtype)
+    far[::7] += noise.integers(1, 9000, far[::7].size).astype(far.dtype)
+    wide[:] += noise.integers(1, 200, wide.size).astype(wide.dtype)
+    new = base | {
+        "bytes": cases.tensor("U8", (120,), near.tobytes()),
+        "dense": cases.stepped(base["dense"], 4, 0.95),
+        "far": cases.tensor("I32", (300,), far.tobytes()),
+        "raw": cases.tensor("F32", (40,), noise.bytes(160)),
+        "scalar": cases.tensor("I64", (), b"\xff" * 8),
+        "sparse": cases.stepped(base["sparse"], 5, 0.02),
+        "wide": cases.tensor("F64", (9, 10), wide.tobytes()),
+    }
+    return base, new
+
+
+def differences() -> Iterator[BlockChanges]:
+    """What the second state changes, block by block."""
+    for name, dtype, shape in LAYOUT:
+        for part in blocks_of(shape):
+            found = find(BASE[name].data[part], NEW[name].data[part], dtype)
+            yield BlockChanges(name, dtype, part, found)
+
+
+BASE, NEW = pair()
+INFOS = cases.infos(NEW)
+LAYOUT = layout_of(NEW)
+WHOLE, STEP = b"".join(encode_full(NEW)), b"".join(encode_delta(BASE, NEW))
+QUIET = b"".join(encode_changes_stream(INFOS, differences()))
+"""A delta without a raw block: it says what changed."""
+HELD = prove(6, BASE)
+MANIFEST = cases.manifest(7, NEW, cases.delta(6, HELD.digest, STEP))
+BITS_BEFORE = {name: tensor.data.tobytes() for name, tensor in BASE.items()}
+EVERY_MESSAGE: Any = functools.reduce(operator.or_, Message.__subclasses__())
+DOCUMENTS = (PolicyManifest, PolicyHead, PeerRecord, Lease, Submission, Verdict, Envelope)
+
+
+def full(data: bytes) -> bool:
+    """A full state: decoded to the layout of the manifest, or refused."""
+    try:
+        state = decode_full(data, INFOS)
+    except CodecError:
+        return False
+    assert layout_of(state) == LAYOUT
+    assert cases.same(decode_full(list(encode_full(state)), INFOS), state)
+    return True
+
+
+def step(data: bytes) -> bool:
+    """A delta: the base is not touched, and every change is told."""
+    pieces = [data[at : at + 97] for at in range(0, len(data), 97)]
+    try:
+        state, changed = apply_delta_changed(BASE, pieces, INFOS)
+    except CodecError:
+        return False
+    finally:
+        assert {name: tensor.data.tobytes() for name, tensor in BASE.items()} == BITS_BEFORE
+    assert layout_of(state) == LAYOUT
+    check_told(state, changed)
+    assert cases.same(apply_delta(BASE, encode_delta(BASE, state, changed=changed), INFOS), state)
+    return True
+
+
+def check_told(state: State, changed: Changed) -> None:
+    """`changed` names every difference between BASE and `state`, in order."""
+    for name, tensor in state.items():
+        differs = np.flatnonzero(tensor.data != BASE[name].data)
+        if name not in changed:
+            assert tensor is BASE[name]
+            continue
+        told = changed[name]
+        if told is not None:
+            assert (np.diff(told) > 0).all()
+            assert told.size == 0 or (told[0] >= 0 and told[-1] < tensor.data.size)
+            assert np.isin(differs, told).all()
+
+
+def changes(data: bytes) -> bool:
+    """A delta read without a base: coded again and merged, it does what it did."""
+    try:
+        blocks = list(read_changes(data, INFOS))
+    except CodecError:
+        return False
+    for block in blocks:
+        index, moves = block.changes.index, block.changes.moves
+        assert index.size == moves.size
+        assert (np.diff(index) > 0).all()
+        assert moves.all()
+        assert not index.size or 0 <= index[0] <= index[-1] < block.part.stop - block.part.start
+    direct = apply_delta(BASE, data, INFOS)
+    assert cases.same(apply_delta(BASE, encode_changes_stream(INFOS, blocks), INFOS), direct)
+    merged = apply_delta(BASE, merge([[QUIET], [data]], INFOS), INFOS)
+    assert cases.same(merged, apply_delta(NEW, data, INFOS))
+    return True
+
+
+def mirror(data: bytes) -> bool:
+    """A policy of a signed manifest: what is not exactly that state is refused, and nothing held changes."""
+    subject = Mirror(HELD)
+    try:
+        prepared = subject.prepare(MANIFEST, MANIFEST.artifacts[0], data)
+    except (CodecError, DigestMismatch):
+        return False
+    finally:
+        assert subject.policy is HELD
+    assert cases.same(prepared.policy.state, NEW)
+    return True
+
+
+def lying(data: bytes) -> bool:
+    """A manifest of foreign bytes, and a payload that fits its tensors or pretends to."""
+    size = int.from_bytes(data[:2], "little")
+    try:
+        tensors = msgspec.msgpack.decode(data[2 : 2 + size], type=tuple[TensorInfo, ...])
+        layout = check_layout(tensors)
+    except (msgspec.DecodeError, UnicodeDecodeError, CodecError):
+        return False
+    implied = sum(numel(shape) * BITS[dtype].itemsize for _, dtype, shape in layout)
+    rest = data[2 + size :] if implied <= MAX_IMPLIED else data[2 + size :][:16]
+    try:
+        state = decode_full(header(FULL, layout) + rest, tensors)
+        assert layout_of(state) == layout
+        return True
+    except CodecError:
+        pass
+    try:
+        list(read_changes(header(DELTA, layout) + rest, tensors))
+    except CodecError:
+        return False
+    return True
+
+
+def said(data: bytes) -> bool:
+    """A message or a document: one that comes back as it was, or RemoteProtocolError."""
+    kinds: tuple[Any, ...] = (EVERY_MESSAGE, *DOCUMENTS)
+    kind = kinds[data[0] % len(kinds)] if data else EVERY_MESSAGE
+    try:
+        found = decode(data[1:], kind)
+    except RemoteProtocolError:
+        return False
+    again = msgspec.msgpack.encode(found)
+    assert msgspec.msgpack.encode(decode(again, kind)) == again  # equal but for NaN
+    return True
+
+
+TARGETS: tuple[Callable[[bytes], bool], ...] = (full, step, changes, mirror, lying, said)
+
+
+def run(data: bytes) -> bool:
+    """Whether the bytes were accepted; AssertionError or whatever else is raised is a finding."""
+    return bool(data) and TARGETS[data[0] % len(TARGETS)](data[1:])
+
+
+def seeds() -> list[bytes]:
+    """Valid inputs of every target."""
+    table = msgspec.msgpack.encode(INFOS)
+    lie = len(table).to_bytes(2, "little") + table
+    payloads: list[tuple[Callable[[bytes], bool], bytes]] = [
+        (full, WHOLE),
+        (step, STEP),
+        (changes, QUIET),
+        (mirror, STEP),
+        (lying, lie + WHOLE[len(header(FULL, LAYOUT)) :]),
+        (lying, lie + QUIET[len(header(DELTA, LAYOUT)) :]),
+    ]
+    payloads += [(said, b"\0" + msgspec.msgpack.encode(message)) for message in MESSAGES]
+    documents = (POLICY_MANIFEST, policy_head(0), RECORD, LEASE, SUBMISSION, VERDICT)
+    payloads += [
+        (said, bytes([at]) + msgspec.msgpack.encode(document))
+        for at, document in enumerate(documents, 1)
+    ]
+    payloads.append((said, bytes([len(DOCUMENTS)]) + sealed_head(policy_head(0))))
+    return [bytes([TARGETS.index(target)]) + data for target, data in payloads]

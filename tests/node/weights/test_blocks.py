@@ -1,0 +1,182 @@
+"""The parts of a block come back as they were, in about as many bits as they carry."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import weights_cases as cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from primerl.node.weights.blocks import (
+    BLOCK,
+    DENSE,
+    DENSE_FROM,
+    RAW,
+    SKIP,
+    SMALL,
+    SPARSE,
+    decode_block,
+    decode_changes,
+    encode_block,
+    encode_changes,
+    max_body,
+)
+from primerl.node.weights.moves import find, where
+from primerl.node.weights.places import read_places, write_places
+from primerl.node.weights.streams import StreamReader, StreamWriter
+from primerl.node.weights.values import read_moves, read_values, write_moves, write_values
+
+WIDTHS = st.sampled_from([np.dtype(f"<u{width}") for width in (1, 2, 4, 8)])
+
+
+def reader(writer: StreamWriter) -> StreamReader:
+    return StreamReader(writer.finish())
+
+
+# -- positions -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(st.sets(st.integers(0, 9999)), st.integers(0, 1 << 20))
+def test_positions_come_back(chosen: set[int], more: int) -> None:
+    index = np.array(sorted(chosen), np.int64)
+    writer = StreamWriter()
+    write_places(writer, index, 10_000 + more)
+    back = reader(writer)
+    assert read_places(back, 10_000 + more).tolist() == index.tolist()
+    back.finish()
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-6, 0.001, 0.03, 0.15, 0.17, 0.5, 0.99, 1.0])
+def test_positions_of_any_density_come_back(share: float) -> None:
+    flags = np.random.default_rng(1).random(300_000) < share
+    assert np.array_equal(where(flags), np.flatnonzero(flags))
+    writer = StreamWriter()
+    write_places(writer, where(flags), flags.size)
+    body = writer.finish()
+    assert np.array_equal(read_places(StreamReader(body), flags.size), np.flatnonzero(flags))
+    mean = flags.mean()
+    if 0 < mean < DENSE_FROM:
+        bound = -(mean * np.log2(mean) + (1 - mean) * np.log2(1 - mean)) * flags.size
+        assert 8 * len(body) < 1.05 * bound + 100
+
+
+# -- moves ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> NDArray[Any]:
+    """Small and huge values of any width."""
+    dtype = draw(WIDTHS)
+    most = 2 ** (8 * dtype.itemsize) - 1
+    each = st.one_of(st.integers(1, 4), st.integers(0, 300), st.integers(0, most), st.just(most))
+    clipped = each.map(lambda value: min(value, most))
+    return draw(hnp.arrays(dtype, st.integers(1, 200), elements=clipped))
+
+
+@settings(max_examples=50)
+@given(numbers())
+def test_values_come_back(values: NDArray[Any]) -> None:
+    writer = StreamWriter()
+    write_values(writer, values)
+    assert read_values(reader(writer), values.size, values.dtype).tolist() == values.tolist()
+
+
+@settings(max_examples=50)
+@given(numbers())
+def test_moves_come_back(values: NDArray[Any]) -> None:
+    moves = np.maximum(values, np.ones_like(values))
+    writer = StreamWriter()
+    write_moves(writer, moves)
+    assert read_moves(reader(writer), moves.size, moves.dtype).tolist() == moves.tolist()
+
+
+@pytest.mark.parametrize("most", [3, 12, 90, 9000])
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<u8"])
+def test_moves_of_any_size_come_back(most: int, dtype: str) -> None:
+    rng = np.random.default_rng(most)
+    moves = np.maximum(1, np.abs(rng.normal(0, most / 3, 50_001))).astype(dtype)
+    moves[[7, 50_000]] = np.iinfo(dtype).max
+    writer = StreamWriter()
+    write_moves(writer, moves)
+    assert (read_moves(reader(writer), moves.size, moves.dtype) == moves).all()
+
+
+# -- blocks --------------------------------------------------------------------------------------
+
+
+def entropy(values: NDArray[Any]) -> float:
+    """Bits of `values`, each coded by its frequency."""
+    _, counts = np.unique(values, return_counts=True)
+    return float(-(counts * np.log2(counts / counts.sum())).sum())
+
+
+def trained(share: float) -> tuple[NDArray[Any], NDArray[Any]]:
+    """bf16 weights before and after a normal step that changes about this share of them."""
+    rng = np.random.default_rng(5)
+    weights = rng.normal(0, 0.02, BLOCK).astype(np.float32)
+    step = (3.6e-5 * share * rng.normal(0, 1, BLOCK)).astype(np.float32)
+
+    def bits(values: NDArray[np.float32]) -> NDArray[Any]:
+        wide = values.view(np.uint32)
+        return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype("<u2")
+
+    return bits(weights), bits(weights + step)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 1, 2, 8, 40])
+def test_delta_is_within_5_percent_of_the_entropy_of_gaps_and_moves(share: float) -> None:
+    base, new = trained(share)
+    method, body = encode_block(base, new, "BF16")
+    changes = find(base, new, "BF16")
+    bound = entropy(np.diff(changes.index, prepend=-1)) + entropy(changes.moves)
+    # The gaps of a thousand changes have more values than changes: their frequencies say too little.
+    assert 8 * len(body) < (1.05 if changes.index.size > 5000 else 1.15) * bound
+    out = np.empty_like(base)
+    decode_block(method, memoryview(body), base, out, "BF16")
+    assert (out == new).all()
+
+
+@pytest.mark.parametrize(("share", "method"), [(0.2, SPARSE), (1.0, SPARSE), (40.0, DENSE)])
+def test_changes_are_coded_as_the_block_is(share: float, method: int) -> None:
+    base, new = trained(share)
+    changes = find(base, new, "BF16")
+    coded = encode_block(base, new, "BF16")
+    assert coded == encode_changes(changes, BLOCK)
+    assert coded == encode_block(base, new, "BF16", changes.index)
+    assert coded[0] == method
+    back = decode_changes(*coded[:1], memoryview(coded[1]), BLOCK, base.dtype)
+    assert np.array_equal(back.index, changes.index)
+    assert np.array_equal(back.moves, changes.moves)
+
+
+def test_each_block_takes_the_method_that_suits_it() -> None:
+    base, new = trained(40.0)
+    assert encode_block(base, base, "BF16") == (SKIP, b"")
+    assert encode_block(None, base, "BF16")[0] == RAW
+    assert encode_block(base, np.zeros_like(base), "BF16")[0] == RAW
+    assert encode_block(base[:SMALL], new[:SMALL], "BF16")[0] == DENSE
+    one = base[:SMALL].copy()
+    one[77] ^= 1
+    method, body = encode_block(base[:SMALL], one, "BF16")
+    assert method == SPARSE
+    assert len(body) < 12
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F32", "F64"])
+@pytest.mark.parametrize("size", [1, 2, 50, 5000, 60_000])
+def test_no_body_is_longer_than_a_decoder_accepts(dtype: str, size: int) -> None:
+    """Also where the sample, every so many values, says the opposite of the whole."""
+    bits = cases.BITS[dtype]
+    base = np.zeros(size, bits)
+    new = np.full(size, np.iinfo(bits).max // 3, bits)
+    new[:: max(1, size // (1 << 12))] = 1
+    for part in (new, np.where(np.arange(size) % 7 < 4, new, base)):
+        method, body = encode_changes(find(base, part, dtype), size)
+        assert len(body) <= max_body(size, bits.itemsize)
+        out = np.empty_like(base)
+        decode_block(method, memoryview(body), base, out, dtype)
+        assert (out == part).all()

@@ -1,0 +1,73 @@
+"""What scripts/bench/swarm.py makes of its figures; the runs themselves need root and are not tests."""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "swarm_report.py"
+
+
+def report() -> ModuleType:
+    """scripts/ is no package: loaded from its file."""
+    spec = spec_from_file_location("swarm_report", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(system: str, workers: int, last_s: float, **more: Any) -> dict[str, Any]:
+    """One row."""
+    base = {"file": "anchor", "bytes": 1000, "first_s": 1.0, "egress": 1.5, "received": 1.0}
+    return base | {"system": system, "workers": workers, "last_s": last_s, "busy": 0.5} | more
+
+
+def judged(*rows: dict[str, Any]) -> dict[str, tuple[float, bool]]:
+    """Name -> value and whether it is reached."""
+    return {goal["name"]: (goal["value"], goal["ok"]) for goal in report().judge(rows)}
+
+
+def test_goals_whose_runs_are_missing_are_not_judged() -> None:
+    """--quick has no shardcast with 16 clients: it may neither pass nor fail."""
+    assert judged(row("primerl", 1, 4.0), row("shardcast, origin only", 4, 16.0)) == {}
+
+
+def test_a_swarm_slower_than_allowed_or_sending_too_much_misses() -> None:
+    """Both goals of the swarm alone, from the row of 16 workers."""
+    goals = judged(row("primerl", 1, 4.0), row("primerl", 16, 6.8, egress=2.01))
+    assert goals["last of 16 workers to a single one"] == (1.7, False)
+    assert goals["trainer egress at 16"] == (2.01, False)
+
+
+def test_we_are_compared_with_the_fastest_way_of_shardcast() -> None:
+    """A slow tree of theirs must not flatter us."""
+    goals = judged(
+        row("primerl", 16, 5.0),
+        row("primerl", 16, 0.5, file="delta"),
+        row("shardcast, origin only", 16, 100.0),
+        row("shardcast, 4 middle nodes", 16, 19.0),
+    )
+    assert goals["shardcast, 4 middle nodes to us, anchor"] == (3.8, False)
+    assert goals["shardcast, 4 middle nodes to our 1 % delta"] == (38.0, False)
+
+
+def test_a_liar_that_is_asked_twice_or_later_again_misses() -> None:
+    """One wrong chunk may be taken, in the version that is attacked."""
+    goals = judged(row("primerl, one liar", 8, 5.0, extra=2.0, late=0.1))
+    assert goals["wrong chunks that a fetcher took"] == (2.0, False)
+    assert goals["... in the version after"] == (0.1, False)
+    assert all(ok for _, ok in judged(row("primerl, one liar", 8, 5.0, extra=1, late=0)).values())
+
+
+def test_a_run_that_never_ended_is_shown_as_longer_than_its_deadline() -> None:
+    """Clients of shardcast may search without end."""
+    assert ">200" in report().cells(row("shardcast, 2 middle nodes", 4, 200.0, late=2))
+
+
+def test_a_run_that_failed_is_a_missed_goal() -> None:
+    """Leaving its row out must not make the others pass."""
+    broken = {"system": "primerl, 32 workers", "file": "", "workers": 0, "failed": "why"}
+    goals = judged(row("primerl", 1, 4.0), row("primerl", 16, 5.0), broken)
+    assert goals["runs that failed"] == (1, False)
