@@ -27,8 +27,8 @@ from .arrivals import Arrivals, Watch
 from .copies import Copies
 from .limits import Pacer
 from .rpc import receive, send
-from .slots import UPLOAD_SLOTS, Slots
-from .transport import Stream, TransportError
+from .slots import Slots, Upload
+from .transport import Stream, StreamClosed, TransportError
 
 REQUEST_TIMEOUT_S = 15.0
 UNHEARD_S = 0.25
@@ -57,13 +57,11 @@ class BlobServer:
     Router, and a BlobFetcher over the same store and arrivals.
     """
 
-    def __init__(
-        self, store: Store, arrivals: Arrivals, pacer: Pacer, *, slots: int = UPLOAD_SLOTS
-    ) -> None:
+    def __init__(self, store: Store, arrivals: Arrivals, pacer: Pacer) -> None:
         self._store = store
         self._arrivals = arrivals
         self._pacer = pacer
-        self._slots = Slots(slots)
+        self._slots = Slots()
         self._copies = Copies(random.Random())
         self._watches: Counter[bytes] = Counter()
         self.served: Counter[bytes] = Counter()
@@ -86,17 +84,17 @@ class BlobServer:
     async def _give(self, peer: bytes, stream: Stream, request: GetChunk) -> None:
         if not await self._find(request.digest, request.wait_ms / 1000):
             raise RemoteProtocolError(Reason.NOT_FOUND, short(request.digest))
-        async with self._turn(peer, stream):
-            await self._upload(peer, stream, 0, request.digest)
+        async with self._turn(peer, stream) as turn:
+            await self._upload(turn, stream, 0, request.digest)
 
     async def _give_any(self, peer: bytes, stream: Stream, request: GetAnyChunk) -> None:
         held = await asyncio.to_thread(self._held, request.wanted)
         if not held:
             raise RemoteProtocolError(Reason.NOT_FOUND, "none of these is kept")
         self._choose(held, request)  # who gets nothing need not wait to hear it
-        async with self._turn(peer, stream):
+        async with self._turn(peer, stream) as turn:
             # Only now: while it waited, others were given what it might have got.
-            await self._upload(peer, stream, *self._choose(held, request))
+            await self._upload(turn, stream, *self._choose(held, request))
 
     def _choose(self, held: Sequence[tuple[int, bytes]], request: GetAnyChunk) -> tuple[int, bytes]:
         choice = self._copies.choose(held, urgent=request.urgent, now=time.monotonic())
@@ -119,7 +117,7 @@ class BlobServer:
         return [(number, name) for number, name in enumerate(names) if self._store.has(name)]
 
     @asynccontextmanager
-    async def _turn(self, peer: bytes, stream: Stream) -> AsyncGenerator[None]:
+    async def _turn(self, peer: bytes, stream: Stream) -> AsyncGenerator[Upload]:
         """Hold an upload slot; tells the peer that it stands in line until it has one."""
 
         async def beat() -> None:
@@ -128,26 +126,27 @@ class BlobServer:
 
         patience = asyncio.timeout(QUEUE_S)
         try:
-            async with patience, self._slots.turn(peer, beat_s=BEAT_S, beat=beat):
+            async with patience, self._slots.turn(peer, beat_s=BEAT_S, beat=beat) as turn:
                 patience.reschedule(None)
-                yield
+                yield turn
         except TimeoutError:
             if patience.expired():
                 raise RemoteProtocolError(Reason.BUSY, "too many wait for a chunk") from None
             raise
 
-    async def _upload(self, peer: bytes, stream: Stream, index: int, name: bytes) -> None:
+    async def _upload(self, turn: Upload, stream: Stream, index: int, name: bytes) -> None:
         # Nothing is awaited between the choice of a chunk and its entry in the book of copies.
         with self._counting(name):
             data = await asyncio.to_thread(self._store.get, name)
             if data is None:
                 raise RemoteProtocolError(Reason.NOT_FOUND, short(name))
-            self._slots.charge(peer, len(data))
+            self._slots.charge(turn.peer, len(data))
             async with _whole_or_reset(stream):
                 async with asyncio.timeout(PIECE_S):
                     await send(stream, ChunkFollows(len(data), index))
                 await self._write(stream, memoryview(data))
-        self.served[peer] += len(data)
+        turn.size = len(data)
+        self.served[turn.peer] += len(data)
 
     @contextmanager
     def _counting(self, name: bytes) -> Generator[None]:
@@ -176,6 +175,7 @@ class BlobServer:
                 await stream.write(piece)
             left -= time.monotonic() - began
         await stream.finish()
+        await _until_read(stream, max(PIECE_S, left))
 
     # -- watches ---------------------------------------------------------------------------------
 
@@ -233,6 +233,16 @@ async def _whole_or_reset(stream: Stream) -> AsyncGenerator[None]:
     finally:
         if not whole:
             await stream.abort()
+
+
+async def _until_read(stream: Stream, patience: float) -> None:
+    """Writing ends when the bytes are in a buffer; an upload ends when its receiver ends its direction too.
+
+    Without this a narrow line would look free, and a chunk given away, long before anybody has it.
+    """
+    async with asyncio.timeout(patience):
+        with suppress(StreamClosed):
+            await stream.read_exact(1)
 
 
 async def _until_gone(stream: Stream, watch: Watch) -> None:

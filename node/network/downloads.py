@@ -108,7 +108,7 @@ class Downloads:
         connection = await self._links.get(peer, ALPN_BLOBS, patience=FIRST_BYTE_S)
         stream: Stream | None = None
         try:
-            stream = await self._open(connection, WatchChunks(tuple(names)), finish=False)
+            stream = await self._open(connection, WatchChunks(tuple(names)))
             async for fresh in _read_news(stream, names):
                 yield fresh
         except TimeoutError as error:
@@ -130,7 +130,7 @@ class Downloads:
         try:
             connection, lane_used = await self._connect(peer, lane, patience)
             try:
-                stream = await self._open(connection, request, finish=True)
+                stream = await self._open(connection, request)
                 yield stream, await self._answer(stream, pull)
             except TimeoutError as error:
                 await self._links.drop(peer, ALPN_BLOBS, lane=lane_used)
@@ -150,14 +150,13 @@ class Downloads:
                 return found, lane
         return await self._links.get(peer, ALPN_BLOBS, patience=patience), 0
 
-    async def _open(self, connection: Connection, request: Message, *, finish: bool) -> Stream:
+    async def _open(self, connection: Connection, request: Message) -> Stream:
+        """A stream with a request on it. Our direction stays open: its end says that we need no more."""
         async with asyncio.timeout(FIRST_BYTE_S):
             stream = await connection.open_stream()
             try:
                 with suppress(StreamClosed):  # refused before it was read: the reply says why
                     await send(stream, request)
-                    if finish:
-                        await stream.finish()
             except BaseException:
                 await stream.abort()  # nobody else knows of it yet
                 raise
@@ -179,6 +178,8 @@ class Downloads:
                 pieces.append(await stream.read_exact(min(PIECE, size - start)))
             pull.received += len(pieces[-1])
             pull.touched = time.monotonic()
+        with suppress(TransportError):
+            await stream.finish()  # the sender waits to hear that we have it
         return b"".join(pieces)
 
     def _free_lane(self, peer: bytes) -> int:

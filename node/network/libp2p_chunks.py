@@ -88,13 +88,15 @@ async def _fetch(stream: Stream, chunk: ChunkRef) -> bytes:
     """One request and its chunk. Runs in the thread of the stream."""
     with suppress(StreamClosed):  # refused before it was read: the reply says why
         await send(stream, GetChunk(chunk.digest))
-        await stream.finish()
     reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
     while isinstance(reply, InLine):
         reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
     if reply.size != chunk.size:
         raise RemoteProtocolError(Reason.WRONG_DIGEST, "not the size that was signed")
-    return await stream.read_exact(chunk.size)
+    data = await stream.read_exact(chunk.size)
+    with suppress(TransportError):
+        await stream.finish()  # the sender waits to hear that we have it
+    return data
 
 
 class ChunkDoor:

@@ -88,6 +88,7 @@ class Neighbour:
                 logger.debug("no news from %s: %s", short(self.peer), error)
             self._looked()
             await asyncio.sleep(WATCH_AGAIN_S * 2**failures)
+        self._path_failed()
         self._drop("no news")
 
     async def _listen(self, names: Sequence[bytes]) -> None:
@@ -167,10 +168,14 @@ class Neighbour:
         self._tools.peers.failed(self.peer)
         self._failures += 1
         if self._failures >= FAILURES:
-            if self._tools.paths is not None:
-                self._tools.standing.path_failed(self.peer, time.monotonic())
+            self._path_failed()
             self._drop("too many failures")
         await asyncio.sleep(BUSY_S)
+
+    def _path_failed(self) -> None:
+        """From the next fetch on, for a while, it is asked another way."""
+        if self._tools.paths is not None:
+            self._tools.standing.path_failed(self.peer, time.monotonic())
 
     def _lied(self, reason: Reason, why: str) -> None:
         logger.warning("%s is left out: %s", short(self.peer), why)

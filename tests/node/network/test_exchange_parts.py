@@ -1,6 +1,7 @@
 """The parts of the exchange by themselves: the board of a fetch, the book of copies, the upload slots."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from random import Random
 
@@ -11,8 +12,9 @@ from exchange_world import references as refs
 from primerl.node.network.arrivals import Arrivals
 from primerl.node.network.board import IN_LINE_S, SILENT_S, Board, Pull
 from primerl.node.network.copies import RELAY_S, Copies
-from primerl.node.network.slots import HALF_LIFE_S, Accounts, Slots
+from primerl.node.network.slots import HALF_LIFE_S, OVERDUE_S, Accounts, Slots
 from primerl.node.network.standing import DETOUR_S, NO_DETOUR_S, REST_S, SHUN_S, Standing
+from primerl.node.network.upload_limit import EPOCH, MOST, UploadLimit
 from primerl.protocol.errors import Reason, RemoteProtocolError
 
 A, B, C, ORIGIN = (bytes([number]) * 32 for number in range(4))
@@ -212,6 +214,42 @@ async def test_one_peer_never_holds_all_slots() -> None:
         await stand(slots, B, served)
         assert served == [B]
     await third
+
+
+async def test_an_upload_that_takes_far_too_long_holds_up_nobody() -> None:
+    now = 0.0
+    slots = Slots(1, clock=lambda: now)
+    served: list[bytes] = []
+    async with slots.turn(A, beat_s=5.0, beat=no_beat):
+        waiting = asyncio.create_task(stand(slots, B, served))
+        await asyncio.sleep(0)
+        assert not served
+        now = OVERDUE_S + 1
+        await stand(slots, C, served)
+        await waiting
+    assert sorted(served) == [B, C]
+
+
+def uploads(limit: UploadLimit, seconds: Callable[[int], float], count: int = 60) -> int:
+    """The limit after so many uploads that take `seconds(beside)` each."""
+    for _ in range(count):
+        limit.learn(128 * 1024, seconds(limit.value), limit.value)
+    return limit.value
+
+
+def test_on_a_line_that_is_full_few_uploads_go_at_a_time() -> None:
+    assert uploads(UploadLimit(), lambda beside: 0.25 * beside) <= 3
+
+
+def test_on_a_long_line_as_many_uploads_go_as_fill_it() -> None:
+    # 100 ms there and back, and room for ten chunks in that time.
+    assert 8 <= uploads(UploadLimit(), lambda beside: max(0.11, 0.01 * beside)) <= 12
+
+
+def test_uploads_become_fewer_again_when_the_line_narrows() -> None:
+    limit = UploadLimit()
+    assert uploads(limit, lambda beside: 0.1) >= MOST - 2
+    assert uploads(limit, lambda beside: 0.1 * beside, EPOCH) <= 3
 
 
 async def test_a_full_line_says_that_it_is_busy() -> None:
