@@ -28,7 +28,7 @@ from .copies import Copies
 from .limits import Pacer
 from .rpc import receive, send
 from .slots import Slots, Upload
-from .transport import Stream, StreamClosed, TransportError
+from .transport import Stream, TransportError
 
 REQUEST_TIMEOUT_S = 15.0
 UNHEARD_S = 0.25
@@ -241,7 +241,7 @@ async def _until_read(stream: Stream, patience: float) -> None:
     Without this a narrow line would look free, and a chunk given away, long before anybody has it.
     """
     async with asyncio.timeout(patience):
-        with suppress(StreamClosed):
+        with suppress(TransportError):
             await stream.read_exact(1)
 
 
