@@ -40,6 +40,7 @@ class Neighbour:
         self._job = job
         self._tools = job.tools
         self._proven = False
+        self._detoured = False
         self._failures = 0
         self._gone = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -51,6 +52,7 @@ class Neighbour:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._tools.paths and self._tools.standing.detoured(self.peer, time.monotonic()):
+                    self._detoured = True
                     self.looked.set()
                     self._tasks.append(tasks.create_task(self._pull_blindly()))
                     return
@@ -175,7 +177,8 @@ class Neighbour:
     def _path_failed(self) -> None:
         """From the next fetch on, for a while, it is asked another way."""
         if self._tools.paths is not None:
-            self._tools.standing.path_failed(self.peer, time.monotonic())
+            now = time.monotonic()
+            self._tools.standing.path_failed(self.peer, now, detour=self._detoured)
 
     def _lied(self, reason: Reason, why: str) -> None:
         logger.warning("%s is left out: %s", short(self.peer), why)

@@ -14,7 +14,7 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ChunkRef
 from ..errors import NetworkError
 from .board import Pull
-from .chunk_source import ChunkSource
+from .chunk_source import ChunkSource, PeerPaths
 from .job import Job, gone_from_origin
 from .rpc import Refused
 from .transport import TransportError
@@ -93,8 +93,10 @@ class Origin:
         offered = chance.sample(wanted, OFFERED) if len(wanted) > OFFERED else wanted
         pull = self._job.pull(self._job.origin, None)
         self._asked += 1
+        paths, standing = self._tools.paths, self._tools.standing
+        around = paths if standing.detoured(pull.source, now) else None
         try:
-            won = await self._job.attempt(pull, lambda: self._get(offered, pull, urgent))
+            won = await self._job.attempt(pull, lambda: self._get(offered, pull, urgent, around))
         except Refused as refusal:
             self._refused(refusal, offered)
         except RemoteProtocolError as error:
@@ -104,8 +106,8 @@ class Origin:
         except TransportError as error:
             logger.info("no chunk from %s: %s", short(pull.source), error)
             self._tools.peers.failed(pull.source)
-            if self._tools.paths is not None:
-                self._tools.standing.path_failed(pull.source, time.monotonic())
+            if paths is not None:
+                standing.path_failed(pull.source, time.monotonic(), detour=around is not None)
             self._failed()
         else:
             if won and pull.chunk is not None:
@@ -114,13 +116,14 @@ class Origin:
             if pull.chunk is None:
                 self._asked -= 1
 
-    async def _get(self, offered: Sequence[ChunkRef], pull: Pull, urgent: bool) -> bytes | None:
-        paths = self._tools.paths
-        if paths is not None and self._tools.standing.detoured(pull.source, pull.begun):
+    async def _get(
+        self, offered: Sequence[ChunkRef], pull: Pull, urgent: bool, around: PeerPaths | None
+    ) -> bytes | None:
+        if around is not None:
             chunk = self._job.board.chance.choice(offered)
             self._take(chunk, pull)
             deadline = PATH_DEADLINE_S + chunk.size / MIN_RATE
-            return await paths.get(pull.source, chunk, deadline=deadline)
+            return await around.get(pull.source, chunk, deadline=deadline)
         return await self._tools.downloads.any(
             offered, pull, urgent=urgent, take=lambda chunk: self._take(chunk, pull)
         )

@@ -31,12 +31,19 @@ class Standing:
         """Whether it is left out for what it did."""
         return now < self._shunned.get(source, 0.0)
 
-    def path_failed(self, source: bytes, now: float) -> None:
-        """The path that we take to it fails: take the other one for a while."""
-        if self.detoured(source, now):
-            self._detours[source] = now
-        elif now >= self._detours.get(source, now) + NO_DETOUR_S or source not in self._detours:
+    def path_failed(self, source: bytes, now: float, *, detour: bool) -> None:
+        """A path to it fails, the usual one or the detour: take the other one for a while.
+
+        Several may fail together; a usual path that was tried before the detour began says nothing of it.
+        """
+        if detour:
+            self._detours[source] = min(now, self._detours.get(source, now))
+        elif not self.detoured(source, now) and self._may_turn(source, now):
             self._detours[source] = now + DETOUR_S
+
+    def _may_turn(self, source: bytes, now: float) -> bool:
+        ended = self._detours.get(source)
+        return ended is None or now >= ended + NO_DETOUR_S
 
     def detoured(self, source: bytes, now: float) -> bool:
         """Whether to take the other path."""

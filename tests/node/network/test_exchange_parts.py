@@ -297,7 +297,7 @@ def test_everything_is_forgiven_after_a_time_and_lies_later_each_time() -> None:
     assert not standing.shunned(A, SHUN_S + 1)
     standing.lied(A, SHUN_S + 1)
     assert standing.shunned(A, 2 * SHUN_S + 2)
-    standing.path_failed(A, 0.0)
+    standing.path_failed(A, 0.0, detour=False)
     standing.rest(A, 0.0)
     assert standing.detoured(A, DETOUR_S - 1)
     assert not standing.detoured(A, DETOUR_S + 1)
@@ -307,13 +307,20 @@ def test_everything_is_forgiven_after_a_time_and_lies_later_each_time() -> None:
 
 def test_a_detour_that_leads_nowhere_ends_at_once_and_is_not_tried_again_for_a_while() -> None:
     standing = Standing()
-    standing.path_failed(A, 0.0)
-    standing.path_failed(A, 1.0)
+    standing.path_failed(A, 0.0, detour=False)
+    standing.path_failed(A, 1.0, detour=True)
     assert not standing.detoured(A, 1.0)
-    standing.path_failed(A, 2.0)
+    standing.path_failed(A, 2.0, detour=False)
     assert not standing.detoured(A, 2.0)
-    standing.path_failed(A, 1.0 + NO_DETOUR_S)
+    standing.path_failed(A, 1.0 + NO_DETOUR_S, detour=False)
     assert standing.detoured(A, 1.0 + NO_DETOUR_S)
+
+
+def test_requests_that_fail_together_on_the_usual_path_do_not_end_the_detour() -> None:
+    standing = Standing()
+    for _ in range(4):
+        standing.path_failed(A, 0.0, detour=False)
+    assert standing.detoured(A, 1.0)
 
 
 def test_a_watch_hears_of_its_own_chunks_only() -> None:
