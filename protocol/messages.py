@@ -169,7 +169,10 @@ class Accepted(Message, frozen=True):
 
 
 class GetChunk(Message, frozen=True):
-    """Send me this chunk; wait up to `wait_ms` for it if you are fetching it yourself."""
+    """Send me this chunk; wait up to `wait_ms` for it if you are fetching it yourself.
+
+    Whoever asks for a chunk ends its direction of the stream when it has all of it, or wants no more.
+    """
 
     digest: Digest
     wait_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)] = 0

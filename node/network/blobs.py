@@ -176,6 +176,7 @@ class BlobServer:
             left -= time.monotonic() - began
         await stream.finish()
         await _until_read(stream, max(PIECE_S, left))
+        await stream.abort()  # nothing, if all was read; else what is still in a buffer stays there
 
     # -- watches ---------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from primerl.crypto.hashing import NO_DIGEST
 from primerl.node.weights.blocks import BLOCK
-from primerl.node.weights.codec import CODEC, encode_delta, encode_full
+from primerl.node.weights.codec import CODEC, encode_full
+from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.mirror import Mirror, Policy
 from primerl.node.weights.payload import ordered
 from primerl.node.weights.state import State, Tensor, state_digest, tensor_digest
@@ -49,8 +50,13 @@ def _manifest(new: Policy, kind: Any, base: Policy | None) -> tuple[PolicyManife
     return PolicyManifest(NO_DIGEST, new.version, new.digest, infos, (artifact,)), artifact
 
 
-def _encode_ours(base: Policy, new: Policy, threads: int) -> Iterator[bytes]:
-    return encode_delta(base.state, new.state, threads=threads)
+def ours(encoders: Encoders) -> Format:
+    """The codec as a trainer and a worker use it: processes encode, threads decode and hash."""
+
+    def encode(base: Policy, new: Policy, _threads: int) -> Iterator[bytes]:
+        return encoders.encode_delta(base.state, new.state)
+
+    return Format(CODEC, encode, _decode_ours)
 
 
 def _decode_ours(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
@@ -148,7 +154,6 @@ def _blockwise(
     return Format(name, encode_all, decode_all)
 
 
-OURS = Format(CODEC, _encode_ours, _decode_ours)
 ANCHOR = Format(f"{CODEC} full", _encode_anchor, _decode_anchor)
 FULL = _blockwise("full bf16 + zstd-1", _encode_full, _decode_full)
 XOR = _blockwise("xor + shuffle + zstd-1", _encode_xor, _decode_xor)

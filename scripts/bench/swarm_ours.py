@@ -17,6 +17,8 @@ from swarm_programs import START_S, Meter, Program, Version, launcher
 SCRIPT = Path(__file__).with_name("swarm_node.py")
 LEAD_S = 0.5
 """For the order to reach every process before it starts."""
+SETTLE_S = 3.0
+"""For what is still in the queues of the links to drain before the next version."""
 ASK_S = 30.0
 
 Row = dict[str, Any]
@@ -48,6 +50,7 @@ class Swarm:
     async def spread(self, version: Version, deadline: float) -> Row:
         """Publish `version` at the trainer; returns when every worker holds it."""
         chunks = await self._hold(0, version, lie=False)
+        await asyncio.sleep(SETTLE_S)
         before = await self.reports()
         meter = Meter(self._star)
         start = time.monotonic() + LEAD_S
@@ -60,6 +63,7 @@ class Swarm:
             raise RuntimeError("a node said that it had fetched what it does not hold")
         times = [answer["done"] - start for answer in answers]
         cpu = sum(one["cpu"] for one in after) - sum(one["cpu"] for one in before)
+        given = sum(after[0]["served"].values()) - sum(before[0]["served"].values())
         return {
             "system": "primerl",
             "file": version.name,
@@ -67,6 +71,7 @@ class Swarm:
             "bytes": version.size,
             "first_s": min(times),
             "last_s": max(times),
+            "given": given / version.size,
             "wasted": sum(answer["wasted"] for answer in answers),
             "cpu_s": cpu,
             "peak_mib": max(one["peak_kib"] for one in after) / 1024,
@@ -121,6 +126,7 @@ async def measure_corruption(
     liar = workers + 1
     async with _swarm(star, folder, workers + 2) as swarm:
         await swarm.spread(warm_up, deadline)
+        honest = (await swarm.reports())[liar]["served"]
         for version in (attacked, *later):
             await swarm.corrupt(liar, version)
         row = await swarm.spread(attacked, deadline)
@@ -128,10 +134,11 @@ async def measure_corruption(
         for version in later:
             await swarm.spread(version, deadline)
         last = (await swarm.reports())[liar]["served"]
+    wrong = {peer: size - honest.get(peer, 0) for peer, size in last.items()}
     return row | {
         "system": "primerl, one liar",
-        "extra": max(last.values(), default=0) / attacked.chunk,
-        "extra_mean": sum(last.values()) / attacked.chunk / workers,
+        "extra": max(wrong.values(), default=0) / attacked.chunk,
+        "extra_mean": sum(wrong.values()) / attacked.chunk / workers,
         "late": (sum(last.values()) - sum(first.values())) / attacked.chunk,
     }
 

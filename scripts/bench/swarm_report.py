@@ -68,7 +68,7 @@ def at_least(name: str, value: float, wanted: float, unit: str) -> Goal:
 
 def show(rows: Sequence[Row], goals: Sequence[Goal]) -> None:
     """All of it for people."""
-    titles = ("file", "n", "first s", "last s", "egress", "got", "wasted", "cpu", "busy")
+    titles = ("file", "n", "first s", "last s", "egress", "given", "got", "wasted", "cpu", "busy")
     print(f"{'':44}" + "".join(f"{title:>9}" for title in titles))
     for row in rows:
         if "failed" in row:
@@ -76,6 +76,9 @@ def show(rows: Sequence[Row], goals: Sequence[Goal]) -> None:
             continue
         print(f"{row['system']:44}" + "".join(f"{cell:>9}" for cell in cells(row)))
     print("egress, got: copies of the file on the wire that the trainer sent and a worker received")
+    print(
+        "given: copies of the file in the chunks that the trainer sent, without what is said about them"
+    )
     print("wasted: copies that came twice or wrong, of all workers together")
     print("cpu: share of all cores that the nodes used; busy: that the whole machine did")
     for goal in goals:
@@ -92,6 +95,7 @@ def cells(row: Row) -> list[str]:
         f"{row['first_s']:.2f}",
         late or f"{row['last_s']:.2f}",
         f"{row['egress']:.2f}",
+        f"{row['given']:.2f}" if "given" in row else "-",
         f"{row['received']:.2f}",
         f"{row['wasted'] / row['bytes']:.3f}" if "wasted" in row else "-",
         f"{cpu_share(row):.0%}" if "cpu_s" in row else "-",
