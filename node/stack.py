@@ -27,6 +27,7 @@ from .network.discovery import Discovery
 from .network.exchange import BlobFetcher
 from .network.gossip import Gossip
 from .network.heads import HeadBook, HeadServer
+from .network.holdings import OwnHoldings
 from .network.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
 from .network.limits import Pacer
 from .network.links import Links
@@ -67,6 +68,8 @@ class Stack:
     heads: HeadBook
     head_server: HeadServer
     discovery: Discovery | None
+    holdings: OwnHoldings
+    """What we hold, to be gossiped; nobody listens where discovery is off."""
     fraud: "asyncio.Queue[RemoteProtocolError]"
     keep_chunks: set[bytes] = field(default_factory=set[bytes])
     """Chunks that are no weights and are never collected: model files, manifests."""
@@ -120,6 +123,7 @@ class Stack:
             self.heads,
             self.peers,
             record=self.public_record,
+            holdings=self.holdings,
             on_fraud=self.report_fraud,
         )
 
@@ -215,6 +219,7 @@ async def open_stack(
             heads=heads,
             head_server=HeadServer(heads),
             discovery=discovery,
+            holdings=OwnHoldings(key, run_id),
             fraud=asyncio.Queue(16),
         )
 

@@ -197,6 +197,7 @@ class WorkerNode(Node):
             upstreams=lambda: role.upstreams,
             keep_chunks=stack.keep_chunks,
             peers=stack.peers,
+            announce=stack.holdings.tell,
             on_fraud=stack.report_fraud,
         )
         role = InferenceRole(

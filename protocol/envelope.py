@@ -33,6 +33,7 @@ class Purpose(StrEnum):
     RECEIPT = "receipt"
     VERDICT = "verdict"
     EQUIVOCATION = "equivocation"
+    HOLDING = "holding"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -164,6 +164,16 @@ class PeerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the trainer may show this record to other admitted peers."""
 
 
+class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What weights a node has, or is about to have, signed by itself: a hint where to look, never a proof."""
+
+    node: NodeId
+    term: Version
+    version: Version
+    complete: bool
+    """False: it wants the version, and will soon have parts of it."""
+
+
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stranger needs to join: enough to check everything else offline."""
 

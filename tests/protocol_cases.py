@@ -17,6 +17,7 @@ from primerl.protocol.manifests import (
     ChunkRef,
     EnvironmentContract,
     FileRef,
+    Holding,
     ModelContract,
     PeerRecord,
     PolicyHead,
@@ -105,6 +106,8 @@ RECORD = PeerRecord(
     discovery=(),
     share_address=True,
 )
+
+HOLDING = Holding(node=WORKER.node_id, term=1, version=3, complete=True)
 
 LEASE = Lease(
     lease_id=2**32 + 5,
@@ -204,6 +207,7 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.RECEIPT: (TRAINER, RECEIPT, TO_WORKER),
     Purpose.VERDICT: (TRAINER, VERDICT, TO_WORKER),
     Purpose.EQUIVOCATION: (WORKER, PROOF, bytes(32)),
+    Purpose.HOLDING: (WORKER, HOLDING, bytes(32)),
 }
 """Purpose -> who signs what to whom."""
 

@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ...crypto.hashing import short
 from ...protocol.manifests import ChunkRef
@@ -27,6 +27,12 @@ from .peers import PeerTable
 from .standing import Standing
 
 MAX_NEIGHBOURS = 8
+MAX_HOLDERS = 4
+"""Places of these that go to whoever says by gossip that it holds what we fetch: liars never get them all."""
+MAX_HEARSAY = 16
+"""Of those whom only gossip names, so many at random are looked at, however many there are."""
+HEARSAY_S = 0.25
+"""How often a fetch looks whether gossip told of more holders."""
 FIRST_LOOK_S = 0.5
 """How long the origin is spared until all neighbours have said what they hold."""
 STEP_S = 0.04
@@ -37,6 +43,14 @@ MAX_SHOWN = 60
 """Sources told apart in statistics, which have to fit a message."""
 AT_ONCE = MAX_WATCHED * WATCHES_PER_PEER // 2
 """Chunks of one job: what a peer lets us watch, with room for a fetch that goes on beside this one."""
+
+
+Holders = Callable[[], Collection[bytes]]
+"""Who holds what is fetched, as far as gossip tells; asked again while a fetch goes on."""
+
+
+def _nobody() -> Collection[bytes]:
+    return ()
 
 
 class BlobFetcher:
@@ -73,9 +87,16 @@ class BlobFetcher:
         )
 
     async def fetch(
-        self, chunks: Sequence[ChunkRef], neighbours: Sequence[bytes], origin: bytes
+        self,
+        chunks: Sequence[ChunkRef],
+        neighbours: Sequence[bytes],
+        origin: bytes,
+        *,
+        holders: Holders = _nobody,
     ) -> None:
         """Bring all `chunks` into the store, from `neighbours` if possible, else from `origin`.
+
+        `holders()` are said to have them by now: such neighbours are preferred, some others watched too.
 
         Raises:
             NetworkError: some chunk could not be had from anybody, or `origin` keeps it no longer.
@@ -85,7 +106,7 @@ class BlobFetcher:
             missing = await asyncio.to_thread(self._missing, chunks[start : start + AT_ONCE])
             if missing:
                 with self._tools.arrivals.expecting(missing):
-                    await self._run(missing, neighbours, origin)
+                    await self._run(missing, neighbours, origin, holders)
 
     def by_source(self, trainer: bytes) -> dict[str, int]:
         """fetched, for people: `trainer`, names of seeds, short ids; the smallest of many are `others`."""
@@ -100,36 +121,70 @@ class BlobFetcher:
         return {chunk.digest: chunk for chunk in chunks if not store.has(chunk.digest)}
 
     async def _run(
-        self, missing: dict[bytes, ChunkRef], neighbours: Sequence[bytes], origin: bytes
+        self,
+        missing: dict[bytes, ChunkRef],
+        neighbours: Sequence[bytes],
+        origin: bytes,
+        holders: Holders,
     ) -> None:
-        chosen = self._choose([peer for peer in neighbours if peer != origin])
+        line = [peer for peer in neighbours if peer != origin]
+        chosen = self._choose(line, holders())
         few = len(missing) <= max(FEW_CHUNKS, len(chosen))
-        job = Job(self._tools, Board(missing, self._chance), origin, set(chosen))
+        # What is only heard of keeps nobody waiting, and the origin from nothing, before it has ever served.
+        hoped = {peer for peer in chosen if peer in line or self._tools.peers.has_served(peer)}
+        job = Job(self._tools, Board(missing, self._chance), origin, hoped)
         async with asyncio.TaskGroup() as tasks:
             followed = [Neighbour(job, peer) for peer in chosen]
             working = [tasks.create_task(one.run()) for one in followed]
-            working.append(tasks.create_task(self._from_origin(job, followed, few)))
+            awaited = [one for one in followed if one.peer in hoped] or followed
+            working.append(tasks.create_task(self._from_origin(job, awaited, few)))
+            working.append(tasks.create_task(self._hear_of_more(job, {origin, *chosen}, holders)))
             await job.over.wait()
             for task in working:
                 task.cancel()
         if job.error is not None:
             raise job.error
 
-    def _choose(self, peers: Sequence[bytes]) -> list[bytes]:
-        """The first, and others at random weighted by success times bandwidth, so that the slow get probed.
+    def _choose(self, line: Sequence[bytes], holders: Collection[bytes]) -> list[bytes]:
+        """The first of the line, some holders, then others of the line: at random, so that the slow get probed.
 
         Who keeps failing is mostly left out, and who lied is for some time.
         """
         now = time.monotonic()
-        table, standing = self._tools.peers, self._tools.standing
-        honest = [peer for peer in dict.fromkeys(peers) if not standing.shunned(peer, now)]
+        standing = self._tools.standing
+        honest = [peer for peer in dict.fromkeys(line) if not standing.shunned(peer, now)]
+        ranked = self._ranked([*honest[1:], *self._hearsay(holders, line)])
+        claiming = [peer for peer in ranked if peer in holders][:MAX_HOLDERS]
+        others = [peer for peer in ranked if peer in honest and peer not in claiming]
+        return [*honest[:1], *claiming, *others][:MAX_NEIGHBOURS]
+
+    def _ranked(self, peers: Sequence[bytes]) -> list[bytes]:
+        """In random order weighted by success times bandwidth, mostly without those who keep failing."""
+        table = self._tools.peers
         keys = {
             peer: self._chance.random() ** (1.0 / table.weight(peer))
-            for peer in honest[1:]
+            for peer in peers
             if self._chance.random() < table.reliability(peer) ** 2
         }
-        others = sorted(keys, key=lambda peer: -keys[peer])
-        return [*honest[:1], *others][:MAX_NEIGHBOURS]
+        return sorted(keys, key=lambda peer: -keys[peer])
+
+    def _hearsay(self, holders: Collection[bytes], known: Collection[bytes]) -> list[bytes]:
+        """A few of the holders whom nobody but gossip names."""
+        now = time.monotonic()
+        standing = self._tools.standing
+        new = [peer for peer in holders if peer not in known and not standing.shunned(peer, now)]
+        return self._chance.sample(new, min(len(new), MAX_HEARSAY))
+
+    async def _hear_of_more(self, job: Job, known: set[bytes], holders: Holders) -> None:
+        """Watch holders of whom gossip tells only now; `known` are those that are in the fetch already."""
+        places = min(MAX_HOLDERS, MAX_NEIGHBOURS + 1 - len(known))
+        async with asyncio.TaskGroup() as tasks:
+            while places > 0:
+                await asyncio.sleep(HEARSAY_S)
+                for peer in self._ranked(self._hearsay(holders(), known))[:places]:
+                    known.add(peer)
+                    places -= 1
+                    tasks.create_task(Neighbour(job, peer).run())
 
     async def _from_origin(self, job: Job, followed: Sequence[Neighbour], few: bool) -> None:
         await self._first_look(followed)

@@ -1,4 +1,4 @@
-"""Facts from discovery: heads, peer records and equivocation proofs, each verified before anything is done.
+"""Facts from discovery: heads, records, holdings and equivocation proofs, each verified before it counts.
 
 Gossip is the fast path only; nothing waits for it. Commands never come this way.
 """
@@ -17,6 +17,7 @@ from ...protocol.session import decode
 from ...protocol.trust import EquivocationProof
 from .discovery import Discovery, Fact
 from .heads import HeadBook
+from .holdings import HOLDING_INTERVAL_S, OwnHoldings, read_holding
 from .peers import PeerTable
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,14 @@ class Gossip:
         peers: PeerTable,
         *,
         record: Callable[[], bytes],
+        holdings: OwnHoldings,
         on_fraud: Callable[[RemoteProtocolError], None],
     ) -> None:
         self._discovery = discovery
         self._book = book
         self._peers = peers
         self._record = record
+        self._holdings = holdings
         self._on_fraud = on_fraud
 
     async def run(self) -> None:
@@ -55,6 +58,7 @@ class Gossip:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen())
             tasks.create_task(self._announce())
+            tasks.create_task(self._tell())
 
     async def publish(self, sealed: bytes) -> None:
         """Tell others a sealed fact, best effort."""
@@ -64,6 +68,11 @@ class Gossip:
         while True:
             await self._discovery.publish(self._record())
             await asyncio.sleep(RECORD_INTERVAL_S)
+
+    async def _tell(self) -> None:
+        while True:
+            await self._discovery.publish(await self._holdings.take())
+            await asyncio.sleep(HOLDING_INTERVAL_S)
 
     async def _listen(self) -> None:
         async for fact in self._discovery.facts():
@@ -78,16 +87,17 @@ class Gossip:
 
     async def _take(self, fact: Fact) -> None:
         purpose = decode(fact.sealed, Envelope).purpose
+        run, now = self._book.trusted.run, int(time.time())
         if purpose == Purpose.HEAD:
             await self._book.admit(HeadNotice(fact.sealed))
         elif purpose == Purpose.PEER:
-            run = self._book.trusted.run
-            self._peers.learn(read_record(fact.sealed, run, int(time.time())), fact.sealed)
+            self._peers.learn(read_record(fact.sealed, run, now), fact.sealed)
+        elif purpose == Purpose.HOLDING:
+            holding, until = read_holding(fact.sealed, run, now)
+            if holding.node != self._holdings.node:
+                self._peers.hold(holding, until)
         elif purpose == Purpose.EQUIVOCATION:
-            run = self._book.trusted.run
-            told = unseal(
-                fact.sealed, Purpose.EQUIVOCATION, EquivocationProof, now=int(time.time()), run=run
-            )
+            told = unseal(fact.sealed, Purpose.EQUIVOCATION, EquivocationProof, now=now, run=run)
             self._book.trusted.check_proof(told.body)
         else:
             raise RemoteProtocolError(Reason.WRONG_PURPOSE, f"{purpose} is not gossiped")

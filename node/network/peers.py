@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...protocol.errors import Reason
-from ...protocol.manifests import PeerRecord
+from ...protocol.manifests import Holding, PeerRecord
 from .transport import Connection, PathInfo
 
 EMA = 0.3
+ENOUGH_HOLDERS = 4
+"""Who only wants a version is named as a source of it where fewer than this say that they hold it."""
 HEAL = 0.02
 """Every observation of anybody heals everybody's success by this much, so that nobody is shut out for ever."""
 
@@ -37,6 +39,10 @@ class Peer:
     received: int = 0
     """Bytes over connections that are gone; add the live ones with path()."""
     blamed: Counter[Reason] = field(default_factory=Counter[Reason])
+    holding: tuple[int, int, bool] | None = None
+    """(term, version, complete), as it last told; ask PeerTable.holds()."""
+    holding_until: float = 0.0
+    """Unix seconds."""
 
     def path(self) -> PathInfo | None:
         """How we are connected now, with byte counters over all connections ever."""
@@ -68,6 +74,33 @@ class PeerTable:
         peer = self.get(record.node)
         peer.record, peer.sealed = record, sealed
         peer.addresses = record.addresses or peer.addresses
+
+    def hold(self, holding: Holding, until: float) -> None:
+        """Take in a verified holding, to believe `until` then (Unix seconds, set by the caller).
+
+        Only the newest of a node counts, and nothing is kept of nodes whose record we do not have.
+        """
+        peer = self._peers.get(holding.node)
+        news = (holding.term, holding.version, holding.complete)
+        if peer is None or peer.record is None or (peer.holding and news <= peer.holding):
+            return
+        peer.holding, peer.holding_until = news, until
+
+    def holds(self, node: bytes, now: float) -> tuple[int, int, bool] | None:
+        """(term, version, complete) as `node` told, if that is still fresh; `now` in Unix seconds."""
+        peer = self._peers.get(node)
+        return peer.holding if peer is not None and now < peer.holding_until else None
+
+    def holders(self, term: int, version: int, now: float) -> list[bytes]:
+        """Who says it holds that version or a later one of its term.
+
+        Where these are few, also who wants just this one: they will soon have parts of it.
+        """
+        told = [(node, self.holds(node, now)) for node in self._peers]
+        hold = [node for node, what in told if what and _covers(what, term, version)]
+        if len(hold) >= ENOUGH_HOLDERS:
+            return hold
+        return hold + [node for node, what in told if what == (term, version, False)]
 
     def hint(self, node: bytes, addresses: Iterable[str]) -> None:
         """Addresses from a ticket, before any record is known."""
@@ -118,6 +151,10 @@ class PeerTable:
         """Success in 0..1."""
         return self.get(node).success
 
+    def has_served(self, node: bytes) -> bool:
+        """Whether it ever gave us a good chunk."""
+        return self.get(node).bandwidth > 0.0
+
     def weight(self, node: bytes) -> float:
         """Success times bandwidth, for choosing sources; an untried peer counts as a middling one."""
         peer = self.get(node)
@@ -128,3 +165,7 @@ class PeerTable:
     def _heal(self) -> None:
         for peer in self._peers.values():
             peer.success = min(1.0, peer.success + HEAL * (1.0 - peer.success))
+
+
+def _covers(told: tuple[int, int, bool], term: int, version: int) -> bool:
+    return told[0] == term and told[1] >= version and told[2]

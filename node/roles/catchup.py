@@ -57,8 +57,10 @@ class CatchUp:
         upstreams: Callable[[], Sequence[bytes]],
         keep_chunks: set[bytes],
         peers: PeerTable,
+        announce: Callable[[int, int, bool], None],
         on_fraud: Callable[[RemoteProtocolError], None],
     ) -> None:
+        """`announce` tells others (term, version, complete): what we hold, or else begin to fetch."""
         self._book = book
         self._fetcher = fetcher
         self._store = store
@@ -68,6 +70,8 @@ class CatchUp:
         self._trainer = trainer
         self._upstreams = upstreams
         self._keep_chunks = keep_chunks
+        self._peers = peers
+        self._announce = announce
         self._way = Wayfinder(
             book=book,
             links=links,
@@ -144,10 +148,12 @@ class CatchUp:
         start = time.monotonic()
         head, steps = await self._way.plan(head, self._mirror.policy)
         near = await self._shortcuts.begin(steps)
-        await self._walk(steps[:near])
+        await self._walk(steps[:near], head.order)
         far = steps[near:]
-        if far and not await self._shortcuts.take(far, head.head.state, self._apply):
-            await self._walk(far)
+        merged = bool(far) and await self._shortcuts.take(far, head.head.state, self._apply)
+        if not merged:
+            await self._walk(far, head.order)
+            self._announce(*head.order, True)
         policy = self._mirror.policy
         await self._write(policy)
         self._order = head.order
@@ -167,11 +173,20 @@ class CatchUp:
         await self._collect()
         return head.order
 
-    async def _walk(self, steps: Sequence[Step]) -> None:
-        """Fetch what all steps need, so that no step waits for the one before it, and apply them in order."""
+    async def _walk(self, steps: Sequence[Step], order: tuple[int, int]) -> None:
+        """Fetch what all steps need, so that no step waits for the one before it, and apply them in order.
+
+        `order`: (term, version) of the head that they lead to.
+        """
         chunks = [chunk for _, artifact in steps for chunk in artifact.chunks]
         if chunks:
-            await self._fetcher.fetch(chunks, self._upstreams(), self._trainer)
+            self._announce(*order, False)
+            await self._fetcher.fetch(
+                chunks,
+                self._upstreams(),
+                self._trainer,
+                holders=lambda: self._peers.holders(*order, time.time()),
+            )
         for version, artifact in steps:
             await self._apply(version, artifact)
 
