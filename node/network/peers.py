@@ -12,6 +12,8 @@ from ...protocol.errors import Reason
 from ...protocol.manifests import Holding, PeerRecord
 from .transport import Connection, PathInfo
 
+MAX_PEERS = 8192
+"""Rows of the table, connected ones apart."""
 EMA = 0.3
 ENOUGH_HOLDERS = 4
 """Who only wants a version is named as a source of it where fewer than this say that they hold it."""
@@ -27,6 +29,8 @@ class Peer:
     record: PeerRecord | None = None
     sealed: bytes = b""
     """The sealed record, to pass on."""
+    hinted: bool = False
+    """A ticket names it: it is never forgotten."""
     addresses: tuple[str, ...] = ()
     connections: list[Connection] = field(default_factory=list[Connection])
     last_seen: float = 0.0
@@ -62,8 +66,21 @@ class PeerTable:
         self._peers: dict[bytes, Peer] = {}
 
     def get(self, node: bytes) -> Peer:
-        """The row of `node`, made if need be."""
-        return self._peers.setdefault(node, Peer(node))
+        """The row of `node`, made if need be; then one that is of no use now may be forgotten."""
+        peer = self._peers.get(node)
+        if peer is None:
+            self._make_room()
+            peer = self._peers[node] = Peer(node)
+        return peer
+
+    def _make_room(self) -> None:
+        """Anybody can gossip records of nodes that do not exist: whom nobody saw goes first."""
+        if len(self._peers) < MAX_PEERS:
+            return
+        idle = [peer for peer in self._peers.values() if not peer.hinted and peer.path() is None]
+        if idle:
+            # min() keeps the first of equals: of those that were never seen, the oldest.
+            del self._peers[min(idle, key=lambda peer: peer.last_seen).node]
 
     def rows(self) -> list[Peer]:
         """A snapshot of all rows."""
@@ -105,6 +122,7 @@ class PeerTable:
     def hint(self, node: bytes, addresses: Iterable[str]) -> None:
         """Addresses from a ticket, before any record is known."""
         peer = self.get(node)
+        peer.hinted = True
         peer.addresses = tuple(addresses) or peer.addresses
 
     def connected(self, node: bytes, connection: Connection) -> None:
