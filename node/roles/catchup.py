@@ -5,6 +5,7 @@ The engine only ever gets a state whose digest equals the one in the trainer's s
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -95,7 +96,7 @@ class CatchUp:
             trainer=trainer,
             upstreams=upstreams,
         )
-        self._mirror = Mirror()
+        self._mirror = Mirror(threads=_threads())
         self._unwritten = Unwritten()
         self._order = (0, NOTHING)
         self._loaded = asyncio.Condition()
@@ -218,7 +219,7 @@ class CatchUp:
 
     async def _start_over(self) -> None:
         """What we hold leads nowhere: take the way from an anchor."""
-        self._mirror = Mirror()
+        self._mirror = Mirror(threads=_threads())
         self._unwritten.all()
         self._way.forget()
         await asyncio.sleep(RETRY_S)
@@ -233,6 +234,11 @@ class CatchUp:
             return
         keep = self._config.keep_versions
         await retain(self._way.chain, self._book, self._store, keep, self._keep_chunks)
+
+
+def _threads() -> int:
+    """Threads that decode; with more of them they only wait for each other."""
+    return min(4, os.cpu_count() or 1)
 
 
 def read_committed(ledger: Ledger) -> tuple[int, int]:

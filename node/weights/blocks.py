@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CodecError
-from .moves import Bits, Changes, apply, find, measure, move, where
+from .moves import Bits, Changes, apply, find, find_few, measure, move, where
 from .places import read_places, write_places
 from .streams import MAX_STREAM, StreamReader, StreamWriter
 from .values import read_moves, read_values, write_moves, write_values
@@ -58,7 +58,7 @@ def encode_block(
     if base is None:
         return RAW, _raw(new)
     method, body = _encode(base, new, dtype, hint, turn)
-    if _is_large(body, new) or (method == DENSE and new.size <= SMALL):
+    if is_large(body, new) or (method == DENSE and new.size <= SMALL):
         raw = _raw(new)
         if len(raw) * RAW_GAIN < len(body) * (RAW_GAIN - 1):
             return RAW, raw
@@ -75,8 +75,8 @@ def encode_changes(changes: Changes, size: int, turn: Turn = ALONE) -> tuple[int
             return SPARSE, _sparse(changes, size)
     moves = np.zeros(size, changes.moves.dtype)
     moves[changes.index] = changes.moves
-    dense = _dense(moves)
-    if share == 1 or (size > SMALL and not _is_large(dense, moves)):
+    dense = encode_dense(moves)
+    if share == 1 or (size > SMALL and not is_large(dense, moves)):
         return DENSE, dense
     sparse = _sparse(changes, size)
     return (SPARSE, sparse) if len(sparse) < len(dense) else (DENSE, dense)
@@ -129,23 +129,33 @@ def _turn(work: int, turn: Turn) -> Turn:
     return turn if work < FEW else ALONE
 
 
+def compare(base: Bits, new: Bits, dtype: str) -> Changes | Bits:
+    """What changed in a block; the moves of all elements, as for encode_dense(), where most did."""
+    changes = find_few(base, new, dtype)
+    if changes is not None:
+        return changes
+    differ = base != new
+    if np.count_nonzero(differ) >= DENSE_FROM * new.size:
+        return measure(base, new, dtype)
+    index = where(differ)
+    return Changes(index, measure(base.take(index), new.take(index), dtype))
+
+
 def _encode(
     base: Bits, new: Bits, dtype: str, hint: NDArray[np.int64] | None, turn: Turn
 ) -> tuple[int, bytes]:
     """As encode_changes(), but a block that is dense needs no list of its changes."""
-    if hint is not None or new.size <= SMALL:
-        return encode_changes(find(base, new, dtype, hint), new.size, turn)
-    differ = base != new
-    if np.count_nonzero(differ) >= DENSE_FROM * new.size:
-        body = _dense(measure(base, new, dtype))
-        if not _is_large(body, new):
+    if hint is None and new.size > SMALL:
+        found = compare(base, new, dtype)
+        if isinstance(found, Changes):
+            return encode_changes(found, new.size, turn)
+        body = encode_dense(found)
+        if not is_large(body, new):
             return DENSE, body
-    index = where(differ)
-    changes = Changes(index, measure(base[index], new[index], dtype))
-    return encode_changes(changes, new.size, turn)
+    return encode_changes(find(base, new, dtype, hint), new.size, turn)
 
 
-def _is_large(body: bytes, bits: Bits) -> bool:
+def is_large(body: bytes, bits: Bits) -> bool:
     """Whether another method may do better: moves that fill their width, or bits that say little."""
     return len(body) * 2 > bits.nbytes
 
@@ -163,7 +173,8 @@ def _read_raw(body: memoryview, size: int, dtype: np.dtype[Any]) -> Bits:
     return new
 
 
-def _dense(moves: Bits) -> bytes:
+def encode_dense(moves: Bits) -> bytes:
+    """The body of a dense block: `moves` of all elements, those that stay too."""
     writer = StreamWriter()
     write_values(writer, moves)
     return writer.finish()

@@ -4,7 +4,7 @@ Whatever bytes come in, decoding ends in a state laid out as the manifest says, 
 nothing else. Equal input gives equal bytes, with any number of threads, with or without a hint.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 from typing import NamedTuple
 
@@ -12,8 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import TensorInfo
-from .blocks import ALONE, SKIP, Turn, decode_block, decode_changes, encode_block, encode_changes
+from .blocks import (
+    ALONE,
+    BLOCK,
+    SKIP,
+    Turn,
+    decode_block,
+    decode_changes,
+    encode_block,
+    encode_changes,
+)
 from .errors import CodecError
+from .found import Found
 from .moves import Bits, Changes
 from .payload import (
     DELTA,
@@ -33,10 +43,19 @@ from .state import BITS, Changed, State, Tensor, numel
 CODEC = "planes/2"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""
 
-DENSE_SHARE = 8
-"""A tensor of which more than one in so many elements changed counts as changed all over."""
+HUGE = 1 << 21
+"""Bytes of a huge page. A tensor that begins on its edge has a hundredth of the page faults, which take
+longer than decoding a few changes; what lies before it is never touched and takes no memory."""
 
 Positions = NDArray[np.int64]
+
+
+Done = Callable[[str, Tensor], None]
+"""Told of a tensor, by name, that will not be written to again."""
+
+
+def ignore(_name: str, _tensor: Tensor) -> None:
+    """For who does not need to know."""
 
 
 class BlockChanges(NamedTuple):
@@ -90,12 +109,15 @@ def encode_changes_stream(
         yield framed(method, body)
 
 
-def decode_full(payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1) -> State:
+def decode_full(
+    payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1, done: Done = ignore
+) -> State:
     """The state in `payload`, laid out as `tensors`; digests are not checked here.
 
-    Raises CodecError. Allocates what `tensors` implies and one block, whatever the payload says.
+    `done` is told of every tensor with elements as soon as it is written. Raises CodecError.
+    Allocates what `tensors` implies and one block, whatever the payload says.
     """
-    return _decode(FULL, None, payload, check_layout(tensors), threads)[0]
+    return _decode(FULL, None, payload, check_layout(tensors), threads, done)[0]
 
 
 def apply_delta(
@@ -106,18 +128,23 @@ def apply_delta(
 
 
 def apply_delta_changed(
-    base: State, payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
+    base: State,
+    payload: Payload,
+    tensors: Sequence[TensorInfo],
+    *,
+    threads: int = 1,
+    done: Done = ignore,
 ) -> tuple[State, Changed]:
     """The state that `payload` makes of `base`, and where it changed; digests are not checked here.
 
     `base` is never written to. Tensors without a change are the very objects of `base` and absent
-    from the second result, the others are new. Raises CodecError, also when `base` is not laid out as
-    `tensors`.
+    from the second result, the others are new, and `done` is told of each as soon as it is written.
+    Raises CodecError, also when `base` is not laid out as `tensors`.
     """
     layout = check_layout(tensors)
     if layout_of(base) != layout:
         raise CodecError("the held state differs from the manifest in names, types or shapes")
-    return _decode(DELTA, base, payload, layout, threads)
+    return _decode(DELTA, base, payload, layout, threads, done)
 
 
 def read_changes(
@@ -146,7 +173,7 @@ def _encode_delta(
     yield header(DELTA, layout)
     turn = _turns(threads)
     jobs = (
-        (base[name].data[part], new[name].data[part], dtype, _hint(changed, name, part), turn)
+        (base[name].data[part], new[name].data[part], dtype, hint_of(changed, name, part), turn)
         for name, dtype, shape in layout
         for part in blocks_of(shape)
     )
@@ -158,7 +185,7 @@ def _turns(threads: int) -> Turn:
     return Lock() if threads > 1 else ALONE
 
 
-def _hint(changed: Changed | None, name: str, part: slice) -> Positions | None:
+def hint_of(changed: Changed | None, name: str, part: slice) -> Positions | None:
     """Positions of `changed` in a block, counted from its start; None to compare all of it."""
     if changed is None:
         return None
@@ -195,15 +222,23 @@ def _changes_named(
 
 
 def _decode(
-    kind: int, base: State | None, payload: Payload, layout: Sequence[Layout], threads: int
+    kind: int,
+    base: State | None,
+    payload: Payload,
+    layout: Sequence[Layout],
+    threads: int,
+    done: Done,
 ) -> tuple[State, Changed]:
     reader = PayloadReader(payload)
     reader.header(kind, layout)
     state: dict[str, Tensor] = {}
-    found = _Found()
+    found = Found()
     jobs = _decode_jobs(base, reader, layout, state, _turns(threads))
     for name, start, index in ordered(_decode_named, jobs, threads):
-        found.add(name, start, index, state[name].data.size)
+        tensor = state[name]
+        found.add(name, start, index, tensor.data.size)
+        if start + BLOCK >= tensor.data.size:
+            done(name, tensor)
     reader.finish()
     return state, found.changed()
 
@@ -250,32 +285,12 @@ def _decode_named(
 
 
 def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:
+    """Elements to be written, from a page's edge on if they fill huge pages: see HUGE."""
+    size = numel(shape) * BITS[dtype].itemsize
+    spare = HUGE if size >= 4 * HUGE else 0
     try:
-        return np.empty(numel(shape), BITS[dtype])
+        memory = np.empty(size + spare, np.uint8)
     except MemoryError as error:
         raise CodecError(f"{name}: {dtype} {list(shape)} does not fit into memory") from error
-
-
-class _Found:
-    """Collects where tensors changed, block by block; forgets the places where there are many."""
-
-    def __init__(self) -> None:
-        self._places: dict[str, list[Positions] | None] = {}
-        self._count: dict[str, int] = {}
-
-    def add(self, name: str, start: int, index: Positions | None, size: int) -> None:
-        """Elements `index` of the block at `start` changed in `name`, which has `size`; None: any."""
-        count = self._count.get(name, 0) + (size if index is None else index.size)
-        self._count[name] = count
-        places = self._places.setdefault(name, [])
-        if index is None or places is None or count * DENSE_SHARE > size:
-            self._places[name] = None
-        elif index.size:
-            places.append(index + start)
-
-    def changed(self) -> Changed:
-        """All that was added."""
-        return {
-            name: None if places is None else np.concatenate([np.empty(0, np.int64), *places])
-            for name, places in self._places.items()
-        }
+    start = -memory.ctypes.data % HUGE if spare else 0
+    return memory[start : start + size].view(BITS[dtype])

@@ -5,7 +5,7 @@ manifest promises; until commit() nothing that is held changes.
 """
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ...crypto.hashing import NO_DIGEST, short
@@ -13,7 +13,7 @@ from ...protocol.manifests import Artifact, PolicyManifest
 from .chain import NOTHING
 from .codec import CODEC, apply_delta_changed, decode_full
 from .errors import CodecError, DigestMismatch, WrongBase
-from .state import Changed, State, state_digest, tensor_digest
+from .state import Changed, State, Tensor, state_bytes, state_digest, tensor_digest
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class Prepared:
     """Where `policy` differs from its base; None for an anchor."""
 
 
+SMALL_SHARE = 16
+"""A delta of less than one byte in so many of the state is decoded by one thread, while others hash: it
+is short calls, for which two threads only wait for each other's interpreter lock."""
+
 EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
 """What a node holds before its first anchor."""
 
@@ -45,7 +49,8 @@ def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1)
 
     Tensors that are the very objects of `held` are not hashed again.
     """
-    hashes = _hash(state, held, threads)
+    with _Hashing(threads) as hashing:
+        hashes = hashing.of(state, held)
     return Policy(version, state, hashes, state_digest(hashes))
 
 
@@ -72,14 +77,14 @@ class Mirror:
         held = self._policy
         if artifact.codec != CODEC:
             raise CodecError(f"codec {artifact.codec!r} is unknown, update this node")
-        if artifact.kind == "anchor":
-            state = decode_full(payload, manifest.tensors, threads=self._threads)
-            return Prepared(self._prove(manifest, state, held), EMPTY.digest)
-        _check_base(held, artifact)
-        state, changed = apply_delta_changed(
-            held.state, payload, manifest.tensors, threads=self._threads
-        )
-        return Prepared(self._prove(manifest, state, held), held.digest, changed)
+        delta = artifact.kind != "anchor"
+        if delta:
+            _check_base(held, artifact)
+        with _Hashing(self._threads) as hashing:
+            state, changed = self._decode(manifest, artifact, payload, hashing)
+            hashes = hashing.of(state, held)
+        policy = _proved(manifest, state, hashes)
+        return Prepared(policy, held.digest if delta else EMPTY.digest, changed)
 
     def commit(self, prepared: Prepared) -> Policy:
         """Hold `prepared` from now on. Raises WrongBase if the base was replaced meanwhile."""
@@ -91,32 +96,64 @@ class Mirror:
         self._policy = prepared.policy
         return self._policy
 
-    def _prove(self, manifest: PolicyManifest, state: State, held: Policy) -> Policy:
-        """The policy `state`, or DigestMismatch. Only objects of the held state are not re-hashed."""
-        hashes = _hash(state, held, self._threads)
-        for info in manifest.tensors:
-            if hashes[info.name] != info.digest:
-                raise DigestMismatch(
-                    f"version {manifest.version}: tensor {info.name} is "
-                    f"{short(hashes[info.name])}, the manifest says {short(info.digest)}"
-                )
-        whole = state_digest(hashes)
-        if whole != manifest.state:
+    def _decode(
+        self,
+        manifest: PolicyManifest,
+        artifact: Artifact,
+        payload: bytes | Iterable[bytes],
+        hashing: "_Hashing",
+    ) -> tuple[State, Changed | None]:
+        """The state, of which `hashing` learns tensor by tensor, and where a delta changed it."""
+        infos, threads, done = manifest.tensors, self._threads, hashing.add
+        if artifact.kind == "anchor":
+            return decode_full(payload, infos, threads=threads, done=done), None
+        if artifact.size * SMALL_SHARE < state_bytes(self._policy.state):
+            threads = 1
+        return apply_delta_changed(self._policy.state, payload, infos, threads=threads, done=done)
+
+
+class _Hashing:
+    """Hashes tensors in threads while others are still decoded: BLAKE3 leaves the interpreter's lock."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(max(1, threads))
+        self._hashes: dict[str, Future[bytes]] = {}
+
+    def __enter__(self) -> "_Hashing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Begin with `tensor`, which nobody writes to any more."""
+        self._hashes[name] = self._pool.submit(tensor_digest, tensor)
+
+    def of(self, state: State, held: Policy) -> dict[str, bytes]:
+        """Digest of every tensor; those of objects that `held` consists of are known."""
+        fresh = [name for name in state if state[name] is not held.state.get(name)]
+        for name in fresh:
+            if name not in self._hashes:
+                self.add(name, state[name])
+        hashed = {name: self._hashes[name].result() for name in fresh}
+        return {name: hashed.get(name) or held.digests[name] for name in state}
+
+
+def _proved(manifest: PolicyManifest, state: State, hashes: Mapping[str, bytes]) -> Policy:
+    """The policy `state`, or DigestMismatch."""
+    for info in manifest.tensors:
+        if hashes[info.name] != info.digest:
             raise DigestMismatch(
-                f"version {manifest.version}: state is {short(whole)}, "
-                f"the manifest says {short(manifest.state)}"
+                f"version {manifest.version}: tensor {info.name} is "
+                f"{short(hashes[info.name])}, the manifest says {short(info.digest)}"
             )
-        return Policy(manifest.version, state, hashes, whole)
-
-
-def _hash(state: State, held: Policy, threads: int) -> dict[str, bytes]:
-    """Digest of every tensor; those of objects that `held` consists of are known."""
-    fresh = [name for name in state if state[name] is not held.state.get(name)]
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        hashed = dict(
-            zip(fresh, pool.map(tensor_digest, map(state.__getitem__, fresh)), strict=True)
+    whole = state_digest(hashes)
+    if whole != manifest.state:
+        raise DigestMismatch(
+            f"version {manifest.version}: state is {short(whole)}, "
+            f"the manifest says {short(manifest.state)}"
         )
-    return {name: hashed.get(name) or held.digests[name] for name in state}
+    return Policy(manifest.version, state, hashes, whole)
 
 
 def _check_base(held: Policy, artifact: Artifact) -> None:

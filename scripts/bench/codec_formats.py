@@ -40,13 +40,15 @@ class Format:
 # -- ours ------------------------------------------------------------------------------------------
 
 
-def _manifest(new: Policy, kind: Any, base: Policy | None) -> tuple[PolicyManifest, Artifact]:
+def _manifest(
+    new: Policy, kind: Any, base: Policy | None, payload: list[bytes]
+) -> tuple[PolicyManifest, Artifact]:
     infos = tuple(
         TensorInfo(name, tensor.dtype, tensor.shape, new.digests[name])
         for name, tensor in new.state.items()
     )
     held = (base.version, base.digest) if base else (-1, NO_DIGEST)
-    artifact = Artifact(kind, *held, CODEC, 1, ())
+    artifact = Artifact(kind, *held, CODEC, sum(map(len, payload)), ())
     return PolicyManifest(NO_DIGEST, new.version, new.digest, infos, (artifact,)), artifact
 
 
@@ -60,7 +62,7 @@ def ours(encoders: Encoders) -> Format:
 
 
 def _decode_ours(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
-    manifest, artifact = _manifest(new, "delta", base)
+    manifest, artifact = _manifest(new, "delta", base, payload)
     return Mirror(base, threads=threads).prepare(manifest, artifact, payload).policy.state
 
 
@@ -69,7 +71,7 @@ def _encode_anchor(_base: Policy, new: Policy, threads: int) -> Iterator[bytes]:
 
 
 def _decode_anchor(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
-    manifest, artifact = _manifest(new, "anchor", None)
+    manifest, artifact = _manifest(new, "anchor", None, payload)
     return Mirror(base, threads=threads).prepare(manifest, artifact, payload).policy.state
 
 
