@@ -41,14 +41,17 @@ def test_a_swarm_slower_than_allowed_or_sending_too_much_misses() -> None:
     assert goals["trainer egress at 16"] == (2.01, False)
 
 
-def test_we_are_compared_with_the_fastest_way_of_shardcast() -> None:
-    """A slow tree of theirs must not flatter us."""
+def test_we_are_compared_with_every_way_of_shardcast() -> None:
+    """A slow tree of theirs must not flatter us, nor one that failed."""
     goals = judged(
         row("primerl", 16, 5.0),
         row("primerl", 16, 0.5, file="delta"),
         row("shardcast, origin only", 16, 100.0),
         row("shardcast, 4 middle nodes", 16, 19.0),
+        {"system": "shardcast, 2 middle nodes", "workers": 16, "file": "anchor", "failed": "late"},
     )
+    assert goals["shardcast, origin only to us, anchor"] == (20.0, True)
+    assert not any(name.startswith("shardcast, 2 middle") for name in goals)
     assert goals["shardcast, 4 middle nodes to us, anchor"] == (3.8, False)
     assert goals["shardcast, 4 middle nodes to our 1 % delta"] == (38.0, False)
 

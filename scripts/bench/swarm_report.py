@@ -30,13 +30,14 @@ def judge(rows: Sequence[Row]) -> list[Goal]:
         goals.append(at_most(f"last of {JUDGED} workers to a single one", ratio, SLOWDOWN, "x"))
     if many:
         goals.append(at_most(f"trainer egress at {JUDGED}", many["egress"], COPIES, "copies"))
-    theirs = fastest_shardcast(rows)
-    if theirs and many:
-        ratio = theirs["last_s"] / many["last_s"]
-        goals.append(at_least(f"{theirs['system']} to us, anchor", ratio, FASTER_ANCHOR, "x"))
-    if theirs and delta:
-        ratio = theirs["last_s"] / delta["last_s"]
-        goals.append(at_least(f"{theirs['system']} to our 1 % delta", ratio, FASTER_DELTA, "x"))
+    for theirs in shardcasts(rows):
+        name = theirs["system"]
+        if many:
+            ratio = theirs["last_s"] / many["last_s"]
+            goals.append(at_least(f"{name} to us, anchor", ratio, FASTER_ANCHOR, "x"))
+        if delta:
+            ratio = theirs["last_s"] / delta["last_s"]
+            goals.append(at_least(f"{name} to our 1 % delta", ratio, FASTER_DELTA, "x"))
     for row in rows:
         if "extra" in row:
             goals.append(at_most("wrong chunks that a fetcher took", row["extra"], EXTRA, "chunks"))
@@ -50,10 +51,15 @@ def find(rows: Sequence[Row], system: str, file: str, workers: int) -> Row | Non
     return next((r for r in rows if (r["system"], r["file"], r["workers"]) == wanted), None)
 
 
-def fastest_shardcast(rows: Sequence[Row]) -> Row | None:
-    """Its best way at the judged number of workers."""
-    theirs = [r for r in rows if r["system"].startswith("shardcast") and r["workers"] == JUDGED]
-    return min(theirs, key=lambda row: row["last_s"], default=None)
+def shardcasts(rows: Sequence[Row]) -> list[Row]:
+    """Each of its ways at the judged number of workers."""
+    return [
+        row
+        for row in rows
+        if row["system"].startswith("shardcast")
+        and row["workers"] == JUDGED
+        and "failed" not in row
+    ]
 
 
 def at_most(name: str, value: float, wanted: float, unit: str) -> Goal:
