@@ -15,7 +15,7 @@ from itertools import cycle
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import BLOCK, SKIP, SMALL, compare, encode_block, is_large
+from .blocks import BLOCK, DENSE_FROM, SKIP, SMALL, compare, encode_block, is_large
 from .codec import encode_delta, hint_of
 from .encoder_process import Coded, EncoderProcess, code_all
 from .errors import CodecError
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_PROCESSES = 16
 GROUP = 8
 """Blocks that a process gets at once."""
+SAMPLE = 1 << 12
+"""Elements of a tensor looked at to see whether most of them changed."""
 WORTH_IT = 1 << 22
 """Elements to look at below which threads are as good: 0.1 s of work for one core."""
 GONE = "an encoding process is gone (%s): coding here"
@@ -59,6 +61,16 @@ class _Sent:
                 logger.warning(GONE, error)
         # As encode_block(): without such a short answer, the block may be shorter as it stands.
         return coded or encode_block(self.base, self.new, self.dtype)
+
+
+def _share(base: State, new: State) -> float:
+    """About which share of the elements changed, from a sample of every tensor."""
+    found = 0.0
+    for name, tensor in new.items():
+        every = slice(None, None, max(1, tensor.data.size // SAMPLE))
+        differ = base[name].data[every] != tensor.data[every]
+        found += float(differ.mean()) * tensor.data.size if differ.size else 0.0
+    return found / max(1, sum(tensor.data.size for tensor in new.values()))
 
 
 class Encoders:
@@ -114,6 +126,9 @@ class Encoders:
             raise CodecError(
                 "base and new state differ in names, types or shapes: publish an anchor"
             )
+        if untold and _share(base, new) >= DENSE_FROM:
+            # Long operations on whole blocks: threads do not wait for each other, and nothing is copied.
+            return encode_delta(base, new, threads=self._count, changed=changed)
         self.start()
         return (
             self._compare(base, new, changed) if untold else self._encode(base, new, changed or {})

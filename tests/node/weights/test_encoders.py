@@ -157,6 +157,15 @@ def test_processes_are_sent_blocks_of_any_density_without_a_hint(pool: Encoders)
 
 
 @pytest.mark.usefixtures("for_little")
+def test_where_most_elements_changed_no_process_is_started() -> None:
+    base = {"w": cases.like_a_model(3, 20_000)}
+    new = {"w": cases.stepped(base["w"], 4, 0.9)}
+    with Encoders(2) as idle:
+        assert coded(idle, base, new, None) == b"".join(encode_delta(base, new))
+        assert idle.pids == []
+
+
+@pytest.mark.usefixtures("for_little")
 def test_without_a_hint_a_process_that_was_killed_costs_only_time() -> None:
     base, new = of_any_density()
     plain = b"".join(encode_delta(base, new))
