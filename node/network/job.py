@@ -29,6 +29,10 @@ DEPTH, DEPTH_MAX = 2, 4
 TICK_S = 0.25
 """Without news, how often to look for what is late."""
 
+OTHER_WAY_S = 10.0
+MIN_RATE = 64 * 1024
+"""Bytes per second below which a seed, or a peer over another path, is given up."""
+
 
 @dataclass(frozen=True)
 class Tools:
@@ -153,6 +157,11 @@ def _store_verified(store: Store, chunk: ChunkRef, data: bytes) -> None:
     if len(data) != chunk.size or digest(data) != chunk.digest:
         raise RemoteProtocolError(Reason.WRONG_DIGEST, f"chunk {short(chunk.digest)}")
     store.put(data)
+
+
+def other_way_s(chunk: ChunkRef) -> float:
+    """Seconds that a chunk may take from a seed, or over another path."""
+    return OTHER_WAY_S + chunk.size / MIN_RATE
 
 
 def gone_from_origin(chunks: Sequence[ChunkRef]) -> NetworkError:

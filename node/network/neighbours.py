@@ -13,7 +13,7 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ChunkRef
 from ...protocol.messages import MAX_WATCHED
 from .board import SILENT_S
-from .job import DEPTH_MAX, Job
+from .job import DEPTH_MAX, Job, other_way_s
 from .rpc import Refused
 from .transport import TransportError
 
@@ -25,9 +25,6 @@ BUSY_S = 0.25
 WATCH_AGAIN_S = 0.25
 BLIND_S = 1.0
 """Between two tries at a neighbour that cannot tell us what it holds."""
-PATH_DEADLINE_S = 10.0
-MIN_RATE = 64 * 1024
-"""Bytes per second below which another way to a chunk is given up."""
 
 
 class Neighbour:
@@ -212,7 +209,7 @@ class Neighbour:
         paths = self._tools.paths
         assert paths is not None
         pull = self._job.pull(self.peer, chunk, sending=True)
-        deadline = PATH_DEADLINE_S + chunk.size / MIN_RATE
+        deadline = other_way_s(chunk)
         try:
             won = await self._job.attempt(
                 pull, lambda: paths.get(self.peer, chunk, deadline=deadline)

@@ -15,7 +15,7 @@ from ...protocol.manifests import ChunkRef
 from ..errors import NetworkError
 from .board import Pull
 from .chunk_source import ChunkSource, PeerPaths
-from .job import Job, gone_from_origin
+from .job import Job, gone_from_origin, other_way_s
 from .rpc import Refused
 from .transport import TransportError
 
@@ -31,8 +31,6 @@ LOOK_S_PER_CHUNK = 1e-5
 GIVE_UP_S = 6.0
 """An origin that fails for so long, while nothing comes from others, ends the fetch."""
 STUCK_S = 120.0
-PATH_DEADLINE_S = 10.0
-MIN_RATE = 64 * 1024
 
 
 class Origin:
@@ -122,8 +120,7 @@ class Origin:
         if around is not None:
             chunk = self._job.board.chance.choice(offered)
             self._take(chunk, pull)
-            deadline = PATH_DEADLINE_S + chunk.size / MIN_RATE
-            return await around.get(pull.source, chunk, deadline=deadline)
+            return await around.get(pull.source, chunk, deadline=other_way_s(chunk))
         return await self._tools.downloads.any(
             offered, pull, urgent=urgent, take=lambda chunk: self._take(chunk, pull)
         )
@@ -194,7 +191,7 @@ class Origin:
 
     async def _ask_seed(self, seed: ChunkSource, chunk: ChunkRef) -> None:
         pull = self._job.pull(seed.name.encode(), chunk, sending=True)
-        deadline = PATH_DEADLINE_S + chunk.size / MIN_RATE
+        deadline = other_way_s(chunk)
         try:
             await self._job.attempt(pull, lambda: seed.get(chunk, deadline=deadline))
         except Refused:
