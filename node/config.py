@@ -137,6 +137,8 @@ class RolloutsConfig(BaseConfig):
     """Leases that one worker may hold at a time."""
     batch_timeout_s: Seconds = 600.0
     """How long the trainer waits for a batch before it counts an empty one."""
+    max_peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Largest share of a batch that one worker supplies, where there are enough workers."""
     max_empty_batches: Positive = 10
     """Empty or signal-free batches in a row that stop the run."""
 
@@ -208,10 +210,18 @@ class WeightsConfig(BaseConfig):
 class VerificationConfig(BaseConfig):
     """What is checked before anything is learned."""
 
-    logprob_fraction: Fraction = 0.1
-    """Share of rollouts whose logprobs are recomputed under the policy version they claim."""
-    logprob_tolerance: Annotated[float, Field(gt=0)] = 0.05
-    """Largest accepted mean absolute difference per token of one rollout."""
+    fingerprint: Literal["projection", "toploc"] = "projection"
+    """What workers commit to while they generate, about 8 bytes per token."""
+    calibration: Path | None = None
+    """What `primerl-node calibrate` measured for this model; else the bounds built in for engine.dtype."""
+    audit_rate: Fraction = 0.1
+    """Share of a proven worker's rollouts that is audited; of a new or suspect one all are."""
+    false_bans: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    """Probability over the whole run that the sequential test bans an honest worker."""
+    audit_timeout_s: Seconds = 120.0
+    """After this the process that audits is killed and started anew."""
+    validators: list[str] = []
+    """Node ids (hex) whose signed audit reports count; the trainer audits itself what they do not."""
 
 
 class CheckpointConfig(BaseConfig):
@@ -262,7 +272,7 @@ class NodeConfig(BaseConfig):
 class JoinConfig(NodeConfig):
     """`primerl-node join`."""
 
-    role: Literal["inference"] = "inference"
+    role: Literal["inference", "validator"] = "inference"
     ticket: str = ""
     """The join ticket that the trainer printed."""
     leases: Positive = 2

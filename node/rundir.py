@@ -24,6 +24,7 @@ from ..protocol.manifests import (
 from .config import RunConfig
 from .errors import StorageError, UsageError
 from .ledger import Ledger
+from .proofs.thresholds import proof_contract
 from .run_files import clean
 from .store import Store
 from .weights.mirror import prove
@@ -149,9 +150,13 @@ def _new_manifest(config: RunConfig, key: SecretKey, model: ModelContract) -> Ru
             group_size=config.rollouts.group_size,
             max_turns=config.environment.max_turns,
             max_model_len=config.training.seq_len,
-            logprob_fraction=config.verification.logprob_fraction,
-            logprob_tolerance=config.verification.logprob_tolerance,
         ),
+        proofs=proof_contract(config, _config_digest(model)),
         max_steps=config.max_steps,
         nonce=secrets.token_bytes(32),
     )
+
+
+def _config_digest(model: ModelContract) -> str:
+    """Which model a calibration is of: the digest of its config.json."""
+    return next((f.chunk.digest.hex() for f in model.files if f.name == "config.json"), "")

@@ -230,7 +230,7 @@ class TrainerNode(Node):
             verifier=verifier,
             progress=progress,
             version=lambda: publisher.version,
-            audit_fraction=self._config.verification.logprob_fraction,
+            audit_fraction=self._config.verification.audit_rate,
         )
         role = TrainerRole(
             config=self._config,

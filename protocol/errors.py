@@ -47,6 +47,11 @@ class Reason(StrEnum):
     BAD_TERMINATION = "bad_termination"
     BAD_REWARD = "bad_reward"
     BAD_LOGPROBS = "bad_logprobs"
+    BAD_PROOF = "bad_proof"
+    WRONG_MODEL = "wrong_model"
+    WRONG_POLICY = "wrong_policy"
+    BAD_SAMPLING = "bad_sampling"
+    AUDIT_FAILED = "audit_failed"
     ENVIRONMENT_ERROR = "environment_error"
     RUN_ENDED = "run_ended"
 

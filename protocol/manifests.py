@@ -63,6 +63,38 @@ class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
+class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of what an audit measures on one rollout (protocol/rollouts.py: Evidence). Above is guilty."""
+
+    fingerprint: Annotated[float, msgspec.Meta(gt=0)]
+    sampling: Annotated[float, msgspec.Meta(gt=0)]
+    sampling_max: Annotated[float, msgspec.Meta(gt=0)]
+    logprob: Annotated[float, msgspec.Meta(gt=0)]
+    logprob_max: Annotated[float, msgspec.Meta(gt=0)]
+    other_policy: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker proves, and what of honest noise is allowed for."""
+
+    fingerprint: Literal["projection", "toploc"]
+    dtype: Literal["float32", "bfloat16"]
+    """Numerics class: every engine of the run computes in it."""
+    reject: Thresholds
+    """A rollout above one of these is not learned from, and counts as fraud."""
+    suspect: Thresholds
+    """One in a hundred honest rollouts is above one of these; only many of them tell against a worker."""
+    audit_rate: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """Share of the rollouts of a proven worker that is audited; of a new or suspect one all are."""
+    false_bans: Annotated[float, msgspec.Meta(gt=0, lt=1)]
+    """Probability, over the whole run and all workers, that the sequential test bans an honest one."""
+    honest_rollouts: Annotated[int, msgspec.Meta(ge=0)]
+    """Sample size behind the thresholds."""
+    honest_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    source: Name
+    """Where the thresholds come from."""
+
+
 class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds that every node knows beforehand."""
 
@@ -70,8 +102,6 @@ class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     max_turns: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
-    logprob_fraction: float
-    logprob_tolerance: float
 
 
 class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,6 +116,7 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     environment: EnvironmentContract
     sampling: SamplingContract
     limits: RunLimits
+    proofs: ProofContract
     max_steps: Annotated[int, msgspec.Meta(ge=1)]
     nonce: Digest
     """Random: two runs of one config are two runs."""

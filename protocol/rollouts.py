@@ -16,10 +16,19 @@ from .manifests import Name, UnixSeconds, Version
 
 MAX_BRANCH_TOKENS = 2**20
 MAX_REJECTIONS = 128
+MAX_EVIDENCE = 256
+MAX_SPANS = 64
 MAX_DETAIL = 200
 """Characters of evidence per rejection; a verdict of MAX_REJECTIONS stays below 64 KiB."""
 
 Packed = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BRANCH_TOKENS)]
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """From sampled token `start` on (counted among the sampled ones), `version` drew."""
+
+    start: Annotated[int, msgspec.Meta(ge=0, le=MAX_BRANCH_TOKENS)]
+    version: Version
 
 
 class BranchRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -34,6 +43,10 @@ class BranchRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     policy_first: Version
     policy_last: Version
     finish: Literal["stop", "length"]
+    spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MAX_SPANS)] = ()
+    """Where the policy changed while the branch was drawn; empty if one version drew it all."""
+    proof: Packed = b""
+    """The fingerprints of the replies, one after the other; sizes follow from the replies' lengths."""
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -78,6 +91,31 @@ class Rejection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     detail: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL)]
 
 
+class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an audit measured on one rollout: the worker's claims against a prefill by the validator.
+
+    Nats are of log-probability; the manifest's Thresholds have the same names.
+    """
+
+    group: int
+    rollout: int
+    tokens: int
+    """Sampled tokens that were audited."""
+    fingerprint: float
+    """Distance of the proof from the validator's own hidden states, relative, 0 is equal."""
+    sampling: float
+    """Mean per token of the margin, clipped at 1 nat: how much better than the claimed token the best one
+    scores under the seeded noise; 0 where the claimed token is the one to draw."""
+    sampling_max: float
+    """The largest margin, nats."""
+    logprob: float
+    """Mean absolute difference of claimed and recomputed logprobs, nats."""
+    logprob_max: float
+    """The largest of these differences, nats."""
+    other_policy: float
+    """How much likelier another policy version than the claimed one makes the proof, nats; below 0 is less."""
+
+
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What became of a submission."""
 
@@ -87,9 +125,15 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rejections: Annotated[tuple[Rejection, ...], msgspec.Meta(max_length=MAX_REJECTIONS)]
     """The first of them, so that a verdict always fits a message."""
     audited: int
-    """Rollouts whose logprobs were recomputed."""
+    """Rollouts that were audited."""
     rejected: int = 0
     """How many there are in all."""
+    challenge: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """Randomness drawn after the upload, from which follows what was audited."""
+    evidence: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_EVIDENCE)] = ()
+    """Of the first audited rollouts."""
+    validator: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """Who audited, if not the trainer."""
 
 
 def pack_u32(values: list[int]) -> bytes:

@@ -22,20 +22,24 @@ from primerl.protocol.manifests import (
     PeerRecord,
     PolicyHead,
     PolicyManifest,
+    ProofContract,
     RunLimits,
     RunManifest,
     SamplingContract,
     TensorInfo,
+    Thresholds,
     Ticket,
     encode,
     run_id,
 )
 from primerl.protocol.rollouts import (
     BranchRecord,
+    Evidence,
     GroupRecord,
     Receipt,
     Rejection,
     RolloutRecord,
+    Span,
     Submission,
     Verdict,
     pack_f32,
@@ -49,6 +53,18 @@ WORKER = SecretKey.from_seed(bytes([2]) * 32)
 STRANGER = SecretKey.from_seed(bytes([3]) * 32)
 
 CHUNK = ChunkRef(digest(b"chunk"), 5)
+
+PROOFS = ProofContract(
+    fingerprint="projection",
+    dtype="bfloat16",
+    reject=Thresholds(0.1, 0.05, 1.0, 0.06, 1.5, 12.0),
+    suspect=Thresholds(0.05, 0.02, 0.5, 0.03, 0.75, 5.0),
+    audit_rate=0.25,
+    false_bans=0.001,
+    honest_rollouts=20000,
+    honest_tokens=1280000,
+    source="hf against vllm",
+)
 
 MANIFEST = RunManifest(
     name="demo",
@@ -69,9 +85,8 @@ MANIFEST = RunManifest(
         group_size=8,
         max_turns=1,
         max_model_len=256,
-        logprob_fraction=0.25,
-        logprob_tolerance=0.1,
     ),
+    proofs=PROOFS,
     max_steps=40,
     nonce=digest(b"nonce"),
 )
@@ -165,6 +180,8 @@ BRANCH = BranchRecord(
     policy_first=3,
     policy_last=4,
     finish="stop",
+    spans=(Span(0, 3), Span(1, 4)),
+    proof=bytes(range(16)),
 )
 
 SUBMISSION = Submission(
@@ -191,6 +208,9 @@ VERDICT = Verdict(
     ),
     audited=1,
     rejected=2,
+    challenge=digest(b"challenge"),
+    evidence=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
+    validator=STRANGER.node_id,
 )
 PROOF = EquivocationProof(
     sealed_head(head(1, state=digest(b"left"))), sealed_head(head(1, state=digest(b"right")))

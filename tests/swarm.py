@@ -64,7 +64,7 @@ CONFIG: dict[str, Any] = {
         "batch_timeout_s": 30.0,
     },
     "training": {"seq_len": 64},
-    "verification": {"logprob_fraction": 1.0},
+    "verification": {"audit_rate": 1.0},
     "evaluation": {"prompts": 0},
 }
 

@@ -31,6 +31,7 @@ FLOORS: list[list[list[str]]] = [
     [[f"node.{name}" for name in PLUMBING.split()]],
     [["node.weights"], ["node.network"]],
     [[f"node.{name}" for name in MODELS.split()]],
+    [["node.fingerprints"]],
     [["node.engines"]],
     [["node.environments"], ["node.training"]],
     [["node.proofs"]],

@@ -118,7 +118,7 @@ class WitnessEngine:
         """See Engine."""
         return self._version
 
-    async def start(self, model_dir: Path) -> None:
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See Engine."""
 
     async def load(self, version: int, state: State) -> None:

@@ -17,9 +17,10 @@ from ..weights.state import Changed, State
 class GenerateRequest:
     """One completion to sample.
 
-    Tokens are drawn from softmax(logits / temperature) with no top-k or top-p, reproducibly from
-    `seed` (0 <= seed < 2**63): the same seed, prompt and weights give the same tokens whatever else
-    is in the batch. A drawn stop token is part of the completion.
+    Tokens are drawn from softmax(logits / temperature) with no top-k or top-p, by the noise that
+    `seed` (0 <= seed < 2**63) fixes for every position and token id (sampling.py): the same seed, prompt
+    and weights give the same tokens in every engine, whatever else is in the batch. A drawn stop token is
+    part of the completion.
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +40,10 @@ class Completion:
     finish: Literal["stop", "length"]
     policy_first: int
     policy_last: int
+    spans: tuple[tuple[int, int], ...] = ()
+    """(index of a token, version that drew from it on), ascending; empty if one version drew them all."""
+    proof: bytes = b""
+    """Fingerprint of the hidden states that led to the tokens; empty if none was asked for at start()."""
 
 
 class Engine(Protocol):
@@ -49,8 +54,12 @@ class Engine(Protocol):
         """The loaded version; -1 before the first load()."""
         ...
 
-    async def start(self, model_dir: Path) -> None:
-        """Read config and tokenizer files from `model_dir` (no weights there). Raises EngineError."""
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """Read config and tokenizer files from `model_dir` (no weights there). Raises EngineError.
+
+        With the name of a fingerprint (node/fingerprints) every completion brings its proof: one that
+        cannot be made is an EngineError, never an empty proof.
+        """
         ...
 
     async def load(self, version: int, state: State) -> None:

@@ -71,7 +71,7 @@ class HfEngine:
         loaded = self._loaded
         return loaded.version if loaded else -1
 
-    async def start(self, model_dir: Path) -> None:
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See Engine. A started engine must be closed."""
         from .. import models
 

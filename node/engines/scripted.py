@@ -44,7 +44,7 @@ class ScriptedEngine:
         """See Engine."""
         return self._version
 
-    async def start(self, model_dir: Path) -> None:
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See Engine. The model is not read."""
         self._started = True
 

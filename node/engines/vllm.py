@@ -79,7 +79,7 @@ class VllmEngine:
         """The loaded version; -1 before the first load()."""
         return self._history[-1][1] if self._history else -1
 
-    async def start(self, model_dir: Path) -> None:
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM on the config of `model_dir` with dummy weights: 10-30 s on a CPU.
 
         Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say.

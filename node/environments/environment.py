@@ -40,6 +40,10 @@ class Branch:
     policy_first: int
     policy_last: int
     finish: Literal["stop", "length"]
+    spans: tuple[tuple[int, int], ...] = ()
+    """(index among the sampled tokens, version that drew from it on); empty if one drew them all."""
+    proof: bytes = b""
+    """The proofs of the replies, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Score:
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    turns: tuple[tuple[int, ...], ...] = ()
+    """Of a recomputed score: per branch, the turn number of each of its replies; it is part of their seeds."""
 
 
 @dataclass(frozen=True)

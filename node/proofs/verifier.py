@@ -134,7 +134,7 @@ class Verifier:
         return [
             _rejection(audit.rollout, Rejected(Reason.BAD_LOGPROBS, audit.detail()))
             for audit in audits
-            if audit.mean_error() > self._run.limits.logprob_tolerance
+            if audit.mean_error() > self._run.proofs.reject.logprob
         ]
 
     def _holds(self, rollout: CheckedRollout) -> bool:

@@ -1,3 +1,6 @@
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -54,8 +57,25 @@ def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
         ("limits.group_size", 7),
         ("limits.max_turns", 2),
         ("limits.max_model_len", 255),
-        ("limits.logprob_fraction", 0.5),
-        ("limits.logprob_tolerance", 0.2),
+        ("proofs.fingerprint", "toploc"),
+        ("proofs.dtype", "float32"),
+        ("proofs.reject.fingerprint", 0.2),
+        ("proofs.reject.sampling", 0.2),
+        ("proofs.reject.sampling_max", 0.2),
+        ("proofs.reject.logprob", 0.2),
+        ("proofs.reject.logprob_max", 0.2),
+        ("proofs.reject.other_policy", 0.2),
+        ("proofs.suspect.fingerprint", 0.2),
+        ("proofs.suspect.sampling", 0.2),
+        ("proofs.suspect.sampling_max", 0.2),
+        ("proofs.suspect.logprob", 0.2),
+        ("proofs.suspect.logprob_max", 0.2),
+        ("proofs.suspect.other_policy", 0.2),
+        ("proofs.audit_rate", 0.5),
+        ("proofs.false_bans", 0.5),
+        ("proofs.honest_rollouts", 1),
+        ("proofs.honest_tokens", 1),
+        ("proofs.source", "other"),
         ("max_steps", 41),
         ("nonce", digest(b"other")),
     ],
@@ -66,6 +86,15 @@ def test_another_manifest_is_another_run(path: str, value: object) -> None:
     assert run_id(changed) != RUN
 
 
+def paths(fields: dict[str, Any]) -> Iterator[str]:
+    """The dotted names of all leaves."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from (f"{name}.{inner}" for inner in paths(value))
+        else:
+            yield name
+
+
 def test_every_field_of_the_run_manifest_was_changed_above() -> None:
     marker = next(
         one
@@ -74,12 +103,7 @@ def test_every_field_of_the_run_manifest_was_changed_above() -> None:
     )
     changed = {path for path, _ in marker.args[1]}
     fields = msgspec.to_builtins(MANIFEST, builtin_types=(bytes,))
-    expected = {
-        f"{name}.{inner}" if isinstance(value, dict) else name
-        for name, value in fields.items()
-        for inner in (value if isinstance(value, dict) else ("",))
-    }
-    assert changed == expected
+    assert changed == set(paths(fields))
 
 
 TRAVERSAL = ["../x", "..", ".", "", "a/b", "/etc/passwd", "a\\b", "C:x", ".hidden", "-rf", "_x"]
