@@ -1,6 +1,6 @@
 """The daemon: what a node process does before its role begins: key, logs, run directory.
 
-`trainer_node.py` and `worker_node.py` build the parts of a role; only they and this file know the roles.
+The `*_node.py` files build the parts of a role; only they and this file know the roles.
 """
 
 import os
@@ -41,9 +41,12 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
 
 
 async def join(config: JoinConfig) -> None:
-    """Run a worker until the run ends or it is stopped. Raises NodeError, KeyFileError."""
+    """Run a worker or a validator until the run ends or it is stopped. Raises NodeError, KeyFileError."""
+    from .validator_node import ValidatorNode
     from .worker_node import WorkerNode
 
     data_dir = config.data_dir or Path.home() / ".primerl"
-    configure(config.log, data_dir / "logs" / "worker.jsonl")
-    await WorkerNode(config, load_key(data_dir), data_dir).run()
+    name = "validator" if config.role == "validator" else "worker"
+    configure(config.log, data_dir / "logs" / f"{name}.jsonl")
+    node = ValidatorNode if config.role == "validator" else WorkerNode
+    await node(config, load_key(data_dir), data_dir).run()

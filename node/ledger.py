@@ -3,10 +3,14 @@
 A row is committed before anything it promises is said aloud: a receipt only after its submission is here.
 """
 
+import fcntl
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from ..crypto.hashing import digest as digest_of
 from .errors import BusyError, StorageError
 
 SCHEMA = """
@@ -19,10 +23,14 @@ CREATE TABLE IF NOT EXISTS inbox (
     arrival INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB UNIQUE NOT NULL,
     lease_id INTEGER UNIQUE NOT NULL, node BLOB NOT NULL, sealed BLOB, receipt BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS verdicts (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, sealed BLOB NOT NULL);
+    id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, sealed BLOB NOT NULL, name BLOB);
 CREATE TABLE IF NOT EXISTS spool (
     digest BLOB PRIMARY KEY, lease_id INTEGER NOT NULL, deadline REAL NOT NULL,
     sealed BLOB NOT NULL) WITHOUT ROWID;
+"""
+INDICES = """
+CREATE UNIQUE INDEX IF NOT EXISTS verdict_names ON verdicts (name);
+CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
 """
 FORMAT = 1
 VERDICTS_KEPT = 10_000
@@ -44,21 +52,30 @@ class Ledger:
 
     def __init__(self, path: Path, *, fsync: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # SQLite's own locks come and go: `explain` reads while we write, a second node must not.
+        self._lock = _lock(path)
         try:
             self._db = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=2
             )
-            # EXCLUSIVE: two daemons on one data directory would contradict each other.
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        except sqlite3.OperationalError as error:
+            self._lock.close()
+            raise StorageError(f"cannot open {path}: {error}") from error
+        try:
+            self._begin(path, fsync)
+        except StorageError:
+            self.close()
+            raise
+
+    def _begin(self, path: Path, fsync: bool) -> None:
+        try:
             self._db.execute("PRAGMA journal_mode=WAL")
             # FULL survives a power cut, NORMAL a killed process.
             self._db.execute(f"PRAGMA synchronous={'FULL' if fsync else 'NORMAL'}")
             self._db.executescript(SCHEMA)
+            self._name_verdicts()
+            self._db.executescript(INDICES)
         except sqlite3.OperationalError as error:
-            if "locked" in str(error):
-                raise BusyError(
-                    f"{path.parent} is in use by another node: stop it first"
-                ) from error
             raise StorageError(f"cannot open {path}: {error}") from error
         except sqlite3.DatabaseError as error:
             raise StorageError(
@@ -69,6 +86,7 @@ class Ledger:
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         self._db.close()
+        self._lock.close()
 
     def get(self, key: str) -> bytes | None:
         """A remembered value."""
@@ -141,18 +159,49 @@ class Ledger:
         )
         return [Arrived(a, bytes(d), lease, bytes(n), bytes(s)) for a, d, lease, n, s in rows]
 
+    def waiting_by_node(self, arrival: int) -> dict[bytes, int]:
+        """How many submissions of each node arrived after number `arrival`."""
+        rows = self._db.execute(
+            "SELECT node, COUNT(*) FROM inbox WHERE arrival > ? GROUP BY node", (arrival,)
+        )
+        return {bytes(node): int(count) for node, count in rows}
+
     def forget_bodies(self, up_to: int) -> None:
         """Drop the bytes of submissions that a durable checkpoint contains; their digests stay."""
         self._write(
             "UPDATE inbox SET sealed = NULL WHERE arrival <= ? AND sealed IS NOT NULL", (up_to,)
         )
 
-    def add_verdict(self, node: bytes, sealed: bytes) -> int:
-        """Keep a verdict for its worker to pick up, and for `explain`; returns its number."""
-        cursor = self._write("INSERT INTO verdicts (node, sealed) VALUES (?, ?)", (node, sealed))
+    def add_verdict(self, node: bytes, sealed: bytes) -> bool:
+        """Keep a verdict on work of `node`, to be picked up and explained; False if it is here already."""
+        cursor = self._write(
+            "INSERT OR IGNORE INTO verdicts (node, sealed, name) VALUES (?, ?, ?)",
+            (node, sealed, digest_of(sealed)),
+        )
+        if not cursor.rowcount:
+            return False
         assert cursor.lastrowid is not None
         self._write("DELETE FROM verdicts WHERE id <= ?", (cursor.lastrowid - VERDICTS_KEPT,))
-        return cursor.lastrowid
+        return True
+
+    def verdicts_after(
+        self, node: bytes, number: int, *, count: int, size: int
+    ) -> list[tuple[int, bytes]]:
+        """(number, sealed verdict) on work of `node` after a number, oldest first.
+
+        At most `count` of them, and `size` bytes where the first is not larger.
+        """
+        rows = self._db.execute(
+            "SELECT id, sealed FROM verdicts WHERE node = ? AND id > ? ORDER BY id LIMIT ?",
+            (node, number, count),
+        )
+        found: list[tuple[int, bytes]] = []
+        for name, sealed in rows:
+            size -= len(sealed)
+            if found and size < 0:
+                break
+            found.append((name, bytes(sealed)))
+        return found
 
     def spool(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
         """Keep a submission until its receipt comes."""
@@ -183,9 +232,75 @@ class Ledger:
                 f"cannot write the ledger ({error}): free some disk space"
             ) from error
 
+    def _name_verdicts(self) -> None:
+        """A ledger of before verdicts had names: give it the column."""
+        columns = {row[1] for row in self._db.execute("PRAGMA table_info(verdicts)")}
+        if "name" not in columns:
+            self._db.execute("ALTER TABLE verdicts ADD COLUMN name BLOB")
+
     def _check_format(self, path: Path) -> None:
         known = self.get("format")
         if known is None:
             self.set("format", FORMAT.to_bytes(2, "big"))
         elif int.from_bytes(known, "big") != FORMAT:
             raise StorageError(f"{path} was written by another version of primerl-node")
+
+
+@dataclass(frozen=True)
+class KeptVerdict:
+    """A verdict in a ledger, in order of judgement."""
+
+    number: int
+    node: bytes
+    """Whose work it is on."""
+    sealed: bytes
+
+
+class LedgerView:
+    """Reads a ledger, also while its node runs; writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StorageError."""
+        self._path = path
+        try:
+            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5)
+            self._db.execute("SELECT 1 FROM verdicts LIMIT 1")
+        except sqlite3.DatabaseError as error:
+            raise StorageError(f"cannot read {path}: {error}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def get(self, key: str) -> bytes | None:
+        """A remembered value."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def verdicts(self) -> Iterator[KeptVerdict]:
+        """All verdicts that are kept, the newest first. Raises StorageError."""
+        try:
+            for number, node, sealed in self._db.execute(
+                "SELECT id, node, sealed FROM verdicts ORDER BY id DESC"
+            ):
+                yield KeptVerdict(number, bytes(node), bytes(sealed))
+        except sqlite3.DatabaseError as error:
+            raise StorageError(f"cannot read {self._path}: {error}") from error
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Hold the ledger for this process alone until the file is closed; the system closes it with the process.
+
+    Raises BusyError, StorageError.
+    """
+    name = path.with_suffix(".lock")
+    try:
+        file = name.open("ab")
+    except OSError as error:
+        raise StorageError(f"cannot open {name}: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise BusyError(f"{path.parent} is in use by another node: stop it first") from error
+    return file

@@ -13,12 +13,12 @@ from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
 from .config import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
 from .engines.build import build_engine
 from .engines.engine import Engine
-from .engines.scorer import Scorer
 from .environments.build import build_environment
 from .environments.environment import Environment
 from .ledger import Ledger
 from .network.discovery import Discovery
 from .network.transport import Transport
+from .proofs.auditor import Auditor
 from .training.backend import TrainBackend
 
 
@@ -78,11 +78,11 @@ def make_evaluation_engine(config: EngineConfig) -> Engine:
     return build_engine(config.model_copy(update={"type": "hf"}))
 
 
-def make_scorer(config: EngineConfig) -> Scorer:
-    """What recomputes logprobs, not started."""
-    from .engines.scorer import HfScorer
+def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
+    """What audits rollouts, not started; an audit takes at most `timeout_s`."""
+    from .proofs.hf_auditor import HfAuditor
 
-    return HfScorer(config)
+    return HfAuditor(config, timeout_s=timeout_s)
 
 
 class MakeLedger(Protocol):
@@ -106,6 +106,6 @@ class Parts:
     )
     engine: Callable[[EngineConfig], Engine] = build_engine
     evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
-    scorer: Callable[[EngineConfig], Scorer] = make_scorer
+    auditor: Callable[[EngineConfig, float], Auditor] = make_auditor
     backend: Callable[[RunConfig], TrainBackend] = make_backend
     ledger: MakeLedger = Ledger

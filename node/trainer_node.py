@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,13 @@ from ..protocol.version import MIB
 from . import rundir, summary
 from .config import RunConfig
 from .control import PeerRow, Status
-from .engines.scorer import Scorer
+from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import UsageError
 from .ledger import Arrived, Ledger
 from .metrics import MetricsLog, PhaseClock
 from .opening import Opening
 from .parts import Parts
-from .proofs.verifier import Verifier
 from .roles.desk import LeaseDesk
 from .roles.evaluation import EvalResult, Evaluator
 from .roles.inbox import Inbox
@@ -36,6 +34,7 @@ from .stack import Stack, open_stack, open_store
 from .training.backend import TrainBackend
 from .training.buffer import RolloutBuffer
 from .training.checkpoints import Checkpoints
+from .verification import Verification
 from .weights.encoders import Encoders
 
 logger = logging.getLogger(__name__)
@@ -156,8 +155,24 @@ class TrainerNode(Node):
         with self._clock.phase("start"):
             await asyncio.gather(environment.start(), backend.start(model_dir))
         engine = self._parts.evaluation_engine(self._config.engine)
-        scorer = self._parts.scorer(self._config.engine)
-        await asyncio.gather(engine.start(model_dir), scorer.start(model_dir))
+        verification = Verification(self._config, documents, self.key.node_id, self._parts)
+        await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
+        try:
+            await self._learn(stack, documents, environment, backend, metrics, engine, verification)
+        finally:
+            await engine.close()
+            await verification.close()
+
+    async def _learn(
+        self,
+        stack: Stack,
+        documents: rundir.RunDocuments,
+        environment: Environment,
+        backend: TrainBackend,
+        metrics: MetricsLog,
+        engine: Engine,
+        verification: Verification,
+    ) -> None:
         evaluator = Evaluator(
             engine,
             environment,
@@ -166,7 +181,9 @@ class TrainerNode(Node):
             stop_token_ids=documents.manifest.model.stop_token_ids,
         )
         opening = Opening(self._config, environment, backend, evaluator, self._clock, self._enter)
-        role, publisher, desk = self._build(stack, documents, environment, backend, metrics, scorer)
+        role, publisher, desk = self._build(
+            stack, documents, environment, backend, metrics, verification
+        )
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(stack.router(desk.handle).run()),
@@ -186,8 +203,6 @@ class TrainerNode(Node):
             await stack.head_server.wait_unwatched(FAREWELL_S)
             for task in background:
                 task.cancel()
-        await engine.close()
-        await scorer.close()
 
     def _build(
         self,
@@ -196,7 +211,7 @@ class TrainerNode(Node):
         environment: Environment,
         backend: TrainBackend,
         metrics: MetricsLog,
-        scorer: Scorer,
+        verification: Verification,
     ) -> tuple[TrainerRole, Publisher, LeaseDesk]:
         boot = self._boot = stack.ledger.count_boot()
         arrivals: asyncio.Queue[Arrived] = asyncio.Queue(INBOX)
@@ -215,9 +230,7 @@ class TrainerNode(Node):
             capacity=lambda: role.capacity(),
             order=lambda: publisher.order,
             arrivals=arrivals,
-        )
-        verifier = Verifier(
-            documents.manifest, environment, scorer, publisher.states, chance=random.SystemRandom()
+            audits=verification.desk,
         )
         buffer, progress = self._make_buffer(), Progress()
         inbox = Inbox(
@@ -227,10 +240,11 @@ class TrainerNode(Node):
             desk=desk,
             arrivals=arrivals,
             buffer=buffer,
-            verifier=verifier,
+            verifier=verification.verifier(environment, publisher),
             progress=progress,
             version=lambda: publisher.version,
-            audit_fraction=self._config.verification.audit_rate,
+            contract=documents.manifest.proofs,
+            expected_audits=verification.expected_audits,
         )
         role = TrainerRole(
             config=self._config,

@@ -1,168 +1,50 @@
-"""A worker: joins by ticket, brings up engine and environment, and works until the run ends."""
+"""A worker: a joined node with engine and environment, that works until the run ends."""
 
 import asyncio
 import json
-import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from .. import __version__
-from ..crypto.hashing import short
 from ..crypto.keys import SecretKey
-from ..protocol import tickets
-from ..protocol.errors import Reason, RemoteProtocolError
-from ..protocol.manifests import Ticket
-from ..protocol.messages import GetHeads, GetMerged, Hello, SyncRecords, WatchHeads, Welcome
-from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
 from . import rundir
 from .config import EnvironmentConfig, JoinConfig
-from .control import PeerRow, Status
+from .control import Status
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
-from .errors import NodeError, TicketError, UsageError
-from .ledger import Ledger
-from .network.heads import HeadFollower
-from .network.rpc import Refused, receive
-from .network.transport import Stream, TransportError
+from .errors import NodeError, UsageError
+from .joined_node import Joined, JoinedNode
 from .parts import Parts
-from .roles.catchup import CatchUp
 from .roles.inference import InferenceRole
-from .roles.merging import MergeDesk
-from .rows import peer_rows, total_bytes
-from .serving import Node
-from .stack import Stack, open_stack, open_store
-
-logger = logging.getLogger(__name__)
-
-HELLO_TIMEOUT_S = 10.0
-RETRY_S = 0.5
-RETRY_MAX_S = 5.0
-FOLLOWED_PEERS = 2
-Questions = WatchHeads | GetHeads | GetMerged | Hello
+from .roles.verdicts import VerdictBox
 
 
-class WorkerNode(Node):
+class WorkerNode(JoinedNode):
     """One inference worker process."""
 
     def __init__(
         self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Parts | None = None
     ) -> None:
-        super().__init__(config, key, data_dir, config.role)
-        self._config = config
-        self._parts = parts or Parts()
-        self._ticket_bytes = b""
-        self._stack: Stack | None = None
+        super().__init__(config, key, data_dir, parts)
         self._role: InferenceRole | None = None
-        self._catchup: CatchUp | None = None
-        self._name = ""
 
-    async def run(self) -> None:
-        """Join and work. Raises TicketError, NodeError."""
-        ticket = self._read_ticket()
-        directory = self.data_dir / "runs" / ticket.run.hex()[:16]
-        ledger = self._parts.ledger(directory / "ledger.db", fsync=self.config.fsync)
-        try:
-            commands = {"status": self._status, "peers": self._peers}
-            await self.serve(
-                lambda: self._work(ticket, ledger, directory), commands, ticket.run.hex()[:16]
-            )
-        finally:
-            ledger.close()
-
-    def _read_ticket(self) -> Ticket:
-        try:
-            ticket = tickets.read(self._config.ticket, now=int(time.time()))
-            self._ticket_bytes = tickets.sealed_bytes(self._config.ticket)
-        except RemoteProtocolError as error:
-            raise TicketError(f"this ticket cannot be used ({error}): ask for a new one") from error
-        return ticket
-
-    async def _work(self, ticket: Ticket, ledger: Ledger, directory: Path) -> None:
-        async with open_stack(
-            self._config,
-            self.key,
-            ledger,
-            open_store(self._config, directory),
-            run_id=ticket.run,
-            trainer=ticket.trainer,
-            role="inference",
-            bootstrap=ticket.discovery,
-            parts=self._parts,
-        ) as stack:
-            self._stack = stack
-            stack.peers.hint(ticket.trainer, ticket.addresses)
-            async with asyncio.TaskGroup() as tasks:
-                background = [
-                    tasks.create_task(stack.router(Neighbour(stack, self._merges).handle).run()),
-                    tasks.create_task(stack.watch_fraud()),
-                ]
-                gossip = stack.gossip()
-                if gossip is not None:
-                    background.append(tasks.create_task(gossip.run()))
-                try:
-                    await self._join(stack, ticket, directory, tasks, background)
-                finally:
-                    for task in background:
-                        task.cancel()
-
-    async def _join(
-        self,
-        stack: Stack,
-        ticket: Ticket,
-        directory: Path,
-        tasks: asyncio.TaskGroup,
-        background: list["asyncio.Task[None]"],
-    ) -> None:
-        self.phase = "joining"
-        documents = await self._hello(stack, ticket)
-        run = documents.manifest
-        self._name = run.name
-        chunks = [file.chunk for file in run.model.files]
-        stack.keep_chunks.update(chunk.digest for chunk in chunks)
-        await stack.fetcher.fetch(chunks, (), ticket.trainer)
-        model_dir = rundir.write_model_files(run, stack.store, directory / "model")
+    async def _take_part(self, joined: Joined) -> None:
+        run = joined.documents.manifest
         engine = self._parts.engine(self._config.engine)
-        environment = self._environment(documents, model_dir)
+        environment = self._environment(joined.documents, joined.model_dir)
         try:
-            await asyncio.gather(engine.start(model_dir), environment.start())
-            role = self._build(stack, documents, engine, environment)
-            for task in self._follow(stack, role, tasks):
-                background.append(task)
-            role.upstreams = await self._first_upstreams(stack, role)
-            self.phase = "running"
-            await role.run()
-            self.phase = "ended"
+            await asyncio.gather(
+                engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
+                environment.start(),
+            )
+            role = self._role = self._build(joined, engine, environment)
+            await self._follow_while(joined, role.run)
         except EnvironmentFailed as error:
             raise NodeError(f"the environment does not start: {error}") from error
         finally:
-            if self._role is not None and not stack.heads.ended:
+            if self._role is not None and not joined.stack.heads.ended:
                 await self._role.leave()
             await environment.close()
             await engine.close()
             self._write_last_status()
-
-    async def _hello(self, stack: Stack, ticket: Ticket) -> rundir.RunDocuments:
-        """Say hello until the trainer answers; it may not be up yet."""
-        pause = RETRY_S
-        while True:
-            hello = Hello(
-                WIRE_VERSION, "inference", __version__, self._ticket_bytes, stack.record()
-            )
-            try:
-                welcome = await stack.links.request(
-                    ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
-                )
-                return rundir.read_documents(welcome.manifest, ticket.trainer, ticket.run)
-            except TransportError as error:
-                logger.info("waiting for trainer %s: %s", short(ticket.trainer), error)
-            except Refused as refusal:
-                if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
-                    raise TicketError(f"the trainer refuses us: {refusal}") from refusal
-            except RemoteProtocolError as error:
-                raise TicketError(f"the trainer's run manifest is not genuine: {error}") from error
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, RETRY_MAX_S)
 
     def _environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
         contract = documents.manifest.environment
@@ -177,167 +59,49 @@ class WorkerNode(Node):
             config, model_dir, contract.seed, sampling.max_tokens, sampling.temperature
         )
 
-    def _build(
-        self,
-        stack: Stack,
-        documents: rundir.RunDocuments,
-        engine: Engine,
-        environment: Environment,
-    ) -> InferenceRole:
-        run = documents.manifest
-        catchup = CatchUp(
-            book=stack.heads,
+    def _build(self, joined: Joined, engine: Engine, environment: Environment) -> InferenceRole:
+        stack, documents = joined.stack, joined.documents
+        verdicts = VerdictBox(
+            node=self.key.node_id,
+            run_id=documents.run_id,
+            trainer=stack.trainer,
             links=stack.links,
-            fetcher=stack.fetcher,
-            store=stack.store,
             ledger=stack.ledger,
-            engine=engine,
-            config=self._config.weights,
-            trainer=run.trainer,
-            upstreams=lambda: role.upstreams,
-            keep_chunks=stack.keep_chunks,
-            peers=stack.peers,
-            announce=stack.holdings.tell,
-            on_fraud=stack.report_fraud,
+            explain=f"primerl-node explain --data-dir {self.data_dir}",
         )
-        role = InferenceRole(
+        return InferenceRole(
             key=self.key,
             run_id=documents.run_id,
-            run=run,
+            run=documents.manifest,
             links=stack.links,
-            peers=stack.peers,
             book=stack.heads,
             fetcher=stack.fetcher,
-            catchup=catchup,
+            catchup=self._make_catchup(joined, engine),
             engine=engine,
             engine_name=self._config.engine.type,
             environment=environment,
             ledger=stack.ledger,
+            verdicts=verdicts,
+            upstreams=joined.upstreams,
             leases=self._config.leases,
         )
-        self._catchup, self._role = catchup, role
-        return role
-
-    def _merges(self) -> MergeDesk | None:
-        """Who makes merged deltas, once there is a run to make them of."""
-        return self._catchup.merges if self._catchup else None
-
-    def _follow(
-        self, stack: Stack, role: InferenceRole, tasks: asyncio.TaskGroup
-    ) -> list["asyncio.Task[None]"]:
-        """Watch the trainer's heads, and those of a few peers."""
-        trainer = HeadFollower(
-            stack.heads,
-            stack.links,
-            stack.trainer,
-            authority=True,
-            on_fraud=stack.report_fraud,
-        )
-        return [
-            tasks.create_task(trainer.run()),
-            tasks.create_task(self._follow_peers(stack, role)),
-        ]
-
-    async def _follow_peers(self, stack: Stack, role: InferenceRole) -> None:
-        """Keep watches on the nearest upstream peers, as they come and go."""
-        followed: dict[bytes, asyncio.Task[None]] = {}
-        async with asyncio.TaskGroup() as tasks:
-            while not stack.heads.ended:
-                wanted = role.upstreams[:FOLLOWED_PEERS]
-                for peer in [peer for peer in followed if peer not in wanted]:
-                    followed.pop(peer).cancel()
-                for peer in [peer for peer in wanted if peer not in followed]:
-                    follower = HeadFollower(
-                        stack.heads,
-                        stack.links,
-                        peer,
-                        authority=False,
-                        on_fraud=stack.report_fraud,
-                    )
-                    followed[peer] = tasks.create_task(follower.run())
-                await asyncio.sleep(1.0)
-            for task in followed.values():
-                task.cancel()
-
-    async def _first_upstreams(self, stack: Stack, role: InferenceRole) -> list[bytes]:
-        """Who else holds weights: asked before the first catch-up, so that it goes to peers."""
-        try:
-            reply = await stack.links.request(
-                stack.trainer,
-                ALPN_CONTROL,
-                SyncRecords((stack.record(),)),
-                SyncRecords,
-                deadline=HELLO_TIMEOUT_S,
-            )
-        except (TransportError, Refused, RemoteProtocolError) as error:
-            logger.info("no peer records yet: %s", error)
-            return []
-        role.learn_upstreams(reply.records)
-        return role.upstreams
 
     async def _status(self) -> Status:
-        status = self.base_status()
-        stack, role, catchup = self._stack, self._role, self._catchup
-        if stack is None:
-            return status
-        status.run, status.run_name = stack.run_id.hex(), self._name
-        status.bytes_sent, status.bytes_received = total_bytes(stack.peers)
-        status.newest_version = stack.heads.order()[1]
-        status.peers = sum(1 for peer in stack.peers.rows() if peer.path() is not None)
-        status.neighbours = stack.discovery.neighbours() if stack.discovery else 0
-        if role is not None and catchup is not None:
-            if catchup.version < 0 and self.phase == "running":
-                status.phase = "catching up"
-            status.version = catchup.version
-            status.leases = role.held
-            status.accepted = role.accepted
-            status.rejected = dict(role.rejected)
-            status.chunk_bytes_by_source = role.chunk_sources()
-            status.detail = f"state {short(catchup.state_digest)}"
+        status = await super()._status()
+        if self._role is not None:
+            status.leases = self._role.held
+            status.accepted = self._role.verdicts.accepted
+            status.rejected = dict(self._role.verdicts.rejected)
         return status
-
-    async def _peers(self) -> list[PeerRow]:
-        stack = self._stack
-        if stack is None:
-            return []
-        return peer_rows(
-            stack.peers,
-            newest=stack.heads.order()[1],
-            leases={},
-            stats={},
-            reputations={},
-            own=self.key.node_id,
-        )
 
     def _write_last_status(self) -> None:
         """What this node did, for after it is gone."""
         if self._role is None:
             return
         last = {
-            "accepted": self._role.accepted,
-            "rejected": dict(self._role.rejected),
+            "accepted": self._role.verdicts.accepted,
+            "rejected": dict(self._role.verdicts.rejected),
             "chunk_bytes_by_source": self._role.chunk_sources(),
             "versions_loaded": self._catchup.versions_loaded if self._catchup else 0,
         }
         (self.data_dir / "last_status.json").write_text(json.dumps(last))
-
-
-class Neighbour:
-    """What a worker answers to its peers: heads and merged deltas, nothing that only a trainer may grant."""
-
-    def __init__(self, stack: Stack, merges: Callable[[], MergeDesk | None]) -> None:
-        self._stack = stack
-        self._merges = merges
-
-    async def handle(self, peer: bytes, stream: Stream) -> None:
-        """Answer one control request (a router handler)."""
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            request = await receive(stream, Questions)  # type: ignore[arg-type]
-        if isinstance(request, WatchHeads):
-            await self._stack.head_server.watch(stream, request)
-        elif isinstance(request, GetHeads):
-            await self._stack.head_server.get(stream, request)
-        elif isinstance(request, GetMerged) and (merges := self._merges()) is not None:
-            await merges.handle(peer, stream, request)
-        else:
-            raise RemoteProtocolError(Reason.NOT_FOUND, "this node is no trainer")

@@ -34,6 +34,7 @@ class Purpose(StrEnum):
     VERDICT = "verdict"
     EQUIVOCATION = "equivocation"
     HOLDING = "holding"
+    AUDIT = "audit"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -2,9 +2,15 @@
 
 The book is the back-pressure: work in the system never exceeds what can be trained within the staleness
 bound, so a lease that is honoured in time is not stale when it comes back.
+
+The signed lease is the record of what was assigned: it travels inside the submission, so the trainer or a
+validator finds task and seed again from (run, lease, index) alone. Tasks are not computed from the lease's
+number, for what is granted depends on the capacity of the moment and on tasks that come back; a worker has no
+say in either, and check_assignment() tells whether the tasks are the environment's own.
 """
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,6 +21,17 @@ import msgspec
 from ..crypto.hashing import Digest, derive
 from .errors import Reason, RemoteProtocolError
 from .manifests import Version
+
+RELIABILITY_STEP = 1.0 / 16.0
+STEADY = 0.75
+"""Reliability below which giving a lease back costs as much as letting it expire."""
+COOLING_SHARE = 0.25
+MAX_FIRST_COOLING_S = 15.0
+"""The first cooling-off: a quarter of a lease's time, at most this."""
+MAX_DOUBLINGS = 5
+PACE_STEP = 0.25
+HORIZON = 0.5
+"""A node holds at most what it settles, at its pace, in this share of a lease's time."""
 
 
 class TaskRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -58,6 +75,22 @@ def sample_seed(
     return int.from_bytes(name[:8], "big") >> 1
 
 
+def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
+    """Whether a lease names tasks of the environment, each once; `digest_of` is the environment's.
+
+    Raises:
+        RemoteProtocolError: WRONG_TASK. What digest_of raises for an index that is none goes through.
+    """
+    seen: set[int] = set()
+    for task in lease.tasks:
+        if task.index in seen:
+            raise RemoteProtocolError(Reason.WRONG_TASK, f"task {task.index} twice in one lease")
+        seen.add(task.index)
+        if digest_of(task.index) != task.digest:
+            detail = f"task {task.index} differs: environment or its version is another"
+            raise RemoteProtocolError(Reason.WRONG_TASK, detail)
+
+
 @dataclass
 class Held:
     """A lease that is out."""
@@ -80,6 +113,55 @@ class LeasePolicy:
     max_bytes: int
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a node's share of the work depends on besides its own record in the book."""
+
+    trust: float = 1.0
+    """Reputation.trust_low, 0 to 1: a newcomer's is so low that it starts with one lease."""
+    waiting: frozenset[bytes] = frozenset()
+    """Nodes that wait for a lease now."""
+
+
+@dataclass
+class NodeRecord:
+    """How a node honours its leases."""
+
+    reliability: float = 1.0
+    """Share of its leases that came back, over about the last 16."""
+    missed: int = 0
+    """Doublings of its cooling-off; also halvings of its leases."""
+    rest_until: float = 0.0
+    """Unix seconds; it is granted nothing before."""
+    pace: float = 0.0
+    """Seconds per group, a running mean of its last leases; 0 while unknown."""
+    settled: float = 0.0
+    """Unix seconds of its last settled lease."""
+
+    def settle(self, groups: int, granted: float, now: float) -> None:
+        """Count a lease that came back. Leases are worked off one after the other: the clock of the second
+        starts when the first has come back."""
+        spent = max(0.0, now - max(granted, self.settled)) / groups
+        self.pace = spent if self.pace == 0.0 else self.pace + PACE_STEP * (spent - self.pace)
+        self.settled = now
+        self.reliability += RELIABILITY_STEP * (1.0 - self.reliability)
+        self.missed = 0 if self.reliability >= STEADY else max(0, self.missed - 1)
+
+    def lose(self, leases: int, expired: bool, timeout_s: float, now: float) -> None:
+        """Count leases that did not come back: they expired, or the node gave them up.
+
+        The cooling-off doubles with every loss. A settled lease ends the doubling for a steady node only; from
+        a node that loses more than a quarter it takes back one, so who drops every other lease (those with bad
+        luck, say) rests ever longer, while one that was restarted pays nothing.
+        """
+        self.reliability *= (1.0 - RELIABILITY_STEP) ** leases
+        if not expired and self.reliability >= STEADY:
+            return
+        first = min(COOLING_SHARE * timeout_s, MAX_FIRST_COOLING_S)
+        self.rest_until = now + first * 2.0**self.missed
+        self.missed = min(self.missed + 1, MAX_DOUBLINGS)
+
+
 @dataclass
 class LeaseBook:
     """Which leases are out, which tasks come next, and what may be granted now."""
@@ -91,6 +173,8 @@ class LeaseBook:
     """Tasks of expired leases; they go out before new ones."""
     held: dict[int, Held] = field(default_factory=dict[int, Held])
     expired: int = 0
+    nodes: dict[bytes, NodeRecord] = field(default_factory=dict[bytes, NodeRecord])
+    """One for each node that was granted something: as many as were admitted."""
 
     def outstanding_groups(self) -> int:
         """Groups that are leased and not yet returned."""
@@ -108,6 +192,33 @@ class LeaseBook:
         batches = overlap + (0 if training else 1)
         return batches * self.policy.groups_per_batch - waiting_groups - self.outstanding_groups()
 
+    def leased(self) -> Counter[bytes]:
+        """Groups on lease, by node."""
+        out: Counter[bytes] = Counter()
+        for held in self.held.values():
+            out[held.node] += len(held.lease.tasks)
+        return out
+
+    def record(self, node: bytes) -> NodeRecord:
+        """How a node honours its leases; a fresh record for a stranger."""
+        return self.nodes.get(node, NodeRecord())
+
+    def resting(self, node: bytes, now: float) -> bool:
+        """Whether a node cools off after leases that did not come back."""
+        return now < self.record(node).rest_until
+
+    def quota(self, node: bytes, trust: float) -> tuple[int, int]:
+        """(leases, groups) that a node may hold at a time: by trust and reliability, and by its speed.
+
+        Never less than one lease and one group: who is slow is given little, but not nothing.
+        """
+        record = self.record(node)
+        leases = math.ceil(self.policy.leases_per_worker * min(1.0, trust * record.reliability))
+        most = self.policy.leases_per_worker * self.policy.groups_per_lease
+        if record.pace > 0.0:
+            most = min(most, int(HORIZON * self.policy.timeout_s / record.pace))
+        return max(1, leases), max(1, most)
+
     def grant(
         self,
         node: bytes,
@@ -118,11 +229,11 @@ class LeaseBook:
         seed: bytes,
         now: float,
         term: int = 0,
+        share: Share = Share(),
     ) -> Lease | None:
-        """The next lease for `node`, or None when it holds enough or the system does."""
-        mine = sum(1 for held in self.held.values() if held.node == node)
-        size = min(capacity, self.policy.groups_per_lease)
-        if mine >= self.policy.leases_per_worker or size < 1:
+        """The next lease for `node`, or None when it holds enough, the system does, or it is others' turn."""
+        size = self._size(node, capacity, share, now)
+        if size < 1:
             return None
         # Nothing is taken before every digest is known: a task that cannot be made is not lost.
         tasks = tuple(TaskRef(index, digest_of(index)) for index in self._next_tasks(size))
@@ -139,10 +250,38 @@ class LeaseBook:
         self._take(size)
         self.next_lease += 1
         self.held[lease.lease_id] = Held(lease, node, now)
+        self.nodes.setdefault(node, NodeRecord())
         return lease
 
-    def settle(self, lease_id: int, node: bytes) -> Lease:
-        """Take back a lease whose work has arrived.
+    def _size(self, node: bytes, capacity: int, share: Share, now: float) -> int:
+        """Groups of the next lease for `node`; below 1 if there is none."""
+        if self.resting(node, now):
+            return 0
+        mine = [len(held.lease.tasks) for held in self.held.values() if held.node == node]
+        leases, groups = self.quota(node, share.trust)
+        if len(mine) >= leases:
+            return 0
+        whole = max(1, self.policy.groups_per_lease >> self.record(node).missed)
+        return min(self._fair(bool(mine), node, capacity, share, now), whole, groups - sum(mine))
+
+    def _fair(self, holds: bool, node: bytes, capacity: int, share: Share, now: float) -> int:
+        """What of the capacity `node` may take while others wait that hold nothing.
+
+        A lease for each of them comes before a second one for anybody; if there is not enough for all, those
+        that hold nothing divide it evenly.
+        """
+        holders = {held.node for held in self.held.values()}
+        hungry = sum(
+            1
+            for other in share.waiting
+            if other != node and other not in holders and not self.resting(other, now)
+        )
+        if holds:
+            return capacity - hungry * self.policy.groups_per_lease
+        return min(capacity, max(1, capacity // (1 + hungry)))
+
+    def settle(self, lease_id: int, node: bytes, now: float) -> Lease:
+        """Take back a lease whose work has arrived, at `now` (Unix seconds).
 
         Raises:
             RemoteProtocolError: UNKNOWN_LEASE, WRONG_RECIPIENT; LEASE_DONE is the ledger's to say.
@@ -153,31 +292,36 @@ class LeaseBook:
         if held.node != node:
             raise RemoteProtocolError(Reason.WRONG_RECIPIENT, f"lease {lease_id} is another node's")
         del self.held[lease_id]
+        groups = len(held.lease.tasks)
+        self.nodes.setdefault(node, NodeRecord()).settle(groups, held.granted, now)
         return held.lease
 
     def expire(self, now: float) -> list[Held]:
-        """Leases past their deadline; their tasks will be leased again."""
+        """Leases past their deadline; their tasks will be leased again, and their nodes cool off."""
         late = [held for held in self.held.values() if held.lease.deadline < now]
-        self._take_back(late)
+        self._take_back(late, now, expired=True)
         return late
 
-    def release(self, node: bytes) -> list[Held]:
+    def release(self, node: bytes, now: float) -> list[Held]:
         """Leases of a node that said goodbye; their tasks will be leased again."""
         left = [held for held in self.held.values() if held.node == node]
-        self._take_back(left)
+        self._take_back(left, now)
         return left
 
-    def release_lost(self, node: bytes, holding: Container[int]) -> list[Held]:
+    def release_lost(self, node: bytes, holding: Container[int], now: float) -> list[Held]:
         """Leases of a node that it does not hold: what granted them never reached it, or it gave up."""
         lost = [
             held
             for number, held in self.held.items()
             if held.node == node and number not in holding
         ]
-        self._take_back(lost)
+        self._take_back(lost, now)
         return lost
 
-    def _take_back(self, leases: list[Held]) -> None:
+    def _take_back(self, leases: list[Held], now: float, *, expired: bool = False) -> None:
+        timeout_s = self.policy.timeout_s
+        for node, count in Counter(held.node for held in leases).items():
+            self.nodes.setdefault(node, NodeRecord()).lose(count, expired, timeout_s, now)
         for held in leases:
             del self.held[held.lease.lease_id]
             self.requeued.extend(task.index for task in held.lease.tasks)

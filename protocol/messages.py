@@ -8,8 +8,10 @@ from typing import Annotated
 import msgspec
 
 from ..crypto.hashing import Digest
+from ..crypto.keys import NodeId
 from .errors import Reason
 from .manifests import Artifact, Name, Role, Version
+from .reports import MAX_CHOSEN, MAX_REPORT, Place
 from .version import MAX_GOSSIP, MAX_SUBMISSION
 
 Sealed = Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
@@ -19,6 +21,8 @@ MAX_HEADS = 64
 MAX_RECORDS = 64
 MAX_LEASES = 64
 MAX_HELD = 4096
+MAX_SHELF = 256
+"""Policy versions that a validator may say it holds."""
 MAX_WATCHED = 4096
 """Chunks of one watch or one choice; a larger artifact is fetched a window at a time."""
 Digests = Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=MAX_WATCHED)]
@@ -152,6 +156,64 @@ class Submitted(Message, frozen=True):
     receipt: Sealed
 
 
+class GetVerdicts(Message, frozen=True):
+    """The verdicts on my submissions after that number; answered also where I am leased nothing any more."""
+
+    after: Version
+
+
+class Verdicts(Message, frozen=True):
+    """Sealed Verdicts, oldest first; there may be more after number `next`, until there is none."""
+
+    verdicts: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
+    next: Version
+
+
+class AuditRequest(Message, frozen=True):
+    """A validator has time: I hold these versions of that term."""
+
+    term: Version
+    versions: Annotated[tuple[Version, ...], msgspec.Meta(max_length=MAX_SHELF)]
+    stats: WorkerStats
+
+
+class AuditWait(Message, frozen=True):
+    """Nothing to audit right now."""
+
+    retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
+
+
+class OtherPolicies(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Versions that a worker might have used in place of the claimed one."""
+
+    claimed: Version
+    others: Annotated[tuple[Version, ...], msgspec.Meta(max_length=16)]
+
+
+class AuditJob(Message, frozen=True):
+    """Measure these rollouts of a submission; its `size` bytes, as the worker sealed them, follow."""
+
+    job: Version
+    node: NodeId
+    """The worker that made it."""
+    submission: Digest
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SUBMISSION)]
+    challenge: Digest
+    """Drawn after the receipt: what is audited follows from it."""
+    chosen: Annotated[tuple[Place, ...], msgspec.Meta(min_length=1, max_length=MAX_CHOSEN)]
+    versions: Annotated[tuple[Version, ...], msgspec.Meta(min_length=1, max_length=MAX_SHELF)]
+    """Every version that is needed."""
+    others: Annotated[tuple[OtherPolicies, ...], msgspec.Meta(max_length=MAX_SHELF)]
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    """For the answer, from now on."""
+
+
+class AuditDone(Message, frozen=True):
+    """The sealed AuditReport."""
+
+    report: Annotated[bytes, msgspec.Meta(max_length=MAX_REPORT)]
+
+
 class SyncRecords(Message, frozen=True):
     """Anti-entropy of peer records: these are mine, tell me yours."""
 
@@ -220,7 +282,17 @@ class Refusal(Message, frozen=True):
 
 
 ControlRequest = (
-    Hello | WatchHeads | GetHeads | GetMerged | LeaseRequest | SubmitOffer | SyncRecords | Goodbye
+    Hello
+    | WatchHeads
+    | GetHeads
+    | GetMerged
+    | LeaseRequest
+    | SubmitOffer
+    | GetVerdicts
+    | AuditRequest
+    | AuditDone
+    | SyncRecords
+    | Goodbye
 )
 """What may open a stream on ALPN_CONTROL."""
 BlobRequest = GetChunk | GetAnyChunk | WatchChunks

@@ -1,36 +1,163 @@
-"""Trust in a peer: a Beta posterior over verified work. Only evidence moves it; time heals it slowly.
+"""Evidence about a peer: trust that heals, and a sequential test whose false bans are budgeted. Sans I/O.
 
+Two instruments, never mixed: trust (a Beta posterior) decides how much a peer is leased and audited, the test
+decides who is banned. A long good record buys no room for fraud: the test starts anew at 0 every moment.
 Reliability (bytes/s, latency, success) is another score and lives with the peers (node/network).
 """
 
+import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
 
 from .errors import Reason
+from .manifests import ProofContract
 
-PROVABLE_FRAUD = frozenset(
-    {Reason.BAD_REWARD, Reason.BAD_LOGPROBS, Reason.FUTURE_POLICY, Reason.BAD_PROMPT}
+BAN_AT_ONCE = frozenset({Reason.BAD_PROOF})
+"""Bytes that no honest software makes, whatever its numerics: one of them is enough. Signatures, recipients
+and replays are refused at the door and never get here; a wrong reward or prompt may be a library's fault in
+another version, so it weighs FRAUD_WEIGHT and leads to quarantine."""
+AUDIT_FAULTS = frozenset(
+    {
+        Reason.BAD_PROOF,
+        Reason.WRONG_MODEL,
+        Reason.WRONG_POLICY,
+        Reason.BAD_SAMPLING,
+        Reason.BAD_LOGPROBS,
+    }
 )
-"""Reasons that honest software cannot produce by accident in number; each weighs FRAUD_WEIGHT failures."""
+"""Reasons that an audit rejects for: `rejected` in the sequential test."""
+FRAUD = AUDIT_FAULTS | {
+    Reason.BAD_REWARD,
+    Reason.FUTURE_POLICY,
+    Reason.BAD_PROMPT,
+    Reason.DUPLICATE,
+}
+"""Reasons that honest software cannot produce by accident in number; each weighs FRAUD_WEIGHT failures.
+DUPLICATE is the copier's: who was received first is never rejected for it."""
 HARMLESS = frozenset(
-    {Reason.STALE, Reason.ENVIRONMENT_ERROR, Reason.LEASE_EXPIRED, Reason.LEASE_DONE}
+    {
+        Reason.STALE,
+        Reason.ENVIRONMENT_ERROR,
+        Reason.LEASE_EXPIRED,
+        Reason.LEASE_DONE,
+        Reason.AUDIT_FAILED,
+    }
 )
 """Reasons that cost the rollout, never the peer."""
 FRAUD_WEIGHT = 4.0
 QUARANTINE_BELOW = 0.5
 MIN_EVIDENCE = 16.0
 HALF_LIFE_S = 6 * 3600.0
+FAULT_MEMORY = 64
+"""For so many audited rollouts after a fault it is recent."""
+
+Outcome = Literal["clean", "suspect", "rejected"]
+HONEST: dict[Outcome, float] = {"clean": 0.9899, "suspect": 0.01, "rejected": 1e-4}
+"""What the manifest's thresholds are calibrated to, per audited rollout of an honest worker."""
+CHEATER: dict[Outcome, float] = {"clean": 0.4, "suspect": 0.3, "rejected": 0.3}
+"""The weakest cheater that the test is made for: most of them are rejected far oftener."""
+INCREMENT: dict[Outcome, float] = {
+    outcome: math.log(CHEATER[outcome] / HONEST[outcome]) for outcome in HONEST
+}
+"""Nats: -0.91, +3.40, +8.01. Three rejections of audited rollouts outweigh any bar below 24 nats."""
+
+CLIP_NATS = 5.0
+"""One rollout moves the test for another policy by no more than this."""
+CLIP_COST = math.log1p(math.exp(-CLIP_NATS))
+"""Taken off every clipped increment, 0.0067 nats. Clipping from above only lowers E[e^x]; clipping from below
+at -c raises it by at most e^-c. So if E[e^x] <= 1 for an honest peer, E[e^(clip(x) - CLIP_COST)] <= 1 too,
+and the bar keeps its meaning: no upward drift comes from the clip."""
+HONEST_QUANTILE = math.log(100.0)
+"""A log-likelihood ratio exceeds ln 100 in at most 1 of 100 honest rollouts (Markov on e^x)."""
+TESTS = 2
+"""The budget of false bans is shared by the test of outcomes and the test for another policy."""
+Z_05 = 1.6448536
+"""Upper 5 % point of the normal distribution."""
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What the audit of one rollout adds to the sequential tests."""
+
+    outcome: Outcome
+    other_policy: float
+    """Evidence.other_policy, nats; NaN tells nothing here (the judgement rejects it)."""
+
+
+@dataclass(frozen=True)
+class BanTest:
+    """Bars of the sequential tests, the same for every peer of a run."""
+
+    bar: float
+    """Nats."""
+    other_scale: float = 1.0
+    """Factor on other_policy before it is clipped; below 1 where honest noise exceeds HONEST_QUANTILE."""
+
+
+def ban_test(contract: ProofContract, expected_audits: float) -> BanTest:
+    """The bars that keep the chance of any false ban in the whole run below contract.false_bans.
+
+    A CUSUM passes h at its n-th step only if some sum of increments that starts at a step k <= n does. For
+    increments with E[e^x | past] <= 1 each start does so with probability <= e^-h, for ever (Ville), so all
+    the starts of N audits, of however many peers, alarm with probability <= N e^-h (and the mean number of
+    audits to a false alarm is >= e^h: Lorden 1971). Hence h = ln(TESTS * N / false_bans). N enters by its
+    logarithm: `expected_audits` may generously be all the rollouts of the run.
+    """
+    bar = math.log(TESTS * max(expected_audits, 1.0) / contract.false_bans)
+    return BanTest(bar, min(1.0, HONEST_QUANTILE / contract.suspect.other_policy))
+
+
+def outcome_of(reason: Reason | None, suspect: bool) -> Outcome | None:
+    """How the audit of a rollout counts; None where it says nothing (it failed, or another check refused)."""
+    if reason is None:
+        return "suspect" if suspect else "clean"
+    return "rejected" if reason in AUDIT_FAULTS else None
+
+
+class ReputationSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Reputation as it is stored."""
+
+    good: float
+    bad: float
+    updated: float
+    accepted: int
+    rejected: dict[str, int]
+    audited: int
+    clean_streak: int
+    faults: int
+    cheat_nats: float
+    other_nats: float
+    suspicion: float
+    banned: str
 
 
 @dataclass
 class Reputation:
-    """Evidence about one peer. `good` and `bad` decay with a half-life of six hours."""
+    """Evidence about one peer. `good` and `bad` decay with a half-life of six hours; a ban does not."""
 
     good: float = 0.0
     bad: float = 0.0
     updated: float = 0.0
     accepted: int = 0
     rejected: Counter[Reason] = field(default_factory=Counter[Reason])
+    audited: int = 0
+    """Rollouts that an audit came to an end on."""
+    clean_streak: int = 0
+    """Audited rollouts since the last fault."""
+    faults: int = 0
+    """Rollouts rejected for FRAUD."""
+    cheat_nats: float = 0.0
+    """CUSUM of the outcomes."""
+    other_nats: float = 0.0
+    """CUSUM of other_policy."""
+    suspicion: float = 0.0
+    """The larger of the two as a share of the bar, as of the last audit."""
+    banned: str = ""
+    """Why, in a sentence; empty if it is not banned."""
 
     def age(self, now: float) -> None:
         """Let the evidence decay until `now` (Unix seconds); else a peer that is leased nothing never heals."""
@@ -44,13 +171,40 @@ class Reputation:
         self.age(now)
         self.good += accepted
         weight = sum(
-            count * (FRAUD_WEIGHT if reason in PROVABLE_FRAUD else 1.0)
+            count * (FRAUD_WEIGHT if reason in FRAUD else 1.0)
             for reason, count in rejected.items()
             if reason not in HARMLESS
         )
         self.bad += weight
         self.accepted += accepted
         self.rejected.update(rejected)
+        faults = sum(count for reason, count in rejected.items() if reason in FRAUD)
+        if faults:
+            self.faults += faults
+            self.clean_streak = 0
+        for reason in sorted(BAN_AT_ONCE & rejected.keys()):
+            if rejected[reason]:
+                self._ban(f"{reason.value}: no honest software makes this")
+
+    def observe(self, audits: Iterable[Audited], test: BanTest) -> None:
+        """Add audited rollouts, in order, to the sequential tests; may set `banned`."""
+        for one in audits:
+            self.audited += 1
+            self.clean_streak = 0 if one.outcome == "rejected" else self.clean_streak + 1
+            self.cheat_nats = max(0.0, self.cheat_nats + INCREMENT[one.outcome])
+            self.other_nats = max(0.0, self.other_nats + _other(one.other_policy, test))
+            if self.cheat_nats >= test.bar:
+                self._ban(self._sentence("rejected and suspect audits", self.cheat_nats, test))
+            elif self.other_nats >= test.bar:
+                self._ban(self._sentence("another policy version", self.other_nats, test))
+        self.suspicion = max(self.cheat_nats, self.other_nats) / test.bar
+
+    def pardon(self) -> None:
+        """The operator lifts a ban: the peer starts again as a newcomer; its history stays in the counts."""
+        self.banned = ""
+        self.good = self.bad = 0.0
+        self.cheat_nats = self.other_nats = self.suspicion = 0.0
+        self.clean_streak = 0
 
     @property
     def trust(self) -> float:
@@ -58,10 +212,101 @@ class Reputation:
         return (1.0 + self.good) / (2.0 + self.good + self.bad)
 
     @property
+    def trust_low(self) -> float:
+        """Lower 5 % quantile of Beta(1 + good, 1 + bad): what can be counted on; 0.05 for a stranger."""
+        return beta_low(1.0 + self.good, 1.0 + self.bad)
+
+    @property
     def quarantined(self) -> bool:
-        """Whether the evidence says to lease this peer nothing."""
+        """Whether the evidence says to lease this peer nothing until it heals."""
         return self.good + self.bad >= MIN_EVIDENCE and self.trust < QUARANTINE_BELOW
+
+    @property
+    def refused(self) -> str:
+        """Why this peer is leased nothing now, in a sentence; empty if it is."""
+        if self.banned:
+            return f"banned: {self.banned}"
+        return f"too much was rejected: {self.top_reason()}" if self.quarantined else ""
+
+    @property
+    def recent_fault(self) -> bool:
+        """Whether it was caught within its last FAULT_MEMORY audits, or is half-way to a ban."""
+        return (self.faults > 0 and self.clean_streak < FAULT_MEMORY) or self.suspicion >= 0.5
 
     def top_reason(self) -> str:
         """The commonest rejection, or an empty string."""
         return self.rejected.most_common(1)[0][0].value if self.rejected else ""
+
+    def snapshot(self) -> ReputationSnapshot:
+        """What restore() needs; plain types for msgspec."""
+        return ReputationSnapshot(
+            good=self.good,
+            bad=self.bad,
+            updated=self.updated,
+            accepted=self.accepted,
+            rejected={reason.value: count for reason, count in self.rejected.items()},
+            audited=self.audited,
+            clean_streak=self.clean_streak,
+            faults=self.faults,
+            cheat_nats=self.cheat_nats,
+            other_nats=self.other_nats,
+            suspicion=self.suspicion,
+            banned=self.banned,
+        )
+
+    @staticmethod
+    def restore(snapshot: ReputationSnapshot) -> "Reputation":
+        """The peer as it was; a reason of other software that is unknown here is left out."""
+        known = {reason.value: reason for reason in Reason}
+        counts = {known[name]: count for name, count in snapshot.rejected.items() if name in known}
+        return Reputation(
+            good=snapshot.good,
+            bad=snapshot.bad,
+            updated=snapshot.updated,
+            accepted=snapshot.accepted,
+            rejected=Counter(counts),
+            audited=snapshot.audited,
+            clean_streak=snapshot.clean_streak,
+            faults=snapshot.faults,
+            cheat_nats=snapshot.cheat_nats,
+            other_nats=snapshot.other_nats,
+            suspicion=snapshot.suspicion,
+            banned=snapshot.banned,
+        )
+
+    def _sentence(self, what: str, nats: float, test: BanTest) -> str:
+        return (
+            f"{what} in a sequential test: {nats:.1f} nats, the bar is {test.bar:.1f} "
+            f"(after {self.audited} audited rollouts)"
+        )
+
+    def _ban(self, why: str) -> None:
+        """The first reason stands."""
+        self.banned = self.banned or why
+
+
+def _other(nats: float, test: BanTest) -> float:
+    """One increment of the test for another policy."""
+    if math.isnan(nats):
+        return 0.0
+    return max(-CLIP_NATS, min(CLIP_NATS, nats * test.other_scale)) - CLIP_COST
+
+
+def beta_low(a: float, b: float) -> float:
+    """Lower 5 % quantile of Beta(a, b), a and b >= 1, within 0.012.
+
+    For b >= 2 by the approximation 26.5.22 of Abramowitz and Stegun; at b = 1 it is exactly 0.05^(1/a), where
+    that approximation is poor; between the two by linear interpolation.
+    """
+    if b >= 2.0:
+        return _beta_low_26_5_22(a, b)
+    clean = 0.05 ** (1.0 / a)
+    return clean + (b - 1.0) * (_beta_low_26_5_22(a, 2.0) - clean)
+
+
+def _beta_low_26_5_22(a: float, b: float) -> float:
+    u, v = 1.0 / (2.0 * a - 1.0), 1.0 / (2.0 * b - 1.0)
+    h = 2.0 / (u + v)
+    c = (Z_05**2 - 3.0) / 6.0
+    w = Z_05 * math.sqrt(h + c) / h - (v - u) * (c + 5.0 / 6.0 - 2.0 / (3.0 * h))
+    return a / (a + b * math.exp(2.0 * w))

@@ -130,6 +130,8 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many there are in all."""
     challenge: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     """Randomness drawn after the upload, from which follows what was audited."""
+    rate: float = 0.0
+    """Share of the rollouts that was to be audited; once one of them is guilty, all are."""
     evidence: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_EVIDENCE)] = ()
     """Of the first audited rollouts."""
     validator: Annotated[bytes, msgspec.Meta(max_length=32)] = b""

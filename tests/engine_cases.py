@@ -94,9 +94,9 @@ def varied_requests() -> list[GenerateRequest]:
     ]
 
 
-async def started(engine: Engine, model_dir: Path, *states: State) -> Engine:
+async def started(engine: Engine, model_dir: Path, *states: State, fingerprint: str = "") -> Engine:
     """`engine` with `states` loaded as versions 0, 1, ..."""
-    await engine.start(model_dir)
+    await engine.start(model_dir, fingerprint=fingerprint)
     for version, state in enumerate(states):
         await engine.load(version, state)
     return engine

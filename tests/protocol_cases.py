@@ -32,6 +32,7 @@ from primerl.protocol.manifests import (
     encode,
     run_id,
 )
+from primerl.protocol.reports import AuditReport, MeasuredRow, Place, UnreadableRow
 from primerl.protocol.rollouts import (
     BranchRecord,
     Evidence,
@@ -212,6 +213,14 @@ VERDICT = Verdict(
     evidence=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
     validator=STRANGER.node_id,
 )
+REPORT = AuditReport(
+    job=7,
+    submission=SUBMITTED,
+    challenge=digest(b"challenge"),
+    measured=(MeasuredRow(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
+    unreadable=(UnreadableRow(1, 1, True, "cut short"),),
+    failed="",
+)
 PROOF = EquivocationProof(
     sealed_head(head(1, state=digest(b"left"))), sealed_head(head(1, state=digest(b"right")))
 )
@@ -228,6 +237,7 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.VERDICT: (TRAINER, VERDICT, TO_WORKER),
     Purpose.EQUIVOCATION: (WORKER, PROOF, bytes(32)),
     Purpose.HOLDING: (WORKER, HOLDING, bytes(32)),
+    Purpose.AUDIT: (STRANGER, REPORT, TRAINER.node_id),
 }
 """Purpose -> who signs what to whom."""
 
@@ -259,6 +269,22 @@ MESSAGES: tuple[m.Message, ...] = (
     m.SubmitOffer(SUBMITTED, 4096, LEASE.lease_id),
     m.SubmitFrom(1024),
     m.Submitted(sealed(Purpose.RECEIPT)),
+    m.GetVerdicts(12),
+    m.Verdicts((sealed(Purpose.VERDICT),), 13),
+    m.AuditRequest(1, (2, 3), STATS),
+    m.AuditWait(50),
+    m.AuditJob(
+        job=7,
+        node=TO_WORKER,
+        submission=SUBMITTED,
+        size=4096,
+        challenge=digest(b"challenge"),
+        chosen=(Place(0, 0), Place(1, 1)),
+        versions=(2, 3),
+        others=(m.OtherPolicies(3, (2,)),),
+        seconds=120.5,
+    ),
+    m.AuditDone(sealed(Purpose.AUDIT)),
     m.SyncRecords((SEALED_RECORD,)),
     m.Goodbye("stopped by its owner"),
     m.Accepted(),

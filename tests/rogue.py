@@ -11,14 +11,16 @@ from types import TracebackType
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 from swarm import Swarm, at_home
-from witness import now_and_then, told
+from witness import felt, now_and_then, told
 
 from primerl.crypto.hashing import digest as digest_of
 from primerl.crypto.keys import SecretKey
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Task
+from primerl.node.fingerprints.build import find
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.router import Handler, Router
 from primerl.node.network.rpc import Refused, ask, receive_reply, send
@@ -295,7 +297,16 @@ def say(prompt: Sequence[int], said: Sequence[int], head: PolicyHead) -> BranchR
         policy_first=head.version,
         policy_last=head.version,
         finish="stop" if tokens[-1] == STOP else "length",
+        proof=proof_of(head.state, tokens, len(prompt)),
     )
+
+
+def proof_of(state: bytes, tokens: Sequence[int], start: int) -> bytes:
+    """The proof of the tokens from `start` on, under the state of that digest."""
+    if start == len(tokens):
+        return b""
+    rows = [felt(state, tokens[:i]) for i in range(start, len(tokens))]
+    return find("projection").make(np.stack(rows))
 
 
 def altered(group: GroupRecord, index: int, **changes: object) -> GroupRecord:

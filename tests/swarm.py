@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from witness import Fakes, WitnessBackend, WitnessEngine, WitnessScorer
+from witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
 from primerl.node import control, rundir
@@ -28,7 +28,6 @@ from primerl.node.config import (
     RunConfig,
 )
 from primerl.node.engines.engine import Engine
-from primerl.node.engines.scorer import Scorer
 from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Environment
 from primerl.node.ledger import Ledger
@@ -36,6 +35,7 @@ from primerl.node.network.discovery import Discovery
 from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.transport import Transport
 from primerl.node.parts import MakeLedger, Parts
+from primerl.node.proofs.auditor import Auditor
 from primerl.node.trainer_node import TrainerNode
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Tensor
@@ -339,8 +339,8 @@ class Swarm:
         def evaluation_engine(config: EngineConfig) -> Engine:
             return WitnessEngine(self.fakes, "evaluation")
 
-        def scorer(config: EngineConfig) -> Scorer:
-            return WitnessScorer()
+        def auditor(config: EngineConfig, timeout_s: float) -> Auditor:
+            return WitnessAuditor(self.fakes)
 
         def environment(
             config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
@@ -353,7 +353,7 @@ class Swarm:
             environment=environment,
             engine=engine,
             evaluation_engine=evaluation_engine,
-            scorer=scorer,
+            auditor=auditor,
             backend=backend,
             ledger=ledger or self._trainer_ledger,
         )

@@ -24,7 +24,7 @@ PLUMBING = """config control errors ledger load logs metrics processes registry 
     store toml watch"""
 MODELS = "model_files models tensors"
 COMPOSITION = """daemon launcher opening parts rows rundir serving stack summary trainer_node
-    worker_node"""
+    verification worker_node"""
 FLOORS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],

@@ -1,4 +1,4 @@
-"""Fakes that leave evidence: an engine, a scorer and a backend that agree on what a state would say.
+"""Fakes that leave evidence: an engine, an auditor and a backend that agree on what a state would say.
 
 Every logprob tells which version and which exact state drew its token, so that what was trained can be
 checked without asking those who trained it.
@@ -6,7 +6,7 @@ checked without asking those who trained it.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,11 +18,15 @@ from primerl.crypto.hashing import derive
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineError
+from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Hidden
+from primerl.node.proofs.auditor import AuditItem, Measured, Reply, Unreadable
 from primerl.node.training.backend import Batch, StepMetrics
 from primerl.node.training.counting import CountingBackend
 from primerl.node.weights.state import Changed, State, Tensor, digests, state_digest
+from primerl.protocol.manifests import RunManifest
 
-Reply = Callable[[GenerateRequest], Sequence[int]]
+Said = Callable[[GenerateRequest], Sequence[int]]
 
 
 def told(
@@ -31,6 +35,12 @@ def told(
     """The logprob of `token` after `before` under the state of that digest: -(version + 1) and a fraction."""
     name = derive("witness", state, repr((version, temperature, *before, token)).encode())
     return -(version + 1.0) - name[0] / 512
+
+
+def felt(state: bytes, before: Sequence[int]) -> Hidden:
+    """The hidden state [32] after `before` under the state of that digest."""
+    name = derive("witness hidden", state, repr(tuple(before)).encode())
+    return np.frombuffer(name, np.int8).astype(np.float32)
 
 
 def version_told(logprob: float) -> int:
@@ -74,7 +84,7 @@ class Event:
 class Fakes:
     """What all fakes of a swarm share."""
 
-    reply: Reply = now_and_then
+    reply: Said = now_and_then
     pause: Callable[[], Awaitable[None]] = at_once
     words: int = 0
     """More bf16 elements of the policy, so that weights weigh something."""
@@ -110,6 +120,7 @@ class WitnessEngine:
         self._version = -1
         self._state = b""
         self._weights: dict[str, Tensor] = {}
+        self._fingerprint = ""
         self.waiting = 0
         """Completions under way."""
 
@@ -120,6 +131,7 @@ class WitnessEngine:
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See Engine."""
+        self._fingerprint = fingerprint
 
     async def load(self, version: int, state: State) -> None:
         """See Engine."""
@@ -147,12 +159,14 @@ class WitnessEngine:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        rows: list[Hidden] = []
         self.waiting += 1
         try:
             for token in self._fakes.reply(request):
                 await self._pause()
                 before = (*request.prompt, *tokens)
                 versions.append(self._version)
+                rows.append(felt(self._state, before))
                 logprobs.append(
                     told(self._state, self._version, request.temperature, before, token)
                 )
@@ -160,7 +174,16 @@ class WitnessEngine:
         finally:
             self.waiting -= 1
         finish = "stop" if tokens[-1] in request.stop_token_ids else "length"
-        return Completion(tokens, logprobs, finish, versions[0], versions[-1])
+        spans = [i for i, one in enumerate(versions) if i == 0 or one != versions[i - 1]]
+        return Completion(
+            tokens,
+            logprobs,
+            finish,
+            versions[0],
+            versions[-1],
+            spans=tuple((i, versions[i]) for i in spans) if len(spans) > 1 else (),
+            proof=find(self._fingerprint).make(np.stack(rows)) if self._fingerprint else b"",
+        )
 
     async def close(self) -> None:
         """See Engine."""
@@ -176,24 +199,82 @@ class WitnessEngine:
         self._fakes.events.append(event)
 
 
-class WitnessScorer:
-    """A Scorer of what WitnessEngine draws."""
+class WitnessAuditor:
+    """An Auditor of what WitnessEngine draws: it knows what every state and every seed would have said."""
 
-    async def start(self, model_dir: Path) -> None:
-        """See Scorer."""
+    def __init__(self, fakes: Fakes) -> None:
+        self._fakes = fakes
+        self._run: RunManifest | None = None
 
-    async def logprobs(
-        self, state: State, sequences: Sequence[Sequence[int]], temperature: float, *, key: int
-    ) -> list[list[float]]:
-        """See Scorer."""
-        name = state_digest(digests(state))
-        return [
-            [0.0, *(told(name, key, temperature, s[:i], s[i]) for i in range(1, len(s)))]
-            for s in map(list, sequences)
-        ]
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor."""
+        self._run = run
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """See Auditor."""
+        names = {version: state_digest(digests(state)) for version, state in states.items()}
+        return [self._measure(item, names) for item in items]
 
     async def close(self) -> None:
-        """See Scorer."""
+        """See Auditor."""
+
+    def _measure(self, item: AuditItem, names: dict[int, bytes]) -> Measured:
+        assert self._run is not None
+        tokens, places = (
+            list(item.token_ids),
+            [p for r in item.replies for p in range(r.start, r.end)],
+        )
+        temperature = self._run.sampling.temperature
+        apart = [
+            abs(claim - told(names[version], version, temperature, tokens[:at], tokens[at]))
+            for claim, version, at in zip(item.logprobs, item.versions, places, strict=True)
+        ]
+        rows = [
+            felt(names[version], tokens[:at])
+            for version, at in zip(item.versions, places, strict=True)
+        ]
+        margins = [gap for reply in item.replies for gap in self._margins(tokens, reply)]
+        return Measured(
+            tokens=len(places),
+            fingerprint=self._distance(item, rows),
+            sampling=sum(min(gap, 1.0) for gap in margins) / max(len(margins), 64),
+            sampling_max=max(margins),
+            logprob=sum(apart) / max(len(apart), 64),
+            logprob_max=max(apart),
+            other_policy=0.0,
+        )
+
+    def _margins(self, tokens: list[int], reply: Reply) -> list[float]:
+        """No gap where the seed says the same, a large one where it does not."""
+        assert self._run is not None
+        sampling, stops = self._run.sampling, self._run.model.stop_token_ids
+        request = GenerateRequest(
+            tuple(tokens[: reply.start]),
+            sampling.max_tokens,
+            sampling.temperature,
+            reply.seed,
+            stops,
+        )
+        drawn = list(self._fakes.reply(request))[: sampling.max_tokens]
+        said = tokens[reply.start : reply.end]
+        return [0.0 if drawn[i : i + 1] == [token] else 10.0 for i, token in enumerate(said)]
+
+    def _distance(self, item: AuditItem, rows: list[Hidden]) -> float:
+        assert self._run is not None
+        fingerprint = find(self._run.proofs.fingerprint)
+        worst, done, read = 0.0, 0, 0
+        for reply in item.replies:
+            count = reply.end - reply.start
+            size = fingerprint.size(count)
+            part, own = item.proof[read : read + size], np.stack(rows[done : done + count])
+            worst = max(worst, fingerprint.compare(part, own).distance)
+            done, read = done + count, read + size
+        return worst
 
 
 class WitnessBackend(CountingBackend):

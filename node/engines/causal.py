@@ -1,24 +1,37 @@
 """The general network: any causal language model of transformers, through its own forward.
 
-It relies on nothing but the calling convention of transformers' models, which it gets ready made.
+It relies on nothing but the calling convention of transformers' models, which it gets ready made, and for
+hidden states on a head that is a module: what feeds it is read, and replaced, where it is called.
 """
 
 import inspect
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..errors import EngineError
 from ..tensors import to_torch
 from ..weights.state import Changed, State
+from .output import Output
 from .placement import write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PROBE = 5
+"""Tokens that are read to see whether the head can be tapped."""
+
 
 class CausalNetwork:
-    """A Network around a model in eval mode that was just made of `state`."""
+    """A Network around a model in eval mode that was just made of `state`.
+
+    hidden() and logits() hold for a head (get_output_embeddings()) that is called once a pass with the
+    states as its first argument. Whatever the architecture does to the head's output (caps, scales) it
+    does itself, so nothing here knows it; that both together give the model's own logits is probed once.
+    """
 
     def __init__(self, model: "PreTrainedModel", state: State) -> None:
         self._model: Any = model
@@ -26,6 +39,12 @@ class CausalNetwork:
         self._places = _places(model, state)
         # models with relative position encodings of their own do not take positions
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._tap = Tap()
+        head: Any = model.get_output_embeddings()
+        if head is not None:
+            head.register_forward_pre_hook(self._tap.feed)
+        self._shown = True
+        self._shown = _shows(self, self._tap)
 
     @property
     def vocab_size(self) -> int:
@@ -37,10 +56,24 @@ class CausalNetwork:
         """Where the model is."""
         return self._model.device
 
-    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["CausalSession", Tensor]:
+    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["CausalSession", Output]:
         """See Network."""
         session = CausalSession(self, mask)
         return session, session.extend(tokens)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """See Network."""
+        self._check_shown()
+        with self._tap.cut():  # logits of every position would be large, and nobody asked for them
+            self.forward(tokens)
+        return self._tap.taken()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Network. The model reads one token and finds `hidden` before its head."""
+        self._check_shown()
+        with self._tap.put(hidden.reshape(1, -1, hidden.shape[-1])):
+            found = self.forward(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        return found.view(*hidden.shape[:-1], -1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """See Network."""
@@ -56,8 +89,8 @@ class CausalNetwork:
             write(self._places[name], state[name], positions)
         return True
 
-    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Append `tokens` [B, N] to `cache` under `mask` [B, all]: last logits [B, V] and cache."""
+    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Output, Any]:
+        """Append `tokens` [B, N] to `cache` under `mask` [B, all]: the last output, and the cache."""
         extra: dict[str, Any] = {}
         if self._takes_positions:
             positions = (mask.long().cumsum(1) - 1).clamp_min(0)
@@ -70,7 +103,15 @@ class CausalNetwork:
             logits_to_keep=1,
             **extra,
         )
-        return output.logits[:, -1], output.past_key_values
+        hidden = self._tap.taken()[:, -1] if self._shown else None
+        return Output(hidden, output.logits[:, -1]), output.past_key_values
+
+    def _check_shown(self) -> None:
+        if not self._shown:
+            raise EngineError(
+                f"{type(self._model).__name__} does not show the hidden states that feed its head: "
+                "choose another model, or a run without fingerprints"
+            )
 
 
 class CausalSession:
@@ -81,20 +122,78 @@ class CausalSession:
         self._mask = mask
         self._cache: Any = None
 
-    def extend(self, tokens: Tensor) -> Tensor:
+    def extend(self, tokens: Tensor) -> Output:
         """Append `tokens` [B, N], already counted in the mask."""
-        logits, self._cache = self._network.run(tokens, self._mask, self._cache)
-        return logits
+        output, self._cache = self._network.run(tokens, self._mask, self._cache)
+        return output
 
     def select(self, rows: Tensor) -> None:
         """See Session."""
         self._mask = self._mask[rows]
         self._cache.batch_select_indices(rows)
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor) -> Output:
         """See Session."""
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         return self.extend(tokens[:, None])
+
+
+class Tap:
+    """A pre-hook of the head: keeps what feeds it, and may feed it something else."""
+
+    def __init__(self) -> None:
+        self._seen: Tensor | None = None
+        self._cut = False
+        self._instead: Tensor | None = None
+
+    def feed(self, head: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The hook itself: what the head gets in place of `inputs`, None for those."""
+        if self._instead is not None:
+            return (self._instead, *inputs[1:])
+        self._seen = inputs[0]
+        return (inputs[0][:, -1:], *inputs[1:]) if self._cut else None
+
+    def taken(self) -> Tensor:
+        """What fed the head since the last call [B, N, d]. Raises LookupError if nothing did."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            raise LookupError("the head was not called")
+        return seen
+
+    @contextmanager
+    def cut(self) -> Generator[None]:
+        """Let the head see the last position only."""
+        self._cut = True
+        try:
+            yield
+        finally:
+            self._cut = False
+
+    @contextmanager
+    def put(self, hidden: Tensor) -> Generator[None]:
+        """Let the head see `hidden` [B, N, d] in place of the model's own."""
+        self._instead = hidden
+        try:
+            yield
+        finally:
+            self._instead = None
+
+
+def _shows(network: CausalNetwork, tap: Tap) -> bool:
+    """Whether the head can be tapped, and what it makes of the states are the model's logits."""
+    tokens = torch.arange(PROBE, device=network.device)[None] % network.vocab_size
+    with torch.inference_mode():
+        wanted = network.forward(tokens)
+        try:
+            hidden = tap.taken()
+        except LookupError:
+            return False
+        if hidden.ndim != 3 or hidden.shape[:2] != tokens.shape:
+            return False
+        found = network.logits(hidden)
+        near = 1e-3 * float(wanted.abs().max())
+        same = torch.allclose(found, wanted, rtol=0.0, atol=near, equal_nan=True)
+        return same and network.hidden(tokens).equal(hidden)
 
 
 def _places(model: "PreTrainedModel", state: State) -> dict[str, Tensor]:

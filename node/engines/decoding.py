@@ -13,19 +13,24 @@ from torch import Tensor
 from ..errors import EngineError
 from .engine import GenerateRequest
 from .network import Network, Session
-from .sampling import sample
+from .output import Output
+from .sampling import Drawn, draw
 
 COMPACT_AT = 0.75
 """Share of unfinished rows at which finished ones are dropped; copying the cache costs about a step."""
 
 
 @dataclass
-class Drawn:
-    """What one request got; `stopped` by a stop token, else by length."""
+class Reply:
+    """What one request got; `stopped` by a stop token, else by length.
+
+    `hidden` [tokens, d] fp32 are the states that led to the tokens, if they were asked for.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     stopped: bool = False
+    hidden: Tensor | None = None
 
 
 @dataclass
@@ -55,28 +60,67 @@ def decode(
     *,
     max_length: int,
     cancelled: Callable[[], bool],
-) -> list[Drawn]:
+    keep_hidden: bool = False,
+) -> list[Reply]:
     """Sample every request, prompt and completion together at most `max_length` tokens.
 
-    `cancelled` is asked before every step; EngineError is raised when it says yes, and when the
-    network's logits are not numbers.
+    `cancelled` is asked before every step; EngineError is raised when it says yes, when the network's
+    logits are not numbers, and when hidden states are to be kept that it does not show.
     """
-    drawn = [Drawn([], []) for _ in requests]
+    replies = [Reply([], []) for _ in requests]
+    trail = Trail()
     with torch.inference_mode():
         rows = _rows(requests, network.device, max_length)
-        session, logits = _prefill(network, requests)
+        session, output = _prefill(network, requests)
         while True:
             if cancelled():
                 raise EngineError("the engine was closed while it generated: start it again")
-            tokens, logprobs = sample(logits, rows.temperatures, rows.seeds, rows.positions)
-            stopped = (tokens[:, None] == rows.stops).any(1)
-            _record(drawn, rows, tokens, logprobs, stopped)
+            if keep_hidden:
+                trail.add(output, rows)
+            drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions)
+            stopped = (drawn.tokens[:, None] == rows.stops).any(1)
+            _record(replies, rows, drawn, stopped)
             rows.positions += 1
             rows.alive &= ~stopped & (rows.positions < rows.ends)
-            rows, tokens = _compact(rows, session, tokens)
+            rows, tokens = _compact(rows, session, drawn.tokens)
             if not len(tokens):
-                return drawn
-            logits = session.step(tokens)
+                break
+            output = session.step(tokens)
+        if keep_hidden:
+            trail.share_out(replies)
+    return replies
+
+
+class Trail:
+    """The hidden states of a batch: whole steps as they came, told apart at the end.
+
+    Bounded by the batch: steps x rows x width, in the network's own dtype, where the network is.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Tensor] = []
+        self._owners: list[Tensor] = []
+
+    def add(self, output: Output, rows: Rows) -> None:
+        """Keep what leads to the next token of every live row."""
+        if output.hidden is None:
+            raise EngineError(
+                "this model does not show the hidden states that feed its head: "
+                "choose another model, or a run without fingerprints"
+            )
+        self._steps.append(output.hidden)
+        self._owners.append(rows.requests.where(rows.alive, -1))
+
+    def share_out(self, replies: list[Reply]) -> None:
+        """Give each reply its own, in order."""
+        owners = torch.cat(self._owners)
+        steps = torch.cat(self._steps)
+        self._steps.clear()
+        order = owners.argsort(stable=True)
+        order = order[int((owners == -1).sum()) :]
+        parts = order.split([len(reply.token_ids) for reply in replies])
+        for reply, part in zip(replies, parts, strict=True):
+            reply.hidden = steps[part].float()
 
 
 def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length: int) -> Rows:
@@ -99,7 +143,7 @@ def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length:
     )
 
 
-def _prefill(network: Network, requests: Sequence[GenerateRequest]) -> tuple[Session, Tensor]:
+def _prefill(network: Network, requests: Sequence[GenerateRequest]) -> tuple[Session, Output]:
     """Read every different prompt once, then give each request its copy."""
     prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(r.prompt for r in requests))}
     width = max(map(len, prompts))
@@ -107,26 +151,25 @@ def _prefill(network: Network, requests: Sequence[GenerateRequest]) -> tuple[Ses
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=network.device)
     tokens = torch.tensor(padded, dtype=torch.int64, device=network.device)
     columns = torch.arange(width, device=network.device)
-    session, logits = network.prefill(tokens, columns >= width - lengths[:, None])
+    session, output = network.prefill(tokens, columns >= width - lengths[:, None])
     if len(prompts) < len(requests):
         owners = torch.tensor([prompts[r.prompt] for r in requests], device=network.device)
         session.select(owners)
-        logits = logits[owners]
-    return session, logits
+        hidden = None if output.hidden is None else output.hidden[owners]
+        output = Output(hidden, output.logits[owners])
+    return session, output
 
 
-def _record(
-    drawn: list[Drawn], rows: Rows, tokens: Tensor, logprobs: Tensor, stopped: Tensor
-) -> None:
-    columns = (rows.requests, rows.alive, tokens, logprobs, stopped)
+def _record(replies: list[Reply], rows: Rows, drawn: Drawn, stopped: Tensor) -> None:
+    columns = (rows.requests, rows.alive, drawn.tokens, drawn.logprobs, stopped)
     for index, alive, token, logprob, stop in zip(*(c.tolist() for c in columns), strict=True):
         if not alive:
             continue
         if not isfinite(logprob):
             raise EngineError("the policy's logits are not numbers: load another version")
-        drawn[index].token_ids.append(token)
-        drawn[index].logprobs.append(logprob)
-        drawn[index].stopped = stop
+        replies[index].token_ids.append(token)
+        replies[index].logprobs.append(logprob)
+        replies[index].stopped = stop
 
 
 def _compact(rows: Rows, session: Session, tokens: Tensor) -> tuple[Rows, Tensor]:

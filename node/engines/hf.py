@@ -17,9 +17,11 @@ from ..model_files import one_line
 from ..weights.state import Changed, State
 from .compute import ComputeThread
 from .engine import Completion, GenerateRequest
-from .requests import check_request, check_update
+from .requests import check_request, check_update, find_fingerprint
 
 if TYPE_CHECKING:
+    from ..fingerprints.fingerprint import Fingerprint
+    from .decoding import Reply
     from .network import Network, NetworkBuilder
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class HfEngine:
         self._config = config
         self._build = build
         self._model_dir: Path | None = None
+        self._fingerprint: Fingerprint | None = None
         self._loaded: Loaded | None = None
         self._jobs: asyncio.Queue[Job] = asyncio.Queue(QUEUE_BATCHES * config.max_batch)
         self._waiting: set[asyncio.Future[Completion]] = set()
@@ -77,6 +80,8 @@ class HfEngine:
 
         if self._thread is not None:
             raise EngineError("the engine was started before: make another one")
+        if fingerprint:
+            self._fingerprint = find_fingerprint(fingerprint)
         self._thread = ComputeThread("hf-engine")
         await self._thread.run(models.load_config, model_dir)
         self._model_dir = model_dir
@@ -212,23 +217,37 @@ class HfEngine:
         loaded = self._loaded
         if loaded is None or not requests:
             return []
-        drawn = decode(
+        replies = decode(
             loaded.network,
             requests,
             max_length=self._config.max_model_len,
             cancelled=self._closing.is_set,
+            keep_hidden=self._fingerprint is not None,
         )
-        version = loaded.version
-        return [
-            Completion(
-                token_ids=one.token_ids,
-                logprobs=one.logprobs,
-                finish="stop" if one.stopped else "length",
-                policy_first=version,
-                policy_last=version,
-            )
-            for one in drawn
-        ]
+        return [self._complete(reply, loaded.version) for reply in replies]
+
+    def _complete(self, reply: "Reply", version: int) -> Completion:
+        return Completion(
+            token_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            finish="stop" if reply.stopped else "length",
+            policy_first=version,
+            policy_last=version,
+            proof=self._prove(reply),
+        )
+
+    def _prove(self, reply: "Reply") -> bytes:
+        from ..fingerprints.fingerprint import ProofFailed
+
+        if self._fingerprint is None:
+            return b""
+        assert reply.hidden is not None  # decode() was told to keep them
+        try:
+            return self._fingerprint.make(reply.hidden.cpu().numpy())
+        except ProofFailed as error:
+            raise EngineError(
+                f"no proof can be made of a completion ({error}): load another version"
+            ) from error
 
     def _check_open(self) -> None:
         if self._closing.is_set():

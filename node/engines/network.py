@@ -1,8 +1,9 @@
 """Networks: weights and a forward pass with a key-value cache, one thread, no asyncio.
 
-Only update() changes a network, between sessions, and checks everything before it writes anything: what
-is refused leaves the old weights whole. Implementations: qwen3.py (fast, dense Qwen3), causal.py (any
-causal model of transformers).
+A hidden state here is always what feeds the head, after the last norm: a fingerprint is of that.
+Only update() changes a network, between sessions, and checks everything before it writes anything:
+what is refused leaves the old weights whole. Implementations: qwen3.py (fast, dense Qwen3), causal.py
+(any causal model of transformers).
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .. import models
 from ..weights.state import Changed, State
+from .output import Output
 
 
 class Session(Protocol):
@@ -22,8 +24,8 @@ class Session(Protocol):
         """Keep rows `rows` [N] int64 of the cache, in that order; a row may be taken repeatedly."""
         ...
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append `tokens` [B]; the next token's logits [B, V]."""
+    def step(self, tokens: Tensor) -> Output:
+        """Append `tokens` [B] and read them."""
         ...
 
 
@@ -40,11 +42,22 @@ class Network(Protocol):
         """Where token ids go in and logits come out."""
         ...
 
-    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple[Session, Tensor]:
+    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple[Session, Output]:
         """Read prompts `tokens` [P, T], padded on the left where `mask` [P, T] is False.
 
-        Returns the session of these P sequences and the next token's logits [P, V].
+        Returns the session of these P sequences and what comes after each prompt.
         """
+        ...
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The states [B, T, d] that feed the head; padding on the right of `tokens` [B, T] needs no mask.
+
+        Raises EngineError for an architecture that does not show them.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of such states [..., d], as the model makes them. Raises as hidden()."""
         ...
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import EngineError
 from ..tensors import to_torch, torch_dtype
 from ..weights.state import Changed, State
+from .output import Output
 from .placement import write
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -107,21 +108,28 @@ class Qwen3Network:
         """Where the weights are."""
         return self._device
 
-    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["Qwen3Session", Tensor]:
+    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["Qwen3Session", Output]:
         """See Network."""
         session = Qwen3Session(self, mask)
         positions = (mask.long().cumsum(1) - 1).clamp_min(0)
-        hidden = self.run(tokens, positions, session.attend_prompt)
-        return session, self.logits(hidden[:, -1])
+        return session, self.output(self.run(tokens, positions, session.attend_prompt))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
         """See Network."""
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         positions = torch.arange(tokens.shape[1], device=self._device)[None]
-        return self.logits(self.run(tokens, positions, attend))
+        return self._rms(self.run(tokens, positions, attend), self._norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Network."""
+        return F.linear(hidden, self._head)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """See Network."""
+        return self.logits(self.hidden(tokens))
 
     def update(self, state: State, changed: Changed) -> bool:
         """See Network. Every tensor has its place."""
@@ -130,12 +138,13 @@ class Qwen3Network:
             write(self._places[name], state[name], positions)
         return True
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., V] of the last block's output [..., hidden]."""
-        return F.linear(self._rms(hidden, self._norm), self._head)
+    def output(self, blocks: Tensor) -> Output:
+        """What the last block's output [B, N, hidden] at the last position comes to."""
+        hidden = self._rms(blocks[:, -1], self._norm)
+        return Output(hidden, self.logits(hidden))
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All blocks over `tokens` [B, N] at `positions` [B or 1, N]: hidden states [B, N, hidden]."""
+        """All blocks over `tokens` [B, N] at `positions` [B or 1, N]: what the last one gives [B, N, d]."""
         angles = positions[..., None].float() * self._frequencies
         angles = torch.cat([angles, angles], -1)[:, None]
         cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
@@ -210,14 +219,14 @@ class Qwen3Session:
         self._mask = self._mask[rows]
         self._positions = self._positions[rows]
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor) -> Output:
         """See Session."""
         if self._used == self._keys.shape[3]:
             self._grow(max(_SPARE, self._used // 2))
         self._used += 1
-        hidden = self._network.run(tokens[:, None], self._positions[:, None], self._attend_next)
+        blocks = self._network.run(tokens[:, None], self._positions[:, None], self._attend_next)
         self._positions = self._positions + 1
-        return self._network.logits(hidden[:, -1])
+        return self._network.output(blocks)
 
     def _grow(self, slots: int) -> None:
         self._keys = F.pad(self._keys, (0, 0, 0, slots))

@@ -3,6 +3,8 @@
 import numpy as np
 
 from ..errors import EngineError
+from ..fingerprints.build import KNOWN, find
+from ..fingerprints.fingerprint import Fingerprint
 from ..weights.state import Changed, State
 from .engine import GenerateRequest
 
@@ -28,6 +30,16 @@ def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int)
         raise EngineError(f"temperature is {request.temperature}: give a number above 0")
     if not 0 <= request.seed < 2**63:
         raise EngineError(f"seed {request.seed} is outside 0..2**63-1: reduce it")
+
+
+def find_fingerprint(name: str) -> Fingerprint:
+    """The fingerprint that start() was asked for. Raises EngineError."""
+    try:
+        return find(name)
+    except KeyError as error:
+        raise EngineError(
+            f"there is no fingerprint {name!r}: choose one of {', '.join(sorted(KNOWN))}"
+        ) from error
 
 
 def check_update(state: State, changed: Changed) -> None:

@@ -1,17 +1,25 @@
 """A fake engine: tokens are a pure function of prompt, seed and version. No model, no torch.
 
-It keeps every promise of the seam except that a distribution stands behind its log-probabilities.
+It keeps every promise of the seam except that a distribution stands behind its log-probabilities, and
+a network behind its hidden states.
 """
 
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import EngineError
+from ..fingerprints.fingerprint import Fingerprint, Hidden
 from ..weights.state import Changed, State
 from .engine import Completion, GenerateRequest
-from .requests import check_request, check_update
+from .requests import check_request, check_update, find_fingerprint
+
+WIDTH = 256
+"""Of scripted hidden states."""
 
 Script = Callable[[GenerateRequest, int], Sequence[int]]
 """(request, policy version) -> the tokens that it would say if nothing cut it short."""
@@ -36,6 +44,7 @@ class ScriptedEngine:
         self._max_model_len = max_model_len
         self._delay_s = delay_s
         self._version = -1
+        self._fingerprint: Fingerprint | None = None
         self._started = False
         self._closed = asyncio.Event()
 
@@ -45,7 +54,9 @@ class ScriptedEngine:
         return self._version
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """See Engine. The model is not read."""
+        """See Engine. The model is not read; see scripted_hidden() for what is proved."""
+        if fingerprint:
+            self._fingerprint = find_fingerprint(fingerprint)
         self._started = True
 
     async def load(self, version: int, state: State) -> None:
@@ -69,7 +80,11 @@ class ScriptedEngine:
             await asyncio.wait_for(self._closed.wait(), self._delay_s)
         except TimeoutError:
             script = self._script(request, first)[: self._max_model_len - len(request.prompt)]
-            return _cut(request, script, first, self._version)
+            completion = _cut(request, script, first, self._version)
+            if self._fingerprint is None:
+                return completion
+            hidden = scripted_hidden(first, completion.token_ids)
+            return replace(completion, proof=self._fingerprint.make(hidden))
         raise EngineError("the engine is closed: start another one")
 
     async def close(self) -> None:
@@ -100,6 +115,18 @@ def _cut(request: GenerateRequest, script: Sequence[int], first: int, last: int)
         said = said[: ends[0] + 1]
     logprobs = [-1.0 - _number(request, first, index) % 1000 / 1000 for index in range(len(said))]
     return Completion(said, logprobs, "stop" if ends else "length", first, last)
+
+
+def scripted_hidden(version: int, token_ids: Sequence[int]) -> Hidden:
+    """The hidden states [tokens, WIDTH] behind a completion, which any fake auditor can make again.
+
+    Each is a hash of the version and of its token's index and id.
+    """
+    rows = [
+        hashlib.shake_128(repr((version, index, token)).encode()).digest(WIDTH)
+        for index, token in enumerate(token_ids)
+    ]
+    return np.frombuffer(b"".join(rows), dtype=np.int8).reshape(-1, WIDTH).astype(np.float32)
 
 
 def _number(request: GenerateRequest, version: int, index: int) -> int:

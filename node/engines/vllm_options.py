@@ -14,12 +14,12 @@ from ..config import EngineConfig
 from ..errors import EngineError, UsageError
 from .engine import GenerateRequest
 
+SAMPLING = "primerl"
+"""Key of SamplingParams.extra_args, as vllm_sampling.py reads it."""
+
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
-MIN_TEMPERATURE = 0.01
-"""vLLM silently samples at 0.01 when asked for less, so less is refused."""
-
-_MIN_CPU_TOKENS = 4096
+_CPU_STEP_TOKENS = 4096
 _MIN_CPU_CACHE = 64 << 20
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -60,13 +60,13 @@ ENVIRONMENT = (
         "TORCHDYNAMO_DISABLE",
         "1",
         "cpu",
-        "logprobs pass through a torch.compile helper, even eager: it needs a C++ compiler and 2-17 s",
+        "parts of it are compiled even when it runs eager: that needs a C++ compiler and 2-17 s",
     ),
     Variable(
         "VLLM_USE_FLASHINFER_SAMPLER",
         "0",
         "gpu",
-        "FlashInfer's sampler cannot return processed logprobs, and is compiled on first use",
+        "FlashInfer's sampler is compiled on first use, and this package draws by its own",
     ),
 )
 
@@ -79,11 +79,12 @@ REFUSED = {
     "load_format": "weights come by load() only",
     "worker_cls": "weights are replaced through this package's worker extension",
     "worker_extension_cls": "weights are replaced through this package's worker extension",
-    "quantization": "weights are replaced in place, bit for bit",
-    "logprobs_mode": "the contract is the logprob of the distribution that was drawn from",
+    "quantization": "weights are replaced bit for bit, and other weights would fail every audit",
+    "kv_cache_dtype": "keys and values of another precision would fail every audit",
+    "logprobs_mode": "this package's sampler makes the logprobs",
     "logits_processors": "the contract is softmax(logits / temperature)",
-    "speculative_config": "the contract is softmax(logits / temperature)",
-    "disable_log_stats": "policy stamps are read from vLLM's token times",
+    "speculative_config": "each step draws one token, from the noise of its own position",
+    "use_fp64_gumbel": "this package's sampler draws",
     "pipeline_parallel_size": "a worker must see every tensor of a state",
     "data_parallel_size": "start one node per replica",
     "dtype": "set engine.dtype",
@@ -117,16 +118,11 @@ def check_device(device: str, *, cpu: bool) -> None:
         )
 
 
-def check_overrides(overrides: Mapping[str, Any], *, cpu: bool) -> None:
+def check_overrides(overrides: Mapping[str, Any]) -> None:
     """Raise UsageError if `engine.vllm` holds an argument that this engine must set itself."""
     for name in overrides:
         if name in REFUSED:
             raise UsageError(f"engine.vllm.{name} cannot be set ({REFUSED[name]}): remove it")
-    if cpu and overrides.get("enable_chunked_prefill"):
-        raise UsageError(
-            "engine.vllm.enable_chunked_prefill cannot be on without a GPU (a seeded request whose "
-            "prefill is split kills vLLM's CPU runner): remove it"
-        )
 
 
 def set_environment(*, cpu: bool) -> None:
@@ -150,8 +146,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "load_format": "dummy",
         "worker_extension_cls": WORKER_EXTENSION,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": False,
+        "disable_log_stats": True,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_batch,
@@ -160,26 +155,25 @@ def engine_arguments(
     if cpu:
         arguments |= {
             "enforce_eager": True,
-            # see check_overrides(): every prefill must fit into one step
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(config.max_model_len, config.max_batch, _MIN_CPU_TOKENS),
+            "max_num_batched_tokens": max(config.max_batch, _CPU_STEP_TOKENS),
             # without it vLLM takes most of the machine's memory
             "kv_cache_memory_bytes": _cache_bytes(config, shape),
         }
     return arguments | config.vllm
 
 
-def sampling_arguments(request: GenerateRequest) -> dict[str, Any]:
-    """The sampling contract in vLLM's words: keyword arguments of SamplingParams."""
+def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
+    """A request in vLLM's words: keyword arguments of SamplingParams. `key` names it to the worker.
+
+    For vLLM it is greedy, which is the least work: the worker's own sampler reads the extra arguments.
+    """
     return {
         "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "seed": request.seed,
+        "temperature": 0.0,
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
-        "logprobs": 0,  # of the drawn token only
-        "flat_logprobs": True,
         "detokenize": False,
+        "extra_args": {SAMPLING: [key, request.seed, request.temperature]},
     }
 
 

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker process: checking, replacing and updating the model's weights in place.
+"""What runs inside vLLM's worker process: the model's weights replaced in place, and tokens drawn our way.
 
 vLLM imports this module there by name (`worker_extension_cls`) before it builds the model; nothing
 else may import it, which is why it may import vLLM and torch at the top. All its names start with
@@ -20,6 +20,8 @@ from safetensors import safe_open
 
 from .handover import POSITIONS, VALUES, WHOLE, read_spans
 from .placement import Placement, Write, trace
+from .vllm_recorder import Recorder
+from .vllm_sampling import Hooks
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,9 @@ class WorkerExtension:
     """Mixed into vLLM's worker class; its methods are called by name through collective_rpc."""
 
     model_runner: Any
+    vllm_config: Any
+    rank: int
+    _primerl_recorder: Recorder
     _primerl_placement: Placement
     _primerl_staging: "Future[Staged]"
 
@@ -59,6 +64,37 @@ class WorkerExtension:
         # a daemon thread: it must die with the process, and has nothing to clean up
         threading.Thread(target=_end_with, args=(node_pid,), daemon=True).start()
         return os.getpid()
+
+    def primerl_record(self, fingerprint: str) -> str:
+        """Draw tokens with this node's sampler from now on, and keep what the fingerprint needs.
+
+        Returns what speaks against it; "" if nothing.
+        """
+        config = self.vllm_config
+        width = config.model_config.get_hidden_size()
+        recorder = Recorder(
+            self.model_runner.device,
+            width=width,
+            fingerprint=fingerprint,
+            requests=config.scheduler_config.max_num_seqs,
+            length=config.model_config.max_model_len,
+        )
+        # every rank draws the same tokens from the same logits; one of them keeps what was drawn
+        recorder.collecting = self.rank == 0
+        try:
+            hooks = Hooks(self.model_runner, recorder)
+            hooks.install()
+            dtype = config.model_config.dtype if hooks.second else torch.float32
+            recorder.warm_up(config.model_config.get_vocab_size(), dtype)
+        except RuntimeError as error:
+            return " ".join(str(error).split())[:300]
+        self._primerl_recorder = recorder
+        return ""
+
+    def primerl_collect(self, wanted: list[list[int]], forget: list[int]) -> list[list[Any]]:
+        """See Recorder.collect(); nothing on the ranks that keep nothing."""
+        found = self._primerl_recorder.collect(wanted, forget)
+        return found if self._primerl_recorder.collecting else []
 
     def primerl_check(self, path: str) -> str:
         """Say what is wrong with the weights in a safetensors file; "" if nothing. Writes nothing."""
@@ -76,11 +112,12 @@ class WorkerExtension:
         """The tensors that an update must bring whole, once primerl_check() found a state right."""
         return self._primerl_placement.placeless
 
-    def primerl_load(self, path: str) -> None:
+    def primerl_load(self, version: int, path: str) -> None:
         """Copy the weights of a file that primerl_check() found right into the model."""
         with torch.no_grad():
             self.model_runner.get_model().load_weights(_tensors(path))
         _synchronize()
+        self._primerl_recorder.version = version
 
     def primerl_stage(self, path: str) -> None:
         """Begin to get an update ready, in a thread beside generation; see primerl_staged()."""
@@ -95,7 +132,7 @@ class WorkerExtension:
         error = self._primerl_staging.exception()
         return "" if error is None else " ".join(f"{type(error).__name__} {error}".split())[:300]
 
-    def primerl_write(self) -> int:
+    def primerl_write(self, version: int) -> int:
         """Write the update that is ready, while no step runs. Returns how many elements it wrote."""
         staged = self._primerl_staging.result(timeout=0)
         del self._primerl_staging
@@ -105,6 +142,7 @@ class WorkerExtension:
             if staged.whole:
                 self.model_runner.get_model().load_weights(staged.whole)
         _synchronize()
+        self._primerl_recorder.version = version
         return sum(len(write.offsets) for write in staged.writes)
 
     def _primerl_prepare(self, path: str) -> "Staged":

@@ -4,6 +4,7 @@ Tokens are plain numbers; a task's number follows from its index and split alone
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...crypto.hashing import derive
 from .environment import Branch, Episode, Policy, Score, ScoreMismatch, Split, Task
@@ -80,7 +81,7 @@ class CountingEnvironment:
         if episode.error:
             raise ScoreMismatch(episode.error)
         recording.check(episode.branches)
-        return episode.score
+        return replace(episode.score, turns=recording.turns())
 
     def _check(self, task: Task) -> None:
         if task != self.task(task.index, task.split):

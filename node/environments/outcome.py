@@ -26,7 +26,21 @@ def branch(
         policy_first=min(turn.policy_first for turn in turns),
         policy_last=max(turn.policy_last for turn in turns),
         finish=turns[-1].finish,
+        spans=_spans(turns),
+        proof=b"".join(turn.proof for turn in turns),
     )
+
+
+def _spans(turns: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
+    """Where the policy changed, counted among the sampled tokens of all turns; empty if nowhere."""
+    found: list[tuple[int, int]] = []
+    before = 0
+    for turn in turns:
+        for start, version in turn.spans or ((0, turn.policy_first),):
+            if not found or found[-1][1] != version:
+                found.append((before + start, version))
+        before += len(turn.token_ids)
+    return tuple(found) if len(found) > 1 else ()
 
 
 def only_trace(traces: Sequence[Any]) -> Any:

@@ -55,6 +55,8 @@ class Recording:
             raise ScoreMismatch("a rollout without branches has no score")
         self._branches = branches
         self._turns: dict[tuple[int, ...], list[Completion]] = {}
+        self._asked: dict[tuple[int, ...], list[int]] = {}
+        """Prompt and reply -> the numbers of the turns in which it was said."""
         for branch in branches:
             for start, end in spans(branch):
                 self._add(branch, start, end, stop_token_ids)
@@ -78,7 +80,17 @@ class Recording:
         held = self._turns.get(tuple(prompt))
         if not held:
             raise ScoreMismatch(f"turn {turn} of the task has another prompt than the rollout")
-        return held.pop(0) if len(held) > 1 else held[0]
+        completion = held.pop(0) if len(held) > 1 else held[0]
+        self._asked.setdefault((*prompt, *completion.token_ids), []).append(turn)
+        return completion
+
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """Per branch, the turn number of each reply, as the environment asked for them just now."""
+        asked = {said: list(numbers) for said, numbers in self._asked.items()}
+        return tuple(
+            tuple(_next(asked[tuple(branch.token_ids[:end])]) for _, end in spans(branch))
+            for branch in self._branches
+        )
 
     def check(self, replayed: Sequence[Branch]) -> None:
         """Raise ScoreMismatch unless the replay led to exactly the recorded branches."""
@@ -90,3 +102,8 @@ class Recording:
             same = ours.token_ids == theirs.token_ids and ours.sampled == theirs.sampled
             if not same or ours.finish != theirs.finish:
                 raise ScoreMismatch("the environment's tokens or the ending were altered")
+
+
+def _next(numbers: list[int]) -> int:
+    """Branches that share a turn share its number; the same words said twice have two."""
+    return numbers.pop(0) if len(numbers) > 1 else numbers[0]

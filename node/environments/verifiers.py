@@ -6,6 +6,7 @@ policy, score() plays again with what a rollout says the policy answered.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,7 +114,7 @@ class VerifiersEnvironment:
         except (PlayFailed, EnvironmentFailed) as error:
             raise ScoreMismatch(str(error)) from error
         recording.check(episode.branches)
-        return episode.score
+        return replace(episode.score, turns=recording.turns())
 
     async def _play(self, prepared: "Prepared", policy: Policy) -> Episode:
         exchange = Exchange(

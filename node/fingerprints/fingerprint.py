@@ -34,7 +34,8 @@ class Compared:
     samples: int
     """How many committed numbers were compared."""
     own: float
-    """Sum of squared differences between what is committed and the own hidden states, over `samples`."""
+    """Sum of squared relative differences between what is committed and the own hidden states, over `samples`,
+    weighed so that no few tokens drown the rest (residuals.py). 0 if `samples` is."""
     others: tuple[float, ...]
     """The same against the hidden states of other policies, in order, over the same samples."""
 
@@ -62,6 +63,7 @@ class Fingerprint(Protocol):
     def compare(self, proof: bytes, hidden: Hidden, others: Sequence[Hidden] = ()) -> Compared:
         """Compare a reply's proof with the validator's own hidden states of it.
 
-        `others` are those of the same tokens under other policies. Raises BadProof.
+        `others` are those of the same tokens under other policies. Raises BadProof; ProofFailed if own or
+        other hidden states are not finite, which is not the sender's fault.
         """
         ...

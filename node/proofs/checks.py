@@ -4,7 +4,9 @@ Limits come from the run manifest and the lease, never from the submission. A ro
 returned as a Rejection and costs that rollout; a fault of the bundle raises and costs the bundle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
@@ -20,6 +22,8 @@ from ...protocol.rollouts import (
     unpack_u32,
 )
 from ..environments.environment import Branch
+from ..fingerprints.build import find
+from ..fingerprints.fingerprint import BadProof, Fingerprint
 
 
 @dataclass
@@ -115,6 +119,8 @@ def _check_branch(record: BranchRecord, lease: Lease, run: RunManifest, version:
             Reason.STALE, f"policy {branch.policy_first}, the lease asks for {lease.min_version}"
         )
     check_termination(branch, run)
+    _check_spans(branch)
+    _check_proof(branch, run)
     return branch
 
 
@@ -135,6 +141,8 @@ def _unpack(record: BranchRecord) -> Branch:
         policy_first=record.policy_first,
         policy_last=record.policy_last,
         finish=record.finish,
+        spans=tuple((span.start, span.version) for span in record.spans),
+        proof=record.proof,
     )
 
 
@@ -166,7 +174,51 @@ def check_termination(branch: Branch, run: RunManifest) -> None:
             raise Rejected(Reason.BAD_TERMINATION, f"did not finish by {branch.finish}")
 
 
-def sampled_runs(sampled: list[bool]) -> list[tuple[int, int]]:
+def _check_spans(branch: Branch) -> None:
+    """One version, or a list of spans that starts with the first, ends with the last and only rises."""
+    if not branch.spans:
+        if branch.policy_first != branch.policy_last:
+            raise Rejected(Reason.MALFORMED, "several policy versions and no spans")
+        return
+    starts, versions = zip(*branch.spans, strict=True)
+    if starts[0] != 0 or starts[-1] >= sum(branch.sampled):
+        raise Rejected(Reason.MALFORMED, "the spans do not fit the tokens")
+    if (versions[0], versions[-1]) != (branch.policy_first, branch.policy_last):
+        raise Rejected(Reason.MALFORMED, "the spans do not fit the policy versions")
+    if not (_rising(starts) and _rising(versions)):
+        raise Rejected(Reason.MALFORMED, "spans and their versions must rise")
+
+
+def _rising(numbers: Sequence[int]) -> bool:
+    return all(before < after for before, after in pairwise(numbers))
+
+
+def _check_proof(branch: Branch, run: RunManifest) -> None:
+    """A proof of exactly these replies, well formed; what it proves is for an audit to say."""
+    fingerprint = find(run.proofs.fingerprint)
+    try:
+        for part, tokens in proof_parts(branch.proof, branch.sampled, fingerprint):
+            fingerprint.check(part, tokens)
+    except BadProof as error:
+        raise Rejected(Reason.BAD_PROOF, str(error)) from error
+
+
+def proof_parts(
+    proof: bytes, sampled: Sequence[bool], fingerprint: Fingerprint
+) -> list[tuple[bytes, int]]:
+    """A branch's proof cut into (proof, tokens) per reply. Raises BadProof if its size is not theirs."""
+    lengths = [end - start for start, end in sampled_runs(sampled)]
+    sizes = [fingerprint.size(length) for length in lengths]
+    if len(proof) != sum(sizes):
+        raise BadProof(f"{len(proof)} bytes of proof where the replies take {sum(sizes)}")
+    ends = list(accumulate(sizes))
+    return [
+        (proof[end - size : end], length)
+        for end, size, length in zip(ends, sizes, lengths, strict=True)
+    ]
+
+
+def sampled_runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:
     """Half-open index ranges of the runs of sampled tokens: one per reply."""
     runs: list[tuple[int, int]] = []
     start = -1

@@ -1,35 +1,87 @@
 """From a submission to a verdict and the groups that may be learned from, cheap checks first.
 
-Rewards are recomputed, never taken; what is audited is drawn after the upload. A verdict always comes out:
-bad input costs the rollout, never the trainer.
+Rewards are recomputed, never taken; what is audited follows from randomness drawn after the upload. A
+verdict always comes out: bad input costs the rollout, never the trainer.
 """
 
 import logging
-import math
-import random
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.manifests import RunManifest
-from ...protocol.rollouts import MAX_DETAIL, MAX_REJECTIONS, Rejection, Submission, Verdict
-from ..engines.scorer import Scorer
+from ...protocol.rollouts import (
+    MAX_DETAIL,
+    MAX_EVIDENCE,
+    MAX_REJECTIONS,
+    Evidence,
+    Rejection,
+    Submission,
+    Verdict,
+)
 from ..environments.environment import (
-    Branch,
     Environment,
     EnvironmentFailed,
+    Score,
     ScoreMismatch,
     Task,
 )
+from ..errors import EngineError
 from ..training.buffer import BranchTokens, Group, ScoredRollout
 from ..weights.state import State
+from .auditor import Measured, Unreadable
+from .calls import AuditCall, Audits, Chosen
 from .checks import CheckedRollout, Rejected, check_submission
+from .copies import Copies
+from .items import audit_items, evidence, plain_turns
+from .judgement import Judgement, judge
 
 logger = logging.getLogger(__name__)
 
 REWARD_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A submission as it came: who sent it, in which order, and what was drawn after its receipt."""
+
+    number: int
+    digest: bytes
+    node: bytes
+    sealed: bytes
+    challenge: bytes
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A rollout that passed the cheap checks, and the trainer's own score of it."""
+
+    rollout: CheckedRollout
+    score: Score
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(group, index)."""
+        return self.rollout.group, self.rollout.index
+
+
+@dataclass
+class AuditResults:
+    """What audits of a submission led to."""
+
+    evidence: list[Evidence] = field(default_factory=list[Evidence])
+    judgements: list[Judgement] = field(default_factory=list[Judgement])
+    """One per evidence."""
+    faults: list[Rejection] = field(default_factory=list[Rejection])
+    validator: bytes = b""
+
+    @property
+    def guilty(self) -> bool:
+        """Whether there is a fault that somebody is to blame for."""
+        return any(one.reason is not Reason.AUDIT_FAILED for one in self.faults)
 
 
 @dataclass(frozen=True)
@@ -40,6 +92,7 @@ class Verified:
     rejections: list[Rejection]
     """All of them; the verdict lists the first."""
     groups: list[Group]
+    audited: AuditResults = field(default_factory=AuditResults)
 
     def reasons(self) -> Counter[Reason]:
         """Rejected rollouts by reason."""
@@ -51,54 +104,60 @@ class Verifier:
 
     def __init__(
         self,
+        run_id: bytes,
         run: RunManifest,
         environment: Environment,
-        scorer: Scorer,
+        audits: Audits,
         states: Mapping[int, State],
-        *,
-        chance: random.Random,
+        copies: Copies,
     ) -> None:
         """`states` holds the policies that may still be claimed, by version; it is read, not copied."""
+        self._run_id = run_id
         self._run = run
         self._environment = environment
-        self._scorer = scorer
+        self._audits = audits
         self._states = states
-        self._chance = chance
+        self._copies = copies
 
     async def verify(
-        self,
-        submission: Submission,
-        lease: Lease,
-        *,
-        digest: bytes,
-        node: bytes,
-        version: int,
-        audit_fraction: float,
+        self, submission: Submission, lease: Lease, arrival: Arrival, *, version: int, rate: float
     ) -> Verified:
         """Verify one submission against policy `version`, the newest one published.
+
+        A share `rate` of what passes the cheap checks is audited, and all of it once one is guilty.
 
         Raises:
             RemoteProtocolError: the bundle as a whole is not the work of its lease.
         """
         checked = check_submission(submission, lease, self._run, version)
         rejections = list(checked.rejections)
-        rewards: dict[tuple[int, int], float] = {}
-        passed: list[CheckedRollout] = []
-        for rollout in checked.rollouts:
-            try:
-                rewards[rollout.group, rollout.index] = await self._reward(lease, rollout)
-                passed.append(rollout)
-            except Rejected as fault:
-                rejections.append(_rejection(rollout, fault))
-        chosen = [one for one in passed if self._chance.random() < audit_fraction]
-        caught = await self._audit(chosen)
-        rejections += caught
-        guilty = {(one.group, one.rollout) for one in caught}
-        honest = [one for one in passed if (one.group, one.index) not in guilty]
-        verdict = make_verdict(digest, lease, len(honest), rejections, len(chosen))
-        return Verified(verdict, rejections, self._groups(lease, node, honest, rewards))
+        passed = await self._score_all(checked.rollouts, lease, arrival, rejections)
+        audited = await self._audit(passed, lease, arrival, rate)
+        rejections += audited.faults
+        guilty = {(one.group, one.rollout) for one in audited.faults}
+        honest = [one for one in passed if one.place not in guilty]
+        verdict = make_verdict(arrival, lease, len(honest), rejections, audited, rate)
+        return Verified(verdict, rejections, self._groups(lease, arrival.node, honest), audited)
 
-    async def _reward(self, lease: Lease, rollout: CheckedRollout) -> float:
+    async def _score_all(
+        self,
+        rollouts: Sequence[CheckedRollout],
+        lease: Lease,
+        arrival: Arrival,
+        rejections: list[Rejection],
+    ) -> list[Passed]:
+        """What passes the checks that cost no model; the others go to `rejections`."""
+        passed: list[Passed] = []
+        for rollout in rollouts:
+            try:
+                score = await self._score(lease, rollout)
+                self._copies.check(arrival.number, arrival.node, rollout)
+                passed.append(Passed(rollout, score))
+            except Rejected as fault:
+                rejections.append(_rejection(rollout, fault.reason, fault.detail))
+        return passed
+
+    async def _score(self, lease: Lease, rollout: CheckedRollout) -> Score:
         task = Task(lease.tasks[rollout.group].index, lease.tasks[rollout.group].digest)
         try:
             score = await self._environment.score(task, rollout.branches)
@@ -109,68 +168,108 @@ class Verifier:
         if abs(score.reward - rollout.claimed_reward) > REWARD_TOLERANCE:
             detail = f"claimed {rollout.claimed_reward:.6g}, recomputed {score.reward:.6g}"
             raise Rejected(Reason.BAD_REWARD, detail)
-        return score.reward
+        return score
 
-    async def _audit(self, rollouts: list[CheckedRollout]) -> list[Rejection]:
-        """Recompute the logprobs of `rollouts` under the policies that each claims.
+    # -- audits ------------------------------------------------------------------------------------
 
-        Weights may change while a sample is drawn: each of its tokens must then fit one of the versions
-        in its span, so that claiming such a change is no way around an audit.
-        """
-        audits = [_Audit(one) for one in rollouts if self._holds(one)]
-        versions = {version for audit in audits for version in audit.versions()}
-        # Taken now: the publisher drops old ones while we wait for the scorer.
-        states = {version: self._states[version] for version in sorted(versions)}
-        for version, state in states.items():
-            open_parts = [part for audit in audits for part in audit.parts if version in part.span]
-            values = await self._scorer.logprobs(
-                state,
-                [part.branch.token_ids for part in open_parts],
-                self._run.sampling.temperature,
-                key=version,
-            )
-            for part, recomputed in zip(open_parts, values, strict=True):
-                part.compare(recomputed)
-        return [
-            _rejection(audit.rollout, Rejected(Reason.BAD_LOGPROBS, audit.detail()))
-            for audit in audits
-            if audit.mean_error() > self._run.proofs.reject.logprob
-        ]
+    async def _audit(
+        self, passed: Sequence[Passed], lease: Lease, arrival: Arrival, rate: float
+    ) -> AuditResults:
+        held = [one for one in passed if self._holds(one.rollout)]
+        drawn = [one for one in held if is_audited(arrival.challenge, *one.place, rate)]
+        audited = AuditResults()
+        await self._audit_these(drawn, lease, arrival, audited)
+        if audited.guilty:
+            places = {one.place for one in drawn}
+            rest = [one for one in held if one.place not in places]
+            await self._audit_these(rest, lease, arrival, audited)
+        return audited
+
+    async def _audit_these(
+        self, passed: Sequence[Passed], lease: Lease, arrival: Arrival, audited: AuditResults
+    ) -> None:
+        if not passed:
+            return
+        call = self._call([self._chosen(one, lease, arrival) for one in passed], lease, arrival)
+        try:
+            answer = await self._audits.audit(call)
+        except EngineError as error:
+            # Nothing is learned unaudited that was to be audited, and nobody is blamed for it.
+            logger.error("no audit is possible: %s", error)
+            audited.faults += [
+                _rejection(one.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
+                for one in passed
+            ]
+            return
+        audited.validator = answer.validator
+        for one, measured in zip(passed, answer.measured, strict=True):
+            self._judge(one.rollout, measured, audited)
+
+    def _judge(
+        self,
+        rollout: CheckedRollout,
+        measured: Sequence[Measured | Unreadable],
+        audited: AuditResults,
+    ) -> None:
+        numbers = [one for one in measured if isinstance(one, Measured)]
+        unreadable = [one for one in measured if isinstance(one, Unreadable)]
+        if unreadable:
+            worst = max(unreadable, key=lambda one: one.proof)
+            reason = Reason.BAD_PROOF if worst.proof else Reason.AUDIT_FAILED
+            audited.faults.append(_rejection(rollout, reason, worst.detail))
+            return
+        found = evidence(rollout, numbers)
+        judgement = judge(found, self._run.proofs)
+        audited.evidence.append(found)
+        audited.judgements.append(judgement)
+        if judgement.reason is not None:
+            audited.faults.append(_rejection(rollout, judgement.reason, judgement.detail))
+
+    def _chosen(self, passed: Passed, lease: Lease, arrival: Arrival) -> Chosen:
+        turns = plain_turns(passed.rollout.branches) or passed.score.turns
+        items = audit_items(passed.rollout, turns, lease=lease, run=self._run_id, node=arrival.node)
+        return Chosen(passed.rollout, items)
+
+    def _call(self, chosen: Sequence[Chosen], lease: Lease, arrival: Arrival) -> AuditCall:
+        claimed = {v for one in chosen for item in one.items for v in item.versions}
+        others = {v: [v - 1] for v in sorted(claimed) if v - 1 in self._states}
+        wanted = claimed.union(*others.values())
+        # Taken now: the publisher drops old ones while we wait for the auditor.
+        states = {version: self._states[version] for version in sorted(wanted)}
+        return AuditCall(
+            sealed=arrival.sealed,
+            digest=arrival.digest,
+            lease=lease,
+            node=arrival.node,
+            challenge=arrival.challenge,
+            chosen=chosen,
+            states=states,
+            others=others,
+        )
 
     def _holds(self, rollout: CheckedRollout) -> bool:
         """Whether every policy that the rollout claims is still in memory; older ones are stale anyway."""
         return all(
-            branch.policy_first in self._states and branch.policy_last in self._states
+            version in self._states
             for branch in rollout.branches
+            for version in {branch.policy_first, branch.policy_last, *(v for _, v in branch.spans)}
         )
 
-    def _groups(
-        self,
-        lease: Lease,
-        node: bytes,
-        rollouts: list[CheckedRollout],
-        rewards: Mapping[tuple[int, int], float],
-    ) -> list[Group]:
+    # -- what may be learned from --------------------------------------------------------------------
+
+    def _groups(self, lease: Lease, node: bytes, passed: Sequence[Passed]) -> list[Group]:
         groups: list[Group] = []
         for number, task in enumerate(lease.tasks):
-            members = [one for one in rollouts if one.group == number]
+            members = [one for one in passed if one.rollout.group == number]
             if len(members) < 2:
                 continue
+            branches = [b for one in members for b in one.rollout.branches]
             groups.append(
                 Group(
                     task=task.digest,
                     environment=self._environment.name,
-                    rollouts=[
-                        ScoredRollout(
-                            [
-                                BranchTokens(b.token_ids, b.sampled, b.logprobs)
-                                for b in one.branches
-                            ],
-                            rewards[one.group, one.index],
-                        )
-                        for one in members
-                    ],
-                    policy_oldest=min(b.policy_first for one in members for b in one.branches),
+                    rollouts=[_scored(one) for one in members],
+                    policy_oldest=min(branch.policy_first for branch in branches),
                     node=node,
                     lease=lease.lease_id.to_bytes(8, "big"),
                 )
@@ -178,64 +277,48 @@ class Verifier:
         return groups
 
 
-def refuse_all(digest: bytes, lease: Lease, error: RemoteProtocolError) -> Verified:
+def refuse_all(arrival: Arrival, lease: Lease, error: RemoteProtocolError) -> Verified:
     """The verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
     rejections = [
         Rejection(group, index, error.reason, error.detail[:MAX_DETAIL])
         for group in range(len(lease.tasks))
         for index in range(lease.group_size)
     ]
-    return Verified(make_verdict(digest, lease, 0, rejections, 0), rejections, [])
+    return Verified(
+        make_verdict(arrival, lease, 0, rejections, AuditResults(), 0.0), rejections, []
+    )
 
 
 def make_verdict(
-    digest: bytes, lease: Lease, accepted: int, rejections: list[Rejection], audited: int
+    arrival: Arrival,
+    lease: Lease,
+    accepted: int,
+    rejections: list[Rejection],
+    audited: AuditResults,
+    rate: float,
 ) -> Verdict:
-    """A verdict that fits a message, whatever was rejected."""
-    listed = tuple(rejections[:MAX_REJECTIONS])
-    return Verdict(digest, lease.lease_id, accepted, listed, audited, len(rejections))
+    """A verdict that fits a message, whatever was rejected and measured."""
+    return Verdict(
+        submission=arrival.digest,
+        lease_id=lease.lease_id,
+        accepted=accepted,
+        rejections=tuple(rejections[:MAX_REJECTIONS]),
+        audited=len(audited.evidence),
+        rejected=len(rejections),
+        challenge=arrival.challenge,
+        rate=rate,
+        evidence=tuple(audited.evidence[:MAX_EVIDENCE]),
+        validator=audited.validator,
+    )
 
 
-class _Part:
-    """One branch under audit: how far each sampled token is from the nearest of its policies."""
-
-    def __init__(self, branch: Branch) -> None:
-        self.branch = branch
-        self.span = range(branch.policy_first, branch.policy_last + 1)
-        self._claims = [
-            lp for lp, drawn in zip(branch.logprobs, branch.sampled, strict=True) if drawn
-        ]
-        self.errors = [math.inf] * len(self._claims)
-
-    def compare(self, recomputed: list[float]) -> None:
-        """Take in the logprobs of all tokens under one more policy of the span."""
-        own = [lp for lp, drawn in zip(recomputed, self.branch.sampled, strict=True) if drawn]
-        found = [abs(claim - value) for claim, value in zip(self._claims, own, strict=True)]
-        self.errors = list(map(min, self.errors, found))
+def _scored(passed: Passed) -> ScoredRollout:
+    branches = passed.rollout.branches
+    return ScoredRollout(
+        [BranchTokens(b.token_ids, b.sampled, b.logprobs) for b in branches],
+        passed.score.reward,
+    )
 
 
-class _Audit:
-    """One rollout under audit."""
-
-    def __init__(self, rollout: CheckedRollout) -> None:
-        self.rollout = rollout
-        self.parts = [_Part(branch) for branch in rollout.branches]
-
-    def versions(self) -> set[int]:
-        """Policies to compare with."""
-        return {version for part in self.parts for version in part.span}
-
-    def mean_error(self) -> float:
-        """Mean over sampled tokens of |claimed - recomputed| logprob; no sign, so nothing cancels out."""
-        errors = [error for part in self.parts for error in part.errors]
-        return sum(errors) / len(errors)
-
-    def detail(self) -> str:
-        """The evidence in words."""
-        versions = sorted(self.versions())
-        policies = f"{versions[0]}" if len(versions) == 1 else f"{versions[0]}..{versions[-1]}"
-        return f"mean |logprob difference| {self.mean_error():.3g} under policy {policies}"
-
-
-def _rejection(rollout: CheckedRollout, fault: Rejected) -> Rejection:
-    return Rejection(rollout.group, rollout.index, fault.reason, fault.detail[:MAX_DETAIL])
+def _rejection(rollout: CheckedRollout, reason: Reason, detail: str) -> Rejection:
+    return Rejection(rollout.group, rollout.index, reason, detail[:MAX_DETAIL])

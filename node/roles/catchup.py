@@ -60,8 +60,12 @@ class CatchUp:
         peers: PeerTable,
         announce: Callable[[int, int, bool], None],
         on_fraud: Callable[[RemoteProtocolError], None],
+        on_policy: Callable[[Policy], None] = lambda policy: None,
     ) -> None:
-        """`announce` tells others (term, version, complete): what we hold, or else begin to fetch."""
+        """`announce` tells others (term, version, complete): what we hold, or else begin to fetch.
+
+        `on_policy` is told of every proved policy, also of those on the way to the one that is loaded.
+        """
         self._book = book
         self._fetcher = fetcher
         self._store = store
@@ -73,6 +77,7 @@ class CatchUp:
         self._keep_chunks = keep_chunks
         self._peers = peers
         self._announce = announce
+        self._on_policy = on_policy
         self._way = Wayfinder(
             book=book,
             links=links,
@@ -207,7 +212,7 @@ class CatchUp:
         prepared = await asyncio.to_thread(
             self._mirror.prepare, manifest, artifact, self._payload(artifact)
         )
-        self._mirror.commit(prepared)
+        self._on_policy(self._mirror.commit(prepared))
         self._unwritten.add(prepared.changed)
 
     def _payload(self, artifact: Artifact) -> Iterator[bytes]:

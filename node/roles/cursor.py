@@ -3,11 +3,12 @@
 A task whose work has a receipt is never leased again; a task that was only leased always is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from ...protocol.leases import Lease, LeaseBook
+from ...protocol.reputation import Reputation, ReputationSnapshot
 
 
 class Cursor(msgspec.Struct, frozen=True):
@@ -25,6 +26,14 @@ class Cursor(msgspec.Struct, frozen=True):
     full_bytes: int
     staleness_history: list[tuple[int, float]]
     staleness_max: int
+    reputations: dict[str, ReputationSnapshot] = {}
+    """By node id (hex), as of `verified_up_to`: what arrived later is judged, and counted, again."""
+
+    def restore_reputations(self) -> dict[bytes, Reputation]:
+        """Evidence about every worker, bans included."""
+        return {
+            bytes.fromhex(node): Reputation.restore(one) for node, one in self.reputations.items()
+        }
 
     def restore_tasks(self, book: LeaseBook, inbox: Iterable[Lease]) -> None:
         """Lease again what was out then or leased since, but for what `inbox` has answered since."""
@@ -32,3 +41,8 @@ class Cursor(msgspec.Struct, frozen=True):
         book.next_task = max([self.next_task, *(index + 1 for index in answered)])
         leased = [*self.requeued, *range(self.next_task, book.next_task)]
         book.requeued.extend(index for index in leased if index not in answered)
+
+
+def snapshots(reputations: Mapping[bytes, Reputation]) -> dict[str, ReputationSnapshot]:
+    """As they are written into a cursor."""
+    return {node.hex(): one.snapshot() for node, one in reputations.items()}

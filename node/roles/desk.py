@@ -1,6 +1,6 @@
-"""The trainer's desk: admits workers, hands out leases, takes in submissions, passes on verdicts.
+"""The trainer's desk: admits workers, hands out leases, passes on verdicts; others answer the rest.
 
-Cheap refusals happen here, before a receipt; what a receipt acknowledges is in the ledger first.
+Whoever was admitted hears what became of its work, also where it is leased nothing any more.
 """
 
 import asyncio
@@ -16,37 +16,39 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol import tickets
-from ...protocol.envelope import Purpose, seal, unseal
+from ...protocol.envelope import Purpose, seal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease, LeaseBook
+from ...protocol.leases import LeaseBook, Share
 from ...protocol.messages import (
     MAX_LEASES,
     Accepted,
+    AuditDone,
+    AuditRequest,
     ControlRequest,
     GetHeads,
     GetMerged,
+    GetVerdicts,
     Hello,
     LeaseReply,
     LeaseRequest,
     SubmitOffer,
     SyncRecords,
+    Verdicts,
     WatchHeads,
     Welcome,
     WorkerStats,
 )
 from ...protocol.reputation import Reputation
-from ...protocol.rollouts import Receipt, Submission
 from ...protocol.version import WIRE_VERSION
-from ..errors import StorageError
 from ..ledger import Arrived, Ledger
 from ..network.gossip import read_record
 from ..network.heads import HeadServer
 from ..network.peers import PeerTable
 from ..network.rpc import receive, send
 from ..network.transport import Stream
-from ..network.uploads import UploadReceiver
+from .auditing import AuditDesk
 from .merging import MergeDesk
-from .terms import LEASES_PER_BOOT
+from .submissions import SubmissionDesk
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,6 @@ ALIVE_S = 10.0
 MAX_UPSTREAMS = 8
 NEAREST = 4
 """Of these: the ranks next to ours. The others are far, so that chunks cross a large swarm in few steps."""
-LATE_GRACE_S = 5.0
 VERDICT_BYTES = 256 * 1024
 """Of verdicts in one reply."""
 
@@ -73,6 +74,8 @@ class Worker:
     stats: WorkerStats = field(default_factory=lambda: WorkerStats(-1))
     asked: float = 0.0
     """Monotonic seconds of its last lease request."""
+    left: bool = False
+    """It said goodbye, and asked for nothing since: a request of it that still waits gets no lease."""
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
 
 
@@ -95,12 +98,12 @@ class LeaseDesk:
         capacity: Callable[[], int],
         order: Callable[[], tuple[int, int]],
         arrivals: "asyncio.Queue[Arrived]",
+        audits: AuditDesk | None = None,
     ) -> None:
         self._key = key
         self._run_id = run_id
         self._sealed_manifest = sealed_manifest
         self.book = book
-        self._boot = boot
         self._ledger = ledger
         self._peers = peers
         self._heads = heads
@@ -108,9 +111,18 @@ class LeaseDesk:
         self._task_digest = task_digest
         self._capacity = capacity
         self._order = order
-        self._arrivals = arrivals
-        self._uploads = UploadReceiver()
+        self._audits = audits or AuditDesk()
+        self._submissions = SubmissionDesk(
+            key=key,
+            run_id=run_id,
+            book=book,
+            boot=boot,
+            ledger=ledger,
+            arrivals=arrivals,
+            work_changed=self.work_changed,
+        )
         self._work = asyncio.Condition()
+        self._waiting: set[bytes] = set()
         self.workers: dict[bytes, Worker] = {}
         self.reputations: dict[bytes, Reputation] = {}
         for node in ledger.admitted():
@@ -144,14 +156,25 @@ class LeaseDesk:
                 reply = await self._lease(self._worker(peer), peer, request)
             case SubmitOffer():
                 self._worker(peer)
-                return await self._submit(peer, stream, request)
+                return await self._submissions.handle(peer, stream, request)
+            case GetVerdicts():
+                self._worker(peer)
+                reply = self._verdicts(peer, request.after)
+            case AuditRequest():
+                worker = self._worker(peer)
+                worker.stats, worker.asked = request.stats, time.monotonic()
+                return await self._audits.hand_out(peer, stream, request)
+            case AuditDone():
+                self._worker(peer)
+                await self._audits.take_in(peer, request)
+                reply = Accepted()
             case SyncRecords():
                 self._worker(peer)
                 before, after = self._line(peer)
                 reply = SyncRecords((*before, *after))
             case _:  # Goodbye, the last of the union
-                self._worker(peer)
-                self.book.release(peer)
+                self._worker(peer).left = True
+                self.book.release(peer, time.time())
                 await self.work_changed()
                 reply = Accepted()
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -182,28 +205,32 @@ class LeaseDesk:
             self.workers[peer] = Worker(len(self.workers))
             logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
         # What it held before it said hello is lost to it.
-        self.book.release(peer)
+        self.book.release(peer, now)
         return Welcome(self._sealed_manifest, __version__)
 
     async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
-        worker.stats = request.stats
+        worker.stats, worker.left = request.stats, False
         worker.asked = time.monotonic()
         reputation = self.reputation(peer)
         reputation.age(time.time())
-        if reputation.quarantined:
-            raise RemoteProtocolError(
-                Reason.BANNED, f"too much was rejected: {reputation.top_reason()}"
-            )
-        if request.holding is not None and self.book.release_lost(peer, request.holding):
+        if reputation.refused:
+            raise RemoteProtocolError(Reason.BANNED, reputation.refused)
+        holding = request.holding
+        if holding is not None and self.book.release_lost(peer, holding, time.time()):
             await self.work_changed()
         leases = self._grant(peer, request.wanted)
+        self._waiting.add(peer)
         try:
             async with asyncio.timeout(HOLD_S), self._work:
                 while not leases and request.wanted and not worker.verdicts:
                     await self._work.wait()
+                    if worker.left:
+                        break
                     leases = self._grant(peer, request.wanted)
         except TimeoutError:
             pass  # nothing to do right now; the reply says when to come again
+        finally:
+            self._waiting.discard(peer)
         before, after = self._line(peer)
         return LeaseReply(tuple(leases), take_verdicts(worker.verdicts), before, RETRY_MS, after)
 
@@ -219,6 +246,7 @@ class LeaseDesk:
                 digest_of=self._task_digest,
                 seed=secrets.token_bytes(32),
                 now=time.time(),
+                share=Share(self.reputation(peer).trust_low, frozenset(self._waiting)),
             )
             if lease is None:
                 break
@@ -235,6 +263,12 @@ class LeaseDesk:
             )
         return sealed
 
+    def _verdicts(self, peer: bytes, after: int) -> Verdicts:
+        """What one reply holds of a node's verdicts after a number: it may have missed them, or be banned."""
+        numbered = self._ledger.verdicts_after(peer, after, count=MAX_LEASES, size=VERDICT_BYTES)
+        last = numbered[-1][0] if numbered else after
+        return Verdicts(tuple(sealed for _, sealed in numbered), last)
+
     def _line(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Records of live workers that hold weights and may be shown: admitted before `peer`, and after it."""
         me = self.workers[peer].rank
@@ -247,71 +281,6 @@ class LeaseDesk:
             if node != peer and alive and row.record is not None and row.record.share_address:
                 (before if worker.rank < me else after).append((abs(worker.rank - me), row.sealed))
         return _near_and_far(before, peer), _near_and_far(after, peer)
-
-    async def _submit(self, peer: bytes, stream: Stream, offer: SubmitOffer) -> None:
-        known = self._ledger.receipt(offer.digest)
-        if known is not None:
-            raise_unless_own(known, self._run_id, self._key.node_id, peer)
-            await self._uploads.repeat(stream, known)
-            return
-        if self._ledger.lease_done(offer.lease_id):
-            raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {offer.lease_id} was answered")
-        held = self.book.held.get(offer.lease_id)
-        if held is None and offer.lease_id >> LEASES_PER_BOOT == self._boot:
-            raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {offer.lease_id} is not out")
-        limit = self.book.policy.max_bytes
-
-        async def accept(data: bytes) -> bytes:
-            return await self._receive(peer, offer, data)
-
-        await self._uploads.receive(peer, stream, offer, limit=limit, accept=accept)
-
-    async def _receive(self, peer: bytes, offer: SubmitOffer, data: bytes) -> bytes:
-        """Check the bundle against its lease, make it durable, and only then sign a receipt."""
-        now = time.time()
-        lease = self._check_bundle(peer, offer, data, now)
-        if lease.deadline + LATE_GRACE_S < now:
-            raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {lease.lease_id} is over")
-        if self._ledger.lease_done(lease.lease_id):
-            raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {lease.lease_id} was answered")
-        receipt = seal(
-            self._key,
-            Purpose.RECEIPT,
-            self._run_id,
-            Receipt(offer.digest, lease.lease_id, int(now)),
-            recipient=peer,
-            sequence=lease.lease_id,
-            expires=int(now) + 7 * 86400,
-        )
-        if self._arrivals.full():
-            raise RemoteProtocolError(Reason.BUSY, "the inbox is full: come again")
-        try:
-            arrival = self._ledger.receive(offer.digest, lease.lease_id, peer, data, receipt)
-        except StorageError as error:
-            logger.error("a submission could not be kept: %s", error)
-            raise RemoteProtocolError(
-                Reason.DISK_FULL, "the trainer cannot store it now"
-            ) from error
-        if lease.lease_id in self.book.held:
-            self.book.settle(lease.lease_id, peer)
-        self._arrivals.put_nowait(Arrived(arrival, offer.digest, lease.lease_id, peer, data))
-        await self.work_changed()
-        return receipt
-
-    def _check_bundle(self, peer: bytes, offer: SubmitOffer, data: bytes, now: float) -> Lease:
-        submission = unseal(
-            data,
-            Purpose.SUBMISSION,
-            Submission,
-            now=int(now),
-            run=self._run_id,
-            signer=peer,
-            recipient=self._key.node_id,
-        ).body
-        lease = open_lease(submission.lease, self._run_id, self._key.node_id, peer)
-        if lease.lease_id != offer.lease_id:
-            raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
-        return lease
 
 
 def _near_and_far(found: list[tuple[int, bytes]], peer: bytes) -> tuple[bytes, ...]:
@@ -330,18 +299,3 @@ def take_verdicts(waiting: deque[bytes]) -> tuple[bytes, ...]:
         size += len(waiting[0])
         taken.append(waiting.popleft())
     return tuple(taken)
-
-
-def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
-    """The lease inside a submission: our own signature, to this worker. Its deadline is checked apart."""
-    return unseal(
-        sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
-    ).body
-
-
-def raise_unless_own(receipt: bytes, run: bytes, trainer: bytes, peer: bytes) -> None:
-    """A receipt is repeated to the node that it was given to, and to nobody else."""
-    try:
-        unseal(receipt, Purpose.RECEIPT, Receipt, now=0, run=run, signer=trainer, recipient=peer)
-    except RemoteProtocolError as error:
-        raise RemoteProtocolError(Reason.REPLAYED, "another node submitted this") from error

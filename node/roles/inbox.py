@@ -5,27 +5,30 @@ What holds goes into the buffer; everybody gets a signed verdict. Nothing in her
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
+from ...protocol.audits import CHALLENGE_BYTES, Outliers, audit_rate
 from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
+from ...protocol.manifests import ProofContract
+from ...protocol.reputation import Audited, ban_test, outcome_of
 from ...protocol.rollouts import Submission, Verdict
 from ..ledger import Arrived, Ledger
-from ..proofs.verifier import Verified, Verifier, refuse_all
+from ..proofs.verifier import Arrival, AuditResults, Verified, Verifier, refuse_all
 from ..training.buffer import RolloutBuffer
-from .desk import LeaseDesk, open_lease
+from .desk import LeaseDesk
 from .progress import Progress
+from .submissions import open_lease
 from .terms import Term
 
 logger = logging.getLogger(__name__)
 
 VERDICT_TTL_S = 7 * 86400
-FULL_AUDIT_BELOW = 64.0
-"""A worker with less evidence than this is audited fully; one with more, by sample."""
 
 
 class Inbox:
@@ -43,9 +46,10 @@ class Inbox:
         verifier: Verifier,
         progress: Progress,
         version: Callable[[], int],
-        audit_fraction: float,
+        contract: ProofContract,
+        expected_audits: int,
     ) -> None:
-        """`version` is the newest published one; `audit_fraction` is for workers with a record."""
+        """`version` is the newest published one; `expected_audits` of the whole run, at most."""
         self._key = key
         self._run_id = run_id
         self._ledger = ledger
@@ -55,7 +59,9 @@ class Inbox:
         self._verifier = verifier
         self._progress = progress
         self._version = version
-        self._fraction = audit_fraction
+        self._contract = contract
+        self._test = ban_test(contract, expected_audits)
+        self._outliers = Outliers()
         self._verifying = 0
         self.grown = asyncio.Condition()
         """Notified after every judgement."""
@@ -91,8 +97,8 @@ class Inbox:
             return
         verified = await self._verify(arrived)
         self.verified_up_to = arrived.arrival
+        self._remember(arrived.node, verified)
         reasons = verified.reasons()
-        self._desk.reputation(arrived.node).record(verified.verdict.accepted, reasons, time.time())
         progress = self._progress
         progress.received += verified.verdict.accepted + sum(reasons.values())
         progress.accepted += verified.verdict.accepted
@@ -104,26 +110,44 @@ class Inbox:
                 progress.rejected[refusal] += len(group.rollouts)
         self._deliver(arrived.node, verified.verdict)
 
+    def _remember(self, node: bytes, verified: Verified) -> None:
+        """What this tells of the worker."""
+        reputation = self._desk.reputation(node)
+        before = reputation.banned
+        reputation.record(verified.verdict.accepted, verified.reasons(), time.time())
+        reputation.observe(_observed(verified.audited), self._test)
+        if reputation.banned != before:
+            logger.warning("%s is banned: %s", short(node), reputation.banned)
+        for group in verified.groups:
+            self._outliers.note(
+                node,
+                group.environment,
+                [rollout.reward for rollout in group.rollouts],
+                [sum(map(sum, (b.mask for b in rollout.branches))) for rollout in group.rollouts],
+            )
+
+    def _rate(self, node: bytes) -> float:
+        """Share of this worker's rollouts to audit now."""
+        reputation = self._desk.reputation(node)
+        base, odd = self._contract.audit_rate, self._outliers.outlierness(node)
+        return audit_rate(reputation, base, odd, reputation.recent_fault)
+
     async def _verify(self, arrived: Arrived) -> Verified:
         submission, lease = self.open(arrived)
+        # Drawn now that the bundle is fixed: nobody could choose what to get right.
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        arrival = Arrival(arrived.arrival, arrived.digest, arrived.node, arrived.sealed, challenge)
         if self.term.voids(submission, lease):
             error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
-            return refuse_all(arrived.digest, lease, error)
-        reputation = self._desk.reputation(arrived.node)
-        seasoned = reputation.good >= FULL_AUDIT_BELOW and reputation.trust > 0.9
-        fraction = self._fraction if seasoned else 1.0
+            return refuse_all(arrival, lease, error)
+        version, rate = self._version(), self._rate(arrived.node)
         try:
             return await self._verifier.verify(
-                submission,
-                lease,
-                digest=arrived.digest,
-                node=arrived.node,
-                version=self._version(),
-                audit_fraction=fraction,
+                submission, lease, arrival, version=version, rate=rate
             )
         except RemoteProtocolError as error:
             logger.warning("submission of %s refused: %s", short(arrived.node), error)
-            return refuse_all(arrived.digest, lease, error)
+            return refuse_all(arrival, lease, error)
 
     def open(self, arrived: Arrived) -> tuple[Submission, Lease]:
         """What was submitted, and the lease that it answers."""
@@ -146,3 +170,13 @@ class Inbox:
         self._ledger.add_verdict(node, sealed)
         if node in self._desk.workers:
             self._desk.workers[node].verdicts.append(sealed)
+
+
+def _observed(audits: AuditResults) -> list[Audited]:
+    """What the sequential tests are told, in order."""
+    found: list[Audited] = []
+    for seen, judgement in zip(audits.evidence, audits.judgements, strict=True):
+        outcome = outcome_of(judgement.reason, judgement.suspect)
+        if outcome is not None:
+            found.append(Audited(outcome, seen.other_policy))
+    return found

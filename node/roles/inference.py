@@ -7,9 +7,8 @@ it made on disk until the trainer's receipt is here.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ...crypto.hashing import digest
 from ...crypto.keys import SecretKey
@@ -30,8 +29,8 @@ from ...protocol.rollouts import (
     GroupRecord,
     Receipt,
     RolloutRecord,
+    Span,
     Submission,
-    Verdict,
     pack_f32,
     pack_u32,
 )
@@ -41,14 +40,14 @@ from ..environments.environment import Branch, Environment, Episode, Task
 from ..errors import StorageError
 from ..ledger import Ledger
 from ..network.exchange import BlobFetcher
-from ..network.gossip import read_record
 from ..network.heads import HeadBook
 from ..network.links import Links
-from ..network.peers import PeerTable
 from ..network.rpc import Refused
 from ..network.transport import TransportError
 from ..network.uploads import upload
 from .catchup import CatchUp
+from .upstreams import Upstreams
+from .verdicts import VerdictBox
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,6 @@ class InferenceRole:
         run_id: bytes,
         run: RunManifest,
         links: Links,
-        peers: PeerTable,
         book: HeadBook,
         fetcher: BlobFetcher,
         catchup: CatchUp,
@@ -79,13 +77,14 @@ class InferenceRole:
         engine_name: str,
         environment: Environment,
         ledger: Ledger,
+        verdicts: VerdictBox,
+        upstreams: Upstreams,
         leases: int,
     ) -> None:
         self._key = key
         self._run_id = run_id
         self._run = run
         self._links = links
-        self._peers = peers
         self._book = book
         self._fetcher = fetcher
         self._catchup = catchup
@@ -93,15 +92,13 @@ class InferenceRole:
         self._engine_name = engine_name
         self._environment = environment
         self._ledger = ledger
+        self.verdicts = verdicts
+        self._upstreams = upstreams
         self._max_leases = leases
         self._spooled = asyncio.Event()
         self._active: set[int] = set()
         self._working: set[asyncio.Task[None]] = set()
         self._clock = GenerationClock()
-        self.upstreams: list[bytes] = []
-        """Who else may have chunks: first those admitted before us, the nearest first, then others."""
-        self.accepted = 0
-        self.rejected: Counter[str] = Counter()
         self.on_not_admitted: Callable[[], None] = lambda: None
 
     @property
@@ -114,6 +111,7 @@ class InferenceRole:
         self._spooled.set()
         async with asyncio.TaskGroup() as tasks:
             loops = [
+                tasks.create_task(self.verdicts.fetch()),
                 tasks.create_task(self._catchup.run()),
                 tasks.create_task(self._upload_loop()),
             ]
@@ -144,6 +142,9 @@ class InferenceRole:
             try:
                 reply = await self._ask_leases(wanted)
             except (TransportError, Refused, RemoteProtocolError) as error:
+                if isinstance(error, Refused) and error.reason == Reason.BANNED:
+                    await self._rest(await self.verdicts.refused(error.detail))
+                    continue
                 logger.info("no leases: %s", error)
                 if isinstance(error, Refused) and error.reason == Reason.NOT_ADMITTED:
                     self.on_not_admitted()
@@ -151,10 +152,18 @@ class InferenceRole:
                 pause = min(pause * 1.6, PAUSE_MAX_S)
                 continue
             pause = PAUSE_S
+            self.verdicts.welcome()
             for sealed in reply.leases:
                 self._accept(sealed, tasks)
             if not reply.leases:
                 await asyncio.sleep(reply.retry_after_ms / 1000)
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait, but not beyond the end of the run."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._book.ended:
+                    await self._book.wait_news(self._book.order(), seconds)
 
     async def _ask_leases(self, wanted: int) -> LeaseReply:
         working, generating = self._clock.read(time.monotonic())
@@ -166,9 +175,9 @@ class InferenceRole:
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
         )
-        self.learn_upstreams(reply.upstreams, reply.downstreams)
+        self._upstreams.learn(reply.upstreams, reply.downstreams)
         for sealed in reply.verdicts:
-            self._take_verdict(sealed)
+            self.verdicts.take(sealed)
         return reply
 
     def _holding(self) -> tuple[int, ...]:
@@ -178,49 +187,6 @@ class InferenceRole:
     def chunk_sources(self) -> dict[str, int]:
         """Chunk bytes by source, as shown in tables."""
         return self._fetcher.by_source(self._run.trainer)
-
-    def learn_upstreams(self, records: Sequence[bytes], later: Sequence[bytes] = ()) -> None:
-        """Take in the sealed records of peers that the trainer names as sources: before us, and after us."""
-        upstreams = self._learn(records)
-        self._fetcher.place = len(upstreams)
-        self.upstreams = upstreams + self._learn(later)
-
-    def _learn(self, records: Sequence[bytes]) -> list[bytes]:
-        nodes: list[bytes] = []
-        for sealed in records:
-            try:
-                record = read_record(sealed, self._run_id, int(time.time()))
-            except RemoteProtocolError as error:
-                logger.info("bad peer record from the trainer: %s", error)
-                continue
-            self._peers.learn(record, sealed)
-            nodes.append(record.node)
-        return nodes
-
-    def _take_verdict(self, sealed: bytes) -> None:
-        verdict = unseal(
-            sealed,
-            Purpose.VERDICT,
-            Verdict,
-            now=int(time.time()),
-            run=self._run_id,
-            signer=self._run.trainer,
-        ).body
-        self.accepted += verdict.accepted
-        for rejection in verdict.rejections:
-            self.rejected[rejection.reason.value] += 1
-        unlisted = verdict.rejected - len(verdict.rejections)
-        if verdict.rejections:
-            self.rejected[verdict.rejections[-1].reason.value] += max(0, unlisted)
-            first = verdict.rejections[0]
-            logger.info(
-                "lease %d: %d accepted, %d rejected, first %s (%s)",
-                verdict.lease_id,
-                verdict.accepted,
-                verdict.rejected,
-                first.reason.value,
-                first.detail,
-            )
 
     def _accept(self, sealed: bytes, tasks: asyncio.TaskGroup) -> None:
         lease = unseal(
@@ -322,7 +288,7 @@ class InferenceRole:
             if refusal.reason not in FINAL_REASONS:
                 raise
             logger.warning("lease %d was refused: %s", lease_id, refusal)
-            self.rejected[refusal.reason.value] += 1
+            self.verdicts.rejected[refusal.reason.value] += 1
             self._ledger.unspool(name)
             return
         opened = unseal(
@@ -384,4 +350,6 @@ def branch_record(branch: Branch) -> BranchRecord:
         policy_first=branch.policy_first,
         policy_last=branch.policy_last,
         finish=branch.finish,
+        spans=tuple(Span(start, version) for start, version in branch.spans),
+        proof=branch.proof,
     )

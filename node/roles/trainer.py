@@ -6,6 +6,7 @@ resume begins a new term). What is trained is never older than the staleness bou
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -21,9 +22,9 @@ from ..metrics import MetricsLog, PhaseClock
 from ..network.heads import HeadBook
 from ..training.advantages import CreditedBatch, credit
 from ..training.backend import Batch, TrainBackend
-from ..training.buffer import BufferSnapshot, Group, RolloutBuffer
+from ..training.buffer import BufferSnapshot, Group, RolloutBuffer, peer_cap
 from ..training.checkpoints import Checkpoints
-from .cursor import Cursor
+from .cursor import Cursor, snapshots
 from .desk import LeaseDesk
 from .inbox import Inbox
 from .progress import Progress
@@ -32,6 +33,8 @@ from .publisher import Publisher
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.5
+PATIENCE = 0.25
+"""Share of a lease's time that a full buffer waits for other workers' groups."""
 
 
 class TrainerRole:
@@ -67,6 +70,8 @@ class TrainerRole:
         self._clock = clock
         self._gossip = gossip
         self._empty = 0
+        self._full_since = math.inf
+        """Monotonic seconds since when the buffer has held enough groups for the next batch."""
         self.training = False
         self.progress = progress
 
@@ -91,6 +96,7 @@ class TrainerRole:
         cursor = msgspec.json.decode(parts["cursor"], type=Cursor)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
         self.inbox.verified_up_to = cursor.verified_up_to
+        self._desk.reputations.update(cursor.restore_reputations())
         arrived = self._ledger.arrived_after(cursor.verified_up_to)
         cursor.restore_tasks(self._desk.book, (self.inbox.open(one)[1] for one in arrived))
         progress = self.progress
@@ -212,14 +218,34 @@ class TrainerRole:
 
     async def _next_batch(self) -> list[Group] | None:
         """The next full batch, or None when none came within batch_timeout_s."""
-        wanted = self._config.rollouts.groups_per_batch
+        self._full_since = math.inf
         try:
             async with asyncio.timeout(self._config.rollouts.batch_timeout_s), self.inbox.grown:
-                while (groups := self._buffer.cut(wanted)) is None:
+                while (groups := self._cut(time.monotonic())) is None:
                     await self.inbox.grown.wait()
         except TimeoutError:
             return None
         return groups
+
+    def _cut(self, now: float) -> list[Group] | None:
+        """A batch in which no worker has more than its share; `now` in monotonic seconds.
+
+        Once there have been enough groups for some time, slow companions are waited for no longer: else one
+        worker that dawdles over its leases would hold up everybody.
+        """
+        rollouts = self._config.rollouts
+        wanted = rollouts.groups_per_batch
+        if len(self._buffer) < wanted:
+            return None
+        self._full_since = min(self._full_since, now)
+        if now - self._full_since > PATIENCE * rollouts.lease_timeout_s:
+            return self._buffer.cut(wanted)
+        coming = self._desk.book.leased()
+        unjudged = self._ledger.waiting_by_node(self.inbox.verified_up_to)
+        for node, submissions in unjudged.items():
+            coming[node] += submissions * rollouts.groups_per_lease
+        cap = peer_cap(wanted, rollouts.max_peer_share, self._buffer.by_node(), coming)
+        return self._buffer.cut(wanted, per_node=cap)
 
     def _count_empty(self, groups: list[Group] | None) -> None:
         self._empty += 1
@@ -255,6 +281,7 @@ class TrainerRole:
             received=progress.received,
             delta_bytes=self._publisher.delta_bytes,
             full_bytes=self._publisher.full_bytes,
+            reputations=snapshots(self._desk.reputations),
         )
         parts = {
             "cursor": msgspec.json.encode(cursor),
@@ -271,6 +298,9 @@ class TrainerRole:
                 logger.info("lease %d of %s ran out", held.lease.lease_id, short(held.node))
             if late:
                 await self._desk.work_changed()
+            # Who may be waited for has changed, or has been waited for long enough.
+            async with self.inbox.grown:
+                self.inbox.grown.notify_all()
 
     def _count_swept(self, groups: list[Group]) -> None:
         count = sum(len(group.rollouts) for group in groups)

@@ -4,9 +4,10 @@ A group leaves only by cut() or by the sweep of advance(); the sweep is the guar
 than `max_off_policy_steps` is ever trained, early cancels elsewhere only save work.
 """
 
+import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -109,7 +110,8 @@ class RolloutBuffer:
     def cut(self, n_groups: int, *, per_node: int | None = None) -> list[Group] | None:
         """Take a batch of `n_groups` out, or None while there are too few.
 
-        With `per_node` no worker supplies more than that many; what exceeds it waits for a later batch.
+        With `per_node` (see peer_cap) no worker supplies more than that many; what exceeds it waits for a
+        later batch.
         """
         if n_groups < 1:
             raise ValueError("a batch needs at least one group")
@@ -128,6 +130,10 @@ class RolloutBuffer:
         self._groups = [group for i, group in enumerate(self._groups) if i not in chosen]
         self.counts["cut"] += n_groups
         return batch
+
+    def by_node(self) -> Counter[bytes]:
+        """Groups that wait, by worker."""
+        return Counter(group.node for group in self._groups)
 
     def staleness(self, groups: Iterable[Group] | None = None) -> StalenessStats:
         """Staleness of `groups` (say, a batch just cut), or of all that wait, as of now."""
@@ -161,6 +167,25 @@ class RolloutBuffer:
 
     def _is_stale(self, group: Group) -> bool:
         return self._version - group.policy_oldest > self.max_off_policy_steps
+
+
+def peer_cap(
+    n_groups: int, share: float, waiting: Mapping[bytes, int], leased: Mapping[bytes, int]
+) -> int:
+    """The most groups that one worker may supply to a batch of `n_groups`.
+
+        ceil(n_groups * max(share, 1 / live)),   live = workers with groups in `waiting` or `leased`
+
+    raised to the smallest number with which the work that is there, waiting or on lease, can fill the batch:
+    who is alone, or whose companions have left, fills it all. So a batch is never waited for that cannot come:
+    as leases are settled, rejected or expire, the cap falls or rises with what is left.
+    """
+    there = [waiting.get(node, 0) + leased.get(node, 0) for node in waiting.keys() | leased.keys()]
+    live = sum(1 for groups in there if groups)
+    cap = min(n_groups, math.ceil(n_groups * max(share, 1.0 / max(live, 1)) - 1e-9))
+    while cap < n_groups and sum(min(cap, groups) for groups in there) < n_groups <= sum(there):
+        cap += 1
+    return cap
 
 
 def _age_key(group: Group) -> int:

@@ -173,7 +173,7 @@ class Bench:
 
         times: Times = []
         self.times.append(times)
-        arguments = sampling_arguments(request)
+        arguments = sampling_arguments(request, seed)
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": list(PROMPT)}
         stream = self.engine._llm.generate(prompt, params, f"bench-{seed}")

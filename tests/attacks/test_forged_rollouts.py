@@ -17,6 +17,7 @@ from primerl.protocol.manifests import PolicyHead
 from primerl.protocol.rollouts import (
     BranchRecord,
     GroupRecord,
+    Span,
     pack_f32,
     unpack_f32,
     unpack_u32,
@@ -48,6 +49,11 @@ def of_another_policy(branch: BranchRecord, head: PolicyHead) -> BranchRecord:
         if sum(apart) > 0.2 * len(apart):
             return replace(branch, logprobs=told.logprobs)
     raise AssertionError("256 policies agree")
+
+
+def retold_by(branch: BranchRecord, head: PolicyHead) -> BranchRecord:
+    """The same reply, as another policy would prove it."""
+    return retold(branch, unpack_u32(branch.tokens)[2:], head)
 
 
 def drawn(branch: BranchRecord) -> int:
@@ -142,6 +148,36 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
     "no tokens": (
         lambda b, h: replace(b, tokens=b"", sampled=b"", logprobs=b""),
         Reason.TOO_LARGE,
+    ),
+    "several policies and no word where": (
+        lambda b, h: replace(
+            b, policy_last=h.version, spans=(Span(0, h.version), Span(0, h.version))
+        ),
+        Reason.MALFORMED,
+    ),
+    "a span beyond the reply": (
+        lambda b, h: replace(b, spans=(Span(0, h.version), Span(9, h.version + 1))),
+        Reason.MALFORMED,
+    ),
+    "no proof": (
+        lambda b, h: replace(b, proof=b""),
+        Reason.BAD_PROOF,
+    ),
+    "a proof of a longer text": (
+        lambda b, h: replace(b, proof=b.proof + b.proof[:8]),
+        Reason.BAD_PROOF,
+    ),
+    "a proof of nothing": (
+        lambda b, h: replace(b, proof=bytes(len(b.proof))),
+        Reason.WRONG_MODEL,
+    ),
+    "the proof of another policy": (
+        lambda b, h: replace(b, proof=retold_by(b, replace(h, state=bytes(32))).proof),
+        Reason.WRONG_MODEL,
+    ),
+    "other words than the seed draws": (
+        lambda b, h: retold(b, [number(b) + 7, number(b) + 7, STOP], h),
+        Reason.BAD_SAMPLING,
     ),
     "nothing sampled": (
         lambda b, h: replace(b, sampled=bytes(len(b.sampled)), logprobs=b""),
@@ -296,7 +332,11 @@ async def test_claiming_that_weights_changed_midway_is_no_way_around_the_audit(
             said = unpack_u32(first.tokens)[2:]
             mixed = retold(first, said, old).logprobs[:4] + retold(first, said, new).logprobs[4:]
             logprobs = mixed if honest else pack_f32([-0.01] * len(said))
-            forged = altered_branch(group, 0, policy_last=new.version, logprobs=logprobs)
+            proof = first.proof[:8] + retold(first, said, new).proof[8:]
+            spans = (Span(0, old.version), Span(1, new.version))
+            forged = altered_branch(
+                group, 0, policy_last=new.version, logprobs=logprobs, spans=spans, proof=proof
+            )
             await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
             verdict = await rogue.verdict(lease.lease_id)
     assert verdict.accepted == accepted

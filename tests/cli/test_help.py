@@ -18,7 +18,7 @@ HEAVY = (
     "numpy",
     "matplotlib",
 )
-COMMANDS = ("init", "id", "ticket", "join", "train", "rl", "peers", "status", "stop")
+COMMANDS = ("init", "id", "ticket", "join", "train", "rl", "calibrate", "peers", "status", "stop")
 
 
 def imported_by(*args: str) -> set[str]:

@@ -14,7 +14,9 @@ from pathlib import Path
 import atheris
 from atheris.import_hook import instrument_imports
 
-with instrument_imports(include=["primerl.node.weights", "primerl.protocol"]):
+with instrument_imports(
+    include=["primerl.node.fingerprints", "primerl.node.weights", "primerl.protocol"]
+):
     from fuzz import targets
 
 from fuzz.mutating import SEEDS, mutated

@@ -5,10 +5,12 @@ beside it, which mutate what seeds() gives.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fingerprint_cases
 import msgspec
 import numpy as np
 import weights_cases as cases
@@ -23,6 +25,8 @@ from protocol_cases import (
 )
 from protocol_cases import head as policy_head
 
+from primerl.node.fingerprints.build import KNOWN
+from primerl.node.fingerprints.fingerprint import BadProof
 from primerl.node.weights.codec import (
     BlockChanges,
     apply_delta,
@@ -99,6 +103,8 @@ QUIET = b"".join(encode_changes_stream(INFOS, differences()))
 HELD = prove(6, BASE)
 MANIFEST = cases.manifest(7, NEW, cases.delta(6, HELD.digest, STEP))
 BITS_BEFORE = {name: tensor.data.tobytes() for name, tensor in BASE.items()}
+SCHEMES = tuple(made() for made in KNOWN.values())
+STATES = fingerprint_cases.exact(40)
 EVERY_MESSAGE: Any = functools.reduce(operator.or_, Message.__subclasses__())
 DOCUMENTS = (PolicyManifest, PolicyHead, PeerRecord, Lease, Submission, Verdict, Envelope)
 
@@ -211,7 +217,35 @@ def said(data: bytes) -> bool:
     return True
 
 
-TARGETS: tuple[Callable[[bytes], bool], ...] = (full, step, changes, mirror, lying, said)
+def proof(data: bytes) -> bool:
+    """A proof of some tokens: measured, all numbers finite, or BadProof, whoever asks."""
+    scheme = SCHEMES[data[0] % len(SCHEMES)] if data else SCHEMES[0]
+    states = STATES[: data[1] % len(STATES) + 1] if len(data) > 1 else STATES
+    said = data[2:]
+    if data and data[0] & 128:  # else nearly every one would fall at its length
+        size = scheme.size(len(states))
+        said = said[:size].ljust(size, b"\x80")
+    try:
+        compared = scheme.compare(said, states, [-states])
+    except BadProof:
+        return not refuses(functools.partial(scheme.check, said, len(states)))
+    scheme.check(said, len(states))
+    sums = (compared.distance, compared.own, *compared.others)
+    assert all(math.isfinite(number) and number >= 0 for number in sums)
+    assert 0 <= compared.samples <= scheme.size(len(states))
+    return True
+
+
+def refuses(check: Callable[[], None]) -> bool:
+    """Whether the check raises BadProof too; it must."""
+    try:
+        check()
+    except BadProof:
+        return True
+    raise AssertionError("compare refuses what check accepts")
+
+
+TARGETS: tuple[Callable[[bytes], bool], ...] = (full, step, changes, mirror, lying, said, proof)
 
 
 def run(data: bytes) -> bool:
@@ -238,4 +272,8 @@ def seeds() -> list[bytes]:
         for at, document in enumerate(documents, 1)
     ]
     payloads.append((said, bytes([len(DOCUMENTS)]) + sealed_head(policy_head(0))))
+    for number, scheme in enumerate(SCHEMES):
+        for tokens in (1, 32, 40):
+            made = scheme.make(STATES[:tokens])
+            payloads.append((proof, bytes([number, tokens - 1]) + made))
     return [bytes([TARGETS.index(target)]) + data for target, data in payloads]

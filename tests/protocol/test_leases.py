@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -6,54 +5,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from lease_cases import SEED, A, B, C, D, E, grant, granted, indices, policy, task_digest
 from protocol_cases import LEASE, NOW, RUN, refuses
 
 from primerl.crypto.hashing import digest
 from primerl.protocol.errors import Reason
-from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, TaskRef, sample_seed
+from primerl.protocol.leases import (
+    MAX_DOUBLINGS,
+    MAX_FIRST_COOLING_S,
+    Lease,
+    LeaseBook,
+    TaskRef,
+    check_assignment,
+    sample_seed,
+)
 from primerl.protocol.manifests import encode
 from primerl.protocol.session import decode
-
-A, B, C = (bytes([n]) * 32 for n in (10, 11, 12))
-SEED = digest(b"seed")
-
-
-def task_digest(index: int) -> bytes:
-    return digest(b"task %d" % index)
-
-
-def policy(**changes: int) -> LeasePolicy:
-    """Batches of 8 groups, leases of 3, one version of staleness, two leases a node."""
-    values: dict[str, Any] = {
-        "group_size": 4,
-        "groups_per_batch": 8,
-        "groups_per_lease": 3,
-        "max_off_policy_steps": 1,
-        "leases_per_worker": 2,
-        "timeout_s": 60.0,
-        "max_bytes": 1000,
-    }
-    return LeasePolicy(**{**values, **changes})
-
-
-def grant(
-    book: LeaseBook,
-    node: bytes = A,
-    capacity: int = 100,
-    now: float = NOW,
-    digest_of: Callable[[int], bytes] = task_digest,
-) -> Lease | None:
-    return book.grant(node, version=7, capacity=capacity, digest_of=digest_of, seed=SEED, now=now)
-
-
-def granted(book: LeaseBook, node: bytes = A, now: float = NOW) -> Lease:
-    lease = grant(book, node, now=now)
-    assert lease is not None
-    return lease
-
-
-def indices(lease: Lease) -> list[int]:
-    return [task.index for task in lease.tasks]
 
 
 def test_a_lease_says_all_that_a_worker_needs() -> None:
@@ -114,7 +81,7 @@ def test_a_node_holds_so_many_leases_and_no_more() -> None:
     first, second = granted(book), granted(book)
     assert grant(book) is None
     assert granted(book, B)  # another node has its own quota
-    book.settle(first.lease_id, A)
+    book.settle(first.lease_id, A, NOW)
     third = granted(book)
     assert len({first.lease_id, second.lease_id, third.lease_id}) == 3
 
@@ -122,10 +89,10 @@ def test_a_node_holds_so_many_leases_and_no_more() -> None:
 def test_a_settled_lease_is_gone_and_its_tasks_are_done() -> None:
     book = LeaseBook(policy())
     lease = granted(book)
-    assert book.settle(lease.lease_id, A) == lease
+    assert book.settle(lease.lease_id, A, NOW) == lease
     assert book.outstanding_groups() == 0
     with refuses(Reason.UNKNOWN_LEASE):
-        book.settle(lease.lease_id, A)
+        book.settle(lease.lease_id, A, NOW)
     assert not set(indices(granted(book))) & set(indices(lease))
 
 
@@ -133,8 +100,8 @@ def test_a_lease_for_one_node_is_not_settled_by_another() -> None:
     book = LeaseBook(policy())
     lease = granted(book, A)
     with refuses(Reason.WRONG_RECIPIENT):
-        book.settle(lease.lease_id, B)
-    assert book.settle(lease.lease_id, A) == lease  # the attempt cost A nothing
+        book.settle(lease.lease_id, B, NOW)
+    assert book.settle(lease.lease_id, A, NOW) == lease  # the attempt cost A nothing
 
 
 @pytest.mark.parametrize("lease_id", [-1, 1, 2**53])
@@ -142,7 +109,7 @@ def test_an_invented_lease_is_unknown(lease_id: int) -> None:
     book = LeaseBook(policy())
     granted(book)
     with refuses(Reason.UNKNOWN_LEASE):
-        book.settle(lease_id, A)
+        book.settle(lease_id, A, NOW)
 
 
 def test_a_lease_lasts_to_its_deadline() -> None:
@@ -163,10 +130,10 @@ def test_tasks_of_an_expired_lease_go_out_again_first_and_in_order() -> None:
     assert indices(again) == indices(first)
     assert again.lease_id != first.lease_id
     book.expire(NOW + 91)
-    rest = grant(book, C, capacity=2)
+    rest = grant(book, D, capacity=2)
     assert rest is not None
     assert indices(rest) == indices(second)[:2]
-    mixed = granted(book, A)
+    mixed = granted(book, E)
     assert indices(mixed) == [*indices(second)[2:], 8, 9]
 
 
@@ -175,16 +142,16 @@ def test_an_expired_lease_is_settled_by_nobody() -> None:
     lease = granted(book)
     book.expire(NOW + 61)
     with refuses(Reason.UNKNOWN_LEASE):
-        book.settle(lease.lease_id, A)
+        book.settle(lease.lease_id, A, NOW)
 
 
 def test_a_node_that_leaves_gives_back_its_own_leases_only() -> None:
     book = LeaseBook(policy())
     mine, others = granted(book, A), granted(book, B)
-    assert [held.lease for held in book.release(A)] == [mine]
+    assert [held.lease for held in book.release(A, NOW)] == [mine]
     assert list(book.held) == [others.lease_id]
     assert indices(granted(book, C)) == indices(mine)
-    assert book.release(A) == []
+    assert book.release(A, NOW) == []
 
 
 def test_a_task_that_cannot_be_made_is_not_lost() -> None:
@@ -206,6 +173,28 @@ def test_a_task_that_cannot_be_made_is_not_lost() -> None:
     assert book.held == {}
     assert indices(granted(book, B)) == [0, 1, 2, 3, 4]
 
+
+# -- what was assigned can be checked ----------------------------------------------------------------
+
+
+def test_a_lease_of_the_environments_tasks_passes() -> None:
+    check_assignment(granted(LeaseBook(policy())), task_digest)
+
+
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        (TaskRef(1, task_digest(2)),),
+        (TaskRef(1, task_digest(1)), TaskRef(2, bytes(32))),
+        (TaskRef(1, task_digest(1)), TaskRef(1, task_digest(1))),
+    ],
+)
+def test_a_lease_of_other_tasks_or_of_one_task_twice_is_refused(tasks: tuple[TaskRef, ...]) -> None:
+    with refuses(Reason.WRONG_TASK):
+        check_assignment(msgspec.structs.replace(LEASE, tasks=tasks), task_digest)
+
+
+# -- seeds -------------------------------------------------------------------------------------------
 
 SEED_OF: dict[str, Any] = {
     "run": RUN,
@@ -300,7 +289,9 @@ class BookMachine(RuleBasedStateMachine):
         held = [one for one in self.book.held.values() if one.node == node]
         lease = grant(self.book, node, capacity=before, now=self.now)
         if lease is None:
-            assert before < 1 or len(held) == self.book.policy.leases_per_worker
+            leases, groups = self.book.quota(node, 1.0)
+            full = len(held) >= leases or sum(len(one.lease.tasks) for one in held) >= groups
+            assert before < 1 or full or self.book.resting(node, self.now)
             return
         assert lease.lease_id not in self.leases
         self.leases.add(lease.lease_id)
@@ -313,9 +304,9 @@ class BookMachine(RuleBasedStateMachine):
         held = self.book.held[data.draw(st.sampled_from(sorted(self.book.held)))]
         if node != held.node:
             with refuses(Reason.WRONG_RECIPIENT):
-                self.book.settle(held.lease.lease_id, node)
+                self.book.settle(held.lease.lease_id, node, self.now)
             return
-        self.done += indices(self.book.settle(held.lease.lease_id, node))
+        self.done += indices(self.book.settle(held.lease.lease_id, node, self.now))
         self.waiting += len(held.lease.tasks)
 
     @rule(seconds=st.floats(0, 100))
@@ -327,7 +318,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from([A, B, C]))
     def leave(self, node: bytes) -> None:
-        self.book.release(node)
+        self.book.release(node, self.now)
         assert all(one.node != node for one in self.book.held.values())
 
     @precondition(lambda self: not self.training and self.waiting >= 8)
@@ -340,6 +331,14 @@ class BookMachine(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         self.training = False
+
+    @invariant()
+    def a_node_with_nothing_gets_something_once_it_has_rested(self) -> None:
+        """Whatever it did: nobody in good standing is starved for ever."""
+        longest = MAX_FIRST_COOLING_S * 2**MAX_DOUBLINGS
+        for node in self.book.nodes:
+            assert not self.book.resting(node, self.now + longest)
+            assert min(self.book.quota(node, 0.0)) >= 1
 
     @invariant()
     def no_task_is_lost_or_out_twice(self) -> None:

@@ -14,6 +14,7 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import PeerRecord, PolicyHead, PolicyManifest, RunManifest, Ticket
 from primerl.protocol.messages import Message
+from primerl.protocol.reports import MAX_CHOSEN, MAX_REPORT, AuditReport, Place
 from primerl.protocol.rollouts import Receipt, Submission, Verdict
 from primerl.protocol.session import decode
 from primerl.protocol.trust import EquivocationProof
@@ -32,6 +33,7 @@ DOCUMENTS = (
     Submission,
     Receipt,
     Verdict,
+    AuditReport,
     EquivocationProof,
     Envelope,
 )
@@ -132,6 +134,26 @@ AT_ITS_LIMIT: list[tuple[type[Message], str, object, object]] = [
     (m.SubmitFrom, "offset", MAX_SUBMISSION, MAX_SUBMISSION + 1),
     (m.SubmitFrom, "offset", 0, -1),
     (m.Submitted, "receipt", bytes(KIB64), bytes(KIB64 + 1)),
+    (m.GetVerdicts, "after", 2**53, 2**53 + 1),
+    (m.GetVerdicts, "after", 0, -1),
+    (m.Verdicts, "verdicts", (b"",) * 64, (b"",) * 65),
+    (m.Verdicts, "verdicts", (bytes(KIB64),), (bytes(KIB64 + 1),)),
+    (m.AuditRequest, "versions", (0,) * m.MAX_SHELF, (0,) * (m.MAX_SHELF + 1)),
+    (m.AuditWait, "retry_after_ms", 600_000, 600_001),
+    (m.AuditJob, "size", MAX_SUBMISSION, MAX_SUBMISSION + 1),
+    (m.AuditJob, "size", 1, 0),
+    (m.AuditJob, "challenge", DIGEST, bytes(31)),
+    (m.AuditJob, "node", DIGEST, bytes(33)),
+    (m.AuditJob, "chosen", (Place(0, 0),) * MAX_CHOSEN, (Place(0, 0),) * (MAX_CHOSEN + 1)),
+    (m.AuditJob, "chosen", (Place(4096, 4096),), ()),
+    (m.AuditJob, "chosen", (Place(0, 0),), (Place(4097, 0),)),
+    (m.AuditJob, "versions", (0,) * m.MAX_SHELF, (0,) * (m.MAX_SHELF + 1)),
+    (m.AuditJob, "versions", (0,), ()),
+    (m.AuditJob, "others", (), (m.OtherPolicies(0, ()),) * (m.MAX_SHELF + 1)),
+    (m.AuditJob, "others", (), (m.OtherPolicies(0, (0,) * 17),)),
+    (m.AuditJob, "seconds", 86400.0, 86400.5),
+    (m.AuditJob, "seconds", 0.1, 0.0),
+    (m.AuditDone, "report", bytes(MAX_REPORT), bytes(MAX_REPORT + 1)),
     (m.SyncRecords, "records", (b"",) * 64, (b"",) * 65),
     (m.Goodbye, "detail", "x" * 256, "x" * 257),
     (m.GetChunk, "digest", DIGEST, bytes(33)),

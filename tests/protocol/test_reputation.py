@@ -1,19 +1,39 @@
+import math
 from collections import Counter
 
+import msgspec
+import numpy as np
 import pytest
-from protocol_cases import NOW
+from protocol_cases import NOW, PROOFS
 
 from primerl.protocol.errors import Reason
 from primerl.protocol.reputation import (
+    AUDIT_FAULTS,
+    BAN_AT_ONCE,
+    CHEATER,
+    CLIP_COST,
+    CLIP_NATS,
+    FAULT_MEMORY,
+    FRAUD,
     FRAUD_WEIGHT,
     HALF_LIFE_S,
     HARMLESS,
+    HONEST,
+    INCREMENT,
     MIN_EVIDENCE,
-    PROVABLE_FRAUD,
+    Audited,
+    BanTest,
+    Outcome,
     Reputation,
+    ReputationSnapshot,
+    ban_test,
+    beta_low,
+    outcome_of,
 )
 
-OTHERS = set(Reason) - HARMLESS - PROVABLE_FRAUD
+OTHERS = set(Reason) - HARMLESS - FRAUD
+TEST = ban_test(msgspec.structs.replace(PROOFS, false_bans=1e-3), expected_audits=1e6)
+"""Bars of a run of a million audits with one false ban in a thousand such runs."""
 
 
 def after(accepted: int = 0, **rejected: int) -> Reputation:
@@ -44,7 +64,7 @@ def test_what_costs_the_rollout_only_never_costs_the_peer(reason: Reason) -> Non
     assert peer.top_reason() == reason.value  # still shown
 
 
-@pytest.mark.parametrize("reason", sorted(PROVABLE_FRAUD))
+@pytest.mark.parametrize("reason", sorted(FRAUD))
 def test_fraud_weighs_more_than_a_failure(reason: Reason) -> None:
     assert after(**{reason.value: 1}).bad == FRAUD_WEIGHT
     assert after(**{reason.value: 1}).trust < after(malformed=1).trust
@@ -56,7 +76,8 @@ def test_any_other_reason_is_one_failure(reason: Reason) -> None:
 
 
 def test_a_reason_is_harmless_or_fraud_but_not_both() -> None:
-    assert not HARMLESS & PROVABLE_FRAUD
+    assert not HARMLESS & FRAUD
+    assert BAN_AT_ONCE < AUDIT_FAULTS < FRAUD
 
 
 def test_quarantine_needs_evidence() -> None:
@@ -117,3 +138,229 @@ def test_good_work_outweighs_old_faults() -> None:
 
 def test_the_commonest_reason_is_shown() -> None:
     assert after(malformed=2, bad_reward=3, stale=1).top_reason() == "bad_reward"
+
+
+# -- what can be counted on --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("good", [0, 0.5, 1, 4, 16, 64, 1000])
+@pytest.mark.parametrize("bad", [0, 0.3, 1, 4, 64])
+def test_the_lower_quantile_is_that_of_the_beta_posterior(good: float, bad: float) -> None:
+    grid = (np.arange(200_000) + 0.5) / 200_000
+    log = good * np.log(grid) + bad * np.log1p(-grid)
+    below = np.cumsum(np.exp(log - log.max()))
+    exact = grid[np.searchsorted(below, 0.05 * below[-1])]
+    assert beta_low(1 + good, 1 + bad) == pytest.approx(exact, abs=0.012)
+
+
+def test_what_can_be_counted_on_grows_with_the_record_and_is_small_for_a_stranger() -> None:
+    lows = [after(accepted=n).trust_low for n in (0, 1, 8, 64, 640)]
+    assert lows == sorted(lows)
+    assert (lows[0], lows[3]) == pytest.approx((0.05, 0.955), abs=1e-3)
+    assert after(accepted=64, malformed=8).trust_low < after(accepted=64).trust_low
+    assert all(low < after(accepted=n).trust for n, low in zip((0, 1, 8, 64), lows, strict=False))
+
+
+# -- the sequential test -----------------------------------------------------------------------------
+
+
+def audits(outcome: Outcome, count: int, nats: float = -1.0) -> list[Audited]:
+    return [Audited(outcome, nats)] * count
+
+
+def honest(rng: np.random.Generator, count: int) -> list[Audited]:
+    """As calibrated: outcomes of HONEST; log-likelihood ratios of honest noise between policies that are
+    0 to 4 standard deviations apart, so exp() of each has mean 1."""
+    outcomes: list[Outcome] = list(HONEST)
+    apart = rng.uniform(0.0, 4.0, count)
+    nats = rng.normal(-0.5 * apart**2, apart)
+    chosen = rng.choice(3, count, p=list(HONEST.values()))
+    return [Audited(outcomes[k], x) for k, x in zip(chosen.tolist(), nats.tolist(), strict=True)]
+
+
+def cheating(rng: np.random.Generator, count: int, detected: float) -> list[Audited]:
+    """Rejected with a probability of `detected`, else clean."""
+    return [Audited("rejected" if x < detected else "clean", 0.0) for x in rng.random(count)]
+
+
+def alarms(stream: list[Audited], test: BanTest) -> int:
+    """How many bans a stream of audits brings; after each the test begins anew."""
+    peer, found = Reputation(), 0
+    for one in stream:
+        peer.observe([one], test)
+        if peer.banned:
+            found += 1
+            peer.pardon()
+    return found
+
+
+def until_ban(peer: Reputation, stream: list[Audited]) -> int:
+    """Audits until the ban."""
+    for count, one in enumerate(stream, 1):
+        peer.observe([one], TEST)
+        if peer.banned:
+            return count
+    return len(stream) + 1
+
+
+def test_both_hypotheses_of_the_test_are_distributions() -> None:
+    assert sum(HONEST.values()) == pytest.approx(1)
+    assert sum(CHEATER.values()) == pytest.approx(1)
+    # What Ville's inequality asks for: under honesty the mean of e^increment is 1.
+    assert sum(p * math.exp(INCREMENT[name]) for name, p in HONEST.items()) == pytest.approx(1)
+
+
+def test_false_bans_stay_within_the_budget() -> None:
+    """200,000 honest audits at a bar for 0.25 alarms per 500: at most 100 alarms are in the budget."""
+    test = ban_test(msgspec.structs.replace(PROOFS, false_bans=0.25), expected_audits=500)
+    stream = honest(np.random.default_rng(1), 200_000)
+    assert 1 <= alarms(stream, test) <= 100
+
+
+def test_honest_workers_noisier_than_calibrated_are_outside_the_budget() -> None:
+    """The budget is as good as the calibration: suspects five times as often exceed it."""
+    test = ban_test(msgspec.structs.replace(PROOFS, false_bans=0.25), expected_audits=500)
+    rng = np.random.default_rng(2)
+    noisy = [Audited("suspect" if x < 0.05 else "clean", -9.0) for x in rng.random(100_000)]
+    assert alarms(noisy, test) > 50
+
+
+@pytest.mark.parametrize("apart", [0.1, 1.0, 3.0, 10.0])
+def test_clipping_gives_an_honest_worker_no_upward_drift(apart: float) -> None:
+    """E[e^increment] <= 1 by integration over the normal noise of policies `apart` deviations apart."""
+    grid = np.linspace(-10, 10, 200_001)
+    density = np.exp(-0.5 * grid**2) / np.exp(-0.5 * grid**2).sum()
+    increment = np.clip(-0.5 * apart**2 + apart * grid, -CLIP_NATS, CLIP_NATS) - CLIP_COST
+    assert (density * np.exp(increment)).sum() <= 1.0
+    assert (density * increment).sum() < 0.0
+
+
+@pytest.mark.parametrize("record", [0, 10_000])
+@pytest.mark.parametrize(("detected", "within"), [(0.99, 4), (0.5, 20)])
+def test_a_cheater_is_banned_soon_whatever_its_record(
+    record: int, detected: float, within: int
+) -> None:
+    """99 of 100 cheaters are banned within 4 audited rollouts if each is caught with 99 %, within 20 if
+    with 50 %; ten thousand honest rollouts before buy nothing."""
+    rng = np.random.default_rng(3)
+    before = Reputation()
+    before.observe(audits("clean", record), TEST)
+    counts: list[int] = []
+    for _ in range(400):
+        peer = Reputation.restore(before.snapshot())
+        counts.append(until_ban(peer, cheating(rng, 100, detected)))
+    assert np.mean(np.array(counts) <= within) >= 0.99
+
+
+def test_a_previous_policy_is_found_by_many_small_signs() -> None:
+    """No single audit is suspect; 1 nat in the mean per audited rollout bans within 64 of them."""
+    rng = np.random.default_rng(4)
+    for _ in range(50):
+        stream = [Audited("clean", x) for x in rng.normal(1.0, math.sqrt(2.0), 64).tolist()]
+        peer = Reputation()
+        assert until_ban(peer, stream) <= 64
+        assert peer.banned.startswith("another policy version in a sequential test: ")
+
+
+def test_one_rollout_alone_bans_nobody_by_another_policy() -> None:
+    peer = Reputation()
+    peer.observe([Audited("clean", 1e9)], TEST)
+    assert peer.other_nats <= CLIP_NATS
+    peer.observe([Audited("clean", math.nan)], TEST)
+    assert not peer.banned
+
+
+def test_noise_above_the_calibrated_kind_is_scaled_down() -> None:
+    loud = msgspec.structs.replace(PROOFS.suspect, other_policy=2 * math.log(100.0))
+    quiet = msgspec.structs.replace(PROOFS.suspect, other_policy=1.0)
+    scale = [
+        ban_test(msgspec.structs.replace(PROOFS, suspect=suspect), 1000).other_scale
+        for suspect in (loud, quiet)
+    ]
+    assert scale == pytest.approx([0.5, 1.0])
+
+
+def test_the_bar_grows_by_the_logarithm_of_what_is_audited() -> None:
+    assert ban_test(PROOFS, 1e6).bar - ban_test(PROOFS, 1e3).bar == pytest.approx(math.log(1e3))
+    assert ban_test(PROOFS, 0).bar == ban_test(PROOFS, 1).bar
+
+
+def test_a_ban_says_which_test_its_value_and_the_bar() -> None:
+    peer = Reputation()
+    peer.observe(audits("rejected", 3), TEST)
+    assert peer.banned == (
+        "rejected and suspect audits in a sequential test: 24.0 nats, the bar is 21.4 "
+        "(after 3 audited rollouts)"
+    )
+    assert peer.refused == f"banned: {peer.banned}"
+    peer.record(1000, Counter(), NOW)
+    peer.age(NOW + 100 * HALF_LIFE_S)
+    assert peer.refused  # neither work nor time lifts it
+
+
+def test_bytes_that_no_honest_software_makes_ban_at_once() -> None:
+    peer = after(accepted=1000, bad_proof=1)
+    assert peer.banned == "bad_proof: no honest software makes this"
+    assert not after(accepted=1000, bad_reward=1).banned
+    assert not after(accepted=1000, bad_proof=0).banned
+
+
+def test_the_first_ban_stands() -> None:
+    peer = after(bad_proof=1)
+    peer.observe(audits("rejected", 9), TEST)
+    assert peer.banned.startswith("bad_proof")
+
+
+def test_only_a_pardon_lifts_a_ban_and_then_it_is_a_newcomer() -> None:
+    peer = after(accepted=500)
+    peer.observe(audits("rejected", 3), TEST)
+    peer.pardon()
+    assert (peer.refused, peer.trust, peer.accepted) == ("", 0.5, 500)
+    peer.observe(audits("rejected", 2), TEST)
+    assert not peer.banned
+    peer.observe(audits("rejected", 1), TEST)
+    assert peer.banned
+
+
+@pytest.mark.parametrize("reason", sorted(Reason))
+def test_only_what_an_audit_rejects_counts_in_the_test(reason: Reason) -> None:
+    assert outcome_of(reason, True) == ("rejected" if reason in AUDIT_FAULTS else None)
+
+
+def test_a_rollout_that_holds_is_clean_or_suspect() -> None:
+    assert (outcome_of(None, False), outcome_of(None, True)) == ("clean", "suspect")
+
+
+def test_a_fault_is_recent_until_enough_audits_were_clean() -> None:
+    peer = after(accepted=100)
+    assert not peer.recent_fault
+    peer.record(0, Counter({Reason.BAD_SAMPLING: 1}), NOW)
+    peer.observe(audits("clean", FAULT_MEMORY - 1), TEST)
+    assert peer.recent_fault
+    peer.observe(audits("clean", 1), TEST)
+    assert not peer.recent_fault
+
+
+def test_half_way_to_a_ban_counts_as_a_recent_fault() -> None:
+    peer = Reputation()
+    peer.observe(audits("suspect", 3), TEST)
+    assert not peer.recent_fault
+    peer.observe(audits("suspect", 1), TEST)
+    assert peer.recent_fault
+
+
+def test_a_reputation_restored_from_bytes_goes_on_as_before() -> None:
+    peer = after(accepted=40, bad_sampling=1, stale=3)
+    peer.observe([*audits("rejected", 2), *audits("clean", 2, nats=3.0)], TEST)
+    stored = msgspec.msgpack.encode(peer.snapshot())
+    again = Reputation.restore(msgspec.msgpack.decode(stored, type=ReputationSnapshot))
+    assert again == peer
+    for one in (peer, again):
+        one.observe(audits("rejected", 1), TEST)
+    assert again.banned == peer.banned != ""
+    assert Reputation.restore(again.snapshot()).banned == peer.banned
+
+
+def test_a_stored_reason_of_newer_software_is_left_out() -> None:
+    stored = msgspec.structs.replace(after(malformed=2).snapshot(), rejected={"newer": 3})
+    assert Reputation.restore(stored).rejected == {}

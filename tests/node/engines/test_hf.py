@@ -26,9 +26,13 @@ from primerl.node.engines.causal import CausalNetwork
 from primerl.node.engines.decoding import decode
 from primerl.node.engines.hf import HfEngine
 from primerl.node.engines.network import Network, build_network
+from primerl.node.engines.output import Output
 from primerl.node.engines.qwen3 import Qwen3Network
 from primerl.node.engines.scripted import ScriptedEngine
 from primerl.node.errors import EngineError
+from primerl.node.fingerprints.build import KNOWN
+from primerl.node.fingerprints.fingerprint import Hidden, ProofFailed
+from primerl.node.fingerprints.projection import Projection
 from primerl.node.tensors import from_torch
 from primerl.node.weights.state import Changed, State, Tensor
 
@@ -95,19 +99,124 @@ def test_a_session_equals_whole_forward_passes_over_select_padding_and_growth(
     )
     sequences = prompts
     with torch.inference_mode():
-        session, logits = network(model).prefill(tokens, mask)
+        session, output = network(model).prefill(tokens, mask)
         for step in range(60):
             for row, sequence in enumerate(sequences):
                 if step % 10 == 0:
                     whole = reference(torch.tensor([sequence])).logits[0, -1]
-                    assert torch.allclose(logits[row], whole, atol=1e-5)
+                    assert torch.allclose(output.logits[row], whole, atol=1e-5)
             if step % 20 == 5:
                 rows = [2, 0, 0, 1][: 4 - step // 20]
                 session.select(torch.tensor(rows))
                 sequences = [list(sequences[row]) for row in rows]
             following = torch.randint(0, 272, (len(sequences),), generator=generator)
             sequences = [[*s, int(t)] for s, t in zip(sequences, following, strict=True)]
-            logits = session.step(following)
+            output = session.step(following)
+
+
+def test_hidden_states_are_what_feeds_the_head(model: tuple[Path, State]) -> None:
+    tokens = torch.randint(0, 272, (3, 12), generator=torch.Generator().manual_seed(2))
+    reference: Any = models.model_from_state(*model)
+    mine = network(model)
+    with torch.inference_mode():
+        wanted = reference.base_model(tokens).last_hidden_state
+        hidden = mine.hidden(tokens)
+        assert torch.allclose(hidden, wanted, atol=1e-5)
+        assert torch.allclose(mine.logits(hidden), mine.forward(tokens), atol=1e-5)
+        assert torch.allclose(mine.logits(hidden[1, 4]), mine.forward(tokens)[1, 4], atol=1e-5)
+
+
+def test_each_step_s_hidden_state_is_that_of_a_whole_pass(model: tuple[Path, State]) -> None:
+    mine, tokens = network(model), torch.tensor([[0, 7, 8], [4, 5, 6]])
+    mask = torch.tensor([[False, True, True], [True, True, True]])
+    with torch.inference_mode():
+        session, output = mine.prefill(tokens, mask)
+        after = session.step(torch.tensor([9, 9]))
+        for row, sequence in enumerate(([7, 8, 9], [4, 5, 6, 9])):
+            whole = mine.hidden(torch.tensor([sequence]))[0]
+            assert output.hidden is not None
+            assert after.hidden is not None
+            assert torch.allclose(output.hidden[row], whole[-2], atol=1e-5)
+            assert torch.allclose(after.hidden[row], whole[-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "Granite"])
+def test_what_an_architecture_does_behind_its_head_is_done_to_given_states(kind: str) -> None:
+    """Caps and scales of logits: the general network knows none of them."""
+    made = tiny(kind)
+    tokens = torch.arange(12)[None] + 5
+    with torch.inference_mode():
+        hidden = made.hidden(tokens)
+        plain = hidden @ made.head.weight.T
+        wanted = made.forward(tokens)
+        assert torch.allclose(made.logits(hidden), wanted, atol=1e-5)
+    assert not torch.allclose(plain, wanted, atol=1e-3)
+
+
+class Tiny(CausalNetwork):
+    """A network of random weights, and its head."""
+
+    def __init__(self, model: Any) -> None:
+        self.head = model.get_output_embeddings()
+        super().__init__(model, models.policy_state(model))
+
+
+def tiny(kind: str) -> Tiny:
+    import transformers
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
+    special = {"Gemma2": {"final_logit_softcapping": 0.5}, "Granite": {"logits_scaling": 4.0}}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **special.get(kind, {}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    return Tiny(model)
+
+
+def untapped(model: tuple[Path, State], twist: Callable[[Any], None]) -> CausalNetwork:
+    loaded: Any = models.model_from_state(*model)
+    twist(loaded)
+    return CausalNetwork(loaded, model[1])
+
+
+def _no_head(model: Any) -> None:
+    model.get_output_embeddings = lambda: None
+
+
+def _another_head(model: Any) -> None:
+    """Logits depend on more than what feeds the head that shows itself."""
+    forward = model.forward
+
+    def shifted(input_ids: torch.Tensor, **rest: Any) -> Any:
+        output = forward(input_ids=input_ids, **rest)
+        output.logits = output.logits + input_ids.float().mean()
+        return output
+
+    model.forward = shifted
+
+
+@pytest.mark.parametrize("twist", [_no_head, _another_head])
+def test_a_head_that_does_not_show_its_states_generates_but_proves_nothing(
+    llama: tuple[Path, State], twist: Callable[[Any], None]
+) -> None:
+    made = untapped(llama, twist)
+    with torch.inference_mode():
+        for ask in (made.hidden, made.logits):
+            with pytest.raises(EngineError, match="does not show"):
+                ask(torch.ones(1, 3, dtype=torch.int64))
+    [reply] = decode(made, [request()], max_length=256, cancelled=lambda: False)
+    assert reply.token_ids
+    with pytest.raises(EngineError, match="does not show"):
+        decode(made, [request()], max_length=256, cancelled=lambda: False, keep_hidden=True)
 
 
 def test_bfloat16_stays_near_transformers_in_bfloat16(tied: tuple[Path, State]) -> None:
@@ -231,15 +340,21 @@ class CountingNetwork:
 
     def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
         self.prefilled.append((tokens.shape[0], tokens.shape[1]))
-        session, logits = self.inner.prefill(tokens, mask)
+        session, output = self.inner.prefill(tokens, mask)
         step = session.step
 
-        def counted(tokens: torch.Tensor) -> torch.Tensor:
+        def counted(tokens: torch.Tensor) -> Output:
             self.stepped.append(len(tokens))
             return step(tokens)
 
         session.step = counted
-        return session, logits
+        return session, output
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner.hidden(tokens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner.logits(hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.inner.forward(tokens)
@@ -285,6 +400,26 @@ async def test_weights_that_are_not_numbers_fail_the_request_and_not_the_engine(
             await engine.generate(request())
         await engine.load(1, state)
         assert (await engine.generate(request())).policy_first == 1
+    finally:
+        await engine.close()
+
+
+class Failing(Projection):
+    """Makes no proof of anything."""
+
+    def make(self, hidden: Hidden) -> bytes:
+        raise ProofFailed("hidden states are not finite")
+
+
+async def test_a_proof_that_cannot_be_made_fails_the_batch_and_is_never_left_out(
+    tied: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KNOWN, "failing", Failing)
+    engine = await started(HfEngine(FP32), *tied, fingerprint="failing")
+    try:
+        for _ in range(2):  # the engine lives on
+            with pytest.raises(EngineError, match="not finite"):
+                await engine.generate(request())
     finally:
         await engine.close()
 

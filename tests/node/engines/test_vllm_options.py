@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from primerl.node.config import EngineConfig
+from primerl.node.engines.engine import GenerateRequest
 from primerl.node.engines.vllm import VllmEngine
 from primerl.node.engines.vllm_options import (
     ENVIRONMENT,
@@ -18,8 +19,10 @@ from primerl.node.engines.vllm_options import (
     engine_arguments,
     head_size,
     read_shape,
+    sampling_arguments,
     set_environment,
 )
+from primerl.node.engines.vllm_sampling import ARGUMENT
 from primerl.node.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {
@@ -44,14 +47,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_override_that_would_break_the_contract_is_refused_with_its_reason(name: str) -> None:
     with pytest.raises(UsageError, match=name):
-        check_overrides({"gpu_memory_utilization": 0.5, name: 1}, cpu=False)
+        check_overrides({"gpu_memory_utilization": 0.5, name: 1})
 
 
-def test_chunked_prefill_is_refused_only_where_it_kills_the_engine() -> None:
-    check_overrides({"enable_chunked_prefill": True}, cpu=False)
-    check_overrides({"enable_chunked_prefill": False}, cpu=True)
-    with pytest.raises(UsageError, match="enable_chunked_prefill"):
-        check_overrides({"enable_chunked_prefill": True}, cpu=True)
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "quantization", "speculative_config"])
+def test_what_would_fail_every_audit_is_refused(name: str) -> None:
+    assert name in REFUSED
 
 
 def test_other_overrides_win_over_our_arguments() -> None:
@@ -60,10 +61,10 @@ def test_other_overrides_win_over_our_arguments() -> None:
     assert (arguments["kv_cache_memory_bytes"], arguments["swap_space"]) == (123, 1)
 
 
-def test_logprobs_are_processed_and_weights_wait_for_load_on_every_platform() -> None:
+def test_weights_wait_for_load_and_nothing_is_counted_on_every_platform() -> None:
     for cpu in (True, False):
         arguments = engine_arguments(EngineConfig(), Path("m"), SHAPE, cpu=cpu)
-        assert arguments["logprobs_mode"] == "processed_logprobs"
+        assert arguments["disable_log_stats"] is True
         assert arguments["load_format"] == "dummy"
         assert arguments["trust_remote_code"] is False
         assert arguments["worker_extension_cls"] == (
@@ -71,12 +72,20 @@ def test_logprobs_are_processed_and_weights_wait_for_load_on_every_platform() ->
         )
 
 
-def test_without_a_gpu_the_longest_prompt_fits_into_one_prefill() -> None:
-    for length in (128, 100_000):
-        config = EngineConfig(max_model_len=length)
+def test_without_a_gpu_a_long_prompt_is_read_in_parts_that_hold_every_sequence() -> None:
+    for batch, tokens in ((8, 4096), (8192, 8192)):
+        config = EngineConfig(max_model_len=100_000, max_batch=batch)
         arguments = engine_arguments(config, Path("m"), SHAPE, cpu=True)
-        assert arguments["enable_chunked_prefill"] is False
-        assert arguments["max_num_batched_tokens"] >= length
+        assert "enable_chunked_prefill" not in arguments
+        assert arguments["max_num_batched_tokens"] == tokens
+
+
+def test_for_vllm_a_request_is_greedy_and_the_worker_reads_how_it_is_sampled() -> None:
+    request = GenerateRequest((1, 2), 3, 0.7, 2**63 - 1, (5,))
+    arguments = sampling_arguments(request, 17)
+    assert arguments["temperature"] == 0
+    assert arguments["extra_args"] == {ARGUMENT: [17, 2**63 - 1, 0.7]}
+    assert not {"seed", "logprobs"} & set(arguments)
 
 
 def test_the_cpu_cache_holds_every_sequence_but_never_the_whole_machine() -> None:

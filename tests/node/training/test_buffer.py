@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_cases import group
 
-from primerl.node.training.buffer import BufferSnapshot, RolloutBuffer
+from primerl.node.training.buffer import BufferSnapshot, RolloutBuffer, peer_cap
 
 MOVES = st.lists(
     st.one_of(
@@ -137,3 +137,102 @@ def test_a_snapshot_does_not_change_with_the_buffer() -> None:
     rollouts.cut(1)
     assert len(snapshot.groups) == 1
     assert "cut" not in snapshot.counts
+
+
+# -- no worker has more than its share of a batch -----------------------------------------------------
+
+A, B, C = b"a", b"b", b"c"
+
+
+@pytest.mark.parametrize(
+    ("share", "waiting", "cap"),
+    [
+        (0.5, {A: 16}, 16),  # alone: all of it
+        (0.5, {A: 16, B: 16}, 8),
+        (0.5, {A: 16, B: 16, C: 16}, 8),
+        (0.3, {A: 16, B: 16}, 8),  # two cannot have less than half each
+        (0.3, {A: 16, B: 16, C: 16}, 6),  # three: a third
+        (0.1, {A: 16, B: 16, C: 16}, 6),
+        (1.0, {A: 16, B: 16, C: 16}, 16),
+        (0.5, {A: 16, B: 0}, 16),  # whose last group is gone is not there
+        (0.5, {}, 16),
+    ],
+)
+def test_a_share_is_no_less_than_an_even_one(
+    share: float, waiting: dict[bytes, int], cap: int
+) -> None:
+    assert peer_cap(16, share, waiting, {}) == cap
+
+
+def test_who_is_on_lease_is_waited_for() -> None:
+    assert peer_cap(16, 0.5, {A: 30}, {B: 8}) == 8
+    assert peer_cap(16, 0.5, {A: 12, B: 4}, {A: 4, B: 4}) == 8
+
+
+def test_a_cap_rises_only_as_far_as_the_work_that_is_there_makes_it() -> None:
+    assert peer_cap(16, 0.5, {A: 30}, {B: 4}) == 12  # 12 of A, 4 of B
+    assert peer_cap(16, 0.5, {A: 30, B: 1}, {C: 2}) == 13
+    assert peer_cap(16, 0.5, {A: 10}, {B: 2}) == 8  # too few: more will be leased
+
+
+@given(
+    wanted=st.integers(1, 20),
+    share=st.floats(0.01, 1.0),
+    there=st.dictionaries(st.sampled_from([A, B, C]), st.integers(0, 40)),
+)
+def test_whatever_waits_makes_a_batch_if_it_is_enough(
+    wanted: int, share: float, there: dict[bytes, int]
+) -> None:
+    """Nothing is on lease, so nothing more may ever come: the cap must not stand in the way."""
+    rollouts = buffer()
+    for node, count in there.items():
+        for _ in range(count):
+            rollouts.add(group([0, 1], node=node), 0)
+    cap = peer_cap(wanted, share, rollouts.by_node(), {})
+    batch = rollouts.cut(wanted, per_node=cap)
+    assert (batch is not None) == (min(sum(there.values()), rollouts.capacity) >= wanted)
+
+
+class Flood:
+    """A trainer's buffer with a book of leases, as far as a batch is concerned."""
+
+    def __init__(self) -> None:
+        self.rollouts = buffer()
+        self.leased: dict[bytes, int] = {}
+
+    def deliver(self, node: bytes, groups: int) -> None:
+        for _ in range(groups):
+            self.rollouts.add(group([0, 1], node=node), 0)
+
+    def cut(self) -> list[bytes] | None:
+        cap = peer_cap(8, 0.5, self.rollouts.by_node(), self.leased)
+        batch = self.rollouts.cut(8, per_node=cap)
+        return None if batch is None else [one.node for one in batch]
+
+
+def test_a_flood_by_one_worker_does_not_fill_a_batch_while_others_deliver() -> None:
+    swarm = Flood()
+    swarm.deliver(b"flood", 40)
+    swarm.leased = {B: 4, C: 4}
+    assert swarm.cut() is None
+    swarm.deliver(B, 4)
+    swarm.leased = {C: 4, B: 4}
+    batch = swarm.cut()
+    assert batch is not None
+    assert batch.count(b"flood") == batch.count(B) == 4
+
+
+def test_a_batch_is_made_without_a_worker_that_died() -> None:
+    swarm = Flood()
+    swarm.deliver(A, 12)
+    swarm.leased = {B: 8}
+    assert swarm.cut() is None
+    swarm.leased = {}  # its leases ran out
+    assert swarm.cut() == [A] * 8
+
+
+def test_a_batch_is_made_of_what_little_a_worker_left_behind_and_the_others() -> None:
+    swarm = Flood()
+    swarm.deliver(A, 12)
+    swarm.deliver(B, 2)
+    assert swarm.cut() == [A] * 6 + [B] * 2

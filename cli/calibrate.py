@@ -1,0 +1,194 @@
+"""`primerl-node calibrate`: measure honest noise, and write the bounds that a run's manifest will hold."""
+
+import asyncio
+import datetime
+import json
+import tempfile
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .configured import arguments, environment, options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..node.config import RunConfig
+    from ..node.proofs.calibration import Noise, Report, Wanted
+
+
+class EngineType(Enum):
+    """What workers may generate with."""
+
+    hf = "hf"
+    vllm = "vllm"
+
+
+Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
+Against = Annotated[
+    list[EngineType],
+    typer.Option("--against", help="An engine that workers use; repeat it. Else engine.type."),
+]
+Rollouts = Annotated[int, typer.Option("--rollouts", min=16, help="Honest ones of each engine.")]
+Cheats = Annotated[int, typer.Option("--cheats", min=8, help="Rollouts of each cheat.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=0, help="Longest reply; 0: the run's.")]
+Weights = Annotated[
+    Path | None,
+    typer.Option("--weights", help="Directory with trained safetensors of the run's model."),
+]
+CrossDtype = Annotated[
+    bool, typer.Option("--cross-dtype", help="Look at workers of the other dtype, too.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="64 rollouts, 16 of each cheat.")]
+Force = Annotated[bool, typer.Option("--force", help="Write even what is not worth it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+def run(
+    ctx: typer.Context,
+    out: Out,
+    against: Against = [],  # noqa: B006 - typer reads it, nobody writes it
+    rollouts: Rollouts = 512,
+    cheats: Cheats = 64,
+    tokens: Tokens = 0,
+    weights: Weights = None,
+    cross_dtype: CrossDtype = False,
+    quick: Quick = False,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what honest workers of a run differ by, and write it for verification.calibration.
+
+    Plays the run's own tasks with the run's model and engine, audits them as the trainer would, and
+    then cheats; writes nothing if the bounds do not tell cheats from honest workers.
+
+    \b
+    Examples:
+      primerl-node calibrate @ run.toml --out calibration.json
+      primerl-node calibrate @ run.toml --out c.json --against hf --against vllm --rollouts 2000
+      primerl-node train @ run.toml --verification.calibration calibration.json
+    """
+    from ..node.config import RunConfig
+    from ..node.load import load
+    from ..node.proofs.calibration import Wanted
+    from .signals import run as run_to_end
+
+    longest = options(**{"sampling.max_tokens": str(tokens) if tokens else None})
+    config = load(RunConfig, arguments(ctx, longest), environment())
+    wanted = Wanted(
+        rollouts=64 if quick else rollouts,
+        cheats=16 if quick else cheats,
+        engines=tuple(engine.value for engine in against),
+        compare=not quick,
+        cross_dtype=cross_dtype,
+        force=force,
+    )
+    report = run_to_end(_measure(config, wanted, weights))
+    _print(report, as_json=as_json)
+    if not force:
+        report.check()
+    _write(report, out)
+
+
+async def _measure(config: "RunConfig", wanted: "Wanted", weights: Path | None) -> "Report":
+    from ..node import models, rundir, tensors
+    from ..node.environments.environment import EnvironmentFailed
+    from ..node.errors import UsageError
+    from ..node.parts import Parts
+    from ..node.proofs.calibration import Calibrator
+
+    parts = Parts()
+    with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
+        model_dir = await rundir.prepare_model(config, Path(directory))
+        source = weights or model_dir
+        found = await asyncio.to_thread(models.read_state, source)
+        state = tensors.bf16_state((name, tensors.to_torch(one)) for name, one in found.items())
+        sampling = config.sampling
+        tasks = parts.environment(
+            config.environment, model_dir, config.seed, sampling.max_tokens, sampling.temperature
+        )
+        try:
+            await tasks.start()
+            return await Calibrator(
+                config,
+                model_dir,
+                state,
+                tasks,
+                wanted,
+                make_auditor=lambda engine: parts.auditor(
+                    engine, config.verification.audit_timeout_s
+                ),
+                make_engine=parts.engine,
+                seed=config.seed,
+                say=lambda line: typer.echo(line, err=True),
+            ).run()
+        except EnvironmentFailed as error:
+            raise UsageError(f"environment {config.environment.id!r} failed: {error}") from error
+        finally:
+            await tasks.close()
+
+
+def _print(report: "Report", *, as_json: bool) -> None:
+    import msgspec
+
+    from .screen import write
+
+    if as_json:
+        values = msgspec.to_builtins(report) | {"inseparable": report.inseparable}
+        typer.echo(json.dumps(values, indent=2))
+        return
+    for noise in report.noise:
+        typer.echo(f"honest rollouts of {noise.engine}: {noise.rollouts}, {noise.tokens} tokens")
+        write(_noise_table(report, noise))
+    found = report.false_positives
+    typer.echo(
+        f"errors on {found.rollouts} rollouts that had no part in the bounds: {found.rejected} rejected "
+        f"(at most {found.rejected_at_most:.2%}), {found.suspected} suspected "
+        f"(at most {found.suspected_at_most:.2%}; 95 %)"
+    )
+    write(_cheats_table(report))
+    for name, cheats in report.d_prime.items():
+        apart = ", ".join(f"{cheat} {value:.1f}" for cheat, value in cheats.items())
+        typer.echo(f"{name}: standard deviations between fingerprints of honest and {apart}")
+
+
+def _noise_table(report: "Report", noise: "Noise") -> "Table":
+    table = _table("measure", "50 %", "90 %", "99 %", "99.9 %", "largest", "suspect", "reject")
+    for name, values in noise.quantiles.items():
+        bounds = (getattr(report.suspect, name), getattr(report.reject, name))
+        table.add_row(name, *(f"{value:.3g}" for value in (*values, *bounds)))
+    return table
+
+
+def _cheats_table(report: "Report") -> "Table":
+    table = _table("cheat", "rollouts", "rejected", "suspected", "batches of 16 caught", "")
+    for one in report.separation:
+        verdict = "" if one.separates else ("NOT SEPARATED" if one.required else "not required")
+        counts = (str(one.rollouts), str(one.rejected), str(one.suspected))
+        table.add_row(one.name, *counts, f"{one.batches:.1%}", verdict)
+    return table
+
+
+def _table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _write(report: "Report", path: Path) -> None:
+    import msgspec
+
+    from ..node.errors import StorageError
+
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    encoded = msgspec.json.format(msgspec.json.encode(report.calibration(day)), indent=2)
+    try:
+        path.write_bytes(encoded + b"\n")
+    except OSError as error:
+        raise StorageError(f"cannot write {path} ({error}): name another --out") from error
+    typer.echo(f"wrote {path}; use it with --verification.calibration {path}", err=True)

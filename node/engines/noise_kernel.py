@@ -1,0 +1,163 @@
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
+"""The same draw as sampling.py's in one pass over the logits, for CUDA: the only file that imports triton.
+
+Every line of the noise must round as noise.py's does, and be launched without floating-point fusion:
+a token drawn here is drawn again by whoever audits it, elsewhere.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import noise
+
+GOLDEN64 = tl.constexpr(noise.GOLDEN64)
+MIX64_A = tl.constexpr(noise.MIX64_A)
+MIX64_B = tl.constexpr(noise.MIX64_B)
+GOLDEN32 = tl.constexpr(noise.GOLDEN32)
+MIX32_A = tl.constexpr(noise.MIX32_A)
+MIX32_B = tl.constexpr(noise.MIX32_B)
+LN2 = tl.constexpr(noise.LN2)
+SLOPE = tl.constexpr(noise.SLOPE)
+EXPONENT_OF_ONE = tl.constexpr(noise.EXPONENT_OF_ONE)
+MANTISSA = tl.constexpr(noise.MANTISSA)
+A5, A4, A3, A2, A1, A0 = map(tl.constexpr, noise.HALF_LOG)
+C6, C5, C4, C3, C2, C1, C0 = map(tl.constexpr, noise.CURVE)
+
+BLOCK = 4096
+WARPS = 8
+
+
+def draw_on_gpu(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, logprobs, scores and logsumexp as sampling.Drawn has them; two launches, no waiting."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    rows, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    parts = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device(logits.device):
+        _score[(rows, blocks)](
+            *(logits, logits.stride(0), vocabulary, temperature, seeds, positions, parts, indices),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+        _choose[(rows,)](
+            *(logits, logits.stride(0), temperature, parts, indices, blocks, tokens, found),
+            BLOCKS=triton.next_power_of_2(blocks),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return tokens, found[0], found[1], found[2]
+
+
+def gumbel_on_gpu(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """noise.gumbel() by the kernel's own noise: for tests."""
+    values = torch.empty(len(seeds), vocabulary, dtype=torch.float32, device=seeds.device)
+    with torch.cuda.device(seeds.device):
+        _dump[(len(seeds), triton.cdiv(vocabulary, BLOCK))](
+            *(values, vocabulary, seeds, positions),
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+    return values
+
+
+@triton.jit
+def _mix64(value):
+    value = value + GOLDEN64
+    value = (value ^ (value >> 30)) * MIX64_A
+    value = (value ^ (value >> 27)) * MIX64_B
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _mix32(value):
+    value = (value ^ (value >> 16)) * MIX32_A
+    value = (value ^ (value >> 13)) * MIX32_B
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def _gumbel(seed, position, tokens):
+    """The noise of `tokens` int32 for one seed and position, int64; see noise._gumbel_of_()."""
+    key = _mix64(seed.to(tl.uint64, bitcast=True))
+    key = _mix64(key + position.to(tl.uint64, bitcast=True))
+    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    bits = _mix32(_mix32(tokens.to(tl.uint32, bitcast=True) * GOLDEN32 + low) ^ high)
+    bits = bits.to(tl.int32, bitcast=True)
+    value = (bits & 0x7FFFFFFF).to(tl.float32) + 0.5
+    raw = value.to(tl.int32, bitcast=True)
+    halvings = ((raw >> 23) - 158).to(tl.float32) * -LN2
+    rest = 2.0 - ((raw & MANTISSA) | EXPONENT_OF_ONE).to(tl.float32, bitcast=True)
+    near_one = bits >= 0
+    rest = tl.where(near_one, value * 4.656612873077393e-10, rest)  # 2**-31
+    halvings = tl.where(near_one, 0.0, halvings)
+    energy = ((((A5 * rest + A4) * rest + A3) * rest + A2) * rest + A1) * rest + A0
+    energy = energy * rest + halvings
+    raw = energy.to(tl.int32, bitcast=True)
+    line = (raw - EXPONENT_OF_ONE).to(tl.float32) * SLOPE
+    m = ((raw & MANTISSA) | EXPONENT_OF_ONE).to(tl.float32, bitcast=True)
+    curve = (((((C6 * m + C5) * m + C4) * m + C3) * m + C2) * m + C1) * m + C0
+    return curve + line
+
+
+@triton.jit
+def _score(
+    logits, stride, vocabulary, temperature, seeds, positions, parts, indices, BLOCK: tl.constexpr
+):
+    """Of one row's block: greatest score and its token, greatest logit, sum of exponentials."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    value = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf"))
+    scaled = value.to(tl.float32) * tl.div_rn(1.0, tl.load(temperature + row))
+    noise = _gumbel(tl.load(seeds + row), tl.load(positions + row), tokens)
+    score, index = tl.max(scaled + noise, axis=0, return_indices=True)
+    peak = tl.max(scaled, axis=0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp(scaled - base), axis=0)
+    at = row * tl.num_programs(1) + block
+    size = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    tl.store(parts + at, score)
+    tl.store(parts + size + at, peak)
+    tl.store(parts + 2 * size + at, total)
+    tl.store(indices + at, tl.minimum(block * BLOCK + index, vocabulary - 1))
+
+
+@triton.jit
+def _choose(
+    logits, stride, temperature, parts, indices, blocks, tokens, found, BLOCKS: tl.constexpr
+):
+    """Of one row: the blocks' results put together. `minimum` keeps NaN from leading outside."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCKS)
+    inside, at = lanes < blocks, row * blocks + lanes
+    scores = tl.load(parts + at, mask=inside, other=float("-inf"))
+    peaks = tl.load(parts + rows * blocks + at, mask=inside, other=float("-inf"))
+    totals = tl.load(parts + 2 * rows * blocks + at, mask=inside, other=0.0)
+    score, lane = tl.max(scores, axis=0, return_indices=True)
+    token = tl.load(indices + row * blocks + tl.minimum(lane, blocks - 1))
+    peak = tl.max(peaks, axis=0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    logsumexp = base + tl.log(tl.sum(totals * tl.exp(peaks - base), axis=0))
+    value = tl.load(logits + row * stride + token).to(tl.float32)
+    scaled = value * tl.div_rn(1.0, tl.load(temperature + row))
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(found + row, scaled - logsumexp)
+    tl.store(found + rows + row, score)
+    tl.store(found + 2 * rows + row, logsumexp)
+
+
+@triton.jit
+def _dump(noise, vocabulary, seeds, positions, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    value = _gumbel(tl.load(seeds + row), tl.load(positions + row), tokens)
+    tl.store(noise + row * vocabulary + tokens, value, mask=tokens < vocabulary)

@@ -1,0 +1,301 @@
+"""What vLLM's worker keeps of every token that it draws: its logprob, its fingerprint, its version.
+
+One row of numbers a token, [logprob, projected hidden state], for the whole batch at once: computed and
+copied to the host in stream order, never waited for in a step, and filed under its request by numpy
+once the copy has come. No Python runs for each request in a step whose batch is that of the step
+before, and the device holds nothing of what was drawn, except a ring of hidden states for TOPLOC
+(vllm_largest.py). A request keeps its slot until the node has collected it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..fingerprints.projection import NUMBERS, signs
+from .sampling import draw
+from .vllm_largest import Largest, to_host, upload
+from .vllm_sampling import Step
+
+MOST_PENDING = 64
+"""Copies on their way to the host; vLLM itself is never more than a few steps ahead."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class Slots:
+    """The requests that were not collected yet, each at its index of every array; all grow together."""
+
+    size: int
+    of: dict[str, int] = field(default_factory=dict[str, int])
+    ids: dict[int, str] = field(default_factory=dict[int, str])
+
+    def __post_init__(self) -> None:
+        self.seeds = np.zeros(self.size, np.int64)
+        self.temperatures = np.ones(self.size, np.float64)
+        self.prompts = np.zeros(self.size, np.int64)
+        self.drawn = np.zeros(self.size, np.int64)
+        """Tokens whose drawing was begun."""
+        self.filed = np.zeros(self.size, np.int64)
+        """Tokens whose rows have come."""
+        self.versions = np.zeros(self.size, np.int64)
+        self.spans: list[list[list[int]]] = [[] for _ in range(self.size)]
+        self._free = list(range(self.size - 1, -1, -1))
+
+    def take(self, request_id: str, key: int) -> int:
+        """A slot with nothing drawn; call grow() first if full()."""
+        slot = self._free.pop()
+        self.of[request_id], self.ids[key] = slot, request_id
+        self.drawn[slot] = self.filed[slot] = 0
+        self.versions[slot] = np.iinfo(np.int64).min  # none: the first token begins a span
+        self.spans[slot] = []
+        return slot
+
+    def leave(self, key: int) -> None:
+        """Free the slot of a request, if it has one."""
+        if (request_id := self.ids.pop(key, None)) is not None:
+            self._free.append(self.of.pop(request_id))
+
+    def full(self) -> bool:
+        """Whether there is no slot to take."""
+        return not self._free
+
+    def grow(self) -> None:
+        """Twice as many slots."""
+        more = Slots(self.size)
+        for name in ("seeds", "temperatures", "prompts", "drawn", "filed", "versions"):
+            setattr(self, name, np.concatenate([getattr(self, name), getattr(more, name)]))
+        self.spans += more.spans
+        self._free = list(range(2 * self.size - 1, self.size - 1, -1))
+        self.size *= 2
+
+    def stamp(self, slots: Ints, rows: Ints, version: int) -> None:
+        """Begin a span for each request whose token at `rows` is the first of its under `version`."""
+        for index in np.flatnonzero(self.versions[slots] != version).tolist():
+            slot, row = int(slots[index]), int(rows[index])
+            spans = self.spans[slot]
+            while spans and spans[-1][0] >= row:
+                spans.pop()  # of tokens that vLLM has thrown away, and that are drawn again now
+            spans.append([row, version])
+            self.versions[slot] = version
+
+
+@dataclass
+class Batch:
+    """A step's requests: on the host, and as columns on the device."""
+
+    ids: list[str]
+    slots: Ints
+    last: Ints
+    """Positions of the latest step."""
+    seeds: Tensor
+    temperatures: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A copy on its way to the host, and what to do with it there."""
+
+    event: Any
+    """torch.cuda.Event; None for what is there already."""
+    file: Callable[[], None]
+
+
+class Recorder:
+    """Implements Recording (vllm_sampling.py); the node calls collect()."""
+
+    def __init__(
+        self, device: torch.device, *, width: int, fingerprint: str, requests: int, length: int
+    ) -> None:
+        """`width` of a hidden state; most `requests` at once and most tokens (`length`) of one."""
+        self._device, self._length = device, length
+        self._slots = Slots(requests)
+        self._signs = _padded_signs(width, device) if fingerprint == "projection" else None
+        self._largest = Largest(device, requests, width) if fingerprint == "toploc" else None
+        self._columns = 1 if self._signs is None else 1 + NUMBERS
+        # never written before it is used: what is not used takes no memory
+        self._rows = np.empty((requests, length, self._columns), np.float32)
+        self._pending: deque[Pending] = deque()
+        self._batch: Batch | None = None
+        self._step: Step | None = None
+        self.version = -1
+        """The policy version that draws."""
+        self.collecting = True
+        """False on the ranks that the node collects nothing from."""
+
+    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
+        """Draw a few times, so that what is compiled on first use is compiled before requests wait."""
+        if self._device.type == "cpu":
+            return
+        for rows in (1, 2, 16):
+            numbers = torch.zeros(rows, dtype=torch.int64, device=self._device)
+            logits = torch.zeros((rows, vocabulary), dtype=dtype, device=self._device)
+            draw(logits, numbers.float() + 1, numbers, numbers)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def admit(self, request_id: str, prompt: int, key: int, seed: int, temperature: float) -> None:
+        """See Recording."""
+        slots = self._slots
+        if request_id in slots.of:
+            return  # it was preempted
+        if slots.full():
+            self._grow()
+        slot = slots.take(request_id, key)
+        slots.seeds[slot], slots.temperatures[slot] = seed, temperature
+        slots.prompts[slot] = prompt
+        if self._largest is not None:
+            self._largest.start(slot)
+        self._batch = None  # a new request may bear an old one's id
+
+    def begin(self, step: Step) -> None:
+        """See Recording."""
+        self.settle()
+        batch = self._batch
+        if batch is None or batch.ids != step.ids:
+            batch = self._batch = self._new_batch(step)
+        elif bool((step.positions == batch.last + 1).all()):
+            batch.positions.add_(1)
+        else:
+            batch.positions = upload(step.positions, self._device)
+        batch.last = step.positions
+        self._step = step
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """See Recording. No synchronisation."""
+        batch, step = self._batch, self._step
+        if batch is None or step is None or len(logits) != len(step.ids):
+            raise RuntimeError("vLLM sampled other rows than it computed: use vLLM 0.25 to 0.33")
+        self._step = None
+        with torch.inference_mode():
+            drawn = draw(logits, batch.temperatures, batch.seeds, batch.positions)
+            self._record(batch, step, drawn.logprobs)
+        return drawn.tokens
+
+    def end(self) -> None:
+        """See Recording."""
+        if self._step is not None:
+            raise RuntimeError("vLLM sampled past this node's sampler: use vLLM 0.25 to 0.33")
+
+    def _new_batch(self, step: Step) -> Batch:
+        slots = self._slots
+        if not slots.of.keys() >= set(step.ids):
+            raise RuntimeError(
+                "vLLM computes a request that is not this node's: restart the engine"
+            )
+        where = np.fromiter((slots.of[one] for one in step.ids), np.int64, len(step.ids))
+        columns = np.stack(
+            [slots.seeds[where], step.positions, slots.temperatures[where].view(np.int64)]
+        )
+        seeds, positions, temperatures = upload(columns, self._device)
+        return Batch(
+            ids=step.ids,
+            slots=where,
+            last=step.positions,
+            seeds=seeds,
+            temperatures=temperatures.view(torch.float64).float(),
+            positions=positions,
+        )
+
+    def _record(self, batch: Batch, step: Step, logprobs: Tensor) -> None:
+        slots = self._slots
+        chosen = slice(None) if step.sampling.all() else np.flatnonzero(step.sampling)
+        where = batch.slots[chosen]
+        rows = step.positions[chosen] - slots.prompts[where]
+        if (rows > slots.drawn[where]).any() or (rows < 0).any():
+            raise RuntimeError("vLLM drew a token out of turn: use vLLM 0.25 to 0.33")
+        slots.drawn[where] = rows + 1
+        slots.stamp(where, rows, self.version)
+        if not self.collecting or not len(where):
+            return
+        columns = self._project(step.hidden, logprobs)
+        if self._largest is not None:
+            self._largest.add(step.hidden, chosen, where, rows, self._later)
+        copy = to_host(columns)
+        self._later(lambda: self._file(copy, chosen, where, rows))
+
+    def _project(self, hidden: Tensor, logprobs: Tensor) -> Tensor:
+        """[n, columns]: the logprob, then what the fingerprint keeps of each token."""
+        if self._signs is None:
+            return logprobs[:, None]
+        columns = hidden.float() @ self._signs
+        columns[:, 0] = logprobs
+        return columns
+
+    # -- what has come -----------------------------------------------------------------------------
+
+    def settle(self, *, all_of_it: bool = False) -> None:
+        """File the copies that have come; `all_of_it` waits for the others."""
+        while self._pending:
+            event = self._pending[0].event
+            if event is not None and not event.query():
+                if not all_of_it and len(self._pending) <= MOST_PENDING:
+                    return
+                event.synchronize()
+            self._pending.popleft().file()
+
+    def _later(self, file: Callable[[], None]) -> None:
+        """Call `file` once everything enqueued until now is done."""
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append(Pending(event, file))
+
+    def _file(self, copy: Tensor, chosen: Any, where: Ints, rows: Ints) -> None:
+        self._rows[where, rows] = copy.numpy()[chosen]
+        self._slots.filed[where] = rows + 1
+
+    def _grow(self) -> None:
+        self.settle(all_of_it=True)
+        old, slots = self._rows, self._slots
+        slots.grow()
+        self._rows = np.empty((slots.size, self._length, self._columns), np.float32)
+        for slot in slots.of.values():
+            self._rows[slot, : slots.filed[slot]] = old[slot, : slots.filed[slot]]
+        if self._largest is not None:
+            self._largest.grow(slots.size)
+
+    # -- collecting --------------------------------------------------------------------------------
+
+    def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
+        """What was drawn for the requests of `wanted` [[key, tokens], ...], as far as it has come.
+
+        Each is [key, rows as bytes, [[token, version], ...], largest numbers as bytes]; it is kept
+        until it is in `forget`, so that an answer that was lost can be asked for again. Never waits.
+        """
+        slots = self._slots
+        for key in forget:
+            slots.leave(key)
+        self.settle()
+        known = [
+            (key, slots.of[slots.ids[key]], count) for key, count in wanted if key in slots.ids
+        ]
+        if self._largest is not None:
+            with torch.inference_mode():
+                self._largest.finish([(slot, count) for _, slot, count in known], self._later)
+            self.settle()
+        return [
+            self._collected(key, slot, count)
+            for key, slot, count in known
+            if slots.filed[slot] >= count
+            and (self._largest is None or self._largest.complete(slot, count))
+        ]
+
+    def _collected(self, key: int, slot: int, count: int) -> list[Any]:
+        spans = [span for span in self._slots.spans[slot] if span[0] < count]
+        largest = b"" if self._largest is None else self._largest.collected(slot, count)
+        return [key, self._rows[slot, :count].tobytes(), spans, largest]
+
+
+def _padded_signs(width: int, device: torch.device) -> Tensor:
+    """signs(width) behind a column of zeros, whose place the logprob takes."""
+    padded = np.pad(signs(width), ((0, 0), (1, 0)))
+    return torch.from_numpy(padded).to(device)

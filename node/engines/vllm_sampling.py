@@ -1,0 +1,155 @@
+"""How tokens are drawn inside vLLM's worker: its sampler replaced by ours, at a boundary of plain Python.
+
+vLLM runs a step as execute_model() (the model, compiled or as a CUDA graph) and then sample_tokens().
+Both are wrapped, and the sampler's sample() is replaced, all as attributes of one model runner, after
+vLLM has captured its graphs. What is wrapped must be what is known here: Hooks.install() refuses a
+runner that it does not know, and a step that draws without our sampler raises. Two runners are known
+(vLLM 0.25 to 0.33): V1 (`GPUModelRunner`, and the CPU's) and V2 (`gpu.model_runner`, CUDA only).
+
+Nothing here imports vLLM, so tests drive it with a runner of their own.
+"""
+
+import inspect
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ARGUMENT = "primerl"
+"""Key of SamplingParams.extra_args: [key of the request, seed, temperature]."""
+
+_WANTED = ("execute_model", "sample_tokens", "execute_model_state", "sampler")
+_WANTED_V1 = ("input_batch", "discard_request_mask")
+
+
+class Step(NamedTuple):
+    """One batch, in the order of its rows of logits."""
+
+    ids: list[str]
+    """vLLM's own request ids."""
+    positions: NDArray[np.int64]
+    """How long each sequence is, and so the position of the token that is drawn now."""
+    sampling: NDArray[np.bool_]
+    """False for a part of a prompt: its row of logits is drawn from, but nobody reads the token."""
+    hidden: Tensor
+    """[n, width]: what feeds the head."""
+
+
+class Recording(Protocol):
+    """What Hooks tells of each step; see vllm_recorder.py."""
+
+    def admit(self, request_id: str, prompt: int, key: int, seed: int, temperature: float) -> None:
+        """A request of `prompt` tokens starts, or goes on after it was preempted."""
+        ...
+
+    def begin(self, step: Step) -> None:
+        """The model has computed a batch."""
+        ...
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """The tokens [n] int64 of the batch with these logits [n, vocabulary]."""
+        ...
+
+    def end(self) -> None:
+        """The batch is done. Raises RuntimeError if it was sampled without draw()."""
+        ...
+
+
+class Hooks:
+    """Wraps one model runner."""
+
+    def __init__(self, runner: Any, recording: Recording) -> None:
+        self._runner = runner
+        self._recording = recording
+        self._inside = False
+        self._execute: Any = None
+        self._sample_tokens: Any = None
+        self._sample: Any = None
+
+    @property
+    def second(self) -> bool:
+        """Whether this is the V2 runner, whose logits keep the model's type; V1's are float32."""
+        return _second(self._runner)
+
+    def install(self) -> None:
+        """Replace the three methods. Raises RuntimeError for a runner that is not known."""
+        if fault := _unknown(self._runner):
+            raise RuntimeError(
+                f"this vLLM's model runner {fault}: seeded sampling needs vLLM 0.25 to 0.33"
+            )
+        runner = self._runner
+        self._execute, runner.execute_model = runner.execute_model, self._execute_model
+        self._sample_tokens, runner.sample_tokens = runner.sample_tokens, self._wrapped_tokens
+        self._sample, runner.sampler.sample = runner.sampler.sample, self._drawn
+
+    def _execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            extra = getattr(new.sampling_params, "extra_args", None) or {}
+            if ARGUMENT not in extra:
+                continue  # of vLLM's own dummy runs; a real one is missed by begin()
+            key, seed, temperature = extra[ARGUMENT]
+            self._recording.admit(new.req_id, len(new.prompt_token_ids), key, seed, temperature)
+        return self._execute(scheduler_output, *arguments, **named)
+
+    def _wrapped_tokens(self, *arguments: Any, **named: Any) -> Any:
+        state = self._runner.execute_model_state
+        if state is None or state.hidden_states is None:
+            return self._sample_tokens(*arguments, **named)
+        with torch.inference_mode():
+            self._recording.begin(read_step(self._runner, state))
+        self._inside = True
+        try:
+            result = self._sample_tokens(*arguments, **named)
+        finally:
+            self._inside = False
+        self._recording.end()
+        return result
+
+    def _drawn(self, logits: Tensor, *arguments: Any, **named: Any) -> Any:
+        if not self._inside:  # one of vLLM's dummy runs
+            return self._sample(logits, *arguments, **named)
+        tokens = self._recording.draw(logits)
+        # the second is what logprobs are read from: asked for by nobody, and of use for no other
+        return tokens, logits if _second(self._runner) else None
+
+
+def read_step(runner: Any, state: Any) -> Step:
+    """The batch that a runner has computed and not sampled yet."""
+    if _second(runner):
+        batch = state.input_batch
+        count = batch.num_reqs
+        positions = batch.num_computed_tokens_np[:count].astype(np.int64)
+        positions += batch.num_scheduled_tokens[:count]
+        hidden = state.hidden_states.index_select(0, batch.logits_indices)
+        return Step(
+            list(batch.req_ids[:count]),
+            positions,
+            positions >= batch.prefill_len_np[:count],
+            hidden,
+        )
+    batch = runner.input_batch
+    count = batch.num_reqs
+    ids = list(batch.req_ids[:count])
+    scheduled = state.scheduler_output.num_scheduled_tokens
+    positions = np.fromiter((scheduled[one] for one in ids), np.int64, count)
+    positions += batch.num_computed_tokens_cpu[:count]
+    return Step(ids, positions, ~runner.discard_request_mask.np[:count], state.sample_hidden_states)
+
+
+def _second(runner: Any) -> bool:
+    """Whether this is the V2 runner."""
+    return hasattr(runner, "req_states")
+
+
+def _unknown(runner: Any) -> str:
+    """What this runner lacks; "" if nothing."""
+    wanted = _WANTED if _second(runner) else _WANTED + _WANTED_V1
+    for name in wanted:
+        if not hasattr(runner, name):
+            return f"has no {name}"
+    sample = getattr(runner.sampler, "sample", None)
+    if not callable(sample) or next(iter(inspect.signature(sample).parameters), "") != "logits":
+        return "has a sampler without sample(logits, ...)"
+    return ""

@@ -1,0 +1,316 @@
+"""What every node that joins by ticket does, whatever its role: ticket, hello, model files, heads, peers.
+
+The roles' own parts are in `worker_node.py` and `validator_node.py`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import __version__
+from ..crypto.hashing import short
+from ..crypto.keys import SecretKey
+from ..protocol import tickets
+from ..protocol.errors import Reason, RemoteProtocolError
+from ..protocol.manifests import RunManifest, Ticket
+from ..protocol.messages import GetHeads, GetMerged, Hello, SyncRecords, WatchHeads, Welcome
+from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
+from . import rundir
+from .config import JoinConfig
+from .control import PeerRow, Status
+from .engines.engine import Engine
+from .errors import TicketError, UsageError
+from .ledger import Ledger
+from .network.heads import HeadFollower
+from .network.rpc import Refused, receive
+from .network.transport import Stream, TransportError
+from .parts import Parts
+from .roles.catchup import CatchUp
+from .roles.merging import MergeDesk
+from .roles.upstreams import Upstreams
+from .rows import peer_rows, total_bytes
+from .serving import Node
+from .stack import Stack, open_stack, open_store
+from .weights.mirror import Policy
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+RETRY_S = 0.5
+RETRY_MAX_S = 5.0
+FOLLOWED_PEERS = 2
+Questions = WatchHeads | GetHeads | GetMerged | Hello
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A run that admitted this node."""
+
+    stack: Stack
+    documents: rundir.RunDocuments
+    model_dir: Path
+    """The files of the model contract; no weights."""
+    upstreams: Upstreams
+
+
+class JoinedNode(Node):
+    """A node that joined a run by its ticket."""
+
+    def __init__(
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Parts | None = None
+    ) -> None:
+        super().__init__(config, key, data_dir, config.role)
+        self._config = config
+        self._parts = parts or Parts()
+        self._ticket_bytes = b""
+        self._stack: Stack | None = None
+        self._catchup: CatchUp | None = None
+        self._name = ""
+
+    async def run(self) -> None:
+        """Join and work. Raises TicketError, NodeError."""
+        ticket = self._read_ticket()
+        directory = self.data_dir / "runs" / ticket.run.hex()[:16]
+        ledger = self._parts.ledger(directory / "ledger.db", fsync=self.config.fsync)
+        try:
+            commands = {"status": self._status, "peers": self._peers}
+            await self.serve(
+                lambda: self._work(ticket, ledger, directory), commands, ticket.run.hex()[:16]
+            )
+        finally:
+            ledger.close()
+
+    async def _take_part(self, joined: Joined) -> None:
+        """Do what the role does until the run ends."""
+        raise NotImplementedError
+
+    def _read_ticket(self) -> Ticket:
+        try:
+            ticket = tickets.read(self._config.ticket, now=int(time.time()))
+            self._ticket_bytes = tickets.sealed_bytes(self._config.ticket)
+        except RemoteProtocolError as error:
+            raise TicketError(f"this ticket cannot be used ({error}): ask for a new one") from error
+        return ticket
+
+    async def _work(self, ticket: Ticket, ledger: Ledger, directory: Path) -> None:
+        async with open_stack(
+            self._config,
+            self.key,
+            ledger,
+            open_store(self._config, directory),
+            run_id=ticket.run,
+            trainer=ticket.trainer,
+            role=self._config.role,
+            bootstrap=ticket.discovery,
+            parts=self._parts,
+        ) as stack:
+            self._stack = stack
+            stack.peers.hint(ticket.trainer, ticket.addresses)
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(stack.router(Neighbour(stack, self._merges).handle).run()),
+                    tasks.create_task(stack.watch_fraud()),
+                ]
+                gossip = stack.gossip()
+                if gossip is not None:
+                    background.append(tasks.create_task(gossip.run()))
+                try:
+                    await self._take_part(await self._join(stack, ticket, directory))
+                finally:
+                    for task in background:
+                        task.cancel()
+
+    async def _join(self, stack: Stack, ticket: Ticket, directory: Path) -> Joined:
+        self.phase = "joining"
+        documents = await self._hello(stack, ticket)
+        run = documents.manifest
+        self._name = run.name
+        # `explain` checks verdicts by it when no trainer can be asked.
+        stack.ledger.set(rundir.MANIFEST, documents.sealed)
+        chunks = [file.chunk for file in run.model.files]
+        stack.keep_chunks.update(chunk.digest for chunk in chunks)
+        await stack.fetcher.fetch(chunks, (), ticket.trainer)
+        model_dir = rundir.write_model_files(run, stack.store, directory / "model")
+        self._check_numerics(run)
+        upstreams = Upstreams(documents.run_id, stack.peers, stack.fetcher)
+        return Joined(stack, documents, model_dir, upstreams)
+
+    async def _hello(self, stack: Stack, ticket: Ticket) -> rundir.RunDocuments:
+        """Say hello until the trainer answers; it may not be up yet."""
+        pause = RETRY_S
+        while True:
+            hello = Hello(
+                WIRE_VERSION, self._config.role, __version__, self._ticket_bytes, stack.record()
+            )
+            try:
+                welcome = await stack.links.request(
+                    ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
+                )
+                return rundir.read_documents(welcome.manifest, ticket.trainer, ticket.run)
+            except TransportError as error:
+                logger.info("waiting for trainer %s: %s", short(ticket.trainer), error)
+            except Refused as refusal:
+                if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
+                    raise TicketError(f"the trainer refuses us: {refusal}") from refusal
+            except RemoteProtocolError as error:
+                raise TicketError(f"the trainer's run manifest is not genuine: {error}") from error
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, RETRY_MAX_S)
+
+    def _check_numerics(self, run: RunManifest) -> None:
+        """Another dtype would make proofs that no audit accepts: say so before any work is done."""
+        wanted, own = run.proofs.dtype, self._config.engine.dtype
+        if own != wanted:
+            raise UsageError(
+                f"this run is computed in {wanted}, engine.dtype is {own}: set --engine.dtype {wanted}"
+            )
+
+    def _make_catchup(
+        self,
+        joined: Joined,
+        engine: Engine,
+        on_policy: Callable[[Policy], None] = lambda policy: None,
+    ) -> CatchUp:
+        stack = joined.stack
+        self._catchup = CatchUp(
+            book=stack.heads,
+            links=stack.links,
+            fetcher=stack.fetcher,
+            store=stack.store,
+            ledger=stack.ledger,
+            engine=engine,
+            config=self._config.weights,
+            trainer=stack.trainer,
+            upstreams=lambda: joined.upstreams.nodes,
+            keep_chunks=stack.keep_chunks,
+            peers=stack.peers,
+            announce=stack.holdings.tell,
+            on_fraud=stack.report_fraud,
+            on_policy=on_policy,
+        )
+        return self._catchup
+
+    def _merges(self) -> MergeDesk | None:
+        """Who makes merged deltas, once there is a run to make them of."""
+        return self._catchup.merges if self._catchup else None
+
+    # -- heads and peers ---------------------------------------------------------------------------
+
+    async def _follow_while(self, joined: Joined, work: Callable[[], Awaitable[None]]) -> None:
+        """Do `work` while the heads of the trainer, and of a few peers, are watched."""
+        stack = joined.stack
+        trainer = HeadFollower(
+            stack.heads,
+            stack.links,
+            stack.trainer,
+            authority=True,
+            on_fraud=stack.report_fraud,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            watches = [
+                tasks.create_task(trainer.run()),
+                tasks.create_task(self._follow_peers(joined)),
+            ]
+            try:
+                await self._first_upstreams(joined)
+                self.phase = "running"
+                await work()
+                self.phase = "ended"
+            finally:
+                for task in watches:
+                    task.cancel()
+
+    async def _follow_peers(self, joined: Joined) -> None:
+        """Keep watches on the nearest upstream peers, as they come and go."""
+        stack = joined.stack
+        followed: dict[bytes, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while not stack.heads.ended:
+                wanted = joined.upstreams.nodes[:FOLLOWED_PEERS]
+                for peer in [peer for peer in followed if peer not in wanted]:
+                    followed.pop(peer).cancel()
+                for peer in [peer for peer in wanted if peer not in followed]:
+                    follower = HeadFollower(
+                        stack.heads,
+                        stack.links,
+                        peer,
+                        authority=False,
+                        on_fraud=stack.report_fraud,
+                    )
+                    followed[peer] = tasks.create_task(follower.run())
+                await asyncio.sleep(1.0)
+            for task in followed.values():
+                task.cancel()
+
+    async def _first_upstreams(self, joined: Joined) -> None:
+        """Who else holds weights: asked before the first catch-up, so that it goes to peers."""
+        stack = joined.stack
+        try:
+            reply = await stack.links.request(
+                stack.trainer,
+                ALPN_CONTROL,
+                SyncRecords((stack.record(),)),
+                SyncRecords,
+                deadline=HELLO_TIMEOUT_S,
+            )
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.info("no peer records yet: %s", error)
+            return
+        joined.upstreams.learn(reply.records)
+
+    # -- what the operator sees ----------------------------------------------------------------------
+
+    async def _status(self) -> Status:
+        status = self.base_status()
+        stack, catchup = self._stack, self._catchup
+        if stack is None:
+            return status
+        status.run, status.run_name = stack.run_id.hex(), self._name
+        status.bytes_sent, status.bytes_received = total_bytes(stack.peers)
+        status.newest_version = stack.heads.order()[1]
+        status.peers = sum(1 for peer in stack.peers.rows() if peer.path() is not None)
+        status.neighbours = stack.discovery.neighbours() if stack.discovery else 0
+        if catchup is not None:
+            if catchup.version < 0 and self.phase == "running":
+                status.phase = "catching up"
+            status.version = catchup.version
+            status.chunk_bytes_by_source = stack.fetcher.by_source(stack.trainer)
+            status.detail = f"state {short(catchup.state_digest)}"
+        return status
+
+    async def _peers(self) -> list[PeerRow]:
+        stack = self._stack
+        if stack is None:
+            return []
+        return peer_rows(
+            stack.peers,
+            newest=stack.heads.order()[1],
+            leases={},
+            stats={},
+            reputations={},
+            own=self.key.node_id,
+        )
+
+
+class Neighbour:
+    """What such a node answers to its peers: heads and merged deltas, nothing that only a trainer may grant."""
+
+    def __init__(self, stack: Stack, merges: Callable[[], MergeDesk | None]) -> None:
+        self._stack = stack
+        self._merges = merges
+
+    async def handle(self, peer: bytes, stream: Stream) -> None:
+        """Answer one control request (a router handler)."""
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            request = await receive(stream, Questions)  # type: ignore[arg-type]
+        if isinstance(request, WatchHeads):
+            await self._stack.head_server.watch(stream, request)
+        elif isinstance(request, GetHeads):
+            await self._stack.head_server.get(stream, request)
+        elif isinstance(request, GetMerged) and (merges := self._merges()) is not None:
+            await merges.handle(peer, stream, request)
+        else:
+            raise RemoteProtocolError(Reason.NOT_FOUND, "this node is no trainer")

@@ -1,0 +1,123 @@
+"""The parent's end of the process that audits: one question at a time, each with a deadline.
+
+Whatever goes wrong is a ChildFailed; whoever gets one, or gives up waiting, must kill() the child.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+
+from ..errors import EngineError
+from ..processes import PARENT_VARIABLE, kill_group
+from .audit_frames import HEAD_BYTES, Answer, Failed, Request, body_length, frame, read_answer
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.audit_process")
+END_TIMEOUT_S = 10.0
+TAIL_LINES = 5
+MAX_LINE = 1000
+
+
+class ChildFailed(Exception):
+    """The child ended, hung, or says that it cannot do it; the text says which."""
+
+
+class AuditChild:
+    """One process: start(), ask(), kill()."""
+
+    def __init__(self, program: Sequence[str] = PROGRAM) -> None:
+        self._program = program
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, which is its group too; None before start()."""
+        return self._process.pid if self._process else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was started and its end was seen."""
+        return self._process is not None and self._process.returncode is not None
+
+    async def start(self) -> None:
+        """Start it. Raises EngineError."""
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._program,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
+                start_new_session=True,  # a terminal's ctrl-C is not for it
+            )
+        except OSError as error:
+            raise EngineError(
+                f"the process that audits cannot be started ({error}): free memory or processes"
+            ) from error
+        self._reading = asyncio.create_task(self._log(), name="audit process log")
+        logger.debug("audit process %d started", self._process.pid)
+
+    async def ask(self, request: Request, timeout_s: float) -> Answer:
+        """Its answer. Raises ChildFailed, also after `timeout_s`; EngineError if it will never answer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._exchange(frame(request))
+        except TimeoutError as error:
+            raise ChildFailed(f"the audit took more than {timeout_s:g} s") from error
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise ChildFailed(f"the process that audits ended{await self._last_words()}") from error
+        except ValueError as error:
+            raise ChildFailed(f"the process that audits speaks no sense ({error})") from error
+        if isinstance(answer, Failed):
+            raise EngineError(answer.detail) if answer.always else ChildFailed(answer.detail)
+        return answer
+
+    async def kill(self) -> None:
+        """End it and all that it started; safe to call twice."""
+        process, reading = self._process, self._reading
+        if process is None or reading is None:
+            return
+        kill_group(process.pid)
+        await process.wait()
+        await asyncio.wait([reading], timeout=END_TIMEOUT_S)
+        reading.cancel()
+
+    async def _exchange(self, request: bytes) -> Answer:
+        process = self._process
+        assert process is not None  # start() comes first
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(request)
+        await process.stdin.drain()
+        head = await process.stdout.readexactly(HEAD_BYTES)
+        return read_answer(await process.stdout.readexactly(body_length(head)))
+
+    async def _last_words(self) -> str:
+        """What it wrote last, if it wrote anything."""
+        assert self._reading is not None
+        await asyncio.wait([self._reading], timeout=1.0)
+        return f" ({self._tail[-1]})" if self._tail else ""
+
+    async def _log(self) -> None:
+        """What it writes, into our log."""
+        assert self._process is not None
+        assert self._process.stderr is not None
+        rest = b""
+        while data := await self._process.stderr.read(4096):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-MAX_LINE:]
+            for line in lines:
+                self._note(line)
+        self._note(rest)
+
+    def _note(self, line: bytes) -> None:
+        text = line[:MAX_LINE].decode(errors="replace").strip()
+        if text:
+            self._tail.append(text)
+            logger.warning("audit process: %s", text)

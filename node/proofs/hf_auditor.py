@@ -1,0 +1,188 @@
+"""The auditor of a node: prefills in a process that is killed when it hangs, dies or runs out of memory.
+
+What happens in there costs at most the item that made it happen: the others are measured all the same.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...protocol.manifests import RunManifest
+from ..config import EngineConfig
+from ..errors import EngineError
+from ..model_files import vocab_size
+from ..weights.state import State
+from .audit_child import PROGRAM, AuditChild, ChildFailed
+from .audit_frames import Answer, Measure, Results, Setup
+from .auditor import AuditItem, Measured, Unreadable
+from .held_states import HeldStates
+from .portions import check_versions, portions, wanted_versions
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+"""For loading torch, and a device's first use."""
+MOST_DEADLY = 4
+"""After so many items of a portion that end the process alone, the rest is not tried."""
+
+Answers = list[Measured | Unreadable]
+
+
+class HfAuditor:
+    """An Auditor over the networks of the embedded engine, in a child process that starts when needed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        timeout_s: float,
+        threads: int = 0,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        """`timeout_s` is for a portion of an audit; `threads` of torch, 0 leaves its choice."""
+        self._config = config
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._program = program
+        self._setup: Setup | None = None
+        self._most_states = 0
+        self._child: AuditChild | None = None
+        self._held: HeldStates | None = None
+        self._busy = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that audits; None while there is none."""
+        return self._child.pid if self._child else None
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor. The process starts with the first audit."""
+        if self._setup is not None:
+            raise EngineError("the auditor was started before: make another one")
+        await asyncio.to_thread(vocab_size, model_dir)
+        self._setup = Setup(
+            model_dir=str(model_dir),
+            fingerprint=run.proofs.fingerprint,
+            temperature=run.sampling.temperature,
+            dtype=run.proofs.dtype,
+            device=self._config.device,
+            threads=self._threads,
+        )
+        # every version that may be claimed, and the one before
+        self._most_states = run.limits.max_off_policy_steps + 2
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> Answers:
+        """See Auditor. One audit runs at a time, the others wait."""
+        check_versions(items, states, others)
+        async with self._busy:
+            found: Answers = []
+            for portion in portions(items, others):
+                found += await self._measure(portion, states, others)
+            return found
+
+    async def close(self) -> None:
+        """See Auditor. An audit that runs ends with an EngineError."""
+        self._closed = True
+        if self._child is not None:
+            await self._child.kill()
+        async with self._busy:
+            await self._drop()
+
+    # -- one portion -------------------------------------------------------------------------------
+
+    async def _measure(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> Answers:
+        try:
+            return await self._attempt(items, states, others)
+        except ChildFailed as error:
+            logger.warning("%s; its %d branches are tried one by one", error, len(items))
+        found: Answers = []
+        faults: list[str] = []
+        answered = False
+        for item in items:
+            if len(faults) == MOST_DEADLY:
+                found.append(Unreadable("too many beside it ended the audit", proof=False))
+                continue
+            try:
+                found += await self._attempt([item], states, others)
+                answered = True
+            except ChildFailed as error:
+                faults.append(str(error))
+                found.append(Unreadable(faults[-1], proof=False))
+        if len(items) > 1 and not answered:
+            raise EngineError(
+                f"no audit succeeds ({faults[0]}): check engine.device and free memory"
+            )
+        return found
+
+    async def _attempt(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> Answers:
+        """The answers of a process; one that fails, or that nobody waits for any more, is killed."""
+        needed = sorted({v for item in items for v in wanted_versions(item, others)})
+        compared = {version: list(others.get(version, ())) for version in needed}
+        child, held = await self._running()
+        try:
+            numbers = await held.provide({v: states[v] for v in needed}, self._timeout_s)
+            answer = await child.ask(Measure(list(items), numbers, compared), self._timeout_s)
+            return _joined(answer, len(items))
+        except EngineError:
+            raise  # it is well, and says that this can never be done
+        except BaseException:
+            await self._drop()
+            raise
+
+    async def _running(self) -> tuple[AuditChild, HeldStates]:
+        """A process that is set up. Raises EngineError if there can be none."""
+        setup = self._setup
+        if setup is None or self._closed:
+            raise EngineError("the auditor is not running: start() it, and do not close it before")
+        if self._child is not None and self._child.ended:
+            logger.warning("the process that audits has ended, another one is started")
+            await self._drop()
+        if self._child is None or self._held is None:
+            self._child = AuditChild(self._program)
+            self._held = HeldStates(self._child, self._most_states)
+            try:
+                await self._set_up(self._child, setup)
+            except BaseException:
+                await self._drop()
+                raise
+        return self._child, self._held
+
+    async def _set_up(self, child: AuditChild, setup: Setup) -> None:
+        await child.start()
+        if self._closed:
+            raise EngineError("the auditor was closed while it started")
+        try:
+            await child.ask(setup, START_TIMEOUT_S)
+        except ChildFailed as error:
+            raise EngineError(f"no audit is possible: {error}") from error
+
+    async def _drop(self) -> None:
+        child, self._child, self._held = self._child, None, None
+        if child is not None:
+            await child.kill()
+
+
+def _joined(answer: Answer, count: int) -> Answers:
+    if not isinstance(answer, Results):
+        raise ChildFailed("the process that audits answers another question")
+    try:
+        return answer.joined(count)
+    except ValueError as error:
+        raise ChildFailed(f"the process that audits miscounts: {error}") from error

@@ -1,0 +1,68 @@
+"""An auditor in this process: for tests and for calibration, where nothing hostile is audited.
+
+A node audits with hf_auditor.py, which survives what happens in here.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...protocol.manifests import RunManifest
+from ..config import EngineConfig
+from ..engines.compute import ComputeThread
+from ..errors import EngineError
+from ..model_files import one_line
+from ..weights.state import State
+from .auditor import AuditItem, Measured, Unreadable
+from .portions import portions
+
+if TYPE_CHECKING:
+    from .replay import Replay
+
+
+class PrefillCore:
+    """An Auditor in a thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._thread: ComputeThread | None = None
+        self._replay: Replay | None = None
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor."""
+        if self._thread is not None:
+            raise EngineError("the auditor was started before: make another one")
+        self._thread = ComputeThread("prefill")
+        self._replay = await self._thread.run(self._open, model_dir, run)
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """See Auditor."""
+        if self._thread is None or self._replay is None:
+            raise EngineError("the auditor is not running: call start() first")
+        found: list[Measured | Unreadable] = []
+        try:
+            for portion in portions(items, others):
+                found += await self._thread.run(self._replay.measure, portion, states, others)
+        except RuntimeError as error:  # torch's own: no memory, no such device
+            raise EngineError(
+                f"the audit failed ({one_line(error)}): check engine.device and free memory"
+            ) from error
+        return found
+
+    async def close(self) -> None:
+        """See Auditor."""
+        self._replay = None
+        if self._thread is not None:
+            await self._thread.close()
+
+    def _open(self, model_dir: Path, run: RunManifest) -> "Replay":
+        from .replay import Replay, terms
+
+        replay = Replay(terms(model_dir, run, self._config.device))
+        replay.prepare()
+        return replay

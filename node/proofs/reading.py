@@ -1,0 +1,66 @@
+"""Reads one item before anything is computed of it: whether it can be replayed, and its proof reply by reply.
+
+Whatever an item holds, the answer is about this item only.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ..fingerprints.fingerprint import BadProof, Fingerprint
+from .auditor import AuditItem, Unreadable
+
+
+def check_item(item: AuditItem, vocabulary: int, fingerprint: Fingerprint) -> Unreadable | None:
+    """Why nothing can be measured on `item`; None if something can."""
+    detail = _fault(item, vocabulary)
+    if detail:
+        return Unreadable(detail, proof=False)
+    try:
+        for proof, tokens in split_proof(item, fingerprint):
+            fingerprint.check(proof, tokens)
+    except BadProof as error:
+        return Unreadable(str(error), proof=True)
+    return None
+
+
+def split_proof(item: AuditItem, fingerprint: Fingerprint) -> list[tuple[bytes, int]]:
+    """(proof, number of tokens) of each reply. Raises BadProof if the sizes do not add up."""
+    lengths = [reply.end - reply.start for reply in item.replies]
+    sizes = [fingerprint.size(length) for length in lengths]
+    if len(item.proof) != sum(sizes):
+        raise BadProof(
+            f"{len(item.proof)} bytes of proof for replies of {lengths[:8]} tokens, not {sum(sizes)}"
+        )
+    parts: list[tuple[bytes, int]] = []
+    at = 0
+    for length, size in zip(lengths, sizes, strict=True):
+        parts.append((item.proof[at : at + size], length))
+        at += size
+    return parts
+
+
+def _fault(item: AuditItem, vocabulary: int) -> str:
+    tokens = item.token_ids
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        return f"tokens outside 0..{vocabulary - 1}"
+    if not item.replies or not _in_order(item):
+        return "its replies are empty, overlap or lie outside the branch"
+    if any(not 0 <= reply.seed < 2**63 for reply in item.replies):
+        return "a seed outside 0..2**63-1"
+    sampled = sum(reply.end - reply.start for reply in item.replies)
+    if not sampled == len(item.logprobs) == len(item.versions):
+        return (
+            f"{len(item.logprobs)} logprobs for {sampled} tokens of {len(item.versions)} versions"
+        )
+    if any(later < earlier for earlier, later in pairwise(item.versions)):
+        return "its policy versions go back"
+    return ""
+
+
+def _in_order(item: AuditItem) -> bool:
+    """Whether replies follow each other, each after a token that led to it."""
+    ends: Sequence[int] = [1, *(reply.end for reply in item.replies)]
+    rising = zip(ends, item.replies, strict=False)
+    return all(end <= reply.start < reply.end for end, reply in rising) and ends[-1] <= len(
+        item.token_ids
+    )

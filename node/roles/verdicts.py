@@ -1,0 +1,129 @@
+"""The worker's verdicts: each is checked, kept and counted once, however often and by whatever way it comes.
+
+They are kept for `primerl-node explain`, so that an honest operator learns what the trainer found, above all
+when it leases this node nothing any more.
+"""
+
+import logging
+from collections import Counter
+
+from ...crypto.hashing import short
+from ...protocol.envelope import Purpose, unseal
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.messages import GetVerdicts, Verdicts
+from ...protocol.rollouts import Verdict
+from ...protocol.version import ALPN_CONTROL
+from ..ledger import Ledger
+from ..network.links import Links
+from ..network.rpc import Refused
+from ..network.transport import TransportError
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 10.0
+MAX_ROUNDS = 256
+"""Replies of one fetch: more verdicts than a trainer keeps."""
+CURSOR = "verdicts"
+"""Number of the last verdict that was asked for, as the trainer counts."""
+BAN_PAUSE_S = 60.0
+MAX_BAN_PAUSE_S = 900.0
+
+
+class VerdictBox:
+    """What the trainer said of this node's work."""
+
+    def __init__(
+        self,
+        *,
+        node: bytes,
+        run_id: bytes,
+        trainer: bytes,
+        links: Links,
+        ledger: Ledger,
+        explain: str = "primerl-node explain",
+    ) -> None:
+        """`explain` is the command that shows these verdicts to the operator."""
+        self._node = node
+        self._run_id = run_id
+        self._trainer = trainer
+        self._links = links
+        self._ledger = ledger
+        self._explain = explain
+        self._refusals = 0
+        self.accepted = 0
+        self.rejected: Counter[str] = Counter()
+
+    def take(self, sealed: bytes) -> None:
+        """Take in a verdict; one that was here before counts for nothing.
+
+        Raises:
+            RemoteProtocolError: it is not the trainer's verdict on our work.
+        """
+        # However old it is, it tells what became of our work: its expiry does not matter here.
+        verdict = unseal(
+            sealed,
+            Purpose.VERDICT,
+            Verdict,
+            now=0,
+            run=self._run_id,
+            signer=self._trainer,
+            recipient=self._node,
+        ).body
+        if self._ledger.add_verdict(self._node, sealed):
+            self._count(verdict)
+
+    async def fetch(self) -> None:
+        """Ask for the verdicts that we did not hear. What cannot be had now is asked for the next time."""
+        after = int.from_bytes(self._ledger.get(CURSOR) or b"", "big")
+        try:
+            for _ in range(MAX_ROUNDS):
+                reply = await self._links.request(
+                    self._trainer,
+                    ALPN_CONTROL,
+                    GetVerdicts(after),
+                    Verdicts,
+                    deadline=ASK_TIMEOUT_S,
+                )
+                for sealed in reply.verdicts:
+                    self.take(sealed)
+                if reply.next <= after:
+                    return
+                after = reply.next
+                self._ledger.set(CURSOR, after.to_bytes(8, "big"))
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.info("no verdicts from %s: %s", short(self._trainer), error)
+
+    async def refused(self, why: str) -> float:
+        """The trainer leases us nothing: learn what it found, tell the operator; seconds to wait."""
+        await self.fetch()
+        pause = min(BAN_PAUSE_S * 2**self._refusals, MAX_BAN_PAUSE_S)
+        self._refusals = min(self._refusals + 1, 8)
+        logger.error(
+            "the trainer gives this node no work (%s). What it found: `%s`. Asking again in %.0f s",
+            why,
+            self._explain,
+            pause,
+        )
+        return pause
+
+    def welcome(self) -> None:
+        """The trainer leases us something again."""
+        self._refusals = 0
+
+    def _count(self, verdict: Verdict) -> None:
+        self.accepted += verdict.accepted
+        for rejection in verdict.rejections:
+            self.rejected[rejection.reason.value] += 1
+        if not verdict.rejections:
+            return
+        first = verdict.rejections[0]
+        unlisted = verdict.rejected - len(verdict.rejections)
+        self.rejected[verdict.rejections[-1].reason.value] += max(0, unlisted)
+        logger.info(
+            "lease %d: %d accepted, %d rejected, first %s (%s)",
+            verdict.lease_id,
+            verdict.accepted,
+            verdict.rejected,
+            first.reason.value,
+            first.detail,
+        )

@@ -1,0 +1,188 @@
+"""What is audited: how large a share of a peer's rollouts, and which. Sans I/O; randomness is an argument.
+
+Commit, then challenge: which rollouts are audited follows from 32 random bytes that are drawn after the
+receipt, so nobody can tell beforehand, and everybody can recompute it from the signed verdict.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from ..crypto.hashing import derive
+from .reputation import Reputation
+
+CHALLENGE_BYTES = 32
+NEWCOMER = 64.0
+"""Verified rollouts, as they are remembered, below which everything is audited."""
+DOUBT = 0.045
+"""1 - trust_low of a clean record of NEWCOMER rollouts: from here on the rate falls."""
+
+WINDOW = 32
+"""Groups that a running mean remembers, about."""
+MIN_GROUPS = 16
+"""Groups of a peer below which nothing is said of it."""
+FRESH = 64
+"""A peer that sent none of an environment's last so many groups says nothing of its present rewards."""
+ODD_Z, SURE_Z = 3.0, 6.0
+"""Robust z-scores at which outlierness leaves 0 and reaches 1."""
+MAX_PEERS = 1024
+MAX_ENVIRONMENTS = 16
+
+
+def audit_rate(
+    reputation: Reputation, base: float, outlierness: float, recent_fault: bool
+) -> float:
+    """Share of a peer's next rollouts that is audited; `base` is contract.audit_rate, outlierness in [0, 1].
+
+        rate = 1                                   newcomers, and after a recent fault
+        r    = max(base, min(1, (1 - trust_low) / DOUBT))
+        rate = r + (1 - r) * outlierness           everybody else
+
+    After n clean rollouts 1 - trust_low is about 3 / n, so r is about 64 / n until it meets the base: each
+    doubling of a record is bought with some 44 more audits. What the base has to be follows from survival().
+    """
+    if recent_fault or reputation.good < NEWCOMER:
+        return 1.0
+    rate = max(base, min(1.0, (1.0 - reputation.trust_low) / DOUBT))
+    return rate + (1.0 - rate) * min(1.0, max(0.0, outlierness))
+
+
+def survival(rate: float, forged: float, detected: float, rollouts: int) -> float:
+    """Probability (1 - a f d)^N that who forges a share f of N rollouts is never caught.
+
+    a = `rate` of audits, d = `detected` per audited forgery. At a = 0.1 and d = 0.95: f = 5 % of N = 1000
+    survives with 0.8 %, f = 1 % with 39 %; what forges so little has to be found by its outliers.
+    """
+    return (1.0 - rate * forged * detected) ** rollouts
+
+
+def draw(challenge: bytes, group: int, rollout: int) -> float:
+    """The lot of one rollout, in [0, 1). Audited are those below the rate: the lowest lots, in other words."""
+    name = derive("audit draw", challenge, group.to_bytes(4, "big"), rollout.to_bytes(4, "big"))
+    return (int.from_bytes(name[:8], "big") >> 11) / 2.0**53
+
+
+def is_audited(challenge: bytes, group: int, rollout: int, rate: float) -> bool:
+    """Whether the challenge picks this rollout; at a rate of 1 it picks every one, at 0 none."""
+    return draw(challenge, group, rollout) < rate
+
+
+@dataclass
+class _Running:
+    """Mean and variance of a quantity, over an exponential window of groups."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        step = max(1.0 / WINDOW, 1.0 / self.count)
+        off = value - self.mean
+        self.mean += step * off
+        self.variance = (1.0 - step) * (self.variance + step * off * off)
+
+    def error2(self) -> float:
+        """Squared standard error of the mean; an exponential window of length W averages 2 W - 1 values."""
+        return self.variance / min(self.count, 2 * WINDOW - 1)
+
+
+@dataclass
+class _Peer:
+    """One peer in one environment: its level, and how far it was from the others when it sent a group."""
+
+    level: _Running = field(default_factory=_Running)
+    excess: _Running = field(default_factory=_Running)
+    last: int = 0
+    """Number of its last group among all groups of the environment."""
+
+
+@dataclass
+class _Series:
+    """One quantity in one environment."""
+
+    peers: OrderedDict[bytes, _Peer] = field(default_factory=OrderedDict[bytes, _Peer])
+    groups: int = 0
+
+    def add(self, node: bytes, value: float) -> None:
+        self.groups += 1
+        centre = self._centre(node)
+        peer = self.peers.setdefault(node, _Peer())
+        self.peers.move_to_end(node)
+        peer.level.add(value)
+        peer.last = self.groups
+        if centre is not None:
+            peer.excess.add(value - centre)
+        if len(self.peers) > MAX_PEERS:
+            self.peers.popitem(last=False)
+
+    def _centre(self, node: bytes) -> float | None:
+        """Median level of the other peers: a minority cannot move it far."""
+        levels = [
+            peer.level.mean
+            for other, peer in self.peers.items()
+            if other != node and peer.level.count >= MIN_GROUPS and self.groups - peer.last <= FRESH
+        ]
+        return median(levels) if levels else None
+
+    def score(self, node: bytes) -> float:
+        """Robust z-score: the peer's excess over its standard error and the spread of the others' excesses."""
+        peer = self.peers.get(node)
+        if peer is None or peer.excess.count < MIN_GROUPS:
+            return 0.0
+        others = [
+            abs(other.excess.mean)
+            for name, other in self.peers.items()
+            if name != node and other.excess.count >= MIN_GROUPS
+        ]
+        # 1.4826 MAD estimates a standard deviation; two peers differ by the same amount, which is no spread.
+        spread = 1.4826 * median(others) if len(others) >= 3 else 0.0
+        error = math.sqrt(2.0 * peer.excess.error2() + spread**2)
+        off = abs(peer.excess.mean)
+        if error == 0.0:
+            return 0.0 if off == 0.0 else math.inf
+        return off / error
+
+
+class Outliers:
+    """How unlike the others a peer's rewards and reply lengths are: never a punishment, only more audits.
+
+    What is compared is each group against the others' level at that moment, so that a policy which improves
+    makes nobody an outlier. Memory is bounded: who was quiet longest is forgotten first.
+    """
+
+    def __init__(self) -> None:
+        self._series: OrderedDict[tuple[str, str], _Series] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Peers that are remembered, counted once for each quantity and environment."""
+        return sum(len(series.peers) for series in self._series.values())
+
+    def note(
+        self, node: bytes, environment: str, rewards: Iterable[float], lengths: Iterable[int]
+    ) -> None:
+        """Add one group: its rollouts' rewards (the trainer's own) and sampled tokens.
+
+        A group is one observation: its rollouts share a task and are not independent. Reply lengths are
+        compared by their logarithm.
+        """
+        found = [reward for reward in rewards if math.isfinite(reward)]
+        sizes = [math.log1p(length) for length in lengths]
+        if found:
+            self._of("reward", environment).add(node, sum(found) / len(found))
+        if sizes:
+            self._of("length", environment).add(node, sum(sizes) / len(sizes))
+
+    def outlierness(self, node: bytes) -> float:
+        """0 for a peer like the others (or too little known), 1 for one that is surely not."""
+        worst = max((series.score(node) for series in self._series.values()), default=0.0)
+        return min(1.0, max(0.0, (worst - ODD_Z) / (SURE_Z - ODD_Z)))
+
+    def _of(self, quantity: str, environment: str) -> _Series:
+        series = self._series.setdefault((quantity, environment), _Series())
+        self._series.move_to_end((quantity, environment))
+        if len(self._series) > 2 * MAX_ENVIRONMENTS:
+            self._series.popitem(last=False)
+        return series

@@ -1,0 +1,284 @@
+"""Models that are trained a little: peaked distributions over a synthetic language, and policy updates of them.
+
+Random weights draw from almost flat distributions, which hides what cheats and rounding do. The language
+mixes prose (a Markov chain: a few bits per token), reversals, copies and sums (almost certain tokens).
+What is trained is kept on disk by its recipe, in fp32 as a trainer holds it; a State is its bf16 rounding.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primerl.node import models
+from primerl.node.config import ModelCreateConfig, TrainingConfig
+from primerl.node.training.backend import Batch, Sample
+from primerl.node.weights.state import State
+
+PROSE, REVERSE, COPY, SUM, PLUS, IS = range(10, 16)
+"""Marks; ids 0..9 are digits."""
+WORD = 16
+"""The first word."""
+SUCCESSORS = 12
+BUSY = 256
+"""Ids from here to 511 are the tokenizer's own."""
+LONGEST = 48
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "trained"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that a trained model follows from."""
+
+    name: str
+    shape: tuple[tuple[str, int], ...]
+    """Fields of ModelCreateConfig."""
+    words: int
+    steps: int
+    rows: int
+    """Sequences per step."""
+    length: int
+    lr: float
+    seed: int = 0
+
+
+def recipe(name: str, *, steps: int | None = None, **shape: int) -> Recipe:
+    """One of RECIPES, with another number of steps or another shape."""
+    found = RECIPES[name]
+    label = "-".join([name, *(f"{key}{value}" for key, value in shape.items())])
+    merged = tuple((dict(found.shape) | shape).items())
+    return replace(found, name=label, shape=merged, steps=steps or found.steps)
+
+
+def _recipe(name: str, shape: dict[str, int], *rest: Any) -> Recipe:
+    return Recipe(name, tuple(shape.items()), *rest)
+
+
+# (words, steps, rows, length, learning rate) follow the shape
+RECIPES: dict[str, Recipe] = {
+    one.name: one
+    for one in (
+        _recipe("tiny", {}, 160, 240, 32, 96, 4e-3),
+        _recipe(
+            "50m",
+            {
+                "hidden_size": 768,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+                "head_dim": 64,
+                "intermediate_size": 2816,
+                "vocab_size": 8192,
+                "rope_theta": 10000,
+            },
+            160,
+            150,
+            16,
+            96,
+            1.5e-3,
+        ),
+        _recipe(
+            "0.6b",
+            {
+                "hidden_size": 1024,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "intermediate_size": 3072,
+                "vocab_size": 151936,
+                "rope_theta": 10000,
+            },
+            2000,
+            300,
+            128,
+            256,
+            6e-4,
+        ),
+    )
+}
+
+
+# -- the language ----------------------------------------------------------------------------------
+
+
+class Corpus:
+    """A language of `words` words, and endless text in it; `stop` ends a text now and then."""
+
+    def __init__(self, words: int, stop: int) -> None:
+        rng = np.random.default_rng(7)
+        beyond = np.arange(2 * BUSY, 2 * BUSY + words)
+        self._ids = np.concatenate([np.arange(WORD, BUSY), beyond])[:words]
+        self._next = rng.integers(0, words, (words, SUCCESSORS))
+        weights = 1.0 / np.arange(1, SUCCESSORS + 1) ** 1.3
+        self._share = np.cumsum(weights / weights.sum())
+        self._stop = stop
+        self._words = words
+
+    def text(self, seed: Sequence[int], tokens: int) -> list[int]:
+        """The first `tokens` tokens of text number `seed`."""
+        found: list[int] = []
+        for part in self._parts(np.random.default_rng(seed), tokens // 16 + 2):
+            found += part
+            if len(found) >= tokens:
+                return found[:tokens]
+        raise AssertionError("parts are longer than that")
+
+    def rows(self, seed: int, count: int, length: int) -> NDArray[np.int64]:
+        """Text in rows of equal length [count, length]."""
+        rng = np.random.default_rng([seed, count])
+        stream: list[int] = []
+        while len(stream) < count * length:
+            for part in self._parts(rng, 4096):
+                stream += part
+        return np.array(stream[: count * length], np.int64).reshape(count, length)
+
+    def _parts(self, rng: np.random.Generator, count: int) -> Iterator[list[int]]:
+        walks = self._walks(rng, count)
+        kinds = rng.choice([PROSE, REVERSE, COPY, SUM], count, p=[0.55, 0.15, 0.15, 0.15])
+        sizes = rng.integers(16, LONGEST, count)
+        numbers = rng.integers(0, 100, (count, 2))
+        ends = rng.random(count) < 0.05
+        for kind, size, walk, pair, end in zip(kinds, sizes, walks, numbers, ends, strict=True):
+            words = walk[: size if kind == PROSE else max(8, size // 3)].tolist()
+            yield [int(kind), *_said(int(kind), words, pair), *([self._stop] if end else [])]
+
+    def _walks(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        place = rng.integers(0, self._words, count)
+        steps = [place]
+        for _ in range(LONGEST - 1):
+            choice = np.searchsorted(self._share, rng.random(count)).clip(0, SUCCESSORS - 1)
+            place = self._next[place, choice]
+            steps.append(place)
+        return self._ids[np.stack(steps, 1)]
+
+
+def _said(kind: int, words: list[int], pair: NDArray[np.int64]) -> list[int]:
+    if kind == PROSE:
+        return words
+    if kind == SUM:
+        sums = [list(map(int, str(number))) for number in (pair[0], pair[1], pair.sum())]
+        said = [*sums[0], PLUS, *sums[1], IS, *sums[2]]
+        return [*said, PROSE, *words]
+    return [*words, IS, *(words[::-1] if kind == REVERSE else words)]
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model on disk, its bf16 state, and the language that it speaks."""
+
+    directory: Path
+    """config, tokenizer and fp32 weights."""
+    state: State
+    corpus: Corpus
+    loss: float
+    """Nats per token at the end."""
+
+
+def trained_model(
+    wanted: Recipe, *, device: str = "cpu", cache: Path = CACHE, say: Callable[[str], None] = print
+) -> Trained:
+    """The model of a recipe, trained now or before."""
+    key = hashlib.sha256(json.dumps(asdict(wanted)).encode()).hexdigest()[:12]
+    directory = cache / f"{wanted.name}-{key}"
+    done = directory / "loss.json"
+    if not done.exists():
+        shutil.rmtree(directory, ignore_errors=True)
+        models.create(directory, ModelCreateConfig.model_validate(dict(wanted.shape)), wanted.seed)
+        loss = _train(directory, wanted, device, say)
+        done.write_text(json.dumps(loss))
+    state = _bf16(directory)
+    return Trained(directory, state, corpus_of(wanted, directory), json.loads(done.read_text()))
+
+
+def corpus_of(wanted: Recipe, directory: Path) -> Corpus:
+    """The language of a recipe; the stop token is the model's."""
+    return Corpus(wanted.words, stop_token(directory))
+
+
+@lru_cache
+def stop_token(directory: Path) -> int:
+    """The token that ends a completion."""
+    return models.stop_token_ids(directory)[0]
+
+
+def _train(directory: Path, wanted: Recipe, device: str, say: Callable[[str], None]) -> float:
+    """Cross entropy on every token; writes the fp32 weights. Returns the last loss."""
+    import torch
+
+    torch.manual_seed(wanted.seed)
+    model: Any = models.load_model(directory, device=device).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=wanted.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    rows = corpus_of(wanted, directory).rows(wanted.seed, wanted.rows * 64, wanted.length)
+    coarse = sum(value.numel() for value in model.parameters()) > 10**7
+    loss = 0.0
+    for step in range(wanted.steps):
+        first = step * wanted.rows % len(rows)
+        batch = torch.from_numpy(rows[first : first + wanted.rows]).to(device)
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=coarse):
+            hidden = model.model(input_ids=batch[:, :-1], use_cache=False).last_hidden_state
+        loss = _backward(model.lm_head, hidden, batch[:, 1:], coarse)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        left = 1 - step / wanted.steps
+        for group in optimizer.param_groups:
+            group["lr"] = wanted.lr * min(1.0, (step + 1) / 20, 0.05 + 1.5 * left)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 20 == 0 or step + 1 == wanted.steps:
+            say(f"training {wanted.name}: step {step + 1}/{wanted.steps}, loss {loss:.3f}")
+    model.save_pretrained(directory)
+    return loss
+
+
+def _backward(head: Any, hidden: Any, targets: Any, coarse: bool) -> float:
+    """Gradients of the mean cross entropy, eight rows' logits at a time: they are what takes memory."""
+    import torch
+    import torch.nn.functional as F
+
+    leaf = hidden.detach().requires_grad_()
+    total = 0.0
+    for rows, wanted in zip(leaf.split(8), targets.split(8), strict=True):
+        with torch.autocast(hidden.device.type, dtype=torch.bfloat16, enabled=coarse):
+            logits = head(rows)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="sum")
+        (loss / targets.numel()).backward()
+        total += float(loss.detach()) / targets.numel()
+    hidden.backward(leaf.grad)
+    return total
+
+
+def _bf16(directory: Path) -> State:
+    return models.policy_state(models.load_model(directory))
+
+
+# -- policy updates --------------------------------------------------------------------------------
+
+
+def policy_updates(
+    directory: Path, samples: Sequence[Sample], *, lr: float, updates: int, device: str = "cpu"
+) -> list[State]:
+    """Versions 0 .. `updates` as the trainer publishes them: RL steps over equal shares of `samples`."""
+    from primerl.node.training.learner import Learner
+
+    config = TrainingConfig(lr=lr, device=device)
+    learner = Learner.build(directory, config, max_steps=updates, seed=0, temperature=1.0)
+    try:
+        states = [learner.state()]
+        for step in range(1, updates + 1):
+            learner.step(Batch(step, list(samples[step - 1 :: updates])))
+            states.append(learner.state())
+    finally:
+        learner.close()
+    return states

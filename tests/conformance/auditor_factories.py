@@ -1,0 +1,14 @@
+"""The auditors that the suite of the auditor seam runs on."""
+
+from collections.abc import Callable
+
+from engine_cases import FP32
+
+from primerl.node.proofs.auditor import Auditor
+from primerl.node.proofs.hf_auditor import HfAuditor
+from primerl.node.proofs.prefill import PrefillCore
+
+AUDITORS: dict[str, Callable[[], Auditor]] = {
+    "core": lambda: PrefillCore(FP32),
+    "child": lambda: HfAuditor(FP32, timeout_s=60.0, threads=1),
+}

@@ -1,0 +1,102 @@
+"""Proofs of completions, for every engine and every fingerprint; for the rest see test_engine.py."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+import torch
+from conformance.engine_factories import PARAMS, Case, make_case
+from engine_cases import request, started, varied_requests
+
+from primerl.node.engines.engine import Completion, Engine, GenerateRequest
+from primerl.node.engines.network import build_network
+from primerl.node.engines.scripted import scripted_hidden
+from primerl.node.errors import EngineError
+from primerl.node.fingerprints.build import KNOWN, find
+from primerl.node.fingerprints.fingerprint import Hidden
+from primerl.node.weights.state import State
+
+DEADLINE_S = 60.0
+NEAR, FAR = 0.02, 0.3
+"""Distances: of a proof from the hidden states that it is of, and from those of another policy."""
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module", params=KNOWN)
+def fingerprint(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(case: Case, fingerprint: str) -> AsyncIterator[Engine]:
+    engine = case.factory.engine()
+    try:
+        yield await started(engine, case.model_dir, case.states[0], fingerprint=fingerprint)
+    finally:
+        await engine.close()
+
+
+async def generate_all(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.gather(*map(engine.generate, requests))
+
+
+def hidden_states(case: Case, state: State, asked: GenerateRequest, done: Completion) -> Hidden:
+    """What led to each token of a completion, by one pass over prompt and completion."""
+    if not case.factory.real:
+        return scripted_hidden(done.policy_first + (state is not case.states[0]), done.token_ids)
+    network = build_network(case.model_dir, state, dtype="float32", device="cpu")
+    tokens = torch.tensor([[*asked.prompt, *done.token_ids]])
+    with torch.inference_mode():
+        return network.hidden(tokens)[0, len(asked.prompt) - 1 : -1].numpy()
+
+
+async def test_every_completion_brings_the_proof_of_its_tokens(
+    engine: Engine, fingerprint: str
+) -> None:
+    scheme = find(fingerprint)
+    for one in await generate_all(engine, varied_requests()):
+        assert len(one.proof) == scheme.size(len(one.token_ids)) > 0
+        scheme.check(one.proof, len(one.token_ids))
+
+
+async def test_a_proof_is_of_the_hidden_states_of_its_policy_and_of_no_other(
+    engine: Engine, case: Case, fingerprint: str
+) -> None:
+    """Rows end at different steps and are dropped on the way: each has its own states all the same."""
+    requests = [
+        replace(one, max_tokens=4 + 9 * index, stop_token_ids=())
+        for index, one in enumerate(varied_requests())
+    ]
+    for asked, done in zip(requests, await generate_all(engine, requests), strict=True):
+        own, other = (hidden_states(case, state, asked, done) for state in case.states)
+        assert find(fingerprint).compare(done.proof, own).distance < NEAR
+        assert find(fingerprint).compare(done.proof, other).distance > FAR
+
+
+async def test_a_fingerprint_changes_nothing_that_is_sampled(engine: Engine, case: Case) -> None:
+    plain = await started(case.factory.engine(), case.model_dir, case.states[0])
+    try:
+        wanted = await generate_all(plain, [request(seed=seed) for seed in range(4)])
+    finally:
+        await plain.close()
+    found = await generate_all(engine, [request(seed=seed) for seed in range(4)])
+    assert {one.proof for one in wanted} == {b""}
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
+async def test_an_unknown_fingerprint_is_an_engine_error(case: Case) -> None:
+    engine = case.factory.engine()
+    try:
+        with pytest.raises(EngineError, match="projection"):
+            await engine.start(case.model_dir, fingerprint="thumb")
+    finally:
+        await engine.close()
