@@ -24,7 +24,9 @@ def run(
             "--ticket", "-t", help="The join ticket, a file that holds it, or - for standard input."
         ),
     ] = None,
-    role: Annotated[str | None, typer.Option("--role", help="What to be: inference.")] = None,
+    role: Annotated[
+        str | None, typer.Option("--role", help="What to be: inference or validator.")
+    ] = None,
     data_dir: Annotated[
         str | None,
         typer.Option(
@@ -36,13 +38,15 @@ def run(
 ) -> None:
     """Join a run with a ticket: fetch the policy, generate rollouts, send them in.
 
-    Come and go as you like; needs no open port. The ticket is checked before anything is sent.
+    Come and go as you like; needs no open port. The ticket is checked before anything is sent. A validator
+    measures instead what other nodes sent in; the trainer's verification.validators has to name it.
 
     \b
     Examples:
       primerl-node join --ticket primerl1-... --data-dir worker
       ssh trainer primerl-node ticket | primerl-node join --ticket -
       primerl-node join --ticket run.ticket --engine.type vllm
+      primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
     from ..node.config import JoinConfig
     from ..node.load import load

@@ -14,7 +14,7 @@ from .. import __version__
 from ..crypto.keys import KeyFileError
 from ..node.errors import NodeError, StorageError
 from ..protocol.errors import RemoteProtocolError
-from . import calibrate, identity, init, join, peers, rl, status, stop, ticket, train
+from . import calibrate, explain, identity, init, join, peers, rl, status, stop, ticket, train
 from .configured import ConfigCommand
 from .signals import Interrupted
 
@@ -88,6 +88,7 @@ SHORT = {
     "calibrate": "Measure honest noise for a run, and the bounds of its audits.",
     "status": "How the running node is doing.",
     "peers": "Who it knows, and how they do.",
+    "explain": "Why work was accepted or rejected, with the evidence.",
     "ticket": "The join ticket of the running trainer.",
     "stop": "Stop the running node in order.",
     "init": "Make this node's key.",
@@ -97,6 +98,7 @@ CONFIGURED = {"rl": rl.run, "train": train.run, "join": join.run, "calibrate": c
 PLAIN = {
     "status": status.run,
     "peers": peers.run,
+    "explain": explain.run,
     "ticket": ticket.run,
     "stop": stop.run,
     "init": init.run,

@@ -10,6 +10,9 @@ from rich.table import Table
 from ..node.control import PeerRow, Status
 
 NONE = "-"
+MAX_STATE = 48
+"""Characters of the reason that a table shows."""
+SUSPICIOUS = 0.5
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -18,10 +21,10 @@ def peers_table(rows: Sequence[PeerRow]) -> Any:
     if not rows:
         return "no peers yet"
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    right = {"RTT", "SENT", "RECV", "VER", "LAG", "LEASES", "TRUST", "REL", "SEEN"}
+    right = {"RTT", "SENT", "RECV", "VER", "LAG", "LEASES", "AUDITED", "TRUST", "REL", "SEEN"}
     for name in (
         *("PEER", "ROLE", "PATH", "RTT", "SENT", "RECV", "VER", "LAG", "LEASES"),
-        *("OK/REJECTED", "TRUST", "REL", "SEEN", "SOFTWARE"),
+        *("OK/REJECTED", "AUDITED", "TRUST", "REL", "SEEN", "SOFTWARE", "STATE"),
     ):
         table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for row in sorted(rows, key=lambda row: (row.role != "trainer", row.role, row.short)):
@@ -42,11 +45,23 @@ def _peer_cells(row: PeerRow) -> tuple[str, ...]:
         str(row.leases),
         f"{row.accepted}/{row.rejected}"
         + (f" ({escape(row.top_reason)})" if row.top_reason else ""),
+        str(row.audited),
         f"{row.trust:.2f}",
         f"{row.reliability:.2f}",
         NONE if row.last_seen_s is None else f"{duration(row.last_seen_s)} ago",
         escape(row.software or NONE),
+        escape(_state(row)),
     )
+
+
+def _state(row: PeerRow) -> str:
+    """What an operator should notice of a peer; `explain` has the rest."""
+    if row.refused:
+        why = row.refused
+        return why if len(why) <= MAX_STATE else f"{why[: MAX_STATE - 3]}..."
+    if row.suspicion >= SUSPICIOUS:
+        return f"suspicious, {row.suspicion:.0%} of the way to a ban"
+    return f"{row.audits} audits made" if row.audits else ""
 
 
 def status_table(status: Status) -> Any:

@@ -45,6 +45,14 @@ class PeerRow(msgspec.Struct):
     last_seen_s: float | None
     """Seconds ago."""
     software: str
+    audited: int = 0
+    """Rollouts of it that were audited."""
+    suspicion: float = 0.0
+    """How far the evidence of audits has come on the way to a ban: 1 is one."""
+    refused: str = ""
+    """Why it is leased nothing, or its audits count no more; empty while all is well."""
+    audits: int = 0
+    """Audits that it made for the trainer, as a validator."""
 
 
 class Status(msgspec.Struct, kw_only=True):

@@ -23,7 +23,7 @@ from .config import JoinConfig
 from .control import PeerRow, Status
 from .engines.engine import Engine
 from .errors import TicketError, UsageError
-from .ledger import Ledger
+from .ledger import MANIFEST, Ledger
 from .network.heads import HeadFollower
 from .network.rpc import Refused, receive
 from .network.transport import Stream, TransportError
@@ -129,7 +129,7 @@ class JoinedNode(Node):
         run = documents.manifest
         self._name = run.name
         # `explain` checks verdicts by it when no trainer can be asked.
-        stack.ledger.set(rundir.MANIFEST, documents.sealed)
+        stack.ledger.set(MANIFEST, documents.sealed)
         chunks = [file.chunk for file in run.model.files]
         stack.keep_chunks.update(chunk.digest for chunk in chunks)
         await stack.fetcher.fetch(chunks, (), ticket.trainer)

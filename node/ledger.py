@@ -34,6 +34,8 @@ CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
 """
 FORMAT = 1
 VERDICTS_KEPT = 10_000
+MANIFEST = "manifest"
+"""Key of the sealed RunManifest of the run that the ledger is of."""
 
 
 @dataclass(frozen=True)

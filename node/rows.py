@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from ..crypto.hashing import short
 from ..protocol.messages import WorkerStats
 from ..protocol.reputation import Reputation
 from .control import PeerRow
 from .network.peers import Peer, PeerTable
+from .proofs.overlap import Record
 
 
 def peer_rows(
@@ -17,12 +19,18 @@ def peer_rows(
     leases: Mapping[bytes, int],
     stats: Mapping[bytes, WorkerStats],
     reputations: Mapping[bytes, Reputation],
+    validators: Mapping[bytes, Record] = MappingProxyType({}),
     own: bytes,
 ) -> list[PeerRow]:
     """One row per known peer, the connected ones first."""
     rows = [
         _row(
-            peer, newest, leases.get(peer.node, 0), stats.get(peer.node), reputations.get(peer.node)
+            peer,
+            newest,
+            leases.get(peer.node, 0),
+            stats.get(peer.node),
+            reputations.get(peer.node) or Reputation(),
+            validators.get(peer.node) or Record(),
         )
         for peer in peers.rows()
         if peer.node != own
@@ -31,10 +39,14 @@ def peer_rows(
 
 
 def _row(
-    peer: Peer, newest: int, leases: int, stats: WorkerStats | None, reputation: Reputation | None
+    peer: Peer,
+    newest: int,
+    leases: int,
+    stats: WorkerStats | None,
+    known: Reputation,
+    validator: Record,
 ) -> PeerRow:
     path = peer.path()
-    known = reputation or Reputation()
     version = stats.version if stats else -1
     return PeerRow(
         id=peer.node.hex(),
@@ -54,6 +66,11 @@ def _row(
         reliability=round(peer.success, 3),
         last_seen_s=round(time.time() - peer.last_seen, 1) if peer.last_seen else None,
         software=printable(peer.record.software) if peer.record else "?",
+        audited=known.audited,
+        suspicion=round(known.suspicion, 3),
+        refused=known.refused
+        or (validator.disqualified and f"disqualified: {validator.disqualified}"),
+        audits=validator.jobs,
     )
 
 

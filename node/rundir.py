@@ -23,7 +23,7 @@ from ..protocol.manifests import (
 )
 from .config import RunConfig
 from .errors import StorageError, UsageError
-from .ledger import Ledger
+from .ledger import MANIFEST, Ledger
 from .proofs.thresholds import proof_contract
 from .run_files import clean
 from .store import Store
@@ -31,7 +31,6 @@ from .weights.mirror import prove
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest"
 MANIFEST_TTL_S = 10 * 365 * 86400
 
 

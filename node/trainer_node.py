@@ -216,6 +216,7 @@ class TrainerNode(Node):
         boot = self._boot = stack.ledger.count_boot()
         arrivals: asyncio.Queue[Arrived] = asyncio.Queue(INBOX)
         publisher = self._make_publisher(stack, documents)
+        role: TrainerRole
         desk = LeaseDesk(
             key=self.key,
             run_id=documents.run_id,
@@ -227,7 +228,7 @@ class TrainerNode(Node):
             heads=stack.head_server,
             merges=publisher.merges,
             task_digest=lambda index: environment.task(index).digest,
-            capacity=lambda: role.capacity(),
+            capacity=lambda node: role.capacity(node),
             order=lambda: publisher.order,
             arrivals=arrivals,
             audits=verification.desk,
@@ -374,6 +375,7 @@ class TrainerNode(Node):
             leases=leases,
             stats={node: worker.stats for node, worker in desk.workers.items()},
             reputations=desk.reputations,
+            validators=desk.audits.records(),
             own=self.key.node_id,
         )
 

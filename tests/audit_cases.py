@@ -1,12 +1,13 @@
 """Audits by validators without a swarm: a call, a validator driven by hand, and streams that only remember."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from protocol_cases import LEASE, RUN, STRANGER, TRAINER, WORKER
+from swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
@@ -76,7 +77,9 @@ class Own:
         self.calls.append(call)
         if self._dead:
             raise EngineError("dead")
-        return Answer([[one] * len(c.items) for c, one in zip(call.chosen, self.found, strict=False)])
+        return Answer(
+            [[one] * len(c.items) for c, one in zip(call.chosen, self.found, strict=False)]
+        )
 
 
 @dataclass
@@ -108,8 +111,9 @@ class Told:
 def desk(*validators: SecretKey, **settings: Any) -> AuditDesk:
     """A desk that believes these validators."""
     nodes = [key.node_id for key in validators or (VALIDATOR,)]
-    base: Mapping[str, Any] = {"run_id": RUN, "trainer": TRAINER.node_id, "validators": nodes}
-    return AuditDesk(**{"timeout_s": 5.0, **base, **settings})
+    base: dict[str, Any] = {"run_id": RUN, "trainer": TRAINER.node_id, "validators": nodes}
+    more: dict[str, Any] = {"timeout_s": 5.0, **settings}
+    return AuditDesk(**base, **more)
 
 
 async def request(
@@ -164,8 +168,7 @@ async def serve(desk: AuditDesk, key: SecretKey, *found: Measured | Unreadable) 
 async def present(desk: AuditDesk, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
     """The request of a validator that waits for a job, once the desk knows of it."""
     waiting = asyncio.create_task(request(desk, key))
-    while not desk.seats[key.node_id].waiting:
-        await asyncio.sleep(0)
+    await until(lambda: desk.seats[key.node_id].waiting > 0)
     return waiting
 
 

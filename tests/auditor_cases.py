@@ -1,7 +1,7 @@
 """Honest branches by a real engine, and what cheats make of them, for the tests of auditors."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -73,12 +73,17 @@ def make_run(fingerprint: str, dtype: str) -> RunManifest:
     return structs.replace(MANIFEST, proofs=proofs, sampling=sampling)
 
 
-async def make_case(directory: Path, fingerprint: str, dtype: str) -> Case:
+async def make_case(
+    directory: Path,
+    fingerprint: str,
+    dtype: str,
+    make: Callable[[Path, int], State] = make_qwen3,
+) -> Case:
     """Two replies with a question between them in every fourth branch."""
     torch.set_num_threads(1)
     run = make_run(fingerprint, dtype)
-    first = make_qwen3(directory / "own", 0)
-    far = make_qwen3(directory / "far", 1)
+    first = make(directory / "own", 0)
+    far = make(directory / "far", 1)
     near, _ = blended(first, far, 0.002)
     states = {OWN: first, NEAR: near, FAR: far}
     honest = await generate(directory / "own", first, fingerprint, dtype)

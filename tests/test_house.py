@@ -23,8 +23,8 @@ MAX_FUNCTION = 60
 PLUMBING = """config control errors ledger load logs metrics processes registry report run_files
     store toml watch"""
 MODELS = "model_files models tensors"
-COMPOSITION = """daemon launcher opening parts rows rundir serving stack summary trainer_node
-    verification worker_node"""
+COMPOSITION = """daemon explaining joined_node launcher opening parts rows rundir serving stack summary
+    trainer_node validator_node verification worker_node"""
 FLOORS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],

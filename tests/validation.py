@@ -30,7 +30,7 @@ class BentAuditor(WitnessAuditor):
         self, fakes: Fakes, bend: Callable[[Found], Found] | None = None, dies: bool = False
     ) -> None:
         super().__init__(fakes)
-        self._bend = bend or (lambda found: found)
+        self._bend = bend
         self._dies = dies
         self.items = 0
         self.started = asyncio.Event()
@@ -49,7 +49,8 @@ class BentAuditor(WitnessAuditor):
             raise EngineError("the audit process died: look at its log")
         if self.hold is not None:
             await self.hold.wait()
-        return self._bend(await super().audit(items, states, others))
+        found = await super().audit(items, states, others)
+        return found if self._bend is None else self._bend(found)
 
 
 class AuditedSwarm(Swarm):
@@ -66,16 +67,19 @@ class AuditedSwarm(Swarm):
         """The trainer's auditors, one for every start."""
         self.validator: ValidatorNode | None = None
 
+    async def __aenter__(self) -> "AuditedSwarm":
+        return self
+
     def _parts(self, running: Running, ledger: Any = None) -> Any:
         parts = super()._parts(running, ledger)
         if running is not self.trainer:
             return parts
 
-        def auditor(config: EngineConfig, timeout_s: float) -> Auditor:
+        def own(config: EngineConfig, timeout_s: float) -> Auditor:
             self.own.append(BentAuditor(self.fakes))
             return self.own[-1]
 
-        return replace(parts, auditor=auditor)
+        return replace(parts, auditor=own)
 
     def add_validator(
         self, auditor: Auditor, name: str = "v", key: SecretKey = VALIDATOR
@@ -84,7 +88,11 @@ class AuditedSwarm(Swarm):
         running = Running(key, self.directory / name)
         base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False}
         config = JoinConfig.model_validate({**base, "role": "validator"})
-        parts = replace(super()._parts(running), auditor=lambda config, timeout_s: auditor)
+
+        def make(config: EngineConfig, timeout_s: float) -> Auditor:
+            return auditor
+
+        parts = replace(super()._parts(running), auditor=make)
         node = self.validator = ValidatorNode(config, key, running.data_dir, parts)
         running.stop = node.request_stop
         running.task = asyncio.create_task(node.run())

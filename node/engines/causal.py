@@ -65,19 +65,21 @@ class CausalNetwork:
         """See Network."""
         self._check_shown()
         with self._tap.cut():  # logits of every position would be large, and nobody asked for them
-            self.forward(tokens)
+            self.read(tokens)
         return self._tap.taken()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See Network. The model reads one token and finds `hidden` before its head."""
         self._check_shown()
         with self._tap.put(hidden.reshape(1, -1, hidden.shape[-1])):
-            found = self.forward(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+            found = self.read(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         return found.view(*hidden.shape[:-1], -1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """See Network."""
-        return self._model(input_ids=tokens, use_cache=False).logits
+        logits = self.read(tokens)
+        self._tap.forget()
+        return logits
 
     def update(self, state: State, changed: Changed) -> bool:
         """See Network. A model that keeps a tensor in another layout has no place for it."""
@@ -88,6 +90,10 @@ class CausalNetwork:
         for name, positions in changed.items():
             write(self._places[name], state[name], positions)
         return True
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """One plain pass: the model's own logits, and the tap is full."""
+        return self._model(input_ids=tokens, use_cache=False).logits
 
     def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Output, Any]:
         """Append `tokens` [B, N] to `cache` under `mask` [B, all]: the last output, and the cache."""
@@ -103,7 +109,8 @@ class CausalNetwork:
             logits_to_keep=1,
             **extra,
         )
-        hidden = self._tap.taken()[:, -1] if self._shown else None
+        # contiguous: not a view that keeps the whole prompt's
+        hidden = self._tap.taken()[:, -1].contiguous() if self._shown else None
         return Output(hidden, output.logits[:, -1]), output.past_key_values
 
     def _check_shown(self) -> None:
@@ -160,6 +167,10 @@ class Tap:
             raise LookupError("the head was not called")
         return seen
 
+    def forget(self) -> None:
+        """Let go of what was kept."""
+        self._seen = None
+
     @contextmanager
     def cut(self) -> Generator[None]:
         """Let the head see the last position only."""
@@ -183,7 +194,7 @@ def _shows(network: CausalNetwork, tap: Tap) -> bool:
     """Whether the head can be tapped, and what it makes of the states are the model's logits."""
     tokens = torch.arange(PROBE, device=network.device)[None] % network.vocab_size
     with torch.inference_mode():
-        wanted = network.forward(tokens)
+        wanted = network.read(tokens)
         try:
             hidden = tap.taken()
         except LookupError:

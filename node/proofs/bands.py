@@ -5,7 +5,7 @@ with the number of rollouts that it was counted on.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +23,7 @@ Values = NDArray[np.float64]
 BEYOND = 1e-5
 """Share of honest rollouts that a rejecting bound may cost, for each measure."""
 SUSPECT = 0.01
-"""Share of honest rollouts that may be above any of the suspecting bounds."""
+"""Share of honest rollouts that may be above any suspecting bound: protocol/reputation.py counts on it."""
 SAFETY = 1.5
 """Rejecting bounds are at least this x the 99.9 % quantile: other devices, other batches."""
 SEEN = 1.2
@@ -90,14 +90,10 @@ def bands(honest: Sequence[Evidence]) -> Bands:
         name: max(_reject(name, values), getattr(REJECT_FLOOR, name))
         for name, values in columns.items()
     }
-    level = _joint_rank(list(columns.values()))
-    suspect = {
-        name: min(
-            max(SUSPECT_SAFETY * float(np.sort(values)[level]), getattr(SUSPECT_FLOOR, name)),
-            reject[name],
-        )
-        for name, values in columns.items()
+    wanted = {
+        name: max(value, getattr(SUSPECT_FLOOR, name)) for name, value in _suspect(columns).items()
     }
+    suspect = {name: min(value, reject[name]) for name, value in wanted.items()}
     return Bands(Thresholds(**reject), Thresholds(**suspect))
 
 
@@ -147,12 +143,22 @@ def upper_bound(events: int, trials: int, confidence: float = 0.95) -> float:
 
 def at_least(events: int, trials: int, probability: float) -> float:
     """P(X >= events) for X ~ Binomial(trials, probability), 0 < probability < 1."""
-    below = 0.0
-    for count in range(events):
-        ways = math.lgamma(trials + 1) - math.lgamma(count + 1) - math.lgamma(trials - count + 1)
-        log = ways + count * math.log(probability) + (trials - count) * math.log1p(-probability)
-        below += math.exp(log)
+    below = math.fsum(_exactly(count, trials, probability) for count in range(events))
     return max(0.0, 1 - below)
+
+
+def _exactly(events: int, trials: int, probability: float) -> float:
+    ways = math.lgamma(trials + 1) - math.lgamma(events + 1) - math.lgamma(trials - events + 1)
+    log = ways + events * math.log(probability) + (trials - events) * math.log1p(-probability)
+    return math.exp(log)
+
+
+def surely_below(trials: int, share: float, confidence: float = 0.95) -> int:
+    """The most events of which upper_bound() says that they are no more than `share`; -1 if none are."""
+    chance, events = 0.0, -1
+    while (chance := chance + _exactly(events + 1, trials, share)) <= 1 - confidence:
+        events += 1
+    return events
 
 
 def false_positives(honest: Sequence[Evidence], contract: ProofContract) -> FalsePositives:
@@ -201,17 +207,36 @@ def ratio_tail(values: Values, beyond: float) -> float:
 
 
 def _reject(name: str, values: Values) -> float:
-    fitted = ratio_tail if name == "other_policy" else tail
     rare = float(np.quantile(values, 0.999, method="higher"))
-    return max(SAFETY * rare, fitted(values, BEYOND), SEEN * float(values.max()))
+    return max(SAFETY * rare, _tail(name, values, BEYOND), SEEN * float(values.max()))
 
 
-def _joint_rank(columns: Sequence[Values]) -> int:
-    """The rank such that a share SUSPECT of rollouts, at most, is above it in any column.
+def _tail(name: str, values: Values, beyond: float) -> float:
+    return (ratio_tail if name == "other_policy" else tail)(values, beyond)
 
-    A rank of its own for every measure at 99 % would suspect up to 6 % of the honest.
+
+def _suspect(columns: Mapping[str, Values]) -> dict[str, float]:
+    """Bounds that a share SUSPECT of honest rollouts, at most, exceeds in any measure (95 % confident).
+
+    All at the same rank: a rank of its own for every measure would suspect six times as many. So few
+    rollouts that not even their largest measures are that rare are extrapolated instead.
     """
+    count = len(next(iter(columns.values())))
+    beyond = surely_below(count, SUSPECT)
+    level = _joint_rank(list(columns.values()), max(beyond, 0))
+    found = {
+        name: SUSPECT_SAFETY * float(np.sort(values)[level]) for name, values in columns.items()
+    }
+    if beyond < 0:
+        rare = SUSPECT / len(columns)
+        found = {
+            name: max(value, _tail(name, columns[name], rare)) for name, value in found.items()
+        }
+    return found
+
+
+def _joint_rank(columns: Sequence[Values], beyond: int) -> int:
+    """The rank that `beyond` rollouts, at most, are above in any column."""
     ranks = [np.searchsorted(np.sort(values), values, side="left") for values in columns]
     worst = np.sort(np.max(np.stack(ranks), axis=0))
-    allowed = int(SUSPECT * len(worst))
-    return int(worst[len(worst) - 1 - allowed])
+    return int(worst[len(worst) - 1 - beyond])

@@ -27,8 +27,8 @@ SIZES = (32, 64, 128, 256, 512)
 MAX_WINDOWS = 1 << 17
 """About 200 bytes each, one for every 16 tokens; a window that nobody met for the longest time goes first."""
 
-_MOST_SURPRISE = 10.0
-"""Nats that one token may count for: a single absurd logprob makes no window."""
+_MOST_SURPRISE = 2.5
+"""Nats that one token may count for: nothing below 16 tokens is a window, whatever logprobs it comes with."""
 _NAME_BYTES = 16
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 1 << 64))

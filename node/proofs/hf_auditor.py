@@ -5,6 +5,7 @@ What happens in there costs at most the item that made it happen: the others are
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from .audit_child import PROGRAM, AuditChild, ChildFailed
 from .audit_frames import Answer, Measure, Results, Setup
 from .auditor import AuditItem, Measured, Unreadable
 from .held_states import HeldStates
-from .portions import check_versions, portions, wanted_versions
+from .portions import Pace, check_versions, cost, first_portion, wanted_versions
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class HfAuditor:
         self._child: AuditChild | None = None
         self._held: HeldStates | None = None
         self._busy = asyncio.Lock()
+        self._pace = Pace(timeout_s)
         self._closed = False
 
     @property
@@ -83,7 +85,9 @@ class HfAuditor:
         check_versions(items, states, others)
         async with self._busy:
             found: Answers = []
-            for portion in portions(items, others):
+            while len(found) < len(items):
+                rest = items[len(found) :]
+                portion = rest[: first_portion(rest, others, self._pace.limit)]
                 found += await self._measure(portion, states, others)
             return found
 
@@ -103,9 +107,13 @@ class HfAuditor:
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
     ) -> Answers:
+        began = time.monotonic()
         try:
-            return await self._attempt(items, states, others)
+            answers = await self._attempt(items, states, others)
+            self._pace.done(sum(cost(one, others) for one in items), time.monotonic() - began)
+            return answers
         except ChildFailed as error:
+            self._pace.failed()
             logger.warning("%s; its %d branches are tried one by one", error, len(items))
         found: Answers = []
         faults: list[str] = []

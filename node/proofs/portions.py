@@ -10,6 +10,28 @@ from .auditor import AuditItem
 
 PORTION = 2**17
 """Tokens times versions to prefill in one go; one longer item is still a portion."""
+FIRST = 2**13
+"""Of the first portion, when nobody knows yet how fast the device is."""
+LEAST = 2**10
+SHARE = 4
+
+
+class Pace:
+    """How large a portion may be that a device prefills in a quarter of the time that it has."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.limit = FIRST
+
+    def done(self, cost: int, took_s: float) -> None:
+        """A portion of that cost took so long; a small one says little of larger ones."""
+        if cost >= FIRST // 2 or took_s > self._timeout_s / SHARE:
+            fair = int(cost / max(took_s, 1e-3) * self._timeout_s / SHARE)
+            self.limit = min(PORTION, max(LEAST, fair))
+
+    def failed(self) -> None:
+        """A portion was too much, perhaps."""
+        self.limit = max(LEAST, self.limit // SHARE)
 
 
 def wanted_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list[int]:
@@ -28,20 +50,21 @@ def other_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list
     return sorted(found if len(claimed) > 1 else found - claimed)
 
 
-def portions(
+def cost(item: AuditItem, others: Mapping[int, Sequence[int]]) -> int:
+    """Tokens times versions to prefill."""
+    return len(item.token_ids) * max(1, len(wanted_versions(item, others)))
+
+
+def first_portion(
     items: Sequence[AuditItem], others: Mapping[int, Sequence[int]], limit: int = PORTION
-) -> list[list[AuditItem]]:
-    """`items` in portions of about `limit` tokens times versions."""
-    found: list[list[AuditItem]] = []
-    room = 0
-    for item in items:
-        cost = len(item.token_ids) * max(1, len(wanted_versions(item, others)))
-        if not found or cost > room:
-            found.append([])
-            room = limit
-        found[-1].append(item)
-        room -= cost
-    return found
+) -> int:
+    """How many of `items` to take next: about `limit` tokens times versions, but one at least."""
+    room = limit
+    for number, item in enumerate(items):
+        room -= cost(item, others)
+        if room < 0:
+            return max(1, number)
+    return len(items)
 
 
 def check_versions(

@@ -14,7 +14,7 @@ from ..errors import EngineError
 from ..model_files import one_line
 from ..weights.state import State
 from .auditor import AuditItem, Measured, Unreadable
-from .portions import portions
+from .portions import first_portion
 
 if TYPE_CHECKING:
     from .replay import Replay
@@ -46,7 +46,9 @@ class PrefillCore:
             raise EngineError("the auditor is not running: call start() first")
         found: list[Measured | Unreadable] = []
         try:
-            for portion in portions(items, others):
+            while len(found) < len(items):
+                rest = items[len(found) :]
+                portion = rest[: first_portion(rest, others)]
                 found += await self._thread.run(self._replay.measure, portion, states, others)
         except RuntimeError as error:  # torch's own: no memory, no such device
             raise EngineError(

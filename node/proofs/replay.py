@@ -26,14 +26,14 @@ from .reading import check_item, split_proof
 from .sameness import SameState
 from .summing import summarize
 
-BATCH_TOKENS = 2**14
-"""Padded tokens of a forward pass."""
+BATCH_TOKENS = {"cpu": 2**11, "cuda": 2**14}
+"""Padded tokens of a forward pass: what a cache holds, and what keeps a GPU busy."""
 ROOMY = 2**10
 """So many tokens keep a device busy: beyond them no short branch is padded to a long one."""
 FILLED = 0.75
 """Least share of a batch's width that a branch fills."""
-LOGITS = 2**24
-"""fp32 logits at a time (64 MiB; drawing takes a few times that)."""
+LOGITS = 2**26
+"""fp32 logits at a time (256 MiB): rows enough that a GPU reads the head's weights for many of them."""
 KEEP_BYTES = 2**30
 """Networks are kept for the next audit while their states are smaller than this together; one always is."""
 
@@ -79,6 +79,10 @@ class _Tokens:
     logprobs: Tensor
     """Recomputed, float64 like the margins; both infinite until they are."""
 
+    def drawn(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Seeds, places and token ids: what noise is made of."""
+        return self.seeds, self.places, self.tokens
+
 
 @dataclass(frozen=True)
 class _Kept:
@@ -94,10 +98,11 @@ class Replay:
         self,
         terms: Terms,
         *,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int = 0,
         logits: int = LOGITS,
         keep_bytes: int = KEEP_BYTES,
     ) -> None:
+        """`batch_tokens` of a forward pass, 0 for what suits the device."""
         self._terms = terms
         self._batch_tokens = batch_tokens
         self._logits = logits
@@ -160,7 +165,8 @@ class Replay:
         # those at hand first: fetching another one may cost one of them its place
         for version in sorted(wanting, key=lambda one: (one not in self._kept, one)):
             network = self._network(version, states[version])
-            for batch in _batches(wanting[version], self._batch_tokens):
+            limit = self._batch_tokens or BATCH_TOKENS.get(network.device.type, BATCH_TOKENS["cpu"])
+            for batch in _batches(wanting[version], limit):
                 self._run(network, version, batch, tokens)
 
     def _run(
@@ -186,16 +192,15 @@ class Replay:
     def _draw(self, network: Network, chosen: Tensor, hidden: Tensor, tokens: _Tokens) -> None:
         """Fill in margins and logprobs of the tokens `chosen` [N], to which `hidden` [N, d] led."""
         step = max(1, self._logits // network.vocab_size)
-        for part, led in zip(chosen.split(step), hidden.split(step), strict=True):
-            seeds, places, claimed = (
-                values[part].to(led.device)
-                for values in (tokens.seeds, tokens.places, tokens.tokens)
-            )
-            margins, logprobs = _margins(
-                network.logits(led), self._terms.temperature, seeds, places, claimed
-            )
-            tokens.margins[part] = margins.cpu().double()
-            tokens.logprobs[part] = logprobs.cpu().double()
+        drawn = (values[chosen].to(hidden.device) for values in tokens.drawn())
+        parts = [
+            _margins(network.logits(led), self._terms.temperature, *rows)
+            for led, *rows in zip(*(one.split(step) for one in (hidden, *drawn)), strict=True)
+        ]
+        # only now is the device waited for
+        margins, logprobs = (torch.cat(one).cpu().double() for one in zip(*parts, strict=True))
+        tokens.margins[chosen] = margins
+        tokens.logprobs[chosen] = logprobs
 
     def _network(self, version: int, state: State) -> Network:
         kept = self._kept.pop(version, None)

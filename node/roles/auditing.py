@@ -112,6 +112,10 @@ class AuditDesk:
         self._changed = asyncio.Condition()
         self.seats = {node: Seat() for node in validators}
 
+    def records(self) -> dict[bytes, Record]:
+        """How each validator has done so far."""
+        return {node: seat.record for node, seat in self.seats.items()}
+
     # -- what validators ask -----------------------------------------------------------------------
 
     async def hand_out(self, peer: bytes, stream: Stream, request: AuditRequest) -> None:

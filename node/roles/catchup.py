@@ -62,10 +62,8 @@ class CatchUp:
         on_fraud: Callable[[RemoteProtocolError], None],
         on_policy: Callable[[Policy], None] = lambda policy: None,
     ) -> None:
-        """`announce` tells others (term, version, complete): what we hold, or else begin to fetch.
-
-        `on_policy` is told of every proved policy, also of those on the way to the one that is loaded.
-        """
+        """`announce` tells others (term, version, complete): what we hold, or else begin to fetch;
+        `on_policy` is told of every proved policy, also of those on the way."""
         self._book = book
         self._fetcher = fetcher
         self._store = store

@@ -95,7 +95,7 @@ class LeaseDesk:
         heads: HeadServer,
         merges: MergeDesk,
         task_digest: Callable[[int], bytes],
-        capacity: Callable[[], int],
+        capacity: Callable[[bytes], int],
         order: Callable[[], tuple[int, int]],
         arrivals: "asyncio.Queue[Arrived]",
         audits: AuditDesk | None = None,
@@ -111,7 +111,7 @@ class LeaseDesk:
         self._task_digest = task_digest
         self._capacity = capacity
         self._order = order
-        self._audits = audits or AuditDesk()
+        self.audits = audits or AuditDesk()
         self._submissions = SubmissionDesk(
             key=key,
             run_id=run_id,
@@ -163,10 +163,10 @@ class LeaseDesk:
             case AuditRequest():
                 worker = self._worker(peer)
                 worker.stats, worker.asked = request.stats, time.monotonic()
-                return await self._audits.hand_out(peer, stream, request)
+                return await self.audits.hand_out(peer, stream, request)
             case AuditDone():
                 self._worker(peer)
-                await self._audits.take_in(peer, request)
+                await self.audits.take_in(peer, request)
                 reply = Accepted()
             case SyncRecords():
                 self._worker(peer)
@@ -242,7 +242,7 @@ class LeaseDesk:
                 peer,
                 version=version,
                 term=term,
-                capacity=self._capacity(),
+                capacity=self._capacity(peer),
                 digest_of=self._task_digest,
                 seed=secrets.token_bytes(32),
                 now=time.time(),

@@ -22,7 +22,7 @@ from ..metrics import MetricsLog, PhaseClock
 from ..network.heads import HeadBook
 from ..training.advantages import CreditedBatch, credit
 from ..training.backend import Batch, TrainBackend
-from ..training.buffer import BufferSnapshot, Group, RolloutBuffer, peer_cap
+from ..training.buffer import BufferSnapshot, Group, RolloutBuffer, peer_cap, peer_room
 from ..training.checkpoints import Checkpoints
 from .cursor import Cursor, snapshots
 from .desk import LeaseDesk
@@ -33,7 +33,7 @@ from .publisher import Publisher
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.5
-PATIENCE = 0.25
+PATIENCE = 1 / 12
 """Share of a lease's time that a full buffer waits for other workers' groups."""
 
 
@@ -80,8 +80,8 @@ class TrainerRole:
         per_lease = self._config.rollouts.groups_per_lease
         return len(self._buffer) + self.inbox.waiting() * per_lease
 
-    def capacity(self) -> int:
-        """Groups that may be leased out now."""
+    def capacity(self, node: bytes) -> int:
+        """Groups that may be leased to `node` now."""
         remaining = self._config.max_steps - self.progress.step - (1 if self.training else 0)
         if remaining <= 0:
             return 0
@@ -89,7 +89,20 @@ class TrainerRole:
         waiting = self.waiting_groups()
         needed = remaining * self._config.rollouts.groups_per_batch
         last = needed - waiting - book.outstanding_groups()
-        return min(last, book.capacity(waiting_groups=waiting, training=self.training))
+        free = min(last, book.capacity(waiting_groups=waiting, training=self.training))
+        if free < 1:
+            return 0
+        rollouts = self._config.rollouts
+        there = self._buffer.by_node() + self._coming()
+        return min(free, peer_room(rollouts.groups_per_batch, rollouts.max_peer_share, node, there))
+
+    def _coming(self) -> Counter[bytes]:
+        """Groups that are on lease or in verification, by worker."""
+        coming = self._desk.book.leased()
+        unjudged = self._ledger.waiting_by_node(self.inbox.verified_up_to)
+        for node, submissions in unjudged.items():
+            coming[node] += submissions * self._config.rollouts.groups_per_lease
+        return coming
 
     async def restore(self, parts: dict[str, bytes]) -> None:
         """Take in a checkpoint's parts: buffer, cursor; then re-verify what arrived after it."""
@@ -240,11 +253,7 @@ class TrainerRole:
         self._full_since = min(self._full_since, now)
         if now - self._full_since > PATIENCE * rollouts.lease_timeout_s:
             return self._buffer.cut(wanted)
-        coming = self._desk.book.leased()
-        unjudged = self._ledger.waiting_by_node(self.inbox.verified_up_to)
-        for node, submissions in unjudged.items():
-            coming[node] += submissions * rollouts.groups_per_lease
-        cap = peer_cap(wanted, rollouts.max_peer_share, self._buffer.by_node(), coming)
+        cap = peer_cap(wanted, rollouts.max_peer_share, self._buffer.by_node(), self._coming())
         return self._buffer.cut(wanted, per_node=cap)
 
     def _count_empty(self, groups: list[Group] | None) -> None:

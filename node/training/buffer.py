@@ -5,6 +5,7 @@ than `max_off_policy_steps` is ever trained, early cancels elsewhere only save w
 """
 
 import math
+import sys
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -186,6 +187,17 @@ def peer_cap(
     while cap < n_groups and sum(min(cap, groups) for groups in there) < n_groups <= sum(there):
         cap += 1
     return cap
+
+
+def peer_room(n_groups: int, share: float, node: bytes, there: Mapping[bytes, int]) -> int:
+    """Groups that `node` may still be leased while others have groups in `there` (waiting or on lease).
+
+    One batch, or its share of two if that is more: what one worker makes beyond that would only fill the
+    buffer, and with it the capacity that the others' leases need. Without others there is no such bound.
+    """
+    if not any(groups for other, groups in there.items() if other != node):
+        return sys.maxsize
+    return math.ceil(n_groups * max(1.0, 2.0 * share)) - there.get(node, 0)
 
 
 def _age_key(group: Group) -> int:

@@ -1,50 +1,43 @@
 """How often the checks catch each cheat of the cheat book, and how often they punish the honest.
 
-    python scripts/bench/cheats.py [--quick] [--models tiny,50m] [--json FILE]
+    python scripts/bench/cheats.py [--quick] [--models tiny,50m] [--json FILE] [--save FILE | --load FILE...]
 
-Production parts end to end (Verifier, auditor, reputation) with production bounds; tests/attacks/cheat_book.py
-says what each cheat does. Models are trained a little (trained_model.py). Honest workers generate alone, a few
-at a time and in large batches; with --engine vllm by vLLM. The GPU's figures: tests/gpu/measure_cheats.py.
+Production parts end to end (Verifier, auditor, reputation), judged by the bounds that are built in and by
+bounds that are calibrated with the same honest rollouts; tests/attacks/cheat_book.py says what each cheat
+does. Models are trained a little (trained_model.py). Honest workers generate alone, a few at a time and in
+large batches; with --engine vllm by vLLM. On a GPU: tests/gpu/measure_cheats.sh.
 """
 
 import argparse
 import asyncio
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from cheats_measure import Sample, evidence_of, play_cheats, play_honestly, rejudged
-from cheats_report import (
-    CheatRow,
-    HonestRow,
-    as_json,
-    honest_row,
-    judge,
-    medians,
-    reasons,
-    show_bounds,
-    show_cheats,
-    show_honest,
-)
-from cheats_trust import caught_within, until_ban
+from cheats_measure import Sample, play_cheats, play_honestly
+from cheats_report import as_json, cheat_rows, honest_row, judge, show
+from cheats_store import Setting, load, save
 
 from primerl.node.config import EngineConfig
 from primerl.node.engines.build import build_engine
 from primerl.node.engines.engine import Engine
 from primerl.node.fingerprints.build import KNOWN, find
-from primerl.node.proofs.bands import bands
 from primerl.node.proofs.prefill import PrefillCore
-from primerl.protocol.manifests import ProofContract
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 from primerl.tests.attacks.cheat_book import BOOK, Cheat
-from primerl.tests.attacks.cheat_run import new_world, with_fingerprint, with_updates
+from primerl.tests.attacks.cheat_run import (
+    learning_material,
+    new_world,
+    with_fingerprint,
+    with_updates,
+)
 from primerl.tests.attacks.cheat_world import World
 
-COMPANY = ((1, 0.05), (8, 0.15), (256, 0.8))
+COMPANY = ((1, 0.01), (8, 0.09), (256, 0.9))
 """Rollouts at once, and the share of the honest blocks."""
+MOST = 128
+"""Rollouts of a cheat at once."""
 UPDATES = 4
-DEFAULT_LR = 1e-5
 ON_TOPLOC = (
     "smaller model",
     "previous policy version",
@@ -84,8 +77,8 @@ async def start_main(world: World, config: EngineConfig) -> Engine | None:
 
 async def measure_honest(
     world: World, name: str, config: EngineConfig, blocks: int
-) -> tuple[HonestRow, ProofContract]:
-    """The row of one setting, and bounds that are calibrated by it."""
+) -> list[Sample]:
+    """Samples of honest workers in every company."""
     auditor = PrefillCore(world.engine)
     await auditor.start(world.model_dir, world.run)
     main = await start_main(world, config)
@@ -103,92 +96,61 @@ async def measure_honest(
         if main is not None:
             await main.close()
         await auditor.close()
-    built_in = world.run.proofs
-    evidence = [one for sample in samples for one in evidence_of(sample.outcomes)]
-    return honest_row(samples, name, built_in), bands(evidence).contract(built_in)
+    return samples
 
 
-async def measure_cheats(
-    world: World, cheats: Sequence[Cheat], rollouts: int, config: EngineConfig
-) -> list[Sample]:
-    """Judged by the bounds that are built in."""
+async def measure_cheats(world: World, cheats: Sequence[Cheat], rollouts: int) -> list[Sample]:
+    """Samples of every cheat."""
     auditor = PrefillCore(world.engine)
     await auditor.start(world.model_dir, world.run)
-    main = await start_main(world, config)
     try:
+        at_once = min(rollouts, MOST)
         return await play_cheats(
-            world, auditor, cheats, rollouts=rollouts, at_once=32, main=main, say=say
+            world, auditor, cheats, rollouts=rollouts, at_once=at_once, say=say
         )
     finally:
-        if main is not None:
-            await main.close()
         await auditor.close()
 
 
-def cheat_row(
-    cheat: Cheat,
-    sample: Sample,
-    setting: str,
-    *,
-    built_in: ProofContract,
-    calibrated: ProofContract,
-) -> CheatRow:
-    """What was measured, and what trust makes of it."""
-    chance = random.Random(cheat.name)
-    outcomes = rejudged(sample.outcomes, calibrated)
-    return CheatRow(
-        setting=setting,
-        name=cheat.name,
-        rollouts=len(outcomes),
-        rejected=sum(one.caught for one in outcomes) / len(outcomes),
-        suspected=sum(one.suspect for one in outcomes) / len(outcomes),
-        reasons=reasons(outcomes),
-        within=cheat.within,
-        caught=caught_within(outcomes, cheat.within, calibrated, chance),
-        caught_built_in=caught_within(sample.outcomes, cheat.within, built_in, chance),
-        wanted=cheat.wanted,
-        newcomer=until_ban(outcomes, calibrated, chance, proven=False),
-        proven=until_ban(outcomes, calibrated, chance, proven=True),
-        medians=medians(sample),
-    )
-
-
-async def run(options: argparse.Namespace) -> tuple[list[HonestRow], list[CheatRow]]:
-    """All rows."""
-    honest: list[HonestRow] = []
-    cheats: list[CheatRow] = []
-    for setting in options.models.split(","):
-        name, _, dtype = setting.partition(":")
-        dtype = dtype or "float32"
-        right, small = models_of(name, options.device)
-        config = EngineConfig(
-            type=options.engine,
-            dtype=dtype,
-            device=options.device,
-            max_batch=256,
-            max_model_len=options.tokens + 64,
+async def measure(options: argparse.Namespace) -> list[Setting]:
+    """Every setting, its tables printed when it is done."""
+    settings: list[Setting] = []
+    for model in options.models.split(","):
+        name, _, dtype = model.partition(":")
+        config = EngineConfig.model_validate(
+            {
+                "type": options.engine,
+                "dtype": dtype or "float32",
+                "device": options.device,
+                "max_batch": 256,
+                "max_model_len": options.tokens + 64,
+            }
         )
         own = config.model_copy(update={"type": "hf"})
+        right, small = models_of(name, options.train_device or options.device)
         fresh = new_world(right, small, own, max_tokens=options.tokens)
-        world = await with_updates(fresh, lr=options.lr, updates=UPDATES)
+        material = await learning_material(fresh, 4 * UPDATES)
+        world = with_updates(fresh, material, lr=options.lr, updates=UPDATES)
         for fingerprint in options.fingerprints.split(","):
             seen = with_fingerprint(world, fingerprint)
-            label = f"{name}, {dtype}, {fingerprint}"
-            show_bounds(label, seen.run.proofs)
             first = fingerprint == "projection"
+            label = f"{name}, {own.dtype}, {fingerprint}"
             blocks = options.blocks if first else options.blocks // 4
-            row, calibrated = await measure_honest(seen, label, config, blocks)
-            honest.append(row)
-            show_honest([row])
-            show_bounds(f"{label}, calibrated", calibrated)
+            honest = await measure_honest(seen, label, config, blocks)
             book = [one for one in BOOK.values() if first or one.name in ON_TOPLOC]
-            count = options.rollouts if first else options.rollouts // 2
-            samples = await measure_cheats(seen, book, max(16, count), own)
-            bounds = {"built_in": seen.run.proofs, "calibrated": calibrated}
-            pairs = zip(book, samples, strict=True)
-            cheats += [cheat_row(cheat, one, label, **bounds) for cheat, one in pairs]
-            show_cheats([row for row in cheats if row.setting == label])
-    return honest, cheats
+            rollouts = options.rollouts if first else max(16, options.rollouts // 2)
+            settings.append(Setting(label, seen.run.proofs, honest, []))
+            keep(options, settings)
+            settings[-1].cheats.extend(await measure_cheats(seen, book, rollouts))
+            keep(options, settings)
+            show(settings[-1:])
+    return settings
+
+
+def keep(options: argparse.Namespace, settings: list[Setting]) -> None:
+    """Write what there is, if that is wanted."""
+    if options.save:
+        save(options.save, settings)
 
 
 def say(line: str) -> None:
@@ -196,10 +158,8 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def main() -> int:
-    """Measure, print, write the report, and say by the exit code whether every goal was met."""
-    import torch
-
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="tiny,tiny:bfloat16,50m", help="NAME[:DTYPE],...")
     parser.add_argument("--fingerprints", default=",".join(KNOWN))
@@ -207,21 +167,34 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=10_000, help="honest, per model")
     parser.add_argument("--rollouts", type=int, default=128, help="of every cheat")
     parser.add_argument("--tokens", type=int, default=96, help="of a rollout at most")
-    parser.add_argument("--lr", type=float, default=DEFAULT_LR, help="of the policy updates")
+    parser.add_argument("--lr", type=float, default=1e-5, help="of the policy updates")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--train-device", default="", help="where models are trained")
     parser.add_argument("--quick", action="store_true", help="tiny model: about a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    options = parser.parse_args()
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep what was measured")
+    parser.add_argument("--load", type=Path, nargs="+", metavar="FILE", help="measure nothing")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure, print, write the report, and say by the exit code whether every goal was met."""
+    import torch
+
+    options = arguments()
     if options.quick:
         options.models, options.blocks, options.rollouts = "tiny", 600, 32
         options.fingerprints = "projection"
     torch.set_num_threads(options.threads)
-    honest, cheats = asyncio.run(run(options))
+    if options.load:
+        settings = [one for path in options.load for one in load(path)]
+    else:
+        settings = asyncio.run(measure(options))
     print("\n# all")
-    show_honest(honest)
-    show_cheats(cheats)
+    show(settings)
     sizes = {name: find(name).size(options.tokens) / options.tokens for name in KNOWN}
+    honest, cheats = [honest_row(one) for one in settings], cheat_rows(settings)
     goals = judge(honest, cheats, sizes)
     if options.json:
         options.json.write_text(json.dumps(as_json(honest, cheats, goals), indent=2) + "\n")

@@ -1,18 +1,21 @@
 """The tables and the goals of cheats.py, in Markdown."""
 
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from cheats_measure import Sample, evidence_of
-from cheats_trust import Stopped
+from cheats_measure import Sample, evidence_of, rejudged
+from cheats_store import Setting
+from cheats_trust import Stopped, caught_within, until_ban
 
-from primerl.node.proofs.bands import FalsePositives, false_positives, upper_bound
+from primerl.node.proofs.bands import FalsePositives, bands, false_positives, upper_bound
 from primerl.node.proofs.thresholds import FIELDS
 from primerl.protocol.manifests import ProofContract
+from primerl.tests.attacks.cheat_book import BOOK
 from primerl.tests.attacks.cheat_court import Outcome
 
 SHARES = (0.5, 0.99, 0.999, 0.9999, 1.0)
@@ -82,28 +85,67 @@ class CheatRow:
     """Of every measure."""
 
 
-def honest_row(samples: Sequence[Sample], name: str, contract: ProofContract) -> HonestRow:
-    """One row for several samples."""
+def honest_row(setting: Setting) -> HonestRow:
+    """The honest of one setting."""
+    samples = setting.honest
     outcomes = [one for sample in samples for one in sample.outcomes]
     rejected = sum(one.caught for one in outcomes)
     suspected = sum(one.suspect for one in outcomes)
     evidence = evidence_of(outcomes)
     tokens = sum(one.tokens for one in samples)
     return HonestRow(
-        name=name,
+        name=setting.label,
         rollouts=len(outcomes),
         blocks=sum(one.blocks for one in samples),
         rejected=rejected,
         suspected=suspected,
         rejected_at_most=upper_bound(rejected, len(outcomes)),
         suspected_at_most=upper_bound(suspected, len(outcomes)),
-        calibrated=false_positives(evidence, contract),
+        calibrated=false_positives(evidence, setting.contract),
         quantiles={
             field: np.quantile([getattr(one, field) for one in evidence], SHARES).tolist()
             for field in FIELDS
         },
         generated_per_s=tokens / max(1e-9, sum(one.generating for one in samples)),
         verified_per_s=tokens / max(1e-9, sum(one.verifying for one in samples)),
+    )
+
+
+def calibrate(setting: Setting) -> ProofContract:
+    """The setting's contract with the bounds that its honest rollouts give."""
+    evidence = [one for sample in setting.honest for one in evidence_of(sample.outcomes)]
+    return bands(evidence).contract(setting.contract)
+
+
+def cheat_rows(settings: Sequence[Setting]) -> list[CheatRow]:
+    """All cheats of all settings."""
+    rows: list[CheatRow] = []
+    for setting in settings:
+        calibrated = calibrate(setting)
+        rows += [_cheat_row(setting, sample, calibrated) for sample in setting.cheats]
+    return rows
+
+
+def _cheat_row(setting: Setting, sample: Sample, calibrated: ProofContract) -> CheatRow:
+    """What was measured, and what trust makes of it."""
+    cheat = BOOK[sample.name.partition(" @ ")[0]]
+    chance = random.Random(sample.name)
+    outcomes = rejudged(sample.outcomes, calibrated)
+    by_built_in = rejudged(sample.outcomes, setting.contract)
+    return CheatRow(
+        setting=setting.label,
+        name=sample.name,
+        rollouts=len(outcomes),
+        rejected=sum(one.caught for one in outcomes) / len(outcomes),
+        suspected=sum(one.suspect for one in outcomes) / len(outcomes),
+        reasons=reasons(outcomes),
+        within=cheat.within,
+        caught=caught_within(outcomes, cheat.within, calibrated, chance),
+        caught_built_in=caught_within(by_built_in, cheat.within, setting.contract, chance),
+        wanted=cheat.wanted,
+        newcomer=until_ban(outcomes, calibrated, chance, proven=False),
+        proven=until_ban(outcomes, calibrated, chance, proven=True),
+        medians=medians(sample),
     )
 
 
@@ -119,6 +161,16 @@ def medians(sample: Sample) -> dict[str, float]:
     if not evidence:
         return {}
     return {field: float(np.median([getattr(one, field) for one in evidence])) for field in FIELDS}
+
+
+def show(settings: Sequence[Setting]) -> None:
+    """All tables."""
+    show_honest([honest_row(one) for one in settings])
+    print()
+    for one in settings:
+        show_bounds(f"{one.label}, built in", one.contract)
+        show_bounds(f"{one.label}, calibrated", calibrate(one))
+    show_cheats(cheat_rows(settings))
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -170,7 +222,8 @@ def _line(row: CheatRow) -> str:
     found = ", ".join(f"{row.medians[name]:.3g}" for name in shown) if row.medians else "-"
     return (
         f"| {row.name} | {row.rollouts} | {row.rejected:.1%} | {row.suspected:.1%} | {by} "
-        f"| {row.within} | {row.caught:.1%} | {row.caught_built_in:.1%} | {_stopped(row.newcomer)} | {_stopped(row.proven)} | {found} |"
+        f"| {row.within} | {row.caught:.1%} | {row.caught_built_in:.1%} "
+        f"| {_stopped(row.newcomer)} | {_stopped(row.proven)} | {found} |"
     )
 
 

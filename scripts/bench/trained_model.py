@@ -7,7 +7,7 @@ What is trained is kept on disk by its recipe, in fp32 as a trainer holds it; a 
 
 import hashlib
 import json
-import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -30,6 +30,7 @@ SUCCESSORS = 12
 BUSY = 256
 """Ids from here to 511 are the tokenizer's own."""
 LONGEST = 48
+LOSS = "loss.json"
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "trained"
 
 
@@ -97,8 +98,8 @@ RECIPES: dict[str, Recipe] = {
                 "rope_theta": 10000,
             },
             2000,
-            300,
-            128,
+            200,
+            64,
             256,
             6e-4,
         ),
@@ -191,14 +192,21 @@ def trained_model(
     """The model of a recipe, trained now or before."""
     key = hashlib.sha256(json.dumps(asdict(wanted)).encode()).hexdigest()[:12]
     directory = cache / f"{wanted.name}-{key}"
-    done = directory / "loss.json"
-    if not done.exists():
-        shutil.rmtree(directory, ignore_errors=True)
-        models.create(directory, ModelCreateConfig.model_validate(dict(wanted.shape)), wanted.seed)
-        loss = _train(directory, wanted, device, say)
-        done.write_text(json.dumps(loss))
+    if not directory.exists():
+        with tempfile.TemporaryDirectory(dir=_made(cache)) as name:
+            work = Path(name) / "model"
+            models.create(work, ModelCreateConfig.model_validate(dict(wanted.shape)), wanted.seed)
+            (work / LOSS).write_text(json.dumps(_train(work, wanted, device, say)))
+            if not directory.exists():  # another process may have been faster
+                work.rename(directory)
+    loss = json.loads((directory / LOSS).read_text())
     state = _bf16(directory)
-    return Trained(directory, state, corpus_of(wanted, directory), json.loads(done.read_text()))
+    return Trained(directory, state, corpus_of(wanted, directory), loss)
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def corpus_of(wanted: Recipe, directory: Path) -> Corpus:

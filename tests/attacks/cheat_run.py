@@ -68,17 +68,20 @@ def with_fingerprint(world: World, fingerprint: FingerprintName) -> World:
     return replace(world, run=manifest(world.model_dir, world.engine, max_tokens, fingerprint))
 
 
-async def with_updates(world: World, *, lr: float, updates: int, groups: int = 4) -> World:
-    """The run after `updates` steps, each on `groups` groups that version 0 made honestly."""
+async def learning_material(world: World, groups: int) -> list[Sample]:
+    """What a trainer learns from: honest groups of the base model."""
     shop = Workshop(world, bytes(32))
     try:
-        lease = world.lease(groups * updates, GROUP_SIZE, first_task=1 << 24)
-        played = await shop.play(lease, await shop.honest())
+        lease = world.lease(groups, GROUP_SIZE, first_task=1 << 24)
+        return samples(await shop.play(lease, await shop.honest()))
     finally:
         await shop.close()
-    states = policy_updates(
-        world.model_dir, samples(played), lr=lr, updates=updates, device=world.engine.device
-    )
+
+
+def with_updates(world: World, material: Sequence[Sample], *, lr: float, updates: int) -> World:
+    """The run after `updates` steps over equal shares of `material`."""
+    device = world.engine.device
+    states = policy_updates(world.model_dir, material, lr=lr, updates=updates, device=device)
     return replace(world, states=dict(enumerate(states)))
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Sampler = Callable[[GenerateRequest], Awaitable[Completion]]
 Groups = list[GroupRecord]
-Say = Callable[[str], None]
 
 AN_HOUR = 3600.0
 
@@ -85,13 +84,15 @@ class Workshop:
     """Where one worker generates: engines by what they hold, started when they are asked for first."""
 
     def __init__(
-        self, world: World, node: bytes, main: Engine | None = None, say: Say = lambda line: None
+        self, world: World, node: bytes, main: Engine | None = None, *, remember: bool = False
     ) -> None:
         """`main` is a started engine with the run's fingerprint: it generates whatever has the run's
-        architecture, one state after the other; without it every state has an engine of its own."""
+        architecture, one state after the other; without it every state has an engine of its own.
+        With `remember` no request is answered twice by one engine."""
         self.world = world
         self.node = node
-        self.say = say
+        self._remember = remember
+        self._said: dict[tuple[str, GenerateRequest], Completion] = {}
         self.sent_before: list[Sent] = []
         """What a cheat presumes to have been sent."""
         self._main = main
@@ -133,7 +134,16 @@ class Workshop:
             )
             self._engines[name] = engine
             await engine.load(self.world.version, state)
-        return self._engines[name].generate
+        return self._remembered(name, self._engines[name].generate)
+
+    def _remembered(self, name: str, sampler: Sampler) -> Sampler:
+        async def remembered(request: GenerateRequest) -> Completion:
+            found = self._said.get((name, request))
+            if found is None:
+                found = self._said[name, request] = await sampler(request)
+            return found
+
+        return remembered if self._remember else sampler
 
     async def play(self, lease: Lease, sampler: Sampler, *, node: bytes | None = None) -> Groups:
         """The rollouts of a lease, as the inference role makes them."""

@@ -70,6 +70,22 @@ async def test_peers_shows_one_line_a_peer(cli: Cli, serve: Serve) -> None:
         assert cell in row
 
 
+async def test_peers_say_who_is_refused_suspicious_or_a_validator(cli: Cli, serve: Serve) -> None:
+    rows = [
+        msgspec.structs.replace(PEER, audited=321),
+        msgspec.structs.replace(PEER, short="b", suspicion=0.625),
+        msgspec.structs.replace(PEER, short="c", refused="banned: " + "because " * 20),
+        msgspec.structs.replace(PEER, short="d", role="validator", audits=12),
+    ]
+    ran = await asyncio.to_thread(cli, "peers", "--data-dir", str(await serve(peers=rows)))
+    _, fine, suspect, banned, validator = ran.out.splitlines()
+    assert " 321 " in fine
+    assert "suspicious, 62% of the way to a ban" in suspect
+    assert "banned: because" in banned
+    assert banned.rstrip().endswith("...")
+    assert "12 audits made" in validator
+
+
 async def test_peers_before_the_first_peer(cli: Cli, serve: Serve) -> None:
     ran = await asyncio.to_thread(cli, "peers", "--data-dir", str(await serve(peers=[])))
     assert ran.out == "no peers yet\n"

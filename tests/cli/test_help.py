@@ -18,7 +18,19 @@ HEAVY = (
     "numpy",
     "matplotlib",
 )
-COMMANDS = ("init", "id", "ticket", "join", "train", "rl", "calibrate", "peers", "status", "stop")
+COMMANDS = (
+    "init",
+    "id",
+    "ticket",
+    "join",
+    "train",
+    "rl",
+    "calibrate",
+    "peers",
+    "explain",
+    "status",
+    "stop",
+)
 
 
 def imported_by(*args: str) -> set[str]:

@@ -1,6 +1,6 @@
 """What seeded sampling and proofs cost vLLM on a GPU, and whether the proofs are right: run by hand.
 
-    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 3] [--shape 0.6b] [--skip-toploc]
+    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 2] [--shape 0.6b] [--skip-toploc]
 
 Engines of one shape run side by side on one GPU and take turns, so that ratios are of one run:
 bare vLLM (plain sampling, logprobs, its own seeds and logprobs), and this package's without a proof,
@@ -39,7 +39,11 @@ from update import SHAPES, make_model, moved  # pyright: ignore
 PROMPT, TOKENS = 64, 256
 LENGTH = 512
 VLLM: dict[str, Any] = {
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, *range(32, 513, 32)],
+    },
     "max_num_batched_tokens": 16384,
     "enable_prefix_caching": False,
 }
@@ -128,7 +132,7 @@ async def burst(generate: Generate, sequences: int) -> float:
 
 async def steady(generate: Generate, sequences: int) -> float:
     """Tokens per second with `sequences` requests at any time, each of 64 to 256 tokens."""
-    lengths = np.random.default_rng(0).integers(64, 257, 3 * sequences).tolist()
+    lengths = np.random.default_rng(0).integers(64, 257, 2 * sequences).tolist()
     pending = iter(enumerate(lengths))
 
     async def client() -> int:
@@ -142,14 +146,14 @@ async def steady(generate: Generate, sequences: int) -> float:
 async def speeds(ways: dict[str, Generate], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The best of the repeats for every way, load and number of sequences."""
     found: list[dict[str, Any]] = []
+    for generate in ways.values():  # warms up
+        await asyncio.gather(*(generate(seed, 40) for seed in range(max(options.sequences))))
     for sequences in options.sequences:
         for load in (burst, steady):
             best = dict.fromkeys(ways, 0.0)
-            for repeat in range(options.repeats + 1):
+            for _ in range(options.repeats):
                 for name, generate in ways.items():
-                    speed = await load(generate, sequences)
-                    if repeat:  # the first warms up
-                        best[name] = max(best[name], speed)
+                    best[name] = max(best[name], await load(generate, sequences))
             found.append({"sequences": sequences, "load": load.__name__, **best})
             print_speeds(found[-1], ways)
     return found
@@ -277,8 +281,9 @@ def span_distances(fingerprint: Any, across: Any, prefilled: list[list[Any]]) ->
     """Mean distance of each span's proof to its own policy's hidden states, and to the other's."""
     own, other = [], []
     for row, one in enumerate(across):
-        ends = [start for start, _ in one.spans[1:]] + [len(one.token_ids)]
-        for (start, version), end in zip(one.spans, ends, strict=True):
+        spans = one.spans or ((0, one.policy_first),)
+        ends = [start for start, _ in spans[1:]] + [len(one.token_ids)]
+        for (start, version), end in zip(spans, ends, strict=True):
             proof = one.proof[8 * start : 8 * end]
             for sink, which in ((own, version), (other, 1 - version)):
                 hidden = prefilled[which][row][start:end]
@@ -305,7 +310,7 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
     llm = await asyncio.to_thread(start_bare, directory, most, 0.2)
     engines = {name: VllmEngine(config(most, 0.2)) for name in names}
     try:
-        for name, engine in engines.items():
+        for name, engine in engines.items():  # one by one: each looks at what memory is free
             await engine.start(directory, fingerprint=name)
             await engine.load(0, state)
         print(f"engines started in {time.perf_counter() - began:.0f} s", flush=True)
@@ -335,7 +340,7 @@ def main() -> None:
     parser.add_argument(
         "--sequences", type=lambda text: list(map(int, text.split(","))), default=[256, 512]
     )
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument(
         "--shape", choices=[name for name in SHAPES if name != "tiny"], default="0.6b"
     )

@@ -18,6 +18,7 @@ from primerl.node.proofs.bands import (
     false_positives,
     quantiles,
     ratio_tail,
+    surely_below,
     tail,
     upper_bound,
 )
@@ -91,6 +92,14 @@ def test_clopper_pearson_agrees_with_published_values() -> None:
     assert upper_bound(10, 100, 0.975) == pytest.approx(0.17622, abs=1e-4)
     assert upper_bound(5, 5) == 1.0
     assert upper_bound(0, 0) == 1.0
+
+
+def test_as_many_events_as_surely_belong_to_a_share() -> None:
+    assert surely_below(298, 0.01) == -1
+    assert surely_below(299, 0.01) == 0  # the textbook's sample size for 95 % / 99 %
+    for trials in (500, 5_000):
+        most = surely_below(trials, 0.01)
+        assert upper_bound(most, trials) <= 0.01 < upper_bound(most + 1, trials)
 
 
 def test_the_binomial_tail_sums_to_one() -> None:

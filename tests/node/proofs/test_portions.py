@@ -9,9 +9,13 @@ import pytest
 from primerl.node.errors import EngineError
 from primerl.node.proofs.auditor import AuditItem, Reply
 from primerl.node.proofs.portions import (
+    FIRST,
+    LEAST,
+    PORTION,
+    Pace,
     check_versions,
+    first_portion,
     other_versions,
-    portions,
     wanted_versions,
 )
 from primerl.node.proofs.sameness import SameState
@@ -23,24 +27,36 @@ def item(length: int = 10, versions: Sequence[int] = (3,)) -> AuditItem:
     return AuditItem([0] * length, [Reply(1, 1 + count, 0)], [0.0] * count, versions, b"")
 
 
-def test_every_item_is_in_one_portion_and_none_is_above_the_limit_but_a_long_one() -> None:
+def test_a_portion_is_within_its_limit_unless_one_item_alone_is_not() -> None:
     items = [item(length) for length in (10, 20, 500, 30, 60, 20, 90)]
-    found = portions(items, {}, limit=100)
-    assert [one for portion in found for one in portion] == items
-    assert [[len(one.token_ids) for one in portion] for portion in found] == [
-        [10, 20],
-        [500],
-        [30, 60],
-        [20],
-        [90],
-    ]
-    assert portions([], {}, limit=100) == []
+    taken: list[int] = []
+    while sum(taken) < len(items):
+        taken.append(first_portion(items[sum(taken) :], {}, limit=100))
+    assert taken == [2, 1, 2, 1, 1]
+    assert first_portion(items[4:], {}, limit=170) == 3
+    assert first_portion([], {}, limit=100) == 0
 
 
 def test_each_version_that_is_compared_costs_as_much() -> None:
     items = [item(30), item(30), item(30)]
-    assert len(portions(items, {}, limit=60)) == 2
-    assert len(portions(items, {3: [2]}, limit=60)) == 3
+    assert first_portion(items, {}, limit=60) == 2
+    assert first_portion(items, {3: [2]}, limit=60) == 1
+
+
+def test_portions_take_a_quarter_of_the_time_that_there_is() -> None:
+    pace = Pace(100.0)
+    assert pace.limit == FIRST
+    pace.done(FIRST, 8.192)  # a thousand a second
+    assert pace.limit == 25_000
+    pace.done(10, 1.0)  # a network was loaded
+    assert pace.limit == 25_000
+    pace.done(25_000, 0.0)
+    assert pace.limit == PORTION
+    for _ in range(9):
+        pace.failed()
+    assert pace.limit == LEAST
+    pace.done(LEAST, 50.0)
+    assert pace.limit == LEAST
 
 
 def test_a_branch_of_one_version_is_never_compared_with_itself() -> None:

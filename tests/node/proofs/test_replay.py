@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 import torch
 from auditor_cases import NEAR, OWN, Case, make_case, measured
+from engine_cases import make_llama
 
 from primerl.node.errors import EngineError
 from primerl.node.proofs.replay import Replay, Terms, terms
@@ -37,6 +38,15 @@ async def test_logits_and_branches_a_few_at_a_time_measure_the_same(case: Case) 
         assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
         assert one.sampling == pytest.approx(other.sampling, abs=1e-5)
         assert one.other_policy == pytest.approx(other.other_policy, rel=0.01)
+
+
+async def test_models_of_the_general_network_are_measured_too(tmp_path: Path) -> None:
+    case = await make_case(tmp_path, "toploc", "float32", make_llama)
+    for one in measured(Replay(replay_of(case)).measure(case.honest, case.states, {OWN: [NEAR]})):
+        assert one.fingerprint < 0.01
+        assert one.sampling_max < 1e-4
+        assert one.logprob_max < 1e-4
+        assert one.other_policy < 0
 
 
 async def test_a_policy_that_is_not_numbers_makes_everything_infinitely_far_off(case: Case) -> None:

@@ -25,6 +25,7 @@ from audit_cases import (
     serve,
 )
 from protocol_cases import OTHER_RUN, PROOFS, WORKER, refuses
+from swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.errors import UsageError
@@ -188,8 +189,7 @@ async def test_a_job_that_does_not_reach_its_validator_is_the_trainers() -> None
     own, audits = Own(), desk()
     stream = Told(broken=StreamClosed("gone"))
     asked = asyncio.create_task(request(audits, stream=stream))
-    while not audits.seats[VALIDATOR.node_id].waiting:
-        await asyncio.sleep(0)
+    await until(lambda: audits.seats[VALIDATOR.node_id].waiting > 0)
     assert (await remote(own, audits).audit(call())).validator == b""
     with pytest.raises(StreamClosed):
         await asked
@@ -244,7 +244,7 @@ async def test_a_validator_that_lies_is_found_and_its_reports_count_no_more(
     with refuses(Reason.BANNED):
         await validator
     with refuses(Reason.BANNED):
-        await audits.take_in(VALIDATOR.node_id, sealed(report((await a_job()))))
+        await audits.take_in(VALIDATOR.node_id, sealed(report(await a_job())))
     assert (await remote(mine, audits).audit(call())).validator == b""
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_cases import group
 
-from primerl.node.training.buffer import BufferSnapshot, RolloutBuffer, peer_cap
+from primerl.node.training.buffer import BufferSnapshot, RolloutBuffer, peer_cap, peer_room
 
 MOVES = st.lists(
     st.one_of(
@@ -236,3 +236,11 @@ def test_a_batch_is_made_of_what_little_a_worker_left_behind_and_the_others() ->
     swarm.deliver(A, 12)
     swarm.deliver(B, 2)
     assert swarm.cut() == [A] * 6 + [B] * 2
+
+
+def test_a_flood_leaves_room_for_the_leases_of_others() -> None:
+    assert peer_room(8, 0.5, A, {A: 5, B: 4}) == 3
+    assert peer_room(8, 0.5, A, {A: 12, B: 4}) < 1
+    assert peer_room(8, 0.5, B, {A: 12, B: 4}) == 4
+    assert peer_room(8, 0.75, A, {A: 5, B: 4}) == 7
+    assert peer_room(8, 0.5, A, {A: 12, B: 0}) > 1000  # alone

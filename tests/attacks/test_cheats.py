@@ -1,0 +1,153 @@
+"""The cheat book against production checks: every cheat is caught by its reason, and its honest twin passes.
+
+One tiny model, one lease, one honest rollout of each index: what a cheat does not change is not made again.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+import pytest_asyncio
+
+from primerl.node.config import EngineConfig
+from primerl.node.proofs.prefill import PrefillCore
+from primerl.protocol.errors import Reason
+from primerl.protocol.leases import Lease
+from primerl.scripts.bench.trained_model import Recipe, recipe, trained_model
+from primerl.tests.attacks.cheat_book import BOOK, honest_work
+from primerl.tests.attacks.cheat_court import Court, Outcome, reasons_of
+from primerl.tests.attacks.cheat_run import (
+    learning_material,
+    new_world,
+    with_fingerprint,
+    with_updates,
+)
+from primerl.tests.attacks.cheat_world import Workshop, World
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = 72
+LR = 1e-4
+"""A hundred steps at 1e-6: the bench measures single ones, over more rollouts."""
+
+
+@dataclass
+class Stage:
+    """A worker's workshop, the trainer's auditor, and the lease that all is about."""
+
+    shop: Workshop
+    auditor: PrefillCore
+    lease: Lease
+
+    @property
+    def world(self) -> World:
+        return self.shop.world
+
+    async def play(self, name: str) -> list[Outcome]:
+        """What becomes of a cheat's work."""
+        work = BOOK[name].work if name in BOOK else honest_work
+        groups = await work(self.shop, self.lease)
+        return await Court(self.world, self.auditor).judge(self.shop, self.lease, groups)
+
+
+def short(wanted: Recipe) -> Recipe:
+    """Little to train on."""
+    return replace(wanted, rows=12, length=64)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A run at version 2 of a tiny model."""
+    import torch
+
+    torch.set_num_threads(1)
+    cache = tmp_path_factory.mktemp("models")
+
+    def quiet(line: str) -> None:
+        pass
+
+    right = trained_model(short(recipe("tiny", steps=60)), cache=cache, say=quiet)
+    narrow = recipe("tiny", steps=20, hidden_size=48, num_hidden_layers=1)
+    small = trained_model(short(narrow), cache=cache, say=quiet)
+    config = EngineConfig(device="cpu", max_model_len=TOKENS + 64, batch_window_ms=20)
+    fresh = new_world(right, small, config, max_tokens=TOKENS)
+    return with_updates(fresh, await learning_material(fresh, 4), lr=LR, updates=2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stage(world: World) -> AsyncIterator[Stage]:
+    """With projections."""
+    async for one in _stage(world):
+        yield one
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def toploc(world: World) -> AsyncIterator[Stage]:
+    """With TOPLOC's proofs."""
+    async for one in _stage(with_fingerprint(world, "toploc")):
+        yield one
+
+
+async def _stage(world: World) -> AsyncIterator[Stage]:
+    shop = Workshop(world, bytes(31) + b"c", remember=True)
+    auditor = PrefillCore(world.engine)
+    await auditor.start(world.model_dir, world.run)
+    yield Stage(shop, auditor, world.lease(1, 8, first_task=7))
+    await auditor.close()
+    await shop.close()
+
+
+def rejected(found: list[Outcome]) -> float:
+    return sum(one.caught for one in found) / len(found)
+
+
+async def test_honest_work_passes_and_arouses_no_suspicion(stage: Stage) -> None:
+    found = await stage.play("honest")
+    assert reasons_of(found) == set()
+    assert not any(one.suspect for one in found)
+    assert sum(one.evidence.tokens for one in found if one.evidence) > 4 * 64
+
+
+@pytest.mark.parametrize("name", BOOK)
+async def test_a_cheat_is_caught_within_one_group(stage: Stage, name: str) -> None:
+    found = await stage.play(name)
+    assert reasons_of(found)
+    assert reasons_of(found) <= BOOK[name].reasons
+
+
+PROOFS = [name for name in BOOK if "proof" in name or "modulus" in name]
+
+
+@pytest.mark.parametrize("name", PROOFS)
+async def test_a_false_toploc_proof_is_caught(toploc: Stage, name: str) -> None:
+    found = await toploc.play(name)
+    assert reasons_of(found) & {Reason.WRONG_MODEL, Reason.WRONG_POLICY, Reason.BAD_PROOF}
+
+
+async def test_honest_toploc_proofs_pass(toploc: Stage) -> None:
+    assert reasons_of(await toploc.play("honest")) == set()
+
+
+async def test_a_proof_without_modulus_is_no_proof(toploc: Stage) -> None:
+    assert reasons_of(await toploc.play("null modulus")) == {Reason.BAD_PROOF}
+
+
+async def test_honest_work_in_any_company_says_the_same(stage: Stage) -> None:
+    honest = await stage.shop.honest()
+    request = stage.shop.request([10, 20, 30, 40], 5)
+    alone = await honest(replace(request, seed=6))
+    together = await asyncio.gather(*(honest(replace(request, seed=seed)) for seed in range(8)))
+    assert together[6].token_ids == alone.token_ids
+
+
+async def test_forging_what_was_drawn_gives_what_was_proved(stage: Stage) -> None:
+    """The forger of the book has the right weights: else nothing would be shown by catching him."""
+    request = stage.shop.request([10, 20, 30, 40], 5)
+    drawn = await (await stage.shop.honest())(request)
+    forged = stage.shop.forge(request, drawn.token_ids)
+    fingerprint = stage.shop.fingerprint
+    assert len(forged.proof) == fingerprint.size(len(drawn.token_ids))
+    same = sum(a == b for a, b in zip(forged.proof, drawn.proof, strict=True))
+    assert same > 0.9 * len(drawn.proof)
+    assert forged.logprobs == pytest.approx(drawn.logprobs, abs=1e-4)

@@ -1,0 +1,237 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from protocol_cases import LEASE, STRANGER, SUBMITTED, TRAINER, WORKER
+from verdict_cases import (
+    CHALLENGE,
+    CLEAN,
+    GUILTY,
+    HONEST,
+    ODD,
+    RATE,
+    VERDICT,
+    drawn,
+    fill,
+    signed,
+    tampered,
+)
+
+from primerl.node.ledger import MANIFEST, Ledger
+from primerl.node.proofs.meanings import MEANINGS, meaning
+from primerl.protocol.errors import Reason
+
+from .conftest import Ran
+
+Cli = Callable[..., Ran]
+ID = str(LEASE.lease_id)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """The data directory of a worker that was told two verdicts, the rejected one first."""
+    fill(ledger(tmp_path), signed(VERDICT), signed(CLEAN)).close()
+    return tmp_path / "node"
+
+
+def ledger(directory: Path) -> Path:
+    """Where a worker keeps the ledger of a run."""
+    return directory / "node" / "runs" / "ab" / "ledger.db"
+
+
+def test_the_latest_rejected_one_is_explained_unless_another_is_named(cli: Cli, node: Path) -> None:
+    for names in ((), (ID,), (SUBMITTED.hex(),), (SUBMITTED.hex()[:4].upper(),)):
+        ran = cli("explain", *names, "--data-dir", str(node))
+        assert ran.code == 0, ran.err
+        assert f"lease {ID}" in ran.out
+    clean = cli("explain", str(CLEAN.lease_id), "-d", str(node))
+    assert "4 accepted, 0 rejected" in clean.out
+
+
+def test_an_explanation_says_what_was_found_and_what_it_means(cli: Cli, node: Path) -> None:
+    out = cli("explain", "-d", str(node)).out
+    words = " ".join(out.split())
+    assert "wrong_model: 1 rollout group 0, rollout 0: fingerprint is 1.2 over 64 tokens" in words
+    for part in ("activation fingerprint", "does not show", "look at", "overclocked", "vLLM"):
+        assert part in words
+    assert "missing_index: 1 rollout group 1, rollout 0 " in words
+    assert f"by validator {STRANGER.node_id.hex()[:10]}" in words
+    assert CHALLENGE.hex() in words
+    assert "hf against vllm (20000 honest rollouts, 1280000 tokens)" in words
+
+
+def test_the_evidence_stands_beside_the_bounds_of_the_run(cli: Cli, node: Path) -> None:
+    lines = [line.split() for line in cli("explain", "-d", str(node)).out.splitlines()]
+    rows = {line[0]: line for line in lines if line and line[0] in ("0/0", "0/1", "1/1")}
+    assert rows["0/0"][-6:] == ["1.2!", "-3", "0.2", "0.01", "0.2", "0.01"]
+    assert rows["0/1"][-6:] == ["0.01", "-9", "0.01", "0.001", "0.01", "0.001"]
+    assert rows["1/1"][-6:] == ["0.01", "-9", "0.01", "0.001", "0.01", "0.04?"]
+    bounds = [line for line in lines if line[1:2] == ["above"]]
+    assert [line[0] for line in bounds] == ["suspect", "reject"]
+    assert bounds[1][2:] == ["0.1", "12", "1", "0.05", "1.5", "0.06"]
+
+
+def test_what_was_audited_is_computed_again_from_the_challenge(cli: Cli, node: Path) -> None:
+    found = json.loads(cli("explain", "-d", str(node), "--json").out)
+    places = [(row["group"], row["rollout"]) for row in found["evidence"]]
+    assert places == [GUILTY, HONEST, ODD]
+    assert [row["drawn"] for row in found["evidence"]] == [drawn(*place) for place in places]
+    assert {row["drawn"] for row in found["evidence"]} == {True, False}
+    out = " ".join(cli("explain", "-d", str(node)).out.split())
+    assert f"0/0 64 lot 0.711 < {RATE}" in out
+    assert "0/1 61 guilt of another (lot 0.794)" in out
+
+
+def test_json_has_all_of_it(cli: Cli, node: Path) -> None:
+    found = json.loads(cli("explain", ID, "-d", str(node), "--json").out)
+    assert found["run"]["trainer"] == TRAINER.node_id.hex()
+    assert (found["worker"], found["submission"]) == (WORKER.node_id.hex(), SUBMITTED.hex())
+    assert (found["accepted"], found["rejected"], found["audited"]) == (2, 2, 3)
+    assert [one["reason"] for one in found["findings"]] == ["wrong_model", "missing_index"]
+    marks = [[one["mark"] for one in row["measures"]] for row in found["evidence"]]
+    assert marks == [["!", *[""] * 5], [""] * 6, [*[""] * 5, "?"]]
+
+
+def test_a_list_has_one_line_for_each_verdict_the_newest_first(cli: Cli, node: Path) -> None:
+    out = cli("explain", "--list", "-d", str(node)).out.splitlines()
+    assert [line.split()[1] for line in out] == ["LEASE", str(CLEAN.lease_id), ID]
+    assert out[2].split()[4:] == ["2", "2", "3", "wrong_model"]
+    assert len(cli("explain", "--list", "--last", "1", "-d", str(node)).out.splitlines()) == 2
+    lines = json.loads(cli("explain", "--list", "--json", "-d", str(node)).out)
+    assert [line["lease"] for line in lines] == [CLEAN.lease_id, LEASE.lease_id]
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        tampered(VERDICT, accepted=9, rejected=0, rejections=()),
+        tampered(VERDICT, evidence=()),
+        signed(VERDICT, STRANGER),
+        signed(VERDICT, recipient=STRANGER.node_id),
+    ],
+    ids=["acquitted", "without evidence", "by a stranger", "on another's work"],
+)
+def test_what_the_trainer_did_not_sign_is_not_explained(
+    cli: Cli, tmp_path: Path, forged: bytes
+) -> None:
+    fill(ledger(tmp_path), forged).close()
+    where = ("-d", str(tmp_path / "node"))
+    for names in ((), (ID,), (SUBMITTED.hex()[:8],)):
+        ran = cli("explain", *names, *where)
+        assert (ran.code, ran.out) == (5, "")
+        assert "is not this run's trainer's" in ran.err
+    assert "NOT GENUINE" in cli("explain", "--list", *where).out
+
+
+def test_a_forged_verdict_does_not_hide_the_genuine_one(cli: Cli, tmp_path: Path) -> None:
+    fill(ledger(tmp_path), signed(VERDICT), tampered(VERDICT, accepted=9), b"\xc1").close()
+    ran = cli("explain", ID, "-d", str(tmp_path / "node"))
+    assert "2 accepted, 2 rejected" in ran.out
+    assert len(cli("explain", "-l", "-d", str(tmp_path / "node")).out.splitlines()) == 4
+
+
+def test_a_ledger_whose_manifest_was_exchanged_explains_nothing(cli: Cli, tmp_path: Path) -> None:
+    """Else a verdict that a stranger signed for its own run would pass."""
+    mine = fill(ledger(tmp_path), signed(VERDICT))
+    sealed = msgspec.msgpack.decode(mine.get(MANIFEST) or b"")
+    sealed[2] = STRANGER.node_id
+    mine.set(MANIFEST, msgspec.msgpack.encode(sealed))
+    mine.close()
+    ran = cli("explain", "-d", str(tmp_path / "node"))
+    assert ran.code == 5
+    assert "is not genuine" in ran.err
+
+
+def test_a_node_that_runs_is_read_beside_it(cli: Cli, tmp_path: Path) -> None:
+    running = fill(ledger(tmp_path), signed(CLEAN))
+    where = ("-d", str(tmp_path / "node"))
+    assert "0 rejected" in cli("explain", *where).out
+    running.add_verdict(WORKER.node_id, signed(VERDICT))
+    assert "2 rejected" in cli("explain", *where).out
+    running.close()
+
+
+@pytest.mark.parametrize("place", ["node", "run/trainer", "run"])
+def test_a_trainers_ledger_is_found_by_its_own_and_by_the_runs_directory(
+    cli: Cli, tmp_path: Path, place: str
+) -> None:
+    path = {"node": "node/ledger.db"}.get(place, "run/trainer/ledger.db")
+    fill(tmp_path / path, signed(VERDICT)).close()
+    assert cli("explain", "-d", str(tmp_path / place)).code == 0
+
+
+def test_of_several_runs_the_one_with_the_verdict_is_found(cli: Cli, node: Path) -> None:
+    third = msgspec.structs.replace(CLEAN, lease_id=77)
+    fill(node / "runs" / "cd" / "ledger.db", signed(third)).close()
+    assert "lease 77" in cli("explain", "77", "-d", str(node)).out
+    assert f"lease {ID}" in cli("explain", ID, "-d", str(node)).out
+    assert len(cli("explain", "-l", "-d", str(node)).out.splitlines()) == 4
+
+
+def test_mistakes_are_one_line_that_says_what_to_do(cli: Cli, tmp_path: Path, node: Path) -> None:
+    wrong = {
+        ("explain", "-d", str(tmp_path / "nowhere")): (2, "--data-dir"),
+        ("explain", "4711", "-d", str(node)): (1, "no verdict on 4711"),
+        ("explain", SUBMITTED.hex()[:3], "-d", str(node)): (1, "--list"),
+        ("explain",): (2, "give --data-dir"),
+        ("explain", "--last", "0", "-d", str(node)): (2, "--last"),
+    }
+    for args, (code, part) in wrong.items():
+        ran = cli(*args)
+        assert (ran.code, ran.out) == (code, ""), args
+        assert part in ran.err
+        assert len(ran.err.splitlines()) == 1
+    fill(tmp_path / "new" / "ledger.db", manifest=False).close()
+    ran = cli("explain", "-d", str(tmp_path / "new"))
+    assert (ran.code, "names no run yet" in ran.err) == (5, True)
+    (tmp_path / "new" / "ledger.db").write_bytes(b"noise" * 1000)
+    assert cli("explain", "-d", str(tmp_path / "new")).code == 5
+    fill(tmp_path / "empty" / "ledger.db").close()
+    assert cli("explain", "-d", str(tmp_path / "empty")).code == 1
+    assert cli("explain", "--list", "-d", str(tmp_path / "empty")).out == "no verdicts yet\n"
+
+
+def test_text_of_peers_does_not_reach_the_terminal_as_commands(cli: Cli, tmp_path: Path) -> None:
+    rejection = msgspec.structs.replace(VERDICT.rejections[0], detail="\x1b[2Jgone [red]x")
+    fill(
+        ledger(tmp_path), signed(msgspec.structs.replace(VERDICT, rejections=(rejection,)))
+    ).close()
+    out = cli("explain", "-d", str(tmp_path / "node")).out
+    assert "\x1b" not in out
+    assert "gone [red]x" in out
+
+
+def test_every_reason_that_a_rollout_is_rejected_for_has_a_meaning() -> None:
+    judged = {
+        *(Reason.WRONG_MODEL, Reason.WRONG_POLICY, Reason.BAD_SAMPLING, Reason.BAD_LOGPROBS),
+        *(Reason.BAD_PROOF, Reason.AUDIT_FAILED, Reason.BAD_REWARD, Reason.BAD_PROMPT),
+        *(Reason.BAD_TERMINATION, Reason.MISSING_INDEX, Reason.DUPLICATE, Reason.STALE),
+        *(Reason.FUTURE_POLICY, Reason.TOKEN_OUT_OF_RANGE, Reason.ENVIRONMENT_ERROR),
+        *(Reason.MALFORMED, Reason.WRONG_TASK, Reason.TOO_LARGE),
+    }
+    assert set(MEANINGS) == judged
+    for reason in Reason:
+        means = meaning(reason)
+        assert all((means.check, means.proves, means.proves_not, means.look_at)), reason
+
+
+def test_a_ledger_from_before_verdicts_had_names_is_read_and_written(tmp_path: Path) -> None:
+    import sqlite3
+
+    path = tmp_path / "ledger.db"
+    old = sqlite3.connect(path)
+    old.execute(
+        "CREATE TABLE verdicts (id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL,"
+        " sealed BLOB NOT NULL)"
+    )
+    old.execute("INSERT INTO verdicts (node, sealed) VALUES (?, ?)", (WORKER.node_id, b"old"))
+    old.commit()
+    old.close()
+    now = Ledger(path)
+    assert now.add_verdict(WORKER.node_id, b"new")
+    assert not now.add_verdict(WORKER.node_id, b"new")
+    found = now.verdicts_after(WORKER.node_id, 0, count=10, size=100)
+    now.close()
+    assert [sealed for _, sealed in found] == [b"old", b"new"]

@@ -1,0 +1,112 @@
+"""Noise and draws on a GPU: the same bits as on a CPU, by torch and by the kernel, and no waiting."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from primerl.node.engines.noise import gumbel
+from primerl.node.engines.sampling import Drawn, draw, draw_eager
+
+pytest.importorskip("triton", reason="triton is not installed")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from primerl.node.engines.noise_kernel import gumbel_on_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+
+VOCABULARY = 151_936
+SHAPES = [(1, 5), (7, 4095), (5, 4097), (64, VOCABULARY)]
+
+
+def arguments(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Temperatures, seeds and positions that differ."""
+    generator = torch.Generator().manual_seed(rows)
+    seeds = torch.randint(0, 2**62, (rows,), generator=generator)
+    temperatures = torch.rand(rows, generator=generator) + 0.3
+    return temperatures, seeds, torch.randint(0, 40_000, (rows,), generator=generator)
+
+
+def random_logits(rows: int, vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(vocabulary)
+    return (torch.randn(rows, vocabulary, generator=generator) * 3).to(dtype)
+
+
+@contextmanager
+def no_waiting() -> Generator[None]:
+    """Anything that makes the host wait for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.cpu().view(torch.int32)
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), SHAPES)
+def test_noise_has_the_same_bits_on_every_device(rows: int, vocabulary: int) -> None:
+    _, seeds, positions = arguments(rows)
+    wanted = bits(gumbel(seeds, positions, vocabulary))
+    there = (seeds.cuda(), positions.cuda(), vocabulary)
+    assert bits(gumbel(*there)).equal(wanted)
+    assert bits(gumbel_on_gpu(*there)).equal(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocabulary"), SHAPES)
+def test_draws_are_the_same_on_every_device(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    logits = random_logits(rows, vocabulary, dtype)
+    there = [one.cuda() for one in (logits, *arguments(rows))]
+    wanted = draw(logits, *arguments(rows))
+    for found in (draw(*there), draw_eager(*there)):
+        assert_same(found, wanted)
+
+
+def assert_same(found: Drawn, wanted: Drawn) -> None:
+    assert found.tokens.dtype == torch.int64
+    assert found.tokens.cpu().equal(wanted.tokens)
+    assert bits(found.scores).equal(bits(wanted.scores))
+    assert torch.allclose(found.logprobs.cpu(), wanted.logprobs, atol=2e-5)
+    assert torch.allclose(found.logsumexp.cpu(), wanted.logsumexp, atol=2e-5)
+
+
+def test_rows_of_a_wider_tensor_and_masked_tokens_are_drawn_alike() -> None:
+    """vLLM pads the vocabulary, and a mask may leave a block without any token."""
+    wide = random_logits(6, 12_000, torch.float32)
+    wide[1, 50:11_000] = -torch.inf
+    wide[2, :9_000] = -torch.inf
+    wide[2] -= 300.0
+    there = [one.cuda() for one in arguments(6)]
+    assert_same(draw(wide.cuda()[:, :10_001], *there), draw(wide[:, :10_001], *arguments(6)))
+    turned = wide.t().contiguous().t()
+    assert_same(draw(turned.cuda(), *there), draw(wide, *arguments(6)))
+
+
+def test_logits_that_are_not_numbers_show_and_lead_nowhere() -> None:
+    logits = torch.zeros(5, 9_000, device="cuda")
+    logits[0, 3], logits[1, 8_999], logits[2], logits[3] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+    )
+    drawn = draw(logits, *(one.cuda() for one in arguments(5)))
+    assert drawn.logprobs.isfinite().tolist() == [False] * 4 + [True]
+    assert 0 <= int(drawn.tokens.min()) <= int(drawn.tokens.max()) < 9_000
+
+
+def test_a_draw_never_waits_for_the_device() -> None:
+    there = [one.cuda() for one in (random_logits(8, 4_000, torch.bfloat16), *arguments(8))]
+    draw(*there)  # compiles
+    with no_waiting():
+        draw(*there)
+        draw_eager(*there)

@@ -1,0 +1,255 @@
+"""The validator's side: what it makes of a job, whom it believes, and what it keeps on its shelf."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from audit_cases import CLEAN, Told
+from protocol_cases import (
+    BRANCH,
+    LEASE,
+    MANIFEST,
+    NOW,
+    RUN,
+    SEALED_LEASE,
+    STRANGER,
+    SUBMISSION,
+    TRAINER,
+    WORKER,
+    head,
+    refuses,
+    sealed_head,
+)
+
+from primerl.crypto.hashing import NO_DIGEST, digest
+from primerl.crypto.keys import SecretKey
+from primerl.node.engines.engine import GenerateRequest
+from primerl.node.errors import EngineError
+from primerl.node.fingerprints.build import find
+from primerl.node.network.transport import StreamClosed
+from primerl.node.proofs.auditor import Reply, Unreadable
+from primerl.node.roles.shelf import Shelf
+from primerl.node.roles.validator import LARGEST, job_items, make_report, read_submission
+from primerl.node.weights.mirror import Policy
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.errors import Reason
+from primerl.protocol.leases import sample_seed
+from primerl.protocol.messages import AuditJob, AuditWait, OtherPolicies
+from primerl.protocol.reports import MAX_UNREADABLE_DETAIL, Place, check_rows
+from primerl.protocol.rollouts import BranchRecord, RolloutRecord, Submission
+from primerl.protocol.session import decode
+from primerl.protocol.trust import TrustedRun
+from primerl.protocol.version import MAX_SUBMISSION
+
+TASK = LEASE.tasks[0].digest
+HIDDEN = np.arange(64, dtype=np.float32).reshape(2, 32)
+PROVED = msgspec.structs.replace(BRANCH, proof=find("projection").make(HIDDEN))
+
+
+def with_branches(*branches: BranchRecord) -> Submission:
+    """The example with other branches in its first rollout."""
+    groups = list(SUBMISSION.groups)
+    first = (RolloutRecord(branches, 1.0, ""), *groups[0].rollouts[1:])
+    groups[0] = msgspec.structs.replace(groups[0], rollouts=first)
+    return msgspec.structs.replace(SUBMISSION, groups=tuple(groups))
+
+
+WORK = with_branches(PROVED)
+
+
+def bundle(submission: Submission = WORK, key: SecretKey = WORKER, **where: Any) -> bytes:
+    """A sealed submission."""
+    options: dict[str, Any] = {"recipient": TRAINER.node_id, "expires": NOW, **where}
+    return seal(key, Purpose.SUBMISSION, RUN, submission, **options)
+
+
+def job(data: bytes, *places: Place, **changes: Any) -> AuditJob:
+    """A job on a bundle."""
+    made = AuditJob(
+        job=1,
+        node=WORKER.node_id,
+        submission=digest(data),
+        size=len(data),
+        challenge=digest(b"challenge"),
+        chosen=places or (Place(0, 0),),
+        versions=(2, 3, 4),
+        others=(OtherPolicies(3, (2,)), OtherPolicies(4, (3,))),
+        seconds=5.0,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+# -- jobs ----------------------------------------------------------------------------------------
+
+
+def test_what_is_audited_follows_from_the_bundle_and_its_lease() -> None:
+    data = bundle()
+    (item,) = job_items(job(data), data, run=MANIFEST, run_id=RUN)
+    seed = sample_seed(RUN, LEASE, WORKER.node_id, TASK, 0, 0)
+    assert (list(item.token_ids), item.replies) == ([5, 6, 7, 1], [Reply(2, 4, seed)])
+    assert (list(item.versions), list(item.logprobs)) == ([3, 4], [-0.5, -0.25])
+    assert item.proof == PROVED.proof
+
+
+FOREIGN_LEASE = seal(
+    STRANGER,
+    Purpose.LEASE,
+    RUN,
+    LEASE,
+    recipient=WORKER.node_id,
+    sequence=LEASE.lease_id,
+    expires=NOW + 180,
+)
+ANOTHERS_LEASE = seal(
+    TRAINER,
+    Purpose.LEASE,
+    RUN,
+    LEASE,
+    recipient=STRANGER.node_id,
+    sequence=LEASE.lease_id,
+    expires=NOW + 180,
+)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (bundle(key=STRANGER), Reason.WRONG_SIGNER),
+        (bundle(recipient=STRANGER.node_id), Reason.WRONG_RECIPIENT),
+        (bundle()[:-1] + b"\x00", Reason.BAD_SIGNATURE),
+        (bundle(msgspec.structs.replace(WORK, lease=FOREIGN_LEASE)), Reason.WRONG_SIGNER),
+        (bundle(msgspec.structs.replace(WORK, lease=ANOTHERS_LEASE)), Reason.WRONG_RECIPIENT),
+        (bundle(msgspec.structs.replace(WORK, groups=())), Reason.WRONG_TASK),
+        (SEALED_LEASE, Reason.WRONG_PURPOSE),
+    ],
+    ids=[
+        "another worker's",
+        "to another trainer",
+        "changed",
+        "a lease of a stranger",
+        "a lease to a stranger",
+        "of other tasks",
+        "no bundle",
+    ],
+)
+def test_a_bundle_that_is_not_what_the_job_says_is_not_audited(data: bytes, reason: Reason) -> None:
+    with refuses(reason):
+        job_items(job(data), data, run=MANIFEST, run_id=RUN)
+
+
+@pytest.mark.parametrize("place", [Place(0, 1), Place(1, 0), Place(7, 0)], ids=str)
+def test_a_job_about_a_rollout_that_is_not_there_or_failed_makes_no_sense(place: Place) -> None:
+    data = bundle()
+    with refuses(Reason.MALFORMED):
+        job_items(job(data, place), data, run=MANIFEST, run_id=RUN)
+
+
+def test_a_job_about_several_branches_or_unknown_versions_makes_no_sense() -> None:
+    data = bundle(with_branches(PROVED, PROVED))
+    with refuses(Reason.MALFORMED):
+        job_items(job(data), data, run=MANIFEST, run_id=RUN)
+    data = bundle()
+    with refuses(Reason.MALFORMED):
+        job_items(job(data, versions=(2, 4)), data, run=MANIFEST, run_id=RUN)
+
+
+async def test_the_bytes_behind_a_job_must_be_those_that_it_names() -> None:
+    data = bundle()
+    assert await read_submission(Told(bytearray(data)), job(data)) == data
+    with refuses(Reason.WRONG_DIGEST):
+        await read_submission(Told(bytearray(data[:-1] + b"\x00")), job(data))
+
+
+async def test_an_oversized_job_is_refused_before_anything_is_read() -> None:
+    data = bundle()
+    huge = msgspec.msgpack.encode(job(data, size=MAX_SUBMISSION + 1))
+    with refuses(Reason.MALFORMED):
+        decode(huge, AuditJob | AuditWait)  # type: ignore[arg-type]
+
+
+class Endless(Told):
+    """Notes how much it is asked for at once, and ends early."""
+
+    largest = 0
+
+    async def read_exact(self, size: int) -> bytes:
+        """See Stream."""
+        self.largest = max(self.largest, size)
+        raise StreamClosed("no more")
+
+
+async def test_what_a_job_promises_takes_no_memory_before_it_comes() -> None:
+    stream = Endless()
+    with pytest.raises(StreamClosed):
+        await read_submission(stream, job(bundle(), size=MAX_SUBMISSION))
+    assert stream.largest < 2**20
+
+
+# -- reports -------------------------------------------------------------------------------------
+
+
+def test_a_report_holds_numbers_whatever_was_measured() -> None:
+    wild = replace(CLEAN, fingerprint=math.nan, sampling=math.inf, other_policy=-math.inf)
+    data = bundle()
+    asked = job(data, Place(0, 0), Place(1, 1), Place(0, 1))
+    made = make_report(asked, [wild, CLEAN, Unreadable("\u20ac" * 500, proof=True)])
+    check_rows(made, [(0, 0), (1, 1), (0, 1)])
+    assert made.measured[0].fingerprint == LARGEST  # NaN is guilty, as it is to the trainer
+    assert (made.measured[0].sampling, made.measured[0].other_policy) == (LARGEST, -LARGEST)
+    (row,) = made.unreadable
+    assert (row.group, row.rollout, row.proof) == (0, 1, True)
+    assert len(row.detail.encode()) == MAX_UNREADABLE_DETAIL
+
+
+# -- the shelf -----------------------------------------------------------------------------------
+
+
+def policy(version: int, name: bytes = b"state") -> Policy:
+    """A policy whose digest is the one that head() of protocol_cases names."""
+    return Policy(version, {}, {}, digest(b"%s %d" % (name, version)))
+
+
+def heads(*orders: tuple[int, int]) -> TrustedRun:
+    """The heads of these (term, version)."""
+    trusted = TrustedRun(RUN, TRAINER.node_id)
+    for term, version in orders:
+        before = trusted.heads.get((term, version - 1))
+        link = before.digest if before else NO_DIGEST
+        trusted.admit(sealed_head(head(version, term=term, previous=link)), now=NOW)
+    return trusted
+
+
+def test_a_shelf_keeps_the_newest_policies() -> None:
+    shelf = Shelf(2)
+    for version in (0, 1, 2):
+        shelf.put(policy(version))
+    trusted = heads((0, 0), (0, 1), (0, 2))
+    assert shelf.held(trusted.heads, 0) == (1, 2)
+    assert shelf.states((0, 1)) is None
+    assert shelf.states((1, 2)) == {1: {}, 2: {}}
+
+
+def test_a_shelf_offers_nothing_of_a_term_that_was_left() -> None:
+    """The trainer went back, and its version 2 is another one now: the old one would convict the honest."""
+    shelf = Shelf(8)
+    shelf.put(policy(1))
+    shelf.put(policy(2, b"left"))
+    trusted = heads((0, 1), (1, 2))
+    assert shelf.held(trusted.heads, 1) == ()
+    shelf.put(policy(2))
+    assert shelf.held(trusted.heads, 1) == (2,)
+    assert shelf.held(trusted.heads, 0) == (1,)
+
+
+async def test_a_shelf_is_an_engine_that_generates_nothing() -> None:
+    shelf = Shelf(2)
+    assert shelf.policy_version == -1
+    await shelf.load(3, {})
+    assert shelf.policy_version == 3
+    await shelf.update(4, {}, {})
+    assert shelf.policy_version == 4
+    with pytest.raises(EngineError, match="--role inference"):
+        await shelf.generate(GenerateRequest((1,), 4, 1.0, 0, ()))
