@@ -14,7 +14,8 @@ from .manifests import Artifact, Name, Role, Version
 from .reports import MAX_CHOSEN, MAX_REPORT, Place
 from .version import MAX_GOSSIP, MAX_SUBMISSION
 
-Sealed = Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
+MAX_SEALED = 64 * 1024
+Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_SEALED)]
 SmallSealed = Annotated[bytes, msgspec.Meta(max_length=MAX_GOSSIP)]
 Document = Annotated[bytes, msgspec.Meta(max_length=256 * 1024)]
 MAX_HEADS = 64

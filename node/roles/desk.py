@@ -21,6 +21,7 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import LeaseBook, Share
 from ...protocol.messages import (
     MAX_LEASES,
+    MAX_SEALED,
     Accepted,
     AuditDone,
     AuditRequest,
@@ -267,7 +268,8 @@ class LeaseDesk:
         """What one reply holds of a node's verdicts after a number: it may have missed them, or be banned."""
         numbered = self._ledger.verdicts_after(peer, after, count=MAX_LEASES, size=VERDICT_BYTES)
         last = numbered[-1][0] if numbered else after
-        return Verdicts(tuple(sealed for _, sealed in numbered), last)
+        # One that no message holds must not keep its node from hearing the others.
+        return Verdicts(tuple(s for _, s in numbered if len(s) <= MAX_SEALED), last)
 
     def _line(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Records of live workers that hold weights and may be shown: admitted before `peer`, and after it."""

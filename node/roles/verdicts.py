@@ -13,6 +13,7 @@ from ...protocol.errors import RemoteProtocolError
 from ...protocol.messages import GetVerdicts, Verdicts
 from ...protocol.rollouts import Verdict
 from ...protocol.version import ALPN_CONTROL
+from ..errors import StorageError
 from ..ledger import Ledger
 from ..network.links import Links
 from ..network.rpc import Refused
@@ -69,7 +70,12 @@ class VerdictBox:
             signer=self._trainer,
             recipient=self._node,
         ).body
-        if self._ledger.add_verdict(self._node, sealed):
+        try:
+            news = self._ledger.add_verdict(self._node, sealed)
+        except StorageError as error:
+            logger.warning("a verdict is not kept for `explain`: %s", error)
+            news = True
+        if news:
             self._count(verdict)
 
     async def fetch(self) -> None:
@@ -90,7 +96,7 @@ class VerdictBox:
                     return
                 after = reply.next
                 self._ledger.set(CURSOR, after.to_bytes(8, "big"))
-        except (TransportError, Refused, RemoteProtocolError) as error:
+        except (TransportError, Refused, RemoteProtocolError, StorageError) as error:
             logger.info("no verdicts from %s: %s", short(self._trainer), error)
 
     async def refused(self, why: str) -> float:

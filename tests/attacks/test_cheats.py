@@ -6,15 +6,27 @@ One tiny model, one lease, one honest rollout of each index: what a cheat does n
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from swarm import Running, Swarm
 
-from primerl.node.config import EngineConfig
+from primerl.node.config import EngineConfig, EnvironmentConfig
+from primerl.node.engines.engine import Completion, GenerateRequest
+from primerl.node.engines.hf import HfEngine
+from primerl.node.parts import MakeLedger, Parts, make_backend
 from primerl.node.proofs.prefill import PrefillCore
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
-from primerl.scripts.bench.trained_model import Recipe, recipe, trained_model
+from primerl.scripts.bench.trained_model import (
+    Corpus,
+    Recipe,
+    recipe,
+    stop_token,
+    trained_model,
+)
 from primerl.tests.attacks.cheat_book import BOOK, honest_work
 from primerl.tests.attacks.cheat_court import Court, Outcome, reasons_of
 from primerl.tests.attacks.cheat_run import (
@@ -24,6 +36,7 @@ from primerl.tests.attacks.cheat_run import (
     with_updates,
 )
 from primerl.tests.attacks.cheat_world import Workshop, World
+from primerl.tests.attacks.corpus_environment import CorpusEnvironment
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -151,3 +164,68 @@ async def test_forging_what_was_drawn_gives_what_was_proved(stage: Stage) -> Non
     same = sum(a == b for a, b in zip(forged.proof, drawn.proof, strict=True))
     assert same > 0.9 * len(drawn.proof)
     assert forged.logprobs == pytest.approx(drawn.logprobs, abs=1e-4)
+
+
+# -- in a swarm ----------------------------------------------------------------------------------------
+
+
+class CoolEngine(HfEngine):
+    """Draws at a lower temperature than it was asked to."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await super().generate(replace(request, temperature=0.7 * request.temperature))
+
+
+class RealSwarm(Swarm):
+    """Real engines, a real auditor and a real trainer; workers named "cool..." cheat."""
+
+    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Parts:
+        kind = CoolEngine if running.data_dir.name.startswith("cool") else HfEngine
+
+        def environment(
+            config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
+        ) -> CorpusEnvironment:
+            corpus = Corpus(160, stop_token(model))
+            return CorpusEnvironment(corpus, max_tokens=max_tokens, stops=(stop_token(model),))
+
+        def auditor(config: EngineConfig, timeout_s: float) -> PrefillCore:
+            return PrefillCore(config)
+
+        return replace(
+            super()._parts(running, ledger),
+            environment=environment,
+            engine=kind,
+            evaluation_engine=HfEngine,
+            auditor=auditor,
+            backend=make_backend,
+        )
+
+
+@pytest.mark.slow
+async def test_a_worker_that_samples_otherwise_is_banned_and_an_honest_one_is_not(
+    world: World, tmp_path: Path, quiet_registry: None
+) -> None:
+    async with RealSwarm(
+        tmp_path,
+        world.model_dir,
+        max_steps=64,
+        engine={"device": "cpu", "batch_window_ms": 20.0},
+        sampling={"max_tokens": 64},
+        training={"seq_len": 128, "device": "cpu", "threads": 1},
+    ) as swarm:
+        await swarm.start_trainer()
+        cheat, hand = swarm.add_worker("cool"), swarm.add_worker("honest")
+        async with asyncio.timeout(100.0):
+            while True:
+                cheating, honest = await row_of(swarm, cheat), await row_of(swarm, hand)
+                if cheating["refused"].startswith("banned") and honest["accepted"] >= 16:
+                    break
+                await asyncio.sleep(0.05)
+    assert cheating["top_reason"] == Reason.BAD_SAMPLING
+    assert (honest["refused"], honest["rejected"]) == ("", 0)
+
+
+async def row_of(swarm: Swarm, worker: Running) -> dict[str, Any]:
+    rows = await swarm.trainer.peers()
+    unknown = {"refused": "", "accepted": 0}
+    return next((row for row in rows if row["id"] == worker.node_id.hex()), unknown)

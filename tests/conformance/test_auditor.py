@@ -31,12 +31,12 @@ NUMERICS = {
 """Honest branches are below these, far below what any cheat here does."""
 KINDS = [
     ("core", "projection", "float32"),
-    ("core", "toploc", "bfloat16"),
+    pytest.param(("core", "toploc", "bfloat16"), marks=pytest.mark.slow),
     ("child", "projection", "bfloat16"),
 ]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(kind))
 def kind(request: pytest.FixtureRequest) -> tuple[str, str, str]:
     return request.param
 

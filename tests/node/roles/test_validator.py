@@ -1,13 +1,16 @@
 """The validator's side: what it makes of a job, whom it believes, and what it keeps on its shelf."""
 
+import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from audit_cases import CLEAN, Told
+from audit_cases import CLEAN, VALIDATOR, Told
 from protocol_cases import (
     BRANCH,
     LEASE,
@@ -29,18 +32,35 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.errors import EngineError
 from primerl.node.fingerprints.build import find
+from primerl.node.ledger import Ledger
+from primerl.node.network.heads import HeadBook
 from primerl.node.network.transport import StreamClosed
-from primerl.node.proofs.auditor import Reply, Unreadable
+from primerl.node.proofs.auditor import Measured, Reply, Unreadable
 from primerl.node.roles.shelf import Shelf
-from primerl.node.roles.validator import LARGEST, job_items, make_report, read_submission
+from primerl.node.roles.validator import (
+    LARGEST,
+    MAX_FAILURES,
+    ValidatorRole,
+    job_items,
+    make_report,
+    read_submission,
+)
 from primerl.node.weights.mirror import Policy
-from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import sample_seed
-from primerl.protocol.messages import AuditJob, AuditWait, OtherPolicies
-from primerl.protocol.reports import MAX_UNREADABLE_DETAIL, Place, check_rows
+from primerl.protocol.messages import (
+    Accepted,
+    AuditDone,
+    AuditJob,
+    AuditWait,
+    Message,
+    OtherPolicies,
+    SyncRecords,
+)
+from primerl.protocol.reports import MAX_UNREADABLE_DETAIL, AuditReport, Place, check_rows
 from primerl.protocol.rollouts import BranchRecord, RolloutRecord, Submission
-from primerl.protocol.session import decode
+from primerl.protocol.session import decode, frame
 from primerl.protocol.trust import TrustedRun
 from primerl.protocol.version import MAX_SUBMISSION
 
@@ -253,3 +273,169 @@ async def test_a_shelf_is_an_engine_that_generates_nothing() -> None:
     assert shelf.policy_version == 4
     with pytest.raises(EngineError, match="--role inference"):
         await shelf.generate(GenerateRequest((1,), 4, 1.0, 0, ()))
+
+
+# -- the loop ------------------------------------------------------------------------------------
+
+
+class Desk:
+    """The trainer's desk as a Links: the same job at every request, until there were enough reports."""
+
+    def __init__(self, data: bytes, until: int, **changes: Any) -> None:
+        self._data = data
+        self._job = job(data, **changes)
+        self._until = until
+        self.reports: list[AuditReport] = []
+        self.ended = asyncio.Event()
+
+    async def get(self, peer: bytes, alpn: bytes) -> "Desk":
+        """See Links."""
+        return self
+
+    async def open_stream(self) -> Told:
+        """See Connection."""
+        answer = Answering()
+        answer.reply = bytearray(frame(self._job) + self._data)
+        return answer
+
+    async def drop(self, peer: bytes, alpn: bytes) -> None:
+        """See Links."""
+
+    async def request(
+        self, peer: bytes, alpn: bytes, message: Message, kind: type[Any], *, deadline: float
+    ) -> Message:
+        """See Links."""
+        await asyncio.sleep(0)  # as every real one does
+        if isinstance(message, SyncRecords):
+            return SyncRecords(())
+        assert isinstance(message, AuditDone)
+        opened = unseal(
+            message.report,
+            Purpose.AUDIT,
+            AuditReport,
+            now=0,
+            run=RUN,
+            signer=VALIDATOR.node_id,
+            recipient=TRAINER.node_id,
+        )
+        self.reports.append(opened.body)
+        if len(self.reports) >= self._until:
+            self.ended.set()
+        return Accepted()
+
+
+class Answering(Told):
+    """A stream with a reply; what is written to it is forgotten."""
+
+    reply: bytearray
+
+    async def read_exact(self, size: int) -> bytes:
+        """See Stream."""
+        taken = bytes(self.reply[:size])
+        del self.reply[:size]
+        return taken
+
+
+class Measuring:
+    """An Auditor that finds everything clean, or that cannot audit."""
+
+    def __init__(self, dead: bool = False) -> None:
+        self._dead = dead
+
+    async def audit(self, items: Sequence[Any], states: Any, others: Any) -> list[Measured]:
+        """See Auditor."""
+        if self._dead:
+            raise EngineError("no memory left")
+        assert (sorted(states), dict(others)) == ([2, 3, 4], {3: (2,), 4: (3,)})
+        return [CLEAN for _ in items]
+
+
+class Caught:
+    """A CatchUp that is where it should be."""
+
+    version = 4
+
+    async def run(self) -> None:
+        """See CatchUp."""
+
+    async def wait_order(self, order: tuple[int, int], timeout: float) -> bool:
+        """See CatchUp."""
+        return True
+
+
+class Idle:
+    """A fetcher and an Upstreams that have nothing to do."""
+
+    def by_source(self, trainer: bytes) -> dict[str, int]:
+        """See BlobFetcher."""
+        return {}
+
+    def learn(self, records: Sequence[bytes]) -> None:
+        """See Upstreams."""
+
+
+def validator(links: Desk, tmp_path: Path, *, dead: bool = False) -> tuple[Any, HeadBook, Ledger]:
+    """A validator that holds versions 2 to 4, its head book, and the ledger to close."""
+    shelf = Shelf(5)
+    for version in (2, 3, 4):
+        shelf.put(policy(version))
+    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
+    book = HeadBook(heads(), ledger)
+    fakes: dict[str, Any] = {
+        "links": links,
+        "catchup": Caught(),
+        "auditor": Measuring(dead),
+        "fetcher": Idle(),
+        "upstreams": Idle(),
+    }
+    role = ValidatorRole(
+        key=VALIDATOR,
+        run_id=RUN,
+        run=MANIFEST,
+        book=book,
+        shelf=shelf,
+        record=lambda: b"",
+        **fakes,
+    )
+    return role, book, ledger
+
+
+async def reports_of(tmp_path: Path, count: int, data: bytes, **changes: Any) -> list[AuditReport]:
+    """What a validator reports of the same job, `count` times."""
+    links = Desk(data, count, **changes)
+    role, book, ledger = validator(links, tmp_path)
+    running = asyncio.create_task(role.run())
+    async with asyncio.timeout(5.0):
+        await links.ended.wait()
+    await book.end("enough")
+    await running
+    ledger.close()
+    return links.reports
+
+
+async def test_a_validator_reports_job_after_job(tmp_path: Path) -> None:
+    reports = await reports_of(tmp_path, 2, bundle())
+    for made in reports[:2]:
+        check_rows(made, [(0, 0)])
+        assert (made.job, made.submission) == (1, digest(bundle()))
+        assert made.measured[0].tokens == CLEAN.tokens
+
+
+async def test_a_validator_says_what_it_cannot_audit_and_goes_on(tmp_path: Path) -> None:
+    forged = bundle(key=STRANGER)
+    reports = await reports_of(tmp_path, 4, forged)
+    assert all(made.failed.startswith("wrong_signer") for made in reports)
+    assert all(made.measured == () for made in reports)
+    reports = await reports_of(tmp_path, 4, bundle(), versions=(3, 4, 5))
+    assert all("not held" in made.failed for made in reports)
+
+
+async def test_a_validator_whose_auditor_fails_thrice_ends(tmp_path: Path) -> None:
+    links = Desk(bundle(), 99)
+    role, _, ledger = validator(links, tmp_path, dead=True)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(5.0):
+            await role.run()
+    ledger.close()
+    assert [made.failed for made in links.reports] == ["no memory left"] * MAX_FAILURES
+    assert caught.group_contains(EngineError, match="start this node again")
