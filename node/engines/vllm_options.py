@@ -15,7 +15,7 @@ from ..errors import EngineError, UsageError
 from .engine import GenerateRequest
 
 SAMPLING = "primerl"
-"""Key of SamplingParams.extra_args, as vllm_sampling.py reads it."""
+"""Key of SamplingParams.extra_args: [key of the request, seed, temperature]; see vllm_sampling.py."""
 
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 

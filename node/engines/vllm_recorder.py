@@ -112,12 +112,23 @@ class Recorder:
     """Implements Recording (vllm_sampling.py); the node calls collect()."""
 
     def __init__(
-        self, device: torch.device, *, width: int, fingerprint: str, requests: int, length: int
+        self,
+        device: torch.device,
+        *,
+        width: int,
+        dtype: torch.dtype,
+        fingerprint: str,
+        requests: int,
+        length: int,
     ) -> None:
-        """`width` of a hidden state; most `requests` at once and most tokens (`length`) of one."""
+        """`width` and `dtype` of a hidden state; most `requests` at once, most tokens of one."""
         self._device, self._length = device, length
         self._slots = Slots(requests)
-        self._signs = _padded_signs(width, device) if fingerprint == "projection" else None
+        # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32
+        self._exact = device.type == "cuda" and dtype == torch.bfloat16
+        projects, kind = fingerprint == "projection", dtype if self._exact else torch.float32
+        self._signs = _padded_signs(width).to(device, kind) if projects else None
+        self._scale = np.float32(1 / np.sqrt(width))
         self._largest = Largest(device, requests, width) if fingerprint == "toploc" else None
         self._columns = 1 if self._signs is None else 1 + NUMBERS
         # never written before it is used: what is not used takes no memory
@@ -130,14 +141,12 @@ class Recorder:
         self.collecting = True
         """False on the ranks that the node collects nothing from."""
 
-    def warm_up(self, vocabulary: int, dtype: torch.dtype) -> None:
-        """Draw a few times, so that what is compiled on first use is compiled before requests wait."""
-        if self._device.type == "cpu":
-            return
-        for rows in (1, 2, 16):
-            numbers = torch.zeros(rows, dtype=torch.int64, device=self._device)
-            logits = torch.zeros((rows, vocabulary), dtype=dtype, device=self._device)
-            draw(logits, numbers.float() + 1, numbers, numbers)
+    def warm_up(self, logits: Tensor, hidden: Tensor) -> None:
+        """Compute once what a step computes, for two of each: what is compiled is compiled now."""
+        with torch.inference_mode():
+            numbers = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
+            drawn = draw(logits, numbers.float() + 1, numbers, numbers)
+            self._project(hidden, drawn.logprobs)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -225,7 +234,10 @@ class Recorder:
         """[n, columns]: the logprob, then what the fingerprint keeps of each token."""
         if self._signs is None:
             return logprobs[:, None]
-        columns = hidden.float() @ self._signs
+        if self._exact:
+            columns = torch.mm(hidden, self._signs, out_dtype=torch.float32)
+        else:
+            columns = hidden.float() @ self._signs
         columns[:, 0] = logprobs
         return columns
 
@@ -292,10 +304,11 @@ class Recorder:
     def _collected(self, key: int, slot: int, count: int) -> list[Any]:
         spans = [span for span in self._slots.spans[slot] if span[0] < count]
         largest = b"" if self._largest is None else self._largest.collected(slot, count)
-        return [key, self._rows[slot, :count].tobytes(), spans, largest]
+        rows = self._rows[slot, :count].copy()
+        rows[:, 1:] *= self._scale
+        return [key, rows.tobytes(), spans, largest]
 
 
-def _padded_signs(width: int, device: torch.device) -> Tensor:
-    """signs(width) behind a column of zeros, whose place the logprob takes."""
-    padded = np.pad(signs(width), ((0, 0), (1, 0)))
-    return torch.from_numpy(padded).to(device)
+def _padded_signs(width: int) -> Tensor:
+    """signs(width) as +-1, exact in any type, behind a column of zeros that the logprob replaces."""
+    return torch.from_numpy(np.pad(np.sign(signs(width)), ((0, 0), (1, 0))))

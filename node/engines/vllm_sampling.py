@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ARGUMENT = "primerl"
-"""Key of SamplingParams.extra_args: [key of the request, seed, temperature]."""
+from .vllm_options import SAMPLING
 
 _WANTED = ("execute_model", "sample_tokens", "execute_model_state", "sampler")
 _WANTED_V1 = ("input_batch", "discard_request_mask")
@@ -87,9 +86,9 @@ class Hooks:
     def _execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
-            if ARGUMENT not in extra:
+            if SAMPLING not in extra:
                 continue  # of vLLM's own dummy runs; a real one is missed by begin()
-            key, seed, temperature = extra[ARGUMENT]
+            key, seed, temperature = extra[SAMPLING]
             self._recording.admit(new.req_id, len(new.prompt_token_ids), key, seed, temperature)
         return self._execute(scheduler_output, *arguments, **named)
 

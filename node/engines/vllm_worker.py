@@ -70,24 +70,29 @@ class WorkerExtension:
 
         Returns what speaks against it; "" if nothing.
         """
-        config = self.vllm_config
-        width = config.model_config.get_hidden_size()
+        runner, model = self.model_runner, self.vllm_config.model_config
+        width = model.get_hidden_size()
         recorder = Recorder(
-            self.model_runner.device,
+            runner.device,
             width=width,
+            dtype=model.dtype,
             fingerprint=fingerprint,
-            requests=config.scheduler_config.max_num_seqs,
-            length=config.model_config.max_model_len,
+            requests=self.vllm_config.scheduler_config.max_num_seqs,
+            length=model.max_model_len,
         )
         # every rank draws the same tokens from the same logits; one of them keeps what was drawn
         recorder.collecting = self.rank == 0
+        hooks = Hooks(runner, recorder)
         try:
-            hooks = Hooks(self.model_runner, recorder)
             hooks.install()
-            dtype = config.model_config.dtype if hooks.second else torch.float32
-            recorder.warm_up(config.model_config.get_vocab_size(), dtype)
         except RuntimeError as error:
             return " ".join(str(error).split())[:300]
+        head = model.dtype if hooks.second else torch.float32
+        for rows in (1, 2, 16):  # triton compiles for each of these
+            recorder.warm_up(
+                torch.zeros((rows, model.get_vocab_size()), dtype=head, device=runner.device),
+                torch.zeros((rows, width), dtype=model.dtype, device=runner.device),
+            )
         self._primerl_recorder = recorder
         return ""
 

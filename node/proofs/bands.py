@@ -28,7 +28,6 @@ SAFETY = 1.5
 """Rejecting bounds are at least this x the 99.9 % quantile: other devices, other batches."""
 SEEN = 1.2
 """... and this x the largest that was seen."""
-SUSPECT_SAFETY = 1.1
 PRIOR = 10
 """So many likelihood ratios as they should be are added to those that were seen."""
 FEWEST = 16
@@ -219,14 +218,14 @@ def _suspect(columns: Mapping[str, Values]) -> dict[str, float]:
     """Bounds that a share SUSPECT of honest rollouts, at most, exceeds in any measure (95 % confident).
 
     All at the same rank: a rank of its own for every measure would suspect six times as many. So few
-    rollouts that not even their largest measures are that rare are extrapolated instead.
+    rollouts that not even their largest measures are that rare are extrapolated instead. No factor is
+    put on top: other models start just above, and a device that doubles the share drives no test upwards
+    (that takes one suspect in five).
     """
     count = len(next(iter(columns.values())))
     beyond = surely_below(count, SUSPECT)
     level = _joint_rank(list(columns.values()), max(beyond, 0))
-    found = {
-        name: SUSPECT_SAFETY * float(np.sort(values)[level]) for name, values in columns.items()
-    }
+    found = {name: float(np.sort(values)[level]) for name, values in columns.items()}
     if beyond < 0:
         rare = SUSPECT / len(columns)
         found = {

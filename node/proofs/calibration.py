@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from ...protocol.manifests import RunManifest, Thresholds
+from ...protocol.reputation import HONEST_QUANTILE
 from ...protocol.rollouts import Evidence
 from .. import models
 from ..config import EngineConfig, RunConfig
@@ -184,6 +185,7 @@ class Calibrator:
             honest = {name: await self._measure(auditor, one) for name, one in played.items()}
             everyone = [one for found in honest.values() for one in found]
             bound = bands(everyone)
+            self._warn(bound.suspect.other_policy)
             contract = bound.contract(run.proofs)
             first = next(iter(played.values()))
             cheats = await self._cheat(run, auditor, first, self._wanted.cheats)
@@ -273,6 +275,14 @@ class Calibrator:
                 raise UsageError(f"{message}; train it first and name it by --weights, or --force")
             self._say(f"warning: {message}")
         return share
+
+    def _warn(self, other_policy: float) -> None:
+        """Of honest rollouts that look like another policy's: the auditor rounds otherwise than they do."""
+        if other_policy > HONEST_QUANTILE:
+            self._say(
+                f"warning: honest rollouts measure other_policy up to {other_policy:.1f} nats, where "
+                f"{HONEST_QUANTILE:.1f} are expected: neighbouring versions are hard to tell apart here"
+            )
 
     async def _measure(self, auditor: Auditor, played: Sequence[Played]) -> list[Evidence]:
         return await measure(auditor, played, self._states, {CLAIMED: [NEXT]}, self._say)

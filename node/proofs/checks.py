@@ -12,12 +12,12 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.manifests import RunManifest
 from ...protocol.rollouts import (
-    MAX_DETAIL,
     BranchRecord,
     GroupRecord,
     Rejection,
     RolloutRecord,
     Submission,
+    clipped,
     unpack_f32,
     unpack_u32,
 )
@@ -89,7 +89,7 @@ def _check_group(
             branches = _check_rollout(record, lease, run, version)
         except Rejected as fault:
             checked.rejections.append(
-                Rejection(number, index, fault.reason, fault.detail[:MAX_DETAIL])
+                Rejection(number, index, fault.reason, clipped(fault.detail))
             )
         else:
             checked.rollouts.append(CheckedRollout(number, index, branches, record.reward))

@@ -14,13 +14,13 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.manifests import RunManifest
 from ...protocol.rollouts import (
-    MAX_DETAIL,
     MAX_EVIDENCE,
     MAX_REJECTIONS,
     Evidence,
     Rejection,
     Submission,
     Verdict,
+    clipped,
 )
 from ..environments.environment import (
     Environment,
@@ -280,7 +280,7 @@ class Verifier:
 def refuse_all(arrival: Arrival, lease: Lease, error: RemoteProtocolError) -> Verified:
     """The verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
     rejections = [
-        Rejection(group, index, error.reason, error.detail[:MAX_DETAIL])
+        Rejection(group, index, error.reason, clipped(error.detail))
         for group in range(len(lease.tasks))
         for index in range(lease.group_size)
     ]
@@ -321,4 +321,4 @@ def _scored(passed: Passed) -> ScoredRollout:
 
 
 def _rejection(rollout: CheckedRollout, reason: Reason, detail: str) -> Rejection:
-    return Rejection(rollout.group, rollout.index, reason, detail[:MAX_DETAIL])
+    return Rejection(rollout.group, rollout.index, reason, clipped(detail))

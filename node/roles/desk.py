@@ -215,7 +215,7 @@ class LeaseDesk:
         reputation = self.reputation(peer)
         reputation.age(time.time())
         if reputation.refused:
-            raise RemoteProtocolError(Reason.BANNED, reputation.refused)
+            raise RemoteProtocolError(Reason.BANNED, reputation.banned or reputation.refused)
         holding = request.holding
         if holding is not None and self.book.release_lost(peer, holding, time.time()):
             await self.work_changed()

@@ -227,8 +227,8 @@ class ValidatorRole:
         if not report.failed:
             self.audits += 1
             self.rollouts += len(job.chosen)
-            logger.info(
-                "%d rollouts of %s audited in %.2fs",
+            logger.debug(
+                "%d rollout(s) of %s audited in %.2fs",
                 len(job.chosen),
                 short(job.node),
                 time.monotonic() - start,

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from cheats_measure import Sample, play_cheats, play_honestly
+from cheats_measure import Sample, play_cheats, play_honestly, start_auditors
 from cheats_report import as_json, cheat_rows, honest_row, judge, show
 from cheats_store import Setting, load, save
 
@@ -22,7 +22,6 @@ from primerl.node.config import EngineConfig
 from primerl.node.engines.build import build_engine
 from primerl.node.engines.engine import Engine
 from primerl.node.fingerprints.build import KNOWN, find
-from primerl.node.proofs.prefill import PrefillCore
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 from primerl.tests.attacks.cheat_book import BOOK, Cheat
 from primerl.tests.attacks.cheat_run import (
@@ -76,40 +75,42 @@ async def start_main(world: World, config: EngineConfig) -> Engine | None:
 
 
 async def measure_honest(
-    world: World, name: str, config: EngineConfig, blocks: int
-) -> list[Sample]:
-    """Samples of honest workers in every company."""
-    auditor = PrefillCore(world.engine)
-    await auditor.start(world.model_dir, world.run)
+    world: World, name: str, config: EngineConfig, options: argparse.Namespace, blocks: int
+) -> list[list[Sample]]:
+    """For each auditor, samples of honest workers in every company."""
+    auditors = await start_auditors(world, options.audit.split(","))
     main = await start_main(world, config)
-    samples: list[Sample] = []
+    found: list[list[Sample]] = [[] for _ in auditors]
     try:
         for at_once, share in COMPANY:
             kind = f"{name}, {at_once} at once"
             wanted = max(1, int(share * blocks))
-            samples.append(
-                await play_honestly(
-                    world, auditor, kind, blocks=wanted, at_once=at_once, main=main, say=say
-                )
+            samples = await play_honestly(
+                world, auditors, kind, blocks=wanted, at_once=at_once, main=main, say=say
             )
+            for sink, sample in zip(found, samples, strict=True):
+                sink.append(sample)
     finally:
         if main is not None:
             await main.close()
-        await auditor.close()
-    return samples
+        for auditor in auditors:
+            await auditor.close()
+    return found
 
 
-async def measure_cheats(world: World, cheats: Sequence[Cheat], rollouts: int) -> list[Sample]:
-    """Samples of every cheat."""
-    auditor = PrefillCore(world.engine)
-    await auditor.start(world.model_dir, world.run)
+async def measure_cheats(
+    world: World, cheats: Sequence[Cheat], options: argparse.Namespace, rollouts: int
+) -> list[list[Sample]]:
+    """For each auditor, samples of every cheat."""
+    auditors = await start_auditors(world, options.audit.split(","))
+    at_once = min(rollouts, MOST)
     try:
-        at_once = min(rollouts, MOST)
         return await play_cheats(
-            world, auditor, cheats, rollouts=rollouts, at_once=at_once, say=say
+            world, auditors, cheats, rollouts=rollouts, at_once=at_once, say=say
         )
     finally:
-        await auditor.close()
+        for auditor in auditors:
+            await auditor.close()
 
 
 async def measure(options: argparse.Namespace) -> list[Setting]:
@@ -136,14 +137,20 @@ async def measure(options: argparse.Namespace) -> list[Setting]:
             first = fingerprint == "projection"
             label = f"{name}, {own.dtype}, {fingerprint}"
             blocks = options.blocks if first else options.blocks // 4
-            honest = await measure_honest(seen, label, config, blocks)
+            honest = await measure_honest(seen, label, config, options, blocks)
+            new = [
+                Setting(f"{label}, audited in {dtype or own.dtype}", seen.run.proofs, samples, [])
+                for dtype, samples in zip(options.audit.split(","), honest, strict=True)
+            ]
+            settings += new
+            keep(options, settings)
             book = [one for one in BOOK.values() if first or one.name in ON_TOPLOC]
             rollouts = options.rollouts if first else max(16, options.rollouts // 2)
-            settings.append(Setting(label, seen.run.proofs, honest, []))
+            cheats = await measure_cheats(seen, book, options, rollouts)
+            for setting, samples in zip(new, cheats, strict=True):
+                setting.cheats.extend(samples)
             keep(options, settings)
-            settings[-1].cheats.extend(await measure_cheats(seen, book, rollouts))
-            keep(options, settings)
-            show(settings[-1:])
+            show(new)
     return settings
 
 
@@ -168,6 +175,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rollouts", type=int, default=128, help="of every cheat")
     parser.add_argument("--tokens", type=int, default=96, help="of a rollout at most")
     parser.add_argument("--lr", type=float, default=1e-5, help="of the policy updates")
+    parser.add_argument("--audit", default="", help="dtypes to audit in, DTYPE,...; as the run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--train-device", default="", help="where models are trained")

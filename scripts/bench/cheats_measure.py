@@ -1,24 +1,32 @@
 """Plays honest workers and cheats for leases and has every rollout judged: the sample behind the tables."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from primerl.node.engines.compute import ComputeThread
 from primerl.node.engines.engine import Engine
-from primerl.node.proofs.auditor import Auditor
+from primerl.node.proofs.auditor import AuditItem, Auditor, Measured, Unreadable
 from primerl.node.proofs.judgement import judge
-from primerl.protocol.manifests import ProofContract
+from primerl.node.proofs.replay import Replay, terms
+from primerl.node.weights.state import State
+from primerl.protocol.leases import Lease
+from primerl.protocol.manifests import ProofContract, RunManifest
 from primerl.protocol.rollouts import Evidence
 from primerl.tests.attacks.cheat_book import Cheat, Work, honest_work
 from primerl.tests.attacks.cheat_court import Court, Outcome
 from primerl.tests.attacks.cheat_run import GROUP_SIZE
-from primerl.tests.attacks.cheat_world import Workshop, World
+from primerl.tests.attacks.cheat_world import Groups, Workshop, World
 
 Say = Callable[[str], None]
 
 BLOCK = 32
 """Tokens of a block, as TOPLOC counts."""
 EVERY_S = 10.0
+KEEP_BYTES = 2**34
+PORTION = 512
+"""Branches that are audited in one go."""
 NODE = bytes(31) + b"w"
 
 
@@ -61,58 +69,110 @@ def evidence_of(outcomes: Sequence[Outcome]) -> list[Evidence]:
     return [one.evidence for one in outcomes if one.evidence is not None]
 
 
+class BenchAuditor:
+    """An auditor in a thread that computes in a dtype of choice and keeps the networks of all versions."""
+
+    def __init__(self, world: World, dtype: str) -> None:
+        """`dtype`: "" is that of the run."""
+        common = terms(world.model_dir, world.run, world.engine.device)
+        self._terms = replace(common, dtype=dtype) if dtype else common
+        self._thread = ComputeThread("bench auditor")
+        self._replay: Replay | None = None
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor."""
+        self._replay = Replay(self._terms, keep_bytes=KEEP_BYTES)
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """See Auditor."""
+        assert self._replay is not None  # start() makes it
+        found: list[Measured | Unreadable] = []
+        for start in range(0, len(items), PORTION):
+            part = items[start : start + PORTION]
+            found += await self._thread.run(self._replay.measure, part, states, others)
+        return found
+
+    async def close(self) -> None:
+        """See Auditor."""
+        self._replay = None
+        await self._thread.close()
+
+
+async def start_auditors(world: World, dtypes: Sequence[str]) -> list[Auditor]:
+    """One auditor for each dtype."""
+    found: list[Auditor] = [BenchAuditor(world, dtype) for dtype in dtypes]
+    for one in found:
+        await one.start(world.model_dir, world.run)
+    return found
+
+
 async def play_honestly(
     world: World,
-    auditor: Auditor,
+    auditors: Sequence[Auditor],
     name: str,
     *,
     blocks: int,
     at_once: int,
     main: Engine | None = None,
     say: Say = print,
-) -> Sample:
-    """At least `blocks` honest audited blocks of 32 tokens, generated `at_once` rollouts at a time."""
+) -> list[Sample]:
+    """At least `blocks` honest audited blocks of 32 tokens, generated `at_once` rollouts at a time.
+
+    One sample for each auditor, of the same rollouts.
+    """
     shop = Workshop(world, NODE, main)
-    sample = Sample(name)
+    samples = [Sample(name) for _ in auditors]
     told = time.monotonic()
     try:
-        while sample.blocks < blocks:
-            await _play(shop, auditor, honest_work, sample, at_once)
+        while samples[0].blocks < blocks:
+            await _play(shop, auditors, honest_work, samples, at_once)
             if time.monotonic() - told > EVERY_S:
                 told = time.monotonic()
-                say(f"honest, {name}: {sample.blocks} of {blocks} blocks")
+                say(f"honest, {name}: {samples[0].blocks} of {blocks} blocks")
     finally:
         await shop.close()
-    return sample
+    return samples
 
 
 async def play_cheats(
     world: World,
-    auditor: Auditor,
+    auditors: Sequence[Auditor],
     cheats: Sequence[Cheat],
     *,
     rollouts: int,
     at_once: int,
     main: Engine | None = None,
     say: Say = print,
-) -> list[Sample]:
-    """At least `rollouts` of every cheat."""
+) -> list[list[Sample]]:
+    """At least `rollouts` of every cheat; for each auditor a sample of each."""
     shop = Workshop(world, NODE, main)
-    samples: list[Sample] = []
+    found: list[list[Sample]] = [[] for _ in auditors]
     try:
         for cheat in cheats:
-            sample = Sample(cheat.name)
-            while len(sample.outcomes) < rollouts:
-                await _play(shop, auditor, cheat.work, sample, at_once)
-            samples.append(sample)
-            caught = sum(one.caught for one in sample.outcomes)
-            say(f"{cheat.name}: {caught} of {len(sample.outcomes)} rollouts rejected")
+            samples = [Sample(cheat.name) for _ in auditors]
+            while len(samples[0].outcomes) < rollouts:
+                await _play(shop, auditors, cheat.work, samples, at_once)
+            for sink, sample in zip(found, samples, strict=True):
+                sink.append(sample)
+            caught = [sum(one.caught for one in sample.outcomes) for sample in samples]
+            say(f"{cheat.name}: {caught} of {len(samples[0].outcomes)} rollouts rejected")
     finally:
         await shop.close()
-    return samples
+    return found
 
 
-async def _play(shop: Workshop, auditor: Auditor, work: Work, sample: Sample, at_once: int) -> None:
+async def _play(
+    shop: Workshop,
+    auditors: Sequence[Auditor],
+    work: Work,
+    samples: Sequence[Sample],
+    at_once: int,
+) -> None:
     """One lease; its tasks are new ones."""
     world = shop.world
     groups = max(1, at_once // GROUP_SIZE)
@@ -120,7 +180,22 @@ async def _play(shop: Workshop, auditor: Auditor, work: Work, sample: Sample, at
     lease = world.lease(groups, size)
     started = time.perf_counter()
     played = await work(shop, lease)
-    generated = time.perf_counter()
-    sample.outcomes += await Court(world, auditor).judge(shop, lease, played)
-    sample.verifying += time.perf_counter() - generated
-    sample.generating += generated - started
+    generated = time.perf_counter() - started
+    await judge_all(shop, auditors, lease, played, samples)
+    for sample in samples:
+        sample.generating += generated
+
+
+async def judge_all(
+    shop: Workshop,
+    auditors: Sequence[Auditor],
+    lease: Lease,
+    played: Groups,
+    samples: Sequence[Sample],
+) -> None:
+    """Add what each auditor finds to its sample."""
+    for auditor, sample in zip(auditors, samples, strict=True):
+        started = time.perf_counter()
+        sample.outcomes += await Court(shop.world, auditor).judge(shop, lease, played)
+        sample.verifying += time.perf_counter() - started
+    shop.sent_before.clear()

@@ -61,7 +61,9 @@ class Stage:
         """What becomes of a cheat's work."""
         work = BOOK[name].work if name in BOOK else honest_work
         groups = await work(self.shop, self.lease)
-        return await Court(self.world, self.auditor).judge(self.shop, self.lease, groups)
+        found = await Court(self.world, self.auditor).judge(self.shop, self.lease, groups)
+        self.shop.sent_before.clear()
+        return found
 
 
 def short(wanted: Recipe) -> Recipe:

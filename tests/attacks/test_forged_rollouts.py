@@ -175,10 +175,6 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         lambda b, h: replace(b, proof=retold_by(b, replace(h, state=bytes(32))).proof),
         Reason.WRONG_MODEL,
     ),
-    "other words than the seed draws": (
-        lambda b, h: retold(b, [number(b) + 7, number(b) + 7, STOP], h),
-        Reason.BAD_SAMPLING,
-    ),
     "nothing sampled": (
         lambda b, h: replace(b, sampled=bytes(len(b.sampled)), logprobs=b""),
         Reason.MALFORMED,
@@ -199,6 +195,25 @@ async def test_a_forged_branch_costs_its_rollout_alone(siege: Swarm, name: str) 
         verdict = await rogue.verdict(lease.lease_id)
     assert [(one.group, one.rollout, one.reason) for one in verdict.rejections] == [(0, 1, reason)]
     assert verdict.accepted == lease.group_size - 1
+
+
+async def test_words_that_the_seed_does_not_draw_cost_their_rollout(siege: Swarm) -> None:
+    async with Rogue(siege, "composer") as rogue:
+        await rogue.hello()
+        wrong: list[int] = []
+        while not wrong:  # a wrong answer, so that other words change no reward
+            lease, sealed = await rogue.lease()
+            (group,) = await rogue.play(lease)
+            wrong = [i for i, one in enumerate(group.rollouts) if one.reward == 0.0]
+            if not wrong:
+                await rogue.submit(rogue.bundle(sealed, [group]), lease.lease_id)
+        branch = group.rollouts[wrong[0]].branches[0]
+        said = [number(branch) + 7, number(branch) + 7, STOP]
+        forged = altered(group, wrong[0], branches=(retold(branch, said, await rogue.head()),))
+        await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
+        verdict = await rogue.verdict(lease.lease_id)
+    found = [(one.rollout, one.reason) for one in verdict.rejections]
+    assert found == [(wrong[0], Reason.BAD_SAMPLING)]
 
 
 @pytest.mark.parametrize("reward", [1.5, -1.0, float("nan"), float("inf"), 1e300])

@@ -109,6 +109,7 @@ async def test_a_lease_that_never_reached_its_worker_is_leased_again(siege: Swar
     async with Rogue(siege, "deaf") as deaf, Rogue(siege, "other") as other:
         await deaf.hello()
         await other.hello()
+        await deaf.earn()
         lost, _ = await deaf.lease()
         kept, sealed = await deaf.lease()
         await deaf.poll(0, holding=(kept.lease_id,))
@@ -121,6 +122,7 @@ async def test_a_lease_that_never_reached_its_worker_is_leased_again(siege: Swar
 async def test_the_number_of_another_lease_is_refused(siege: Swarm) -> None:
     async with Rogue(siege, "two leases") as rogue:
         await rogue.hello()
+        await rogue.earn()
         first, sealed = await rogue.lease()
         second, _ = await rogue.lease()
         bundle = rogue.bundle(sealed, await rogue.play(first))

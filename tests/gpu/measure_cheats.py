@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ import torch
 
 from primerl.node.config import EngineConfig
 from primerl.node.engines.vllm import VllmEngine
-from primerl.node.proofs.prefill import PrefillCore
-from primerl.tests.attacks.cheat_book import BOOK, Cheat, audited_by_content
-from primerl.tests.attacks.cheat_court import Court
+from primerl.node.proofs.auditor import Auditor
+from primerl.tests.attacks.cheat_book import BOOK, audited_by_content
 from primerl.tests.attacks.cheat_run import (
     learning_material,
     new_world,
@@ -34,12 +33,20 @@ from primerl.tests.attacks.cheat_world import Workshop, World
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 from cheats import ON_TOPLOC, models_of  # pyright: ignore
-from cheats_measure import Sample, play_cheats, play_honestly  # pyright: ignore
+from cheats_measure import (  # pyright: ignore
+    Sample,
+    judge_all,
+    play_cheats,
+    play_honestly,
+    start_auditors,
+)
 from cheats_store import Setting, save  # pyright: ignore
 
 TOKENS = 128
 UPDATES = 3
 LR = (1e-6, 1e-5)
+AUDIT = ("float32", "bfloat16")
+VERSIONS = ("previous policy version", "base model without deltas")
 VLLM: dict[str, Any] = {
     "compilation_config": {
         "mode": 0,
@@ -97,7 +104,7 @@ def changed(world: World) -> float:
     return moved / sum(one.data.size for one in new.values())
 
 
-async def speeds(bench: Bench, auditor: PrefillCore) -> dict[str, float]:
+async def speeds(bench: Bench, auditors: Sequence[Auditor]) -> dict[str, float]:
     """Tokens per second of generation and of verification, each with the GPU to itself."""
     world = bench.world
     shop = Workshop(world, bytes(31) + b"s", bench.engine)
@@ -107,121 +114,142 @@ async def speeds(bench: Bench, auditor: PrefillCore) -> dict[str, float]:
         lease = world.lease(bench.options.at_once // 8, 8)
         began = time.perf_counter()
         groups = await shop.play(lease, sampler)
-        drawn = time.perf_counter()
-        outcomes = await Court(world, auditor).judge(shop, lease, groups)
-        ended = time.perf_counter()
-        tokens = sum(one.evidence.tokens for one in outcomes if one.evidence)
-        found = {"generated": tokens / (drawn - began), "verified": tokens / (ended - drawn)}
+        drawn = time.perf_counter() - began
+        samples = [Sample(dtype) for dtype in AUDIT]
+        await judge_all(shop, auditors, lease, groups, samples)
+        found = {"generated": samples[0].tokens / drawn}
+        found |= {f"verified in {one.name}": one.tokens / one.verifying for one in samples}
         say(f"tokens/s, turn {turn}: {found}")
     return found
 
 
-async def honest(bench: Bench, auditor: PrefillCore, blocks: int, reserve: float) -> Sample:
+async def honest(
+    bench: Bench, auditor: Auditor, sample: Sample, blocks: int, reserve: float
+) -> None:
     """Honest rollouts: the next ones are generated while the last ones are audited."""
     world = bench.world
     shop = Workshop(world, bytes(31) + b"h", bench.engine)
     sampler = await shop.honest()
-    sample = Sample("vLLM, 256 at once")
-    judging: asyncio.Task[list[Any]] | None = None
+    judging: asyncio.Task[None] | None = None
     while sample.blocks < blocks and bench.left > reserve:
         lease = world.lease(bench.options.at_once // 8, 8)
         groups = await shop.play(lease, sampler)
         if judging is not None:
-            sample.outcomes += await judging
-        judging = asyncio.create_task(Court(world, auditor).judge(shop, lease, groups))
+            await judging
+        judging = asyncio.create_task(judge_all(shop, [auditor], lease, groups, [sample]))
         say(f"honest: {sample.blocks} of {blocks} blocks")
     if judging is not None:
-        sample.outcomes += await judging
-    return sample
+        await judging
 
 
-async def cheats_on(
-    bench: Bench, world: World, auditor: PrefillCore, cheats: Sequence[Cheat], suffix: str = ""
-) -> list[Sample]:
+async def some_honest(
+    bench: Bench,
+    world: World,
+    auditors: Sequence[Auditor],
+    settings: Sequence[Setting],
+    *,
+    blocks: int,
+    at_once: int,
+) -> None:
+    """Honest rollouts for every setting."""
+    name = f"vLLM, {at_once} at once"
+    samples = await play_honestly(
+        world, auditors, name, blocks=blocks, at_once=at_once, main=bench.engine, say=say
+    )
+    for setting, sample in zip(settings, samples, strict=True):
+        setting.honest.append(sample)
+
+
+async def some_cheats(
+    bench: Bench,
+    world: World,
+    auditors: Sequence[Auditor],
+    settings: Sequence[Setting],
+    names: Sequence[str],
+) -> None:
+    """Cheats for every setting."""
+    options = bench.options
     found = await play_cheats(
         world,
-        auditor,
-        cheats,
-        rollouts=bench.options.rollouts,
-        at_once=min(256, bench.options.at_once),
+        auditors,
+        [BOOK[name] for name in names],
+        rollouts=options.rollouts,
+        at_once=min(256, options.at_once),
         main=bench.engine,
         say=say,
     )
-    return [replace(one, name=one.name + suffix) for one in found]
+    for setting, samples in zip(settings, found, strict=True):
+        setting.cheats.extend(samples)
 
 
 async def measure(worlds: tuple[World, World], out: Path, options: argparse.Namespace) -> None:
+    """Everything, in the order in which it is missed most."""
     world, faster = worlds
     config = world.engine.model_copy(
         update={"type": "vllm", "vllm": VLLM if torch.cuda.is_available() else {}}
     )
-    engine = VllmEngine(config)
-    bench = Bench(engine, world, options)
-    auditor = PrefillCore(world.engine)
-    setting = Setting("0.6b, bfloat16, projection", world.run.proofs, [], [])
-    other = Setting("0.6b at lr 1e-5, bfloat16, projection", world.run.proofs, [], [])
-    settings = [setting, other]
+    bench = Bench(VllmEngine(config), world, options)
+    auditors = await start_auditors(world, AUDIT)
+    contract = world.run.proofs
+    label = f"{options.model}, bfloat16, projection, lr {{}}, audited in {{}}"
+    slow = [Setting(label.format("1e-6", dtype), contract, [], []) for dtype in AUDIT]
+    fast = [Setting(label.format("1e-5", dtype), contract, [], []) for dtype in AUDIT]
+    settings = [*slow, *fast]
+    most = options.at_once
     try:
-        await engine.start(world.model_dir, fingerprint="projection")
+        await bench.engine.start(world.model_dir, fingerprint="projection")
         say("vLLM started")
-        await auditor.start(world.model_dir, world.run)
-        (out / "speeds.json").write_text(json.dumps(await speeds(bench, auditor)))
-        for at_once, blocks in ((8, options.blocks // 400), (64, options.blocks // 100)):
-            setting.honest.append(
-                await play_honestly(
-                    world, auditor, f"vLLM, {at_once} at once",
-                    blocks=blocks, at_once=at_once, main=engine, say=say,
-                )
-            )  # fmt: skip
-        setting.cheats.extend(
-            await cheats_on(bench, world, auditor, [BOOK[name] for name in audited_by_content()])
-        )
-        save(out / "h200.json", settings)
-        blocks, at_once = options.blocks // 25, options.at_once
-        other.honest.append(
-            await play_honestly(
-                faster, auditor, "vLLM", blocks=blocks, at_once=at_once, main=engine, say=say
+        (out / "speeds.json").write_text(json.dumps(await speeds(bench, auditors)))
+        for at_once, blocks in ((8, 400), (64, 100), (most, 25)):
+            await some_honest(
+                bench, world, auditors, slow, blocks=options.blocks // blocks, at_once=at_once
             )
-        )
-        versions = [BOOK["previous policy version"], BOOK["base model without deltas"]]
-        other.cheats.extend(await cheats_on(bench, faster, auditor, versions))
+        await some_cheats(bench, world, auditors, slow, audited_by_content())
         save(out / "h200.json", settings)
-        setting.honest.append(await honest(bench, auditor, options.blocks, reserve=90.0))
+        await some_honest(bench, faster, auditors, fast, blocks=options.blocks // 25, at_once=most)
+        await some_cheats(bench, faster, auditors, fast, VERSIONS)
+        save(out / "h200.json", settings)
+        sample = Sample("vLLM")
+        slow[0].honest.append(sample)
+        await honest(bench, auditors[0], sample, options.blocks, reserve=options.reserve)
         save(out / "h200.json", settings)
     finally:
-        await engine.close()
-        await auditor.close()
-    settings += await toploc(bench)
-    save(out / "h200.json", settings)
+        await bench.engine.close()
+        for auditor in auditors:
+            await auditor.close()
+    await toploc(bench, settings, out)
 
 
-async def toploc(bench: Bench) -> list[Setting]:
+async def toploc(bench: Bench, settings: list[Setting], out: Path) -> None:
     """The other fingerprint, generated by the embedded engine."""
     world = with_fingerprint(bench.world, "toploc")
-    auditor = PrefillCore(world.engine)
-    await auditor.start(world.model_dir, world.run)
-    found = Setting("0.6b, bfloat16, toploc, hf engine", world.run.proofs, [], [])
+    auditors = await start_auditors(world, AUDIT[:1])
+    label = f"{bench.options.model}, bfloat16, toploc, hf engine, lr 1e-6, audited in {AUDIT[0]}"
+    found = Setting(label, world.run.proofs, [], [])
+    settings.append(found)
+    blocks = bench.options.blocks // 100
     try:
-        found.honest.append(
-            await play_honestly(
-                world, auditor, "hf", blocks=bench.options.blocks // 100, at_once=256, say=say
-            )
+        found.honest.extend(
+            await play_honestly(world, auditors, "hf", blocks=blocks, at_once=256, say=say)
         )
         for name in ON_TOPLOC:
             if bench.left < 15:
                 break
-            found.cheats.extend(
-                await play_cheats(world, auditor, [BOOK[name]], rollouts=128, at_once=128, say=say)
+            (samples,) = await play_cheats(
+                world, auditors, [BOOK[name]], rollouts=128, at_once=128, say=say
             )
+            found.cheats.extend(samples)
     finally:
-        await auditor.close()
-    return [found]
+        for auditor in auditors:
+            await auditor.close()
+        save(out / "h200.json", settings)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--blocks", type=int, default=100_000)
+    parser.add_argument("--reserve", type=float, default=60.0, help="seconds for TOPLOC at the end")
     parser.add_argument("--rollouts", type=int, default=256)
     parser.add_argument("--model", default="0.6b")
     parser.add_argument("--at-once", type=int, default=1024, help="of which vLLM runs 256")

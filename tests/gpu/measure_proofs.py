@@ -1,6 +1,6 @@
 """What seeded sampling and proofs cost vLLM on a GPU, and whether the proofs are right: run by hand.
 
-    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 2] [--shape 0.6b] [--skip-toploc]
+    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 2] [--skip-toploc]
 
 Engines of one shape run side by side on one GPU and take turns, so that ratios are of one run:
 bare vLLM (plain sampling, logprobs, its own seeds and logprobs), and this package's without a proof,
@@ -46,6 +46,9 @@ VLLM: dict[str, Any] = {
     },
     "max_num_batched_tokens": 16384,
     "enable_prefix_caching": False,
+    # of each engine; and that much must be free when it starts, whatever else starts beside it
+    "kv_cache_memory_bytes": 16 << 30,
+    "gpu_memory_utilization": 0.1,
 }
 Generate = Callable[[int, int], Awaitable[int]]
 """(seed, tokens) -> tokens that came."""
@@ -55,25 +58,25 @@ def prompt(seed: int) -> tuple[int, ...]:
     return tuple((31 * seed + 7 * place) % 997 + 3 for place in range(PROMPT))
 
 
-def config(most: int, share: float) -> EngineConfig:
+def config(most: int) -> EngineConfig:
     return EngineConfig(
         type="vllm",
         dtype="bfloat16",
         max_batch=most,
         max_model_len=LENGTH,
-        vllm=VLLM | {"gpu_memory_utilization": share},
+        vllm=VLLM,
     )
 
 
 # -- engines ---------------------------------------------------------------------------------------
 
 
-def start_bare(directory: Path, most: int, share: float) -> Any:
+def start_bare(directory: Path, most: int) -> Any:
     """vLLM as it comes, with our arguments but for the extension; random weights."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore
 
-    arguments = engine_arguments(config(most, share), directory, read_shape(directory), cpu=False)
+    arguments = engine_arguments(config(most), directory, read_shape(directory), cpu=False)
     del arguments["worker_extension_cls"]
     arguments["logprobs_mode"] = "processed_logprobs"
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -149,7 +152,7 @@ async def speeds(ways: dict[str, Generate], options: argparse.Namespace) -> list
     for generate in ways.values():  # warms up
         await asyncio.gather(*(generate(seed, 40) for seed in range(max(options.sequences))))
     for sequences in options.sequences:
-        for load in (burst, steady):
+        for load in (burst, steady) if sequences < options.steady_below else (burst,):
             best = dict.fromkeys(ways, 0.0)
             for _ in range(options.repeats):
                 for name, generate in ways.items():
@@ -160,8 +163,7 @@ async def speeds(ways: dict[str, Generate], options: argparse.Namespace) -> list
 
 
 def print_speeds(row: dict[str, Any], ways: dict[str, Generate]) -> None:
-    plain = row["vllm plain"]
-    unproved = row["ours, no proof"]
+    plain, unproved = row["vllm plain"], row["ours, no proof"]
     print(
         f"\n{row['sequences']} sequences, {row['load']}: tokens/s, of plain, of ours without proof"
     )
@@ -186,9 +188,14 @@ def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[di
         for fingerprint in ("", "projection", "toploc"):
             with torch.inference_mode():
                 recorder = Recorder(
-                    device, width=width, fingerprint=fingerprint, requests=count, length=LENGTH
+                    device,
+                    width=width,
+                    dtype=hidden.dtype,
+                    fingerprint=fingerprint,
+                    requests=count,
+                    length=LENGTH,
                 )
-                recorder.warm_up(vocabulary, torch.bfloat16)
+                recorder.warm_up(logits, hidden)
                 ids = [f"r{row}" for row in range(count)]
                 for row, name in enumerate(ids):
                     recorder.admit(name, PROMPT, row, row, 1.0)
@@ -307,11 +314,13 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
     names = ["", "projection"] if options.skip_toploc else ["", "projection", "toploc"]
     most = max(options.sequences)
     began = time.perf_counter()
-    llm = await asyncio.to_thread(start_bare, directory, most, 0.2)
-    engines = {name: VllmEngine(config(most, 0.2)) for name in names}
+    engines = {name: VllmEngine(config(most)) for name in names}
+    llm, *_ = await asyncio.gather(
+        asyncio.to_thread(start_bare, directory, most),
+        *(engine.start(directory, fingerprint=name) for name, engine in engines.items()),
+    )
     try:
-        for name, engine in engines.items():  # one by one: each looks at what memory is free
-            await engine.start(directory, fingerprint=name)
+        for engine in engines.values():
             await engine.load(0, state)
         print(f"engines started in {time.perf_counter() - began:.0f} s", flush=True)
         labels = {"": "ours, no proof", "projection": "ours, projection", "toploc": "ours, toploc"}
@@ -320,7 +329,6 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
             "vllm logprobs": bare(llm, logprobs=0, flat_logprobs=True),
             "vllm seeds, logprobs": bare(llm, logprobs=0, flat_logprobs=True, seeded=True),
         } | {labels[name]: ours(engine) for name, engine in engines.items()}
-        report["speeds"] = await speeds(ways, options)
         report["checks"] = [
             await correctness(engine, name, directory, [state, new, changed])
             for name, engine in engines.items()
@@ -328,6 +336,9 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
         ]
         for one in report["checks"]:
             print(json.dumps(one), flush=True)
+        if options.ways:
+            ways = {name: ways[name] for name in options.ways.split(";")}
+        report["speeds"] = await speeds(ways, options)
     finally:
         closing: list[Coroutine[Any, Any, Any]] = [one.close() for one in engines.values()]
         await asyncio.gather(asyncio.to_thread(llm.shutdown), *closing)
@@ -345,6 +356,8 @@ def main() -> None:
         "--shape", choices=[name for name in SHAPES if name != "tiny"], default="0.6b"
     )
     parser.add_argument("--skip-toploc", action="store_true")
+    parser.add_argument("--ways", default="", help="names of the table, between semicolons")
+    parser.add_argument("--steady-below", type=int, default=1024)
     parser.add_argument("--name", default="proofs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -14,6 +14,7 @@ from primerl.node.engines.vllm import VllmEngine
 from primerl.node.engines.vllm_options import (
     ENVIRONMENT,
     REFUSED,
+    SAMPLING,
     check_device,
     check_overrides,
     engine_arguments,
@@ -22,7 +23,6 @@ from primerl.node.engines.vllm_options import (
     sampling_arguments,
     set_environment,
 )
-from primerl.node.engines.vllm_sampling import ARGUMENT
 from primerl.node.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {
@@ -84,7 +84,7 @@ def test_for_vllm_a_request_is_greedy_and_the_worker_reads_how_it_is_sampled() -
     request = GenerateRequest((1, 2), 3, 0.7, 2**63 - 1, (5,))
     arguments = sampling_arguments(request, 17)
     assert arguments["temperature"] == 0
-    assert arguments["extra_args"] == {ARGUMENT: [17, 2**63 - 1, 0.7]}
+    assert arguments["extra_args"] == {SAMPLING: [17, 2**63 - 1, 0.7]}
     assert not {"seed", "logprobs"} & set(arguments)
 
 

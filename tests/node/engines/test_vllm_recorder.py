@@ -12,8 +12,9 @@ from torch import Tensor
 
 from primerl.node.engines.sampling import draw
 from primerl.node.engines.vllm_collector import projection_proof, toploc_proof
+from primerl.node.engines.vllm_options import SAMPLING
 from primerl.node.engines.vllm_recorder import Recorder
-from primerl.node.engines.vllm_sampling import ARGUMENT, Hooks
+from primerl.node.engines.vllm_sampling import Hooks
 from primerl.node.fingerprints.projection import Projection
 from primerl.node.fingerprints.toploc import Toploc
 
@@ -127,7 +128,7 @@ class Engine:
         for name in counts:
             if name not in self.keys or (self.runner.second and not self.computed(name)):
                 key = self.keys.setdefault(name, ord(name[0]))
-                extra = {ARGUMENT: [key, 2**63 - key, 0.5 + key / 100]}
+                extra = {SAMPLING: [key, 2**63 - key, 0.5 + key / 100]}
                 parameters = SimpleNamespace(extra_args=extra)
                 tokens = [0] * self.runner.requests[name].prompt
                 fresh.append(
@@ -158,7 +159,12 @@ class Engine:
 def make_engine(*, second: bool, fingerprint: str = "projection", requests: int = 4) -> Engine:
     runner = Runner(second)
     recorder = Recorder(
-        torch.device("cpu"), width=WIDTH, fingerprint=fingerprint, requests=requests, length=LENGTH
+        torch.device("cpu"),
+        width=WIDTH,
+        dtype=torch.float32,
+        fingerprint=fingerprint,
+        requests=requests,
+        length=LENGTH,
     )
     recorder.version = 1
     Hooks(runner, recorder).install()
