@@ -52,7 +52,7 @@ class Score:
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    turns: tuple[tuple[int, ...], ...] = ()
+    turns: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     """Of a recomputed score: per branch, the turn number of each of its replies; it is part of their seeds."""
 
 

@@ -27,7 +27,9 @@ SUSPECT = 0.01
 SAFETY = 1.5
 """Rejecting bounds are at least this x the 99.9 % quantile: other devices, other batches."""
 SEEN = 1.2
-"""... and this x the largest that was seen."""
+"""... and this x the largest that was seen,"""
+SEEN_MAX = 2.0
+"""or this, for the largest difference in a rollout: one improbable token makes a long tail."""
 PRIOR = 10
 """So many likelihood ratios as they should be are added to those that were seen."""
 FEWEST = 16
@@ -207,7 +209,8 @@ def ratio_tail(values: Values, beyond: float) -> float:
 
 def _reject(name: str, values: Values) -> float:
     rare = float(np.quantile(values, 0.999, method="higher"))
-    return max(SAFETY * rare, _tail(name, values, BEYOND), SEEN * float(values.max()))
+    seen = SEEN_MAX if name.endswith("_max") else SEEN
+    return max(SAFETY * rare, _tail(name, values, BEYOND), seen * float(values.max()))
 
 
 def _tail(name: str, values: Values, beyond: float) -> float:

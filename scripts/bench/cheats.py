@@ -55,14 +55,17 @@ ON_TOPLOC = (
 """Cheats for which the fingerprint matters."""
 
 
-def models_of(name: str, device: str) -> tuple[Trained, Trained]:
-    """A trained model and a smaller one."""
+def models_of(name: str, device: str, *, small: bool = True) -> tuple[Trained, Trained]:
+    """A trained model and a smaller one; the same again without `small`."""
     right = recipe(name)
+    if not small:
+        found = trained_model(right, device=device)
+        return found, found
     shape = dict(right.shape)
     narrow = {"hidden_size": max(48, shape.get("hidden_size", 96) // 2)}
     layers = {"num_hidden_layers": max(1, shape.get("num_hidden_layers", 2) // 2)}
-    small = recipe(name, steps=max(60, right.steps // 2), **narrow, **layers)
-    return trained_model(right, device=device), trained_model(small, device=device)
+    less = recipe(name, steps=max(60, right.steps // 2), **narrow, **layers)
+    return trained_model(right, device=device), trained_model(less, device=device)
 
 
 async def start_main(world: World, config: EngineConfig) -> Engine | None:

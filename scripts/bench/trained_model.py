@@ -97,11 +97,11 @@ RECIPES: dict[str, Recipe] = {
                 "vocab_size": 151936,
                 "rope_theta": 10000,
             },
-            2000,
+            256,
             200,
             64,
             256,
-            6e-4,
+            1e-3,
         ),
     )
 }

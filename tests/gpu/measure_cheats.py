@@ -44,8 +44,14 @@ from cheats_store import Setting, save  # pyright: ignore
 
 TOKENS = 128
 UPDATES = 3
-LR = (1e-6, 1e-5)
-AUDIT = ("float32", "bfloat16")
+FEW = (
+    "previous policy version",
+    "base model without deltas",
+    "int8 weights",
+    "int4 weights",
+    "fp8 KV cache",
+    "temperature 0.9",
+)
 VERSIONS = ("previous policy version", "base model without deltas")
 VLLM: dict[str, Any] = {
     "compilation_config": {
@@ -78,10 +84,10 @@ class Bench:
         return 60 * self.options.minutes - (time.monotonic() - BEGAN)
 
 
-def make_worlds(options: argparse.Namespace) -> tuple[World, World]:
+def make_worlds(options: argparse.Namespace) -> list[World]:
     """The run after some steps at each learning rate."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    right, small = models_of(options.model, device)
+    right, small = models_of(options.model, device, small=not options.few)
     say(f"trained: loss {right.loss:.3f}, the smaller one {small.loss:.3f}")
     config = EngineConfig(
         type="hf", dtype="bfloat16", device=device, max_batch=256, max_model_len=TOKENS + 64
@@ -89,12 +95,12 @@ def make_worlds(options: argparse.Namespace) -> tuple[World, World]:
     fresh = new_world(right, small, config, max_tokens=TOKENS)
     material = asyncio.run(learning_material(fresh, 4 * UPDATES))
     say(f"{len(material)} rollouts to learn from")
-    found = [with_updates(fresh, material, lr=lr, updates=UPDATES) for lr in LR]
-    for lr, world in zip(LR, found, strict=True):
+    found = [with_updates(fresh, material, lr=lr, updates=UPDATES) for lr in options.lr]
+    for lr, world in zip(options.lr, found, strict=True):
         say(f"lr {lr:g}: {changed(world):.3%} of the weights change in the last update")
     if device == "cuda":
         torch.cuda.empty_cache()
-    return found[0], found[1]
+    return found
 
 
 def changed(world: World) -> float:
@@ -115,7 +121,7 @@ async def speeds(bench: Bench, auditors: Sequence[Auditor]) -> dict[str, float]:
         began = time.perf_counter()
         groups = await shop.play(lease, sampler)
         drawn = time.perf_counter() - began
-        samples = [Sample(dtype) for dtype in AUDIT]
+        samples = [Sample(dtype) for dtype in bench.options.audit]
         await judge_all(shop, auditors, lease, groups, samples)
         found = {"generated": samples[0].tokens / drawn}
         found |= {f"verified in {one.name}": one.tokens / one.verifying for one in samples}
@@ -182,49 +188,54 @@ async def some_cheats(
         setting.cheats.extend(samples)
 
 
-async def measure(worlds: tuple[World, World], out: Path, options: argparse.Namespace) -> None:
+async def measure(worlds: Sequence[World], out: Path, options: argparse.Namespace) -> None:
     """Everything, in the order in which it is missed most."""
-    world, faster = worlds
+    world = worlds[0]
     config = world.engine.model_copy(
         update={"type": "vllm", "vllm": VLLM if torch.cuda.is_available() else {}}
     )
     bench = Bench(VllmEngine(config), world, options)
-    auditors = await start_auditors(world, AUDIT)
-    contract = world.run.proofs
-    label = f"{options.model}, bfloat16, projection, lr {{}}, audited in {{}}"
-    slow = [Setting(label.format("1e-6", dtype), contract, [], []) for dtype in AUDIT]
-    fast = [Setting(label.format("1e-5", dtype), contract, [], []) for dtype in AUDIT]
-    settings = [*slow, *fast]
-    most = options.at_once
+    auditors = await start_auditors(world, options.audit)
+    settings: list[Setting] = []
     try:
         await bench.engine.start(world.model_dir, fingerprint="projection")
         say("vLLM started")
         (out / "speeds.json").write_text(json.dumps(await speeds(bench, auditors)))
-        for at_once, blocks in ((8, 400), (64, 100), (most, 25)):
-            await some_honest(
-                bench, world, auditors, slow, blocks=options.blocks // blocks, at_once=at_once
-            )
-        await some_cheats(bench, world, auditors, slow, audited_by_content())
-        save(out / "h200.json", settings)
-        await some_honest(bench, faster, auditors, fast, blocks=options.blocks // 25, at_once=most)
-        await some_cheats(bench, faster, auditors, fast, VERSIONS)
-        save(out / "h200.json", settings)
+        for number, (lr, one) in enumerate(zip(options.lr, worlds, strict=True)):
+            names = VERSIONS if number else FEW if options.few else audited_by_content()
+            settings += await measure_rate(bench, one, auditors, lr, names)
+            save(out / "h200.json", settings)
         sample = Sample("vLLM")
-        slow[0].honest.append(sample)
+        settings[0].honest.append(sample)
         await honest(bench, auditors[0], sample, options.blocks, reserve=options.reserve)
         save(out / "h200.json", settings)
     finally:
         await bench.engine.close()
         for auditor in auditors:
             await auditor.close()
-    await toploc(bench, settings, out)
+    if not options.few:
+        await toploc(bench, settings, out)
+
+
+async def measure_rate(
+    bench: Bench, world: World, auditors: Sequence[Auditor], lr: float, names: Sequence[str]
+) -> list[Setting]:
+    """Settings, one an auditor, of one learning rate."""
+    options = bench.options
+    label = f"{options.model}, bfloat16, projection, lr {lr:g}, audited in"
+    found = [Setting(f"{label} {dtype}", world.run.proofs, [], []) for dtype in options.audit]
+    for at_once, share in ((8, 400), (64, 100), (options.at_once, 25)):
+        blocks = options.blocks // share
+        await some_honest(bench, world, auditors, found, blocks=blocks, at_once=at_once)
+    await some_cheats(bench, world, auditors, found, names)
+    return found
 
 
 async def toploc(bench: Bench, settings: list[Setting], out: Path) -> None:
     """The other fingerprint, generated by the embedded engine."""
     world = with_fingerprint(bench.world, "toploc")
-    auditors = await start_auditors(world, AUDIT[:1])
-    label = f"{bench.options.model}, bfloat16, toploc, hf engine, lr 1e-6, audited in {AUDIT[0]}"
+    auditors = await start_auditors(world, bench.options.audit[:1])
+    label = f"{bench.options.model}, bfloat16, toploc, hf, audited in {bench.options.audit[0]}"
     found = Setting(label, world.run.proofs, [], [])
     settings.append(found)
     blocks = bench.options.blocks // 100
@@ -253,7 +264,14 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=256)
     parser.add_argument("--model", default="0.6b")
     parser.add_argument("--at-once", type=int, default=1024, help="of which vLLM runs 256")
+    parser.add_argument("--audit", nargs="+", default=["bfloat16", "float32"], help="dtypes")
+    parser.add_argument("--lr", nargs="+", type=float, default=[1e-6, 1e-5], help="of the updates")
+    parser.add_argument(
+        "--few", action="store_true", help="a few cheats, no small model, no TOPLOC"
+    )
+    parser.add_argument("--tf32", action="store_true", help="audits in float32 multiply in TF32")
     options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32
     worlds = make_worlds(options)
     asyncio.run(measure(worlds, Path(os.environ.get("OUT", ".")), options))
 

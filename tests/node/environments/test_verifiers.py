@@ -275,7 +275,10 @@ async def test_each_turn_extends_the_tokens_of_the_turn_before(start: Start) -> 
     assert (branch.policy_first, branch.policy_last, branch.finish) == (0, 3, "stop")
     assert [branch.logprobs[len(prompt)] for _, prompt in seen] == [-1.0, -2.0, -3.0, -4.0]
     assert sum(branch.sampled) == 2 + 3 + 2 + 2
-    assert await environment.score(task, episode.branches) == episode.score
+    assert branch.spans == ((0, 0), (2, 1), (5, 2), (7, 3)), "each turn by another policy"
+    score = await environment.score(task, episode.branches)
+    assert score == episode.score
+    assert score.turns == ((0, 1, 2, 3),), "as they were asked for: they are part of the seeds"
 
 
 async def test_a_reply_that_was_cut_off_is_closed_before_the_next_turn(start: Start) -> None:
