@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..fingerprints.projection import NUMBERS, signs
 from .sampling import draw
-from .vllm_largest import Largest, to_host, upload
+from .vllm_largest import Largest, upload
 from .vllm_sampling import Step
 
 MOST_PENDING = 64
@@ -122,7 +122,7 @@ class Recorder:
         length: int,
     ) -> None:
         """`width` and `dtype` of a hidden state; most `requests` at once, most tokens of one."""
-        self._device, self._length = device, length
+        self._device, self._requests, self._length = device, requests, length
         self._slots = Slots(requests)
         # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32
         self._exact = device.type == "cuda" and dtype == torch.bfloat16
@@ -133,6 +133,7 @@ class Recorder:
         self._columns = 1 if self._signs is None else 1 + NUMBERS
         # never written before it is used: what is not used takes no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)
+        self._buffers: list[Tensor] = []
         self._pending: deque[Pending] = deque()
         self._batch: Batch | None = None
         self._step: Step | None = None
@@ -227,8 +228,9 @@ class Recorder:
         columns = self._project(step.hidden, logprobs)
         if self._largest is not None:
             self._largest.add(step.hidden, chosen, where, rows, self._later)
-        copy = to_host(columns)
-        self._later(lambda: self._file(copy, chosen, where, rows))
+        buffer = self._buffer(len(columns))
+        buffer[: len(columns)].copy_(columns, non_blocking=True)
+        self._later(lambda: self._file(buffer, len(columns), chosen, where, rows))
 
     def _project(self, hidden: Tensor, logprobs: Tensor) -> Tensor:
         """[n, columns]: the logprob, then what the fingerprint keeps of each token."""
@@ -261,9 +263,18 @@ class Recorder:
             event.record()
         self._pending.append(Pending(event, file))
 
-    def _file(self, copy: Tensor, chosen: Any, where: Ints, rows: Ints) -> None:
-        self._rows[where, rows] = copy.numpy()[chosen]
+    def _buffer(self, rows: int) -> Tensor:
+        """Where the device puts the rows of a step; used again once they are filed."""
+        while self._buffers:
+            if len(buffer := self._buffers.pop()) >= rows:
+                return buffer
+        size, pinned = (max(rows, self._requests), self._columns), self._device.type == "cuda"
+        return torch.empty(size, dtype=torch.float32, pin_memory=pinned)
+
+    def _file(self, buffer: Tensor, count: int, chosen: Any, where: Ints, rows: Ints) -> None:
+        self._rows[where, rows] = buffer[:count].numpy()[chosen]
         self._slots.filed[where] = rows + 1
+        self._buffers.append(buffer)
 
     def _grow(self) -> None:
         self.settle(all_of_it=True)

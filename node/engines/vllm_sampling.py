@@ -121,7 +121,11 @@ def read_step(runner: Any, state: Any) -> Step:
         count = batch.num_reqs
         positions = batch.num_computed_tokens_np[:count].astype(np.int64)
         positions += batch.num_scheduled_tokens[:count]
-        hidden = state.hidden_states.index_select(0, batch.logits_indices)
+        hidden = state.hidden_states
+        if batch.num_tokens == count:
+            hidden = hidden[:count]  # each row is the only one of its request
+        else:
+            hidden = hidden.index_select(0, batch.logits_indices)
         return Step(
             list(batch.req_ids[:count]),
             positions,

@@ -11,7 +11,7 @@ large batches; with --engine vllm by vLLM. On a GPU: tests/gpu/measure_cheats.sh
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from cheats_measure import Sample, play_cheats, play_honestly, start_auditors
@@ -102,15 +102,22 @@ async def measure_honest(
 
 
 async def measure_cheats(
-    world: World, cheats: Sequence[Cheat], options: argparse.Namespace, rollouts: int
-) -> list[list[Sample]]:
-    """For each auditor, samples of every cheat."""
-    auditors = await start_auditors(world, options.audit.split(","))
+    world: World,
+    cheats: Sequence[Cheat],
+    settings: Sequence[Setting],
+    *,
+    dtypes: Sequence[str],
+    rollouts: int,
+) -> AsyncIterator[Cheat]:
+    """Adds samples of each cheat to the settings, one for each auditor."""
+    auditors = await start_auditors(world, dtypes)
     at_once = min(rollouts, MOST)
     try:
-        return await play_cheats(
-            world, auditors, cheats, rollouts=rollouts, at_once=at_once, say=say
-        )
+        played = play_cheats(world, auditors, cheats, rollouts=rollouts, at_once=at_once, say=say)
+        async for samples in played:
+            for setting, sample in zip(settings, samples, strict=True):
+                setting.cheats.append(sample)
+            yield BOOK[samples[0].name]
     finally:
         for auditor in auditors:
             await auditor.close()
@@ -149,10 +156,9 @@ async def measure(options: argparse.Namespace) -> list[Setting]:
             keep(options, settings)
             book = [one for one in BOOK.values() if first or one.name in ON_TOPLOC]
             rollouts = options.rollouts if first else max(16, options.rollouts // 2)
-            cheats = await measure_cheats(seen, book, options, rollouts)
-            for setting, samples in zip(new, cheats, strict=True):
-                setting.cheats.extend(samples)
-            keep(options, settings)
+            dtypes = options.audit.split(",")
+            async for _ in measure_cheats(seen, book, new, dtypes=dtypes, rollouts=rollouts):
+                keep(options, settings)
             show(new)
     return settings
 

@@ -1,7 +1,7 @@
 """Plays honest workers and cheats for leases and has every rollout judged: the sample behind the tables."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -148,22 +148,19 @@ async def play_cheats(
     at_once: int,
     main: Engine | None = None,
     say: Say = print,
-) -> list[list[Sample]]:
-    """At least `rollouts` of every cheat; for each auditor a sample of each."""
+) -> AsyncIterator[list[Sample]]:
+    """At least `rollouts` of each cheat, one cheat after the other: one sample for each auditor."""
     shop = Workshop(world, NODE, main)
-    found: list[list[Sample]] = [[] for _ in auditors]
     try:
         for cheat in cheats:
             samples = [Sample(cheat.name) for _ in auditors]
             while len(samples[0].outcomes) < rollouts:
                 await _play(shop, auditors, cheat.work, samples, at_once)
-            for sink, sample in zip(found, samples, strict=True):
-                sink.append(sample)
             caught = [sum(one.caught for one in sample.outcomes) for sample in samples]
             say(f"{cheat.name}: {caught} of {len(samples[0].outcomes)} rollouts rejected")
+            yield samples
     finally:
         await shop.close()
-    return found
 
 
 async def _play(

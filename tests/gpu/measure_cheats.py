@@ -175,7 +175,7 @@ async def some_cheats(
 ) -> None:
     """Cheats for every setting."""
     options = bench.options
-    found = await play_cheats(
+    played = play_cheats(
         world,
         auditors,
         [BOOK[name] for name in names],
@@ -184,8 +184,9 @@ async def some_cheats(
         main=bench.engine,
         say=say,
     )
-    for setting, samples in zip(settings, found, strict=True):
-        setting.cheats.extend(samples)
+    async for samples in played:
+        for setting, sample in zip(settings, samples, strict=True):
+            setting.cheats.append(sample)
 
 
 async def measure(worlds: Sequence[World], out: Path, options: argparse.Namespace) -> None:
@@ -243,13 +244,11 @@ async def toploc(bench: Bench, settings: list[Setting], out: Path) -> None:
         found.honest.extend(
             await play_honestly(world, auditors, "hf", blocks=blocks, at_once=256, say=say)
         )
-        for name in ON_TOPLOC:
+        book = [BOOK[name] for name in ON_TOPLOC]
+        async for samples in play_cheats(world, auditors, book, rollouts=128, at_once=128, say=say):
+            found.cheats.extend(samples)
             if bench.left < 15:
                 break
-            (samples,) = await play_cheats(
-                world, auditors, [BOOK[name]], rollouts=128, at_once=128, say=say
-            )
-            found.cheats.extend(samples)
     finally:
         for auditor in auditors:
             await auditor.close()

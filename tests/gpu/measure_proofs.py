@@ -1,11 +1,12 @@
 """What seeded sampling and proofs cost vLLM on a GPU, and whether the proofs are right: run by hand.
 
-    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 2] [--skip-toploc]
+    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 3] [--skip-toploc]
 
 Engines of one shape run side by side on one GPU and take turns, so that ratios are of one run:
 bare vLLM (plain sampling, logprobs, its own seeds and logprobs), and this package's without a proof,
 with projections, with TOPLOC. "burst": all sequences at once, of one length; "steady": as many at any
-time, of lengths that differ, so that requests come and go in most steps. Best of the repeats.
+time, of lengths that differ, so that requests come and go in most steps. The host is the bottleneck
+of vLLM at this size and its speed wanders by some per cent, so ratios are taken within a round.
 With VLLM_USE_V2_MODEL_RUNNER=0 it is vLLM's older runner that is measured.
 """
 
@@ -147,32 +148,40 @@ async def steady(generate: Generate, sequences: int) -> float:
 
 
 async def speeds(ways: dict[str, Generate], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The best of the repeats for every way, load and number of sequences."""
+    """Every way in every round, in an order that turns; for each load and number of sequences."""
     found: list[dict[str, Any]] = []
     for generate in ways.values():  # warms up
         await asyncio.gather(*(generate(seed, 40) for seed in range(max(options.sequences))))
+    names = list(ways)
     for sequences in options.sequences:
         for load in (burst, steady) if sequences < options.steady_below else (burst,):
-            best = dict.fromkeys(ways, 0.0)
-            for _ in range(options.repeats):
-                for name, generate in ways.items():
-                    best[name] = max(best[name], await load(generate, sequences))
-            found.append({"sequences": sequences, "load": load.__name__, **best})
-            print_speeds(found[-1], ways)
+            rounds: list[dict[str, float]] = []
+            for number in range(options.repeats):
+                turn = number % len(names)
+                rounds.append({})
+                for name in names[turn:] + names[:turn]:
+                    rounds[-1][name] = await load(ways[name], sequences)
+            found.append({"sequences": sequences, "load": load.__name__, "rounds": rounds})
+            print_speeds(found[-1], names)
     return found
 
 
-def print_speeds(row: dict[str, Any], ways: dict[str, Generate]) -> None:
-    plain, unproved = row["vllm plain"], row["ours, no proof"]
+def print_speeds(row: dict[str, Any], names: list[str]) -> None:
+    """Best tokens per second; medians, over the rounds, of the ratios within a round."""
     print(
-        f"\n{row['sequences']} sequences, {row['load']}: tokens/s, of plain, of ours without proof"
+        f"\n{row['sequences']} sequences, {row['load']}, {len(row['rounds'])} rounds: tokens/s (best),"
     )
-    for name in ways:
-        speed = row[name]
-        print(
-            f"  {name:22} {speed:8.0f} {100 * speed / plain:7.1f} % {100 * speed / unproved:7.1f} %"
-        )
-    sys.stdout.flush()
+    print(
+        "  % of plain, % of ours without proof (median of the ratios, standard error of their mean)"
+    )
+    for name in names:
+        best = max(one[name] for one in row["rounds"])
+        line = f"  {name:22} {best:8.0f}"
+        for base in ("vllm plain", "ours, no proof"):
+            ratios = [100 * one[name] / one[base] for one in row["rounds"]]
+            error = np.std(ratios) / max(1, len(ratios) - 1) ** 0.5
+            line += f" {np.median(ratios):9.1f} +- {error:.1f}"
+        print(line, flush=True)
 
 
 # -- what the recorder alone costs -----------------------------------------------------------------
@@ -307,9 +316,10 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
     new, changed = other_policy(state)
     shape = SHAPES[options.shape]
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "date": time.strftime("%F")}
-    report["recorder"] = recorder_costs(
-        shape["hidden_size"], shape["vocab_size"], options.sequences
-    )
+    if not options.speeds_only:
+        report["recorder"] = recorder_costs(
+            shape["hidden_size"], shape["vocab_size"], options.sequences
+        )
     torch.cuda.empty_cache()
     names = ["", "projection"] if options.skip_toploc else ["", "projection", "toploc"]
     most = max(options.sequences)
@@ -332,7 +342,7 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
         report["checks"] = [
             await correctness(engine, name, directory, [state, new, changed])
             for name, engine in engines.items()
-            if name
+            if name and not options.speeds_only
         ]
         for one in report["checks"]:
             print(json.dumps(one), flush=True)
@@ -351,11 +361,12 @@ def main() -> None:
     parser.add_argument(
         "--sequences", type=lambda text: list(map(int, text.split(","))), default=[256, 512]
     )
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--shape", choices=[name for name in SHAPES if name != "tiny"], default="0.6b"
     )
     parser.add_argument("--skip-toploc", action="store_true")
+    parser.add_argument("--speeds-only", action="store_true")
     parser.add_argument("--ways", default="", help="names of the table, between semicolons")
     parser.add_argument("--steady-below", type=int, default=1024)
     parser.add_argument("--name", default="proofs")

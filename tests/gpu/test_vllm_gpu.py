@@ -19,6 +19,7 @@ from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.vllm import VllmEngine
 from primerl.node.errors import EngineError
+from primerl.node.fingerprints.projection import Projection
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -35,6 +36,8 @@ pytestmark = [
 DEADLINE_S = 120.0
 TOLERANCE = 0.05
 """Mean absolute difference of a completion's logprobs: bf16 kernels against an fp32 forward pass."""
+DISTANCE = 0.03
+"""Of a proof made in bf16 to hidden states in fp32."""
 SHAPE = ModelCreateConfig(
     hidden_size=256, num_hidden_layers=4, head_dim=64, intermediate_size=512, vocab_size=320
 )
@@ -73,7 +76,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 async def engine(case: Case) -> AsyncIterator[VllmEngine]:
     engine = VllmEngine(CONFIG)
     try:
-        await engine.start(case.model_dir)
+        await engine.start(case.model_dir, fingerprint="projection")
         yield engine
     finally:
         await engine.close()
@@ -113,6 +116,22 @@ async def test_logprobs_follow_the_weights_through_updates_in_place(
             assert float(differences(case, which, one, completion).mean()) < TOLERANCE
             assert float(differences(case, 1 - which, one, completion).mean()) > TOLERANCE
             assert (completion.policy_first, completion.policy_last) == (version, version)
+
+
+async def test_proofs_are_of_the_hidden_states_that_led_to_the_tokens(
+    engine: VllmEngine, case: Case
+) -> None:
+    await engine.load(5, case.states[0])
+    found = await generate_all(engine, requests())
+    for which in range(2):
+        model: Any = models.model_from_state(case.model_dir, case.states[which], device="cuda")
+        for one, completion in zip(requests(), found, strict=True):
+            tokens = torch.tensor([[*one.prompt, *completion.token_ids]], device="cuda")
+            with torch.inference_mode():
+                hidden = model.model(input_ids=tokens).last_hidden_state[0]
+            own = hidden[len(one.prompt) - 1 : -1].float().cpu().numpy()
+            distance = Projection().compare(completion.proof, own).distance
+            assert distance < DISTANCE if which == 0 else distance > 10 * DISTANCE
 
 
 async def test_a_seed_gives_the_same_tokens_again(engine: VllmEngine, case: Case) -> None:

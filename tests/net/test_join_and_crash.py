@@ -9,7 +9,7 @@ from net.processes import Nodes, nodes
 pytestmark = [pytest.mark.net, pytest.mark.timeout(400)]
 
 
-STEPS = 400
+STEPS = 200
 
 
 def heads(run: Nodes) -> list[tuple[int, int]]:

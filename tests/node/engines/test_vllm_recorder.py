@@ -75,6 +75,7 @@ class Runner:
         known = np.array([one.known for one in requests], np.int32)
         batch = SimpleNamespace(
             num_reqs=len(ids),
+            num_tokens=int(new.sum()),
             req_ids=ids,
             num_computed_tokens_np=computed,
             num_computed_tokens_cpu=computed,
