@@ -84,6 +84,9 @@ class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rollout above one of these is not learned from, and counts as fraud."""
     suspect: Thresholds
     """One in a hundred honest rollouts is above one of these; only many of them tell against a worker."""
+    other_scale: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """Factor on other_policy in the sequential test: 1 where it is a log-likelihood ratio, less where rounding
+    is common to auditor and workers, 0 where it says nothing."""
     audit_rate: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Share of the rollouts of a proven worker that is audited; of a new or suspect one all are."""
     false_bans: Annotated[float, msgspec.Meta(gt=0, lt=1)]

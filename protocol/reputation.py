@@ -71,8 +71,6 @@ CLIP_COST = math.log1p(math.exp(-CLIP_NATS))
 """Taken off every clipped increment, 0.0067 nats. Clipping from above only lowers E[e^x]; clipping from below
 at -c raises it by at most e^-c. So if E[e^x] <= 1 for an honest peer, E[e^(clip(x) - CLIP_COST)] <= 1 too,
 and the bar keeps its meaning: no upward drift comes from the clip."""
-HONEST_QUANTILE = math.log(100.0)
-"""A log-likelihood ratio exceeds ln 100 in at most 1 of 100 honest rollouts (Markov on e^x)."""
 TESTS = 2
 """The budget of false bans is shared by the test of outcomes and the test for another policy."""
 Z_05 = 1.6448536
@@ -95,7 +93,7 @@ class BanTest:
     bar: float
     """Nats."""
     other_scale: float = 1.0
-    """Factor on other_policy before it is clipped; below 1 where honest noise exceeds HONEST_QUANTILE."""
+    """Factor on other_policy before it is clipped (the manifest's; calibration measures it)."""
 
 
 def ban_test(contract: ProofContract, expected_audits: float) -> BanTest:
@@ -108,7 +106,7 @@ def ban_test(contract: ProofContract, expected_audits: float) -> BanTest:
     logarithm: `expected_audits` may generously be all the rollouts of the run.
     """
     bar = math.log(TESTS * max(expected_audits, 1.0) / contract.false_bans)
-    return BanTest(bar, min(1.0, HONEST_QUANTILE / contract.suspect.other_policy))
+    return BanTest(bar, contract.other_scale)
 
 
 def outcome_of(reason: Reason | None, suspect: bool) -> Outcome | None:

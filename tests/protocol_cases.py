@@ -60,6 +60,7 @@ PROOFS = ProofContract(
     dtype="bfloat16",
     reject=Thresholds(0.1, 0.05, 1.0, 0.06, 1.5, 12.0),
     suspect=Thresholds(0.05, 0.02, 0.5, 0.03, 0.75, 5.0),
+    other_scale=0.5,
     audit_rate=0.25,
     false_bans=0.001,
     honest_rollouts=20000,

