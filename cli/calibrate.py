@@ -15,8 +15,8 @@ from .configured import arguments, environment, options
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..node.calibration.calibrator import Noise, Report, Wanted
     from ..node.config import RunConfig
-    from ..node.proofs.calibration import Noise, Report, Wanted
 
 
 class EngineType(Enum):
@@ -70,9 +70,9 @@ def run(
       primerl-node calibrate @ run.toml --out c.json --against hf --against vllm --rollouts 2000
       primerl-node train @ run.toml --verification.calibration calibration.json
     """
+    from ..node.calibration.calibrator import Wanted
     from ..node.config import RunConfig
     from ..node.load import load
-    from ..node.proofs.calibration import Wanted
     from .signals import run as run_to_end
 
     longest = options(**{"sampling.max_tokens": str(tokens) if tokens else None})
@@ -94,10 +94,10 @@ def run(
 
 async def _measure(config: "RunConfig", wanted: "Wanted", weights: Path | None) -> "Report":
     from ..node import models, rundir, tensors
+    from ..node.calibration.calibrator import Calibrator
     from ..node.environments.environment import EnvironmentFailed
     from ..node.errors import UsageError
     from ..node.parts import Parts
-    from ..node.proofs.calibration import Calibrator
 
     parts = Parts()
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ..crypto.keys import SecretKey
 from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
+from .audits.auditor import Auditor
 from .config import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
 from .engines.build import build_engine
 from .engines.engine import Engine
@@ -18,7 +19,6 @@ from .environments.environment import Environment
 from .ledger import Ledger
 from .network.discovery import Discovery
 from .network.transport import Transport
-from .proofs.auditor import Auditor
 from .training.backend import TrainBackend
 
 
@@ -80,7 +80,7 @@ def make_evaluation_engine(config: EngineConfig) -> Engine:
 
 def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
     """What audits rollouts, not started; an audit takes at most `timeout_s`."""
-    from .proofs.hf_auditor import HfAuditor
+    from .audits.hf_auditor import HfAuditor
 
     return HfAuditor(config, timeout_s=timeout_s)
 

@@ -11,9 +11,9 @@ from swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
+from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
 from primerl.node.environments.environment import Branch
 from primerl.node.errors import EngineError
-from primerl.node.proofs.auditor import AuditItem, Measured, Unreadable
 from primerl.node.proofs.calls import Answer, AuditCall, Chosen
 from primerl.node.proofs.checks import CheckedRollout
 from primerl.node.roles.auditing import AuditDesk

@@ -13,11 +13,11 @@ from protocol_cases import MANIFEST, PROOFS
 from torch import Tensor
 from update_cases import blended
 
+from primerl.node.audits.auditor import AuditItem, Measured, Reply, Unreadable
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.hf import HfEngine
 from primerl.node.engines.network import build_network
 from primerl.node.fingerprints.build import find
-from primerl.node.proofs.auditor import AuditItem, Measured, Reply, Unreadable
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, SamplingContract
 

@@ -7,7 +7,8 @@ import os
 import sys
 import time
 
-from primerl.node.proofs.audit_frames import (
+from primerl.node.audits.auditor import AuditItem, Measured
+from primerl.node.audits.frames import (
     Answer,
     Done,
     Failed,
@@ -18,7 +19,6 @@ from primerl.node.proofs.audit_frames import (
     read_request,
     results,
 )
-from primerl.node.proofs.auditor import AuditItem, Measured
 
 FINE, HANGS, DIES, TIRED, BABBLES, MISCOUNTS, HUGE, BROKEN, COUNTS = range(9)
 """Tokens. FINE is measured: its second token comes back as the fingerprint.

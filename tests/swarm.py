@@ -20,6 +20,7 @@ from witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
 from primerl.node import control, rundir
+from primerl.node.audits.auditor import Auditor
 from primerl.node.config import (
     EngineConfig,
     EnvironmentConfig,
@@ -35,7 +36,6 @@ from primerl.node.network.discovery import Discovery
 from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.transport import Transport
 from primerl.node.parts import MakeLedger, Parts
-from primerl.node.proofs.auditor import Auditor
 from primerl.node.trainer_node import TrainerNode
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Tensor

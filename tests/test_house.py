@@ -34,7 +34,9 @@ FLOORS: list[list[list[str]]] = [
     [["node.fingerprints"]],
     [["node.engines"]],
     [["node.environments"], ["node.training"]],
+    [["node.audits"]],
     [["node.proofs"]],
+    [["node.calibration"]],
     [["node.roles"]],
     [[f"node.{name}" for name in COMPOSITION.split()]],
     [["cli"]],
@@ -142,6 +144,7 @@ HEAVY = {
         "node.network.trio_streams",
         "node.network.trio_thread",
     },
+    "triton": {"node.engines.noise_kernel"},
     "vllm": {"node.engines.vllm", "node.engines.vllm_worker"},
     "transformers": {"node.models"},
     "huggingface_hub": {"node.models"},
@@ -168,15 +171,19 @@ def test_a_foreign_library_is_known_by_few_files(library: str) -> None:
 
 def test_torch_is_where_models_are() -> None:
     users = {name for name in HOUSE.files if "torch" in outside(name)}
-    allowed = ("node.engines", "node.training", "node.models", "node.tensors", "node.model_files")
+    files = ("node.models", "node.tensors", "node.model_files")
+    rooms = ("node.engines", "node.training", "node.audits.replay", "node.calibration.forging")
+    allowed = (*files, *rooms)
     assert {name for name in users if not within(name, *allowed)} == set()
 
 
 LOADED_LAZILY = {
-    "torch": """node.engines.causal node.engines.decoding node.engines.network node.engines.placement
+    "torch": """node.audits.replay node.engines.causal node.engines.decoding node.engines.network
+        node.engines.noise node.engines.noise_kernel node.engines.output node.engines.placement
         node.engines.qwen3 node.engines.sampling node.engines.vllm_largest node.engines.vllm_recorder
         node.engines.vllm_sampling node.engines.vllm_worker node.training.forward node.training.learner
         node.training.losses node.training.saved""",
+    "triton": "node.engines.noise_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
 }
 """The files that may load a heavy library when they are imported: they are imported lazily themselves."""
@@ -208,6 +215,8 @@ def test_the_command_line_and_the_lower_floors_load_no_numbers() -> None:
         (("node.environments",), ("node.network", "node.weights", "node.training")),
         (("node.weights",), ("node.network",)),
         (("node.proofs",), ("node.network",)),
+        (("node.audits",), ("node.network", "node.environments", "node.training")),
+        (("node.fingerprints",), ("node.network", "node.weights")),
         (("node.roles.inference",), ("node.roles.trainer", "node.roles.desk")),
         (("node.roles.trainer",), ("node.roles.inference", "node.roles.catchup")),
         (

@@ -10,10 +10,10 @@ from swarm import CONFIG, Running, Swarm, merged
 from witness import Fakes, WitnessAuditor
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Unreadable
 from primerl.node.config import EngineConfig, JoinConfig
 from primerl.node.errors import EngineError
 from primerl.node.ledger import LedgerView
-from primerl.node.proofs.auditor import AuditItem, Auditor, Measured, Unreadable
 from primerl.node.validator_node import ValidatorNode
 from primerl.node.weights.state import State
 from primerl.protocol.envelope import Purpose, unseal

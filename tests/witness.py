@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primerl.crypto.hashing import derive
+from primerl.node.audits.auditor import AuditItem, Measured, Reply, Unreadable
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineError
 from primerl.node.fingerprints.build import find
 from primerl.node.fingerprints.fingerprint import Hidden
-from primerl.node.proofs.auditor import AuditItem, Measured, Reply, Unreadable
 from primerl.node.training.backend import Batch, StepMetrics
 from primerl.node.training.counting import CountingBackend
 from primerl.node.weights.state import Changed, State, Tensor, digests, state_digest

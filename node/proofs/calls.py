@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...protocol.leases import Lease
+from ..audits.auditor import AuditItem, Auditor, Measured, Unreadable
 from ..weights.state import State
-from .auditor import AuditItem, Auditor, Measured, Unreadable
 from .checks import CheckedRollout
 
 

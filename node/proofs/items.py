@@ -8,8 +8,8 @@ from math import inf
 
 from ...protocol.leases import Lease, sample_seed
 from ...protocol.rollouts import Evidence
+from ..audits.auditor import AuditItem, Measured, Reply
 from ..environments.environment import Branch
-from .auditor import AuditItem, Measured, Reply
 from .checks import CheckedRollout, sampled_runs
 
 Turns = Sequence[Sequence[int]]

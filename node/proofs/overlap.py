@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ...protocol.manifests import ProofContract
-from .auditor import Measured, Unreadable
+from ..audits.auditor import Measured, Unreadable
 from .checks import CheckedRollout
 from .items import evidence
 from .judgement import judge

@@ -22,6 +22,7 @@ from ...protocol.rollouts import (
     Verdict,
     clipped,
 )
+from ..audits.auditor import Measured, Unreadable
 from ..environments.environment import (
     Environment,
     EnvironmentFailed,
@@ -32,7 +33,6 @@ from ..environments.environment import (
 from ..errors import EngineError
 from ..training.buffer import BranchTokens, Group, ScoredRollout
 from ..weights.state import State
-from .auditor import Measured, Unreadable
 from .calls import AuditCall, Audits, Chosen
 from .checks import CheckedRollout, Rejected, check_submission
 from .copies import Copies

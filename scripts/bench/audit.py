@@ -26,14 +26,14 @@ import torch
 from update import PROMPT, SHAPES, make_model, moved
 
 from primerl.crypto.hashing import digest
+from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Reply
+from primerl.node.audits.hf_auditor import HfAuditor
+from primerl.node.audits.prefill import PrefillCore
 from primerl.node.config import EngineConfig, RunConfig
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.engines.hf import HfEngine
 from primerl.node.engines.network import build_network
 from primerl.node.engines.sampling import draw
-from primerl.node.proofs.auditor import AuditItem, Auditor, Measured, Reply
-from primerl.node.proofs.hf_auditor import HfAuditor
-from primerl.node.proofs.prefill import PrefillCore
 from primerl.node.proofs.thresholds import FIELDS, proof_contract
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import (

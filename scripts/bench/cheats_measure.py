@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Unreadable
+from primerl.node.audits.replay import Replay, terms
 from primerl.node.engines.compute import ComputeThread
 from primerl.node.engines.engine import Engine
-from primerl.node.proofs.auditor import AuditItem, Auditor, Measured, Unreadable
 from primerl.node.proofs.judgement import judge
-from primerl.node.proofs.replay import Replay, terms
 from primerl.node.weights.state import State
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import ProofContract, RunManifest

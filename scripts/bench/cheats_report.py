@@ -12,7 +12,7 @@ from cheats_measure import Sample, evidence_of, rejudged
 from cheats_store import Setting
 from cheats_trust import Stopped, caught_within, false_bans, until_ban
 
-from primerl.node.proofs.bands import FalsePositives, bands, false_positives, upper_bound
+from primerl.node.calibration.bands import FalsePositives, bands, false_positives, upper_bound
 from primerl.node.proofs.thresholds import FIELDS
 from primerl.protocol.manifests import ProofContract
 from primerl.tests.attacks.cheat_book import BOOK
@@ -90,7 +90,8 @@ class CheatRow:
 def honest_row(setting: Setting) -> HonestRow:
     """The honest of one setting."""
     samples = setting.honest
-    outcomes = [one for sample in samples for one in sample.outcomes]
+    played = [one for sample in samples for one in sample.outcomes]
+    outcomes = rejudged(played, setting.contract)
     rejected = sum(one.caught for one in outcomes)
     suspected = sum(one.suspect for one in outcomes)
     evidence = evidence_of(outcomes)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from cheats_measure import Sample
 
-from primerl.node.proofs.thresholds import BUILT_IN
+from primerl.node.proofs.thresholds import BUILT_IN, BUILT_IN_SCALE
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
@@ -35,7 +35,7 @@ def load(path: Path) -> list[Setting]:
     return [
         Setting(
             plain["label"],
-            _today(msgspec.convert(plain["contract"], ProofContract)),
+            _today(plain["contract"]),
             [_sample(one) for one in plain["honest"]],
             [_sample(one) for one in plain["cheats"]],
         )
@@ -43,9 +43,12 @@ def load(path: Path) -> list[Setting]:
     ]
 
 
-def _today(contract: ProofContract) -> ProofContract:
-    reject, suspect = BUILT_IN[contract.dtype]
-    return msgspec.structs.replace(contract, reject=reject, suspect=suspect)
+def _today(contract: dict[str, Any]) -> ProofContract:
+    dtype = contract["dtype"]
+    reject, suspect = BUILT_IN[dtype]
+    scale = {"other_scale": BUILT_IN_SCALE[dtype]}  # files of before have none
+    read = msgspec.convert(contract | scale, ProofContract)
+    return msgspec.structs.replace(read, reject=reject, suspect=suspect)
 
 
 def _plain(setting: Setting) -> dict[str, Any]:

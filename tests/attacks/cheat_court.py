@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from primerl.crypto.hashing import derive
-from primerl.node.proofs.auditor import Auditor
+from primerl.node.audits.auditor import Auditor
 from primerl.node.proofs.calls import OwnAudits
 from primerl.node.proofs.copies import Copies
 from primerl.node.proofs.verifier import Arrival, Verified, Verifier, refuse_all

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from primerl.node import models
+from primerl.node.calibration.honest import trial_run
 from primerl.node.config import EngineConfig, RunConfig
-from primerl.node.proofs.honest import trial_run
 from primerl.node.training.backend import Sample
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.rollouts import GroupRecord, unpack_f32, unpack_u32

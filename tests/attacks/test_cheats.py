@@ -13,11 +13,11 @@ import pytest
 import pytest_asyncio
 from swarm import Running, Swarm
 
+from primerl.node.audits.prefill import PrefillCore
 from primerl.node.config import EngineConfig, EnvironmentConfig
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.hf import HfEngine
 from primerl.node.parts import MakeLedger, Parts, make_backend
-from primerl.node.proofs.prefill import PrefillCore
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.scripts.bench.trained_model import (

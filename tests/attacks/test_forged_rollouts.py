@@ -200,13 +200,13 @@ async def test_a_forged_branch_costs_its_rollout_alone(siege: Swarm, name: str) 
 async def test_words_that_the_seed_does_not_draw_cost_their_rollout(siege: Swarm) -> None:
     async with Rogue(siege, "composer") as rogue:
         await rogue.hello()
-        wrong: list[int] = []
-        while not wrong:  # a wrong answer, so that other words change no reward
+        while True:
             lease, sealed = await rogue.lease()
             (group,) = await rogue.play(lease)
-            wrong = [i for i, one in enumerate(group.rollouts) if one.reward == 0.0]
-            if not wrong:
-                await rogue.submit(rogue.bundle(sealed, [group]), lease.lease_id)
+            # a wrong answer, so that other words change no reward
+            if wrong := [i for i, one in enumerate(group.rollouts) if one.reward == 0.0]:
+                break
+            await rogue.submit(rogue.bundle(sealed, [group]), lease.lease_id)
         branch = group.rollouts[wrong[0]].branches[0]
         said = [number(branch) + 7, number(branch) + 7, STOP]
         forged = altered(group, wrong[0], branches=(retold(branch, said, await rogue.head()),))

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from primerl.cli import calibrate
+from primerl.node.calibration.bands import FalsePositives
+from primerl.node.calibration.calibrator import Noise, Report, Wanted
+from primerl.node.calibration.separation import Separated
 from primerl.node.config import RunConfig
-from primerl.node.proofs.bands import FalsePositives
-from primerl.node.proofs.calibration import Noise, Report, Wanted
-from primerl.node.proofs.separation import Separated
 from primerl.node.proofs.thresholds import BUILT_IN, FIELDS, read_calibration
 
 from .conftest import Ran
@@ -31,6 +31,7 @@ def report(caught: float) -> Report:
         entropy=0.3,
         reject=reject,
         suspect=suspect,
+        other_scale=0.5,
         false_positives=FalsePositives(64, 0, 1, 0.0457, 0.0719),
         separation=[
             Separated("int8 weights", 16, 4, 9, caught, True),

@@ -19,8 +19,8 @@ from auditor_cases import (
 )
 from conformance.auditor_factories import AUDITORS
 
+from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Unreadable
 from primerl.node.errors import EngineError
-from primerl.node.proofs.auditor import AuditItem, Auditor, Measured, Unreadable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

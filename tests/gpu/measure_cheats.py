@@ -6,6 +6,9 @@ A model of 0.6B parameters, trained for a minute, in bf16. Written to $OUT are a
 are made of them anywhere: python scripts/bench/cheats.py --load $OUT/h200.json
 """
 
+# pyright: reportUnknownParameterType=false
+# what scripts/bench holds is found at run time
+
 import argparse
 import asyncio
 import json
@@ -19,9 +22,9 @@ from typing import Any
 
 import torch
 
+from primerl.node.audits.auditor import Auditor
 from primerl.node.config import EngineConfig
 from primerl.node.engines.vllm import VllmEngine
-from primerl.node.proofs.auditor import Auditor
 from primerl.tests.attacks.cheat_book import BOOK, audited_by_content
 from primerl.tests.attacks.cheat_run import (
     learning_material,

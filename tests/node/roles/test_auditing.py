@@ -28,9 +28,9 @@ from protocol_cases import OTHER_RUN, PROOFS, WORKER, refuses
 from swarm import until
 
 from primerl.crypto.hashing import digest
+from primerl.node.audits.auditor import Measured, Unreadable
 from primerl.node.errors import UsageError
 from primerl.node.network.transport import StreamClosed
-from primerl.node.proofs.auditor import Measured, Unreadable
 from primerl.node.roles.auditing import BENCH_S, AuditDesk
 from primerl.node.roles.remote_audits import RemoteAuditors, read_validators
 from primerl.protocol.envelope import Purpose

@@ -11,7 +11,7 @@ from swarm import until
 from validation import VALIDATOR, AuditedSwarm, BentAuditor, Found
 from witness import Fakes
 
-from primerl.node.proofs.auditor import Measured
+from primerl.node.audits.auditor import Measured
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import Accepted, AuditDone, AuditRequest, AuditWait, WorkerStats

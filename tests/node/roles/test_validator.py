@@ -29,13 +29,13 @@ from protocol_cases import (
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.keys import SecretKey
+from primerl.node.audits.auditor import Measured, Reply, Unreadable
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.errors import EngineError
 from primerl.node.fingerprints.build import find
 from primerl.node.ledger import Ledger
 from primerl.node.network.heads import HeadBook
 from primerl.node.network.transport import StreamClosed
-from primerl.node.proofs.auditor import Measured, Reply, Unreadable
 from primerl.node.roles.shelf import Shelf
 from primerl.node.roles.validator import (
     LARGEST,

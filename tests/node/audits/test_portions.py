@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from primerl.node.errors import EngineError
-from primerl.node.proofs.auditor import AuditItem, Reply
-from primerl.node.proofs.portions import (
+from primerl.node.audits.auditor import AuditItem, Reply
+from primerl.node.audits.portions import (
     FIRST,
     LEAST,
     PORTION,
@@ -18,7 +17,8 @@ from primerl.node.proofs.portions import (
     other_versions,
     wanted_versions,
 )
-from primerl.node.proofs.sameness import SameState
+from primerl.node.audits.sameness import SameState
+from primerl.node.errors import EngineError
 from primerl.node.weights.state import Tensor
 
 

@@ -14,9 +14,9 @@ from ..config import EngineConfig
 from ..errors import EngineError
 from ..model_files import vocab_size
 from ..weights.state import State
-from .audit_child import PROGRAM, AuditChild, ChildFailed
-from .audit_frames import Answer, Measure, Results, Setup
 from .auditor import AuditItem, Measured, Unreadable
+from .child import PROGRAM, AuditChild, ChildFailed
+from .frames import Answer, Measure, Results, Setup
 from .held_states import HeldStates
 from .portions import Pace, check_versions, cost, first_portion, wanted_versions
 

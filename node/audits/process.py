@@ -14,7 +14,7 @@ from ..model_files import one_line
 from ..processes import leave_with_parent
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import State
-from .audit_frames import (
+from .frames import (
     Answer,
     Done,
     Failed,

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import RunManifest
+from ..audits.auditor import AuditItem, Reply
 from ..errors import EngineError
 from ..fingerprints.build import find
-from .auditor import AuditItem, Reply
-from .checks import CheckedRollout
+from ..proofs.checks import CheckedRollout
 from .honest import Played
 
 if TYPE_CHECKING:

@@ -5,9 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from primerl.node.config import RunConfig
-from primerl.node.errors import UsageError
-from primerl.node.proofs.bands import (
+from primerl.node.calibration.bands import (
     BEYOND,
     FEWEST,
     REJECT_FLOOR,
@@ -16,14 +14,14 @@ from primerl.node.proofs.bands import (
     bands,
     d_prime,
     false_positives,
+    other_scale,
     quantiles,
     ratio_tail,
     surely_below,
     tail,
     upper_bound,
 )
-from primerl.node.proofs.judgement import judge
-from primerl.node.proofs.separation import (
+from primerl.node.calibration.separation import (
     batches_caught,
     int4,
     int8,
@@ -31,6 +29,9 @@ from primerl.node.proofs.separation import (
     nudged,
     separate,
 )
+from primerl.node.config import RunConfig
+from primerl.node.errors import UsageError
+from primerl.node.proofs.judgement import judge
 from primerl.node.proofs.thresholds import FIELDS, proof_contract
 from primerl.node.weights.state import Tensor
 from primerl.protocol.rollouts import Evidence
@@ -255,3 +256,23 @@ def test_a_nudged_state_moves_by_the_step_on_average() -> None:
     assert 0 < small.mean() < 0.05  # most weights of a bf16 policy do not change in a step
     again = nudged(state, 1e-4, 3)[name]
     assert json.dumps(again.data.tolist()) == json.dumps(nudged(state, 1e-4, 3)[name].data.tolist())
+
+
+def test_likelihood_ratios_that_are_some_count_almost_in_full() -> None:
+    """x ~ N(-v/2, v) has a mean of e^x of 1: what the sequential test is made for."""
+    rng = np.random.default_rng(5)
+    assert other_scale(rng.normal(-0.5, 1.0, 4000)) > 0.8
+    assert other_scale(np.zeros(64)) == 1.0
+
+
+def test_noise_that_auditor_and_worker_have_in_common_scales_them_down() -> None:
+    rng = np.random.default_rng(6)
+    loud = rng.normal(-20.0, 19.0, 4000)
+    scale = other_scale(loud)
+    assert 0.05 < scale < 0.15
+    assert np.exp(np.clip(loud * scale, -5, 5)).mean() <= 1.0
+
+
+def test_where_honest_rollouts_lean_to_another_policy_it_says_nothing() -> None:
+    rng = np.random.default_rng(7)
+    assert other_scale(rng.normal(3.0, 12.0, 4000)) == 0.0

@@ -6,10 +6,10 @@ from math import inf, nan
 import numpy as np
 import pytest
 
+from primerl.node.audits.auditor import AuditItem, Measured, Reply
+from primerl.node.audits.reading import check_item, split_proof
+from primerl.node.audits.summing import FLOOR, summarize
 from primerl.node.fingerprints.fingerprint import BadProof, Compared, Hidden
-from primerl.node.proofs.auditor import AuditItem, Measured, Reply
-from primerl.node.proofs.reading import check_item, split_proof
-from primerl.node.proofs.summing import FLOOR, summarize
 
 
 class Fixed:

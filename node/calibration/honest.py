@@ -22,15 +22,15 @@ from ...protocol.manifests import (
     run_id,
 )
 from ...protocol.rollouts import Evidence
+from ..audits.auditor import AuditItem, Auditor, Measured, Unreadable
 from ..config import RunConfig
 from ..engines.engine import Completion, Engine, GenerateRequest
 from ..environments.environment import Environment, Episode, Task
 from ..errors import EngineError
+from ..proofs.checks import CheckedRollout
+from ..proofs.items import audit_items, evidence, plain_turns
+from ..proofs.thresholds import proof_contract
 from ..weights.state import State
-from .auditor import AuditItem, Auditor, Measured, Unreadable
-from .checks import CheckedRollout
-from .items import audit_items, evidence, plain_turns
-from .thresholds import proof_contract
 
 Say = Callable[[str], None]
 

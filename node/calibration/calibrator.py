@@ -17,13 +17,14 @@ import msgspec
 from ...protocol.manifests import RunManifest, Thresholds
 from ...protocol.rollouts import Evidence
 from .. import models
+from ..audits.auditor import Auditor
 from ..config import EngineConfig, RunConfig
 from ..engines.build import build_engine
 from ..engines.engine import Engine
 from ..environments.environment import Environment
 from ..errors import NodeError, UsageError
+from ..proofs.thresholds import Calibration
 from ..weights.state import State
-from .auditor import Auditor
 from .bands import (
     FalsePositives,
     bands,
@@ -52,7 +53,6 @@ from .forging import (
 )
 from .honest import Played, Player, Say, company, entropy_share, measure, trial_run
 from .separation import VARIANTS, Separated, nudged, separate
-from .thresholds import Calibration
 
 if TYPE_CHECKING:
     from ..engines.network import Network

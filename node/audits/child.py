@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from ..errors import EngineError
 from ..processes import PARENT_VARIABLE, kill_group
-from .audit_frames import HEAD_BYTES, Answer, Failed, Request, body_length, frame, read_answer
+from .frames import HEAD_BYTES, Answer, Failed, Request, body_length, frame, read_answer
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.audit_process")
+PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.process")
 END_TIMEOUT_S = 10.0
 TAIL_LINES = 5
 MAX_LINE = 1000

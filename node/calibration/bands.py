@@ -16,8 +16,8 @@ from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import Evidence
 from ..errors import UsageError
-from .judgement import judge
-from .thresholds import FIELDS
+from ..proofs.judgement import judge
+from ..proofs.thresholds import FIELDS
 
 Values = NDArray[np.float64]
 

@@ -14,11 +14,11 @@ import pytest
 from auditor_cases import make_case, make_run, measured
 from engine_cases import FP32
 
+from primerl.node.audits.auditor import AuditItem, Measured, Reply, Unreadable
+from primerl.node.audits.child import PROGRAM as PROGRAM_OF_A_NODE
+from primerl.node.audits.hf_auditor import MOST_DEADLY, HfAuditor
 from primerl.node.errors import EngineError
 from primerl.node.processes import PARENT_VARIABLE
-from primerl.node.proofs.audit_child import PROGRAM as PROGRAM_OF_A_NODE
-from primerl.node.proofs.auditor import AuditItem, Measured, Reply, Unreadable
-from primerl.node.proofs.hf_auditor import MOST_DEADLY, HfAuditor
 from primerl.node.weights.state import State, Tensor
 
 PROGRAM = (sys.executable, "-P", fake.__file__)

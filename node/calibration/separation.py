@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from ...protocol.manifests import ProofContract
 from ...protocol.rollouts import Evidence
+from ..proofs.judgement import judge
 from ..weights.state import State, Tensor
 from .bands import SUSPECT, at_least
-from .judgement import judge
 
 UNTOUCHED = ("embed", "lm_head")
 """Parts of names of matrices that quantised models keep as they are."""

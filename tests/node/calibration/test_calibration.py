@@ -12,15 +12,15 @@ import torch
 from engine_cases import make_qwen3
 
 from primerl.crypto.hashing import digest
+from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
+from primerl.node.audits.replay import Replay, terms
+from primerl.node.calibration.calibrator import Calibrator, Report, Wanted
+from primerl.node.calibration.honest import company, entropy_share, trial_run
 from primerl.node.config import EngineConfig, RunConfig
 from primerl.node.engines.engine import Completion
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Split, Task
 from primerl.node.environments.outcome import branch
 from primerl.node.errors import EngineError, NodeError, UsageError
-from primerl.node.proofs.auditor import AuditItem, Measured, Unreadable
-from primerl.node.proofs.calibration import Calibrator, Report, Wanted
-from primerl.node.proofs.honest import company, entropy_share, trial_run
-from primerl.node.proofs.replay import Replay, terms
 from primerl.node.proofs.thresholds import FIELDS, proof_contract, read_calibration
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, encode

@@ -10,8 +10,8 @@ import torch
 from auditor_cases import NEAR, OWN, Case, make_case, measured
 from engine_cases import make_llama
 
+from primerl.node.audits.replay import Replay, Terms, terms
 from primerl.node.errors import EngineError
-from primerl.node.proofs.replay import Replay, Terms, terms
 from primerl.node.weights.state import State, Tensor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from ..engines.handover import shared_file
 from ..weights.state import State
-from .audit_child import AuditChild
-from .audit_frames import Hold
+from .child import AuditChild
+from .frames import Hold
 from .sameness import SameState
 
 

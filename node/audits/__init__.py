@@ -1,0 +1,1 @@
+"""Audits: what a worker claims, computed again by a prefill, in a process that can be killed."""

@@ -1,0 +1,1 @@
+"""Calibration: how far honest workers differ, and whether cheats stand out from that."""
