@@ -24,7 +24,7 @@ from ..protocol.manifests import (
 from .config import RunConfig
 from .errors import StorageError, UsageError
 from .ledger import MANIFEST, Ledger
-from .proofs.thresholds import proof_contract
+from .proofs.thresholds import check_bounds, proof_contract
 from .run_files import clean
 from .store import Store
 from .weights.mirror import prove
@@ -131,6 +131,7 @@ def _model_contract(config: RunConfig, store: Store, model_dir: Path) -> ModelCo
 def _new_manifest(config: RunConfig, key: SecretKey, model: ModelContract) -> RunManifest:
     from importlib.metadata import version
 
+    check_bounds(config)
     return RunManifest(
         name=config.name,
         created=int(time.time()),

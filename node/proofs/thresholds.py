@@ -84,6 +84,21 @@ def read_calibration(path: Path) -> Calibration:
         ) from error
 
 
+def check_bounds(config: RunConfig) -> None:
+    """Raise UsageError where no built-in bounds are known to be fair to honest workers.
+
+    TOPLOC in bfloat16: where large channels come and go among the top 128, honest rollouts of a 0.6B model
+    measured 0.25, five times the bound that projections need.
+    """
+    verification = config.verification
+    bare = verification.calibration is None and config.engine.dtype == "bfloat16"
+    if bare and verification.fingerprint == "toploc":
+        raise UsageError(
+            "verification.fingerprint toploc in bfloat16 needs bounds of its own: run primerl-node calibrate "
+            "and set verification.calibration, or take projection"
+        )
+
+
 def proof_contract(config: RunConfig, model: str) -> ProofContract:
     """The run's proof contract; `model` is the digest (hex) of its config.json. Raises UsageError."""
     verification, dtype = config.verification, config.engine.dtype
