@@ -35,9 +35,11 @@ FRAUD = AUDIT_FAULTS | {
     Reason.FUTURE_POLICY,
     Reason.BAD_PROMPT,
     Reason.DUPLICATE,
+    Reason.MISSING_INDEX,
 }
 """Reasons that honest software cannot produce by accident in number; each weighs FRAUD_WEIGHT failures.
-DUPLICATE is the copier's: who was received first is never rejected for it."""
+DUPLICATE is the copier's: who was received first is never rejected for it. Our worker sends every index, a
+failed one with its error, so a missing one was left out."""
 HARMLESS = frozenset(
     {
         Reason.STALE,

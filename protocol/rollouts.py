@@ -102,7 +102,8 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     tokens: int
     """Sampled tokens that were audited."""
     fingerprint: float
-    """Distance of the proof from the validator's own hidden states, relative, 0 is equal."""
+    """Distance of the proof from the validator's own hidden states, relative, 0 is equal; root mean square over
+    64 tokens at least."""
     sampling: float
     """Mean per token of the margin, clipped at 1 nat: how much better than the claimed token the best one
     scores under the seeded noise; 0 where the claimed token is the one to draw."""

@@ -1,6 +1,6 @@
 """From what was found of each token to the few numbers of a branch.
 
-A mean counts a short branch as if it had 64 tokens, so that one near tie in it is no fault. Infinity stays
+A mean counts a short branch as if it had 64 tokens, so that one near tie or odd token in it is no fault. Infinity stays
 infinity: no mean and no maximum here may turn what is not a number into a small one.
 """
 
@@ -78,12 +78,13 @@ def _compare(
 
 
 def _distance(compared: Sequence[Compared], proofs: Sequence[tuple[bytes, int]]) -> float:
-    """Root mean square over tokens."""
+    """Root mean square over tokens, FEWEST at least: of few tokens it scatters, and the honest extremes of
+    short replies would set the bound that other weights have to exceed."""
     if not compared:
         return inf
     tokens = [count for _, count in proofs]
     squares = sum(n * one.distance**2 for n, one in zip(tokens, compared, strict=True))
-    distance = sqrt(squares / sum(tokens))
+    distance = sqrt(squares / max(sum(tokens), FEWEST))
     return distance if isfinite(distance) else inf
 
 

@@ -75,9 +75,9 @@ def test_what_is_not_a_number_is_infinite(odd: float) -> None:
     assert found.fingerprint == inf
 
 
-def test_the_distance_is_the_root_mean_square_over_tokens() -> None:
+def test_the_distance_is_the_root_mean_square_over_64_tokens_at_least() -> None:
     found = measure([0.0] * 4, proofs=[(b"\x03", 1), (b"\x01\x01\x01", 3)])
-    assert found.fingerprint == pytest.approx((9 / 4 + 3 / 4) ** 0.5)
+    assert found.fingerprint == pytest.approx(((9 + 3) / 64) ** 0.5)
 
 
 def test_the_likeliest_other_policy_counts_over_all_replies() -> None:
