@@ -1,7 +1,7 @@
 """From what was found of each token to the few numbers of a branch.
 
-A mean counts a short branch as if it had 64 tokens, so that one near tie or odd token in it is no fault. Infinity stays
-infinity: no mean and no maximum here may turn what is not a number into a small one.
+A mean counts a short branch as if it had 64 tokens, so that one near tie or odd token in it is no fault.
+Infinity stays infinity: no mean and no maximum here may turn what is not a number into a small one.
 """
 
 from collections.abc import Sequence

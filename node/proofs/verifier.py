@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease
+from ...protocol.leases import Lease, check_assignment
 from ...protocol.manifests import RunManifest
 from ...protocol.rollouts import (
     MAX_EVIDENCE,
@@ -127,8 +127,10 @@ class Verifier:
         A share `rate` of what passes the cheap checks is audited, and all of it once one is guilty.
 
         Raises:
-            RemoteProtocolError: the bundle as a whole is not the work of its lease.
+            RemoteProtocolError: the bundle as a whole is not the work of its lease, or the environment has
+                changed since the lease was signed, which is nobody's fault but ours.
         """
+        self._check_lease(lease)
         checked = check_submission(submission, lease, self._run, version)
         rejections = list(checked.rejections)
         passed = await self._score_all(checked.rollouts, lease, arrival, rejections)
@@ -138,6 +140,15 @@ class Verifier:
         honest = [one for one in passed if one.place not in guilty]
         verdict = make_verdict(arrival, lease, len(honest), rejections, audited, rate)
         return Verified(verdict, rejections, self._groups(lease, arrival.node, honest), audited)
+
+    def _check_lease(self, lease: Lease) -> None:
+        """The tasks that we signed must be those that the environment makes of their numbers."""
+        try:
+            check_assignment(lease, lambda index: self._environment.task(index).digest)
+        except (RemoteProtocolError, EnvironmentFailed) as error:
+            logger.error("lease %d cannot be verified: %s", lease.lease_id, error)
+            detail = "the trainer's environment is another one than when it signed the lease"
+            raise RemoteProtocolError(Reason.ENVIRONMENT_ERROR, detail) from error
 
     async def _score_all(
         self,
