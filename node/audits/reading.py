@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..fingerprints.fingerprint import BadProof, Fingerprint
+from ..fingerprints.parts import split
 from .auditor import AuditItem, Unreadable
 
 
@@ -26,17 +27,7 @@ def check_item(item: AuditItem, vocabulary: int, fingerprint: Fingerprint) -> Un
 def split_proof(item: AuditItem, fingerprint: Fingerprint) -> list[tuple[bytes, int]]:
     """(proof, number of tokens) of each reply. Raises BadProof if the sizes do not add up."""
     lengths = [reply.end - reply.start for reply in item.replies]
-    sizes = [fingerprint.size(length) for length in lengths]
-    if len(item.proof) != sum(sizes):
-        raise BadProof(
-            f"{len(item.proof)} bytes of proof for replies of {lengths[:8]} tokens, not {sum(sizes)}"
-        )
-    parts: list[tuple[bytes, int]] = []
-    at = 0
-    for length, size in zip(lengths, sizes, strict=True):
-        parts.append((item.proof[at : at + size], length))
-        at += size
-    return parts
+    return split(item.proof, lengths, fingerprint)
 
 
 def _fault(item: AuditItem, vocabulary: int) -> str:

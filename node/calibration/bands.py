@@ -17,7 +17,7 @@ from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import Evidence
 from ..errors import UsageError
 from ..proofs.judgement import judge
-from ..proofs.thresholds import FIELDS
+from ..proofs.thresholds import BUILT_IN, FIELDS
 
 Values = NDArray[np.float64]
 
@@ -38,22 +38,8 @@ FEWEST = 16
 SHARES = (0.5, 0.9, 0.99, 0.999)
 """Quantiles of the table; the largest value follows."""
 
-REJECT_FLOOR = Thresholds(
-    fingerprint=0.005,
-    sampling=2e-4,
-    sampling_max=0.01,
-    logprob=2e-4,
-    logprob_max=0.01,
-    other_policy=12.0,
-)
-SUSPECT_FLOOR = Thresholds(
-    fingerprint=0.002,
-    sampling=5e-5,
-    sampling_max=0.003,
-    logprob=5e-5,
-    logprob_max=0.003,
-    other_policy=3.0,
-)
+REJECT_FLOOR, _suspect_floor = BUILT_IN["float32"]
+SUSPECT_FLOOR = msgspec.structs.replace(_suspect_floor, other_policy=3.0)
 """No bound is below these: in float32 honest noise is so small that another BLAS would be above it."""
 
 

@@ -6,7 +6,7 @@ returned as a Rejection and costs that rollout; a fault of the bundle raises and
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
@@ -23,7 +23,8 @@ from ...protocol.rollouts import (
 )
 from ..environments.environment import Branch
 from ..fingerprints.build import find
-from ..fingerprints.fingerprint import BadProof, Fingerprint
+from ..fingerprints.fingerprint import BadProof
+from ..fingerprints.parts import split
 
 
 @dataclass
@@ -195,25 +196,11 @@ def _check_proof(branch: Branch, run: RunManifest) -> None:
     """A proof of exactly these replies, well formed; what it proves is for an audit to say."""
     fingerprint = find(run.proofs.fingerprint)
     try:
-        for part, tokens in proof_parts(branch.proof, branch.sampled, fingerprint):
+        lengths = [end - start for start, end in sampled_runs(branch.sampled)]
+        for part, tokens in split(branch.proof, lengths, fingerprint):
             fingerprint.check(part, tokens)
     except BadProof as error:
         raise Rejected(Reason.BAD_PROOF, str(error)) from error
-
-
-def proof_parts(
-    proof: bytes, sampled: Sequence[bool], fingerprint: Fingerprint
-) -> list[tuple[bytes, int]]:
-    """A branch's proof cut into (proof, tokens) per reply. Raises BadProof if its size is not theirs."""
-    lengths = [end - start for start, end in sampled_runs(sampled)]
-    sizes = [fingerprint.size(length) for length in lengths]
-    if len(proof) != sum(sizes):
-        raise BadProof(f"{len(proof)} bytes of proof where the replies take {sum(sizes)}")
-    ends = list(accumulate(sizes))
-    return [
-        (proof[end - size : end], length)
-        for end, size, length in zip(ends, sizes, lengths, strict=True)
-    ]
 
 
 def sampled_runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:
