@@ -123,13 +123,18 @@ async def test_the_newest_holding_of_a_node_counts_and_older_ones_are_nobodys_fa
         assert heard.blamed() == 0
 
 
+def with_another_end(sealed: bytes) -> bytes:
+    """The last byte of a signature is below 17: a fixed one would be the right one now and then."""
+    return sealed[:-1] + bytes([sealed[-1] ^ 1])
+
+
 @pytest.mark.parametrize(
     ("forged", "reason"),
     [
         (lambda: fact(5, key=STRANGER, node=NODE), Reason.WRONG_SIGNER),
         (lambda: fact(5, run=OTHER_RUN), Reason.WRONG_RUN),
         (lambda: fact(5, lasts_s=-3600), Reason.EXPIRED),
-        (lambda: fact(5)[:-1] + b"\0", Reason.BAD_SIGNATURE),
+        (lambda: with_another_end(fact(5)), Reason.BAD_SIGNATURE),
     ],
     ids=["of somebody else", "of another run", "of an hour ago", "with another signature"],
 )
