@@ -61,9 +61,7 @@ class Libp2pChunks:
             raise Unreachable("backing off after it was not reached over TCP")
         try:
             async with asyncio.timeout(deadline), self._slots:
-                data = await self._carrier.converse(
-                    peer, self._addresses(peer), partial(_fetch, chunk=chunk)
-                )
+                data = await self._converse(peer, chunk)
         except TimeoutError as error:
             raise TooSlow(f"no chunk over TCP within {deadline:.1f} s") from error
         except Unreachable:
@@ -71,6 +69,16 @@ class Libp2pChunks:
             raise
         self._failures.pop(peer, None)
         return data
+
+    async def _converse(self, peer: bytes, chunk: ChunkRef) -> bytes:
+        """Ask once, and once more where the stream broke: whoever cancels a get cuts the connection under it,
+        and the next one may still meet its remains."""
+        talk = partial(_fetch, chunk=chunk)
+        try:
+            return await self._carrier.converse(peer, self._addresses(peer), talk)
+        except StreamClosed as error:
+            logger.debug("asking %s once more over TCP: %s", short(peer), error)
+        return await self._carrier.converse(peer, self._addresses(peer), talk)
 
     def _addresses(self, peer: bytes) -> tuple[str, ...]:
         record = self._peers.get(peer).record
