@@ -32,7 +32,7 @@ from ..errors import EngineError, UsageError
 from ..weights.state import Changed, State
 from .engine import Completion, GenerateRequest
 from .handover import make_delta, shared_file
-from .requests import check_request, check_update
+from .requests import check_request, check_update, find_fingerprint
 from .vllm_collector import Collector
 from .vllm_options import (
     check_device,
@@ -83,13 +83,13 @@ class VllmEngine:
 
         Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say.
         """
+        fingerprint = fingerprint and find_fingerprint(fingerprint).name
         if self._fault is not UNSTARTED:
             raise EngineError("the vLLM engine was started before: make a new one")
         self._fault = STARTING
         started = time.monotonic()
         shape = read_shape(model_dir)
-        # In a thread, because it takes many seconds; kept, so that close() can wait for it and end
-        # the engine process even if this start() is cancelled.
+        # In a thread: it takes many seconds. Kept: close() ends it even if this start() is cancelled.
         self._building = asyncio.ensure_future(asyncio.to_thread(self._build, model_dir, shape))
         try:
             await asyncio.shield(self._building)
