@@ -150,7 +150,7 @@ class HfAuditor:
             return _joined(answer, len(items))
         except EngineError:
             raise  # it is well, and says that this can never be done
-        except BaseException:
+        except BaseException:  # also when cancelled: its answer would be taken for the next one's
             await self._drop()
             raise
 
@@ -167,7 +167,7 @@ class HfAuditor:
             self._held = HeldStates(self._child, self._most_states)
             try:
                 await self._set_up(self._child, setup)
-            except BaseException:
+            except BaseException:  # also when cancelled: half set up, it is of no use
                 await self._drop()
                 raise
         return self._child, self._held

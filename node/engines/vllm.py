@@ -266,7 +266,7 @@ class VllmEngine:
         try:
             await collector.tidy()
             output = await self._drawn(request, key)
-        except BaseException:
+        except BaseException:  # also when cancelled: nobody will collect it
             collector.forget(key)
             raise
         token_ids = list(output.token_ids)

@@ -1,5 +1,7 @@
 """Rollouts that were sent before: the book of copies, asked in the words of the verifier."""
 
+from itertools import compress
+
 from ...crypto.hashing import short
 from ...protocol.errors import Reason
 from ..environments.environment import Branch
@@ -32,5 +34,7 @@ class Copies:
 
 
 def _text(branch: Branch) -> Text:
-    drawn = [at for at, sampled in enumerate(branch.sampled) if sampled]
-    return Text([branch.token_ids[at] for at in drawn], [branch.logprobs[at] for at in drawn])
+    return Text(
+        list(compress(branch.token_ids, branch.sampled)),
+        list(compress(branch.logprobs, branch.sampled)),
+    )

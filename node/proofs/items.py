@@ -4,6 +4,7 @@ Trainer and validator build the same items from the same bundle, so neither has 
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from math import inf
 
 from ...protocol.leases import Lease, sample_seed
@@ -39,9 +40,7 @@ def audit_items(
                 Reply(start, end, seed(turn))
                 for (start, end), turn in zip(sampled_runs(branch.sampled), numbers, strict=True)
             ],
-            logprobs=[
-                value for value, flag in zip(branch.logprobs, branch.sampled, strict=True) if flag
-            ],
+            logprobs=list(compress(branch.logprobs, branch.sampled)),
             versions=versions(branch),
             proof=branch.proof,
         )
