@@ -34,9 +34,11 @@ class ConfigCommand(typer.core.TyperCommand):
     def get_help(self, ctx: Any) -> str:
         """typer's help, then the keys."""
         from ..node.config import JoinConfig, RunConfig
+        from ..node.sft_config import SftConfig
         from .keys import keys_help
 
-        cls = JoinConfig if self.name == "join" else RunConfig
+        others = {"join": JoinConfig, "sft": SftConfig}
+        cls = others.get(self.name or "", RunConfig)
         return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls)}"
 
 

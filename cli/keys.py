@@ -22,8 +22,22 @@ Docs = Mapping[tuple[str, str], str]
 
 def keys_help(cls: type[BaseModel]) -> str:
     """Every key of `cls`, section by section, as `--section.key KIND`."""
-    docs = field_docs(Path(inspect.getfile(cls)))
+    docs: dict[tuple[str, str], str] = {}
+    for source in sorted(_sources(cls)):
+        docs |= field_docs(source)
     return "\n".join(_section(cls, "", docs)).strip("\n")
+
+
+def _sources(cls: type[BaseModel]) -> set[Path]:
+    """The files that `cls`, its sections and what they inherit from are written in."""
+    package = __name__.partition(".")[0] + "."
+    ours = [base for base in cls.__mro__ if base.__module__.startswith(package)]
+    found = {Path(inspect.getfile(base)) for base in ours}
+    for field in cls.model_fields.values():
+        inner = model_in(field.annotation)
+        if inner is not None:
+            found |= _sources(inner)
+    return found
 
 
 def field_docs(source: Path) -> Docs:

@@ -14,7 +14,7 @@ from .. import __version__
 from ..crypto.keys import KeyFileError
 from ..node.errors import NodeError, StorageError
 from ..protocol.errors import RemoteProtocolError
-from . import calibrate, explain, identity, init, join, peers, rl, status, stop, ticket, train
+from . import calibrate, explain, identity, init, join, peers, rl, sft, status, stop, ticket, train
 from .configured import ConfigCommand
 from .signals import Interrupted
 
@@ -34,7 +34,7 @@ The same by hand, in three terminals:
 """
 
 EPILOG = """\b
-Configuration, for train, join, rl and calibrate (later wins):
+Configuration, for train, join, rl, sft and calibrate (later wins):
   defaults < `@ file.toml` (left to right) < PRIMERL_TRAINING__LR=1e-6 < --training.lr 1e-6
 
 \b
@@ -85,6 +85,7 @@ SHORT = {
     "rl": "Run everything on this machine: a trainer and its workers.",
     "train": "Start a run, or resume one: prints a join ticket, learns.",
     "join": "Work for a run, with its ticket.",
+    "sft": "Learn from demonstrations: weights that a run can begin with.",
     "calibrate": "Measure honest noise for a run, and the bounds of its audits.",
     "status": "How the running node is doing.",
     "peers": "Who it knows, and how they do.",
@@ -94,7 +95,13 @@ SHORT = {
     "init": "Make this node's key.",
     "id": "Show this node's id.",
 }
-CONFIGURED = {"rl": rl.run, "train": train.run, "join": join.run, "calibrate": calibrate.run}
+CONFIGURED = {
+    "rl": rl.run,
+    "train": train.run,
+    "join": join.run,
+    "sft": sft.run,
+    "calibrate": calibrate.run,
+}
 PLAIN = {
     "status": status.run,
     "peers": peers.run,

@@ -1,15 +1,17 @@
 """Configuration: defaults < TOML files (`@ a.toml @ b.toml`) < environment (`PRIMERL_`) < flags.
 
 Closed (an unknown key is an error), constrained by type, units in the names. RunConfig is what `train` and
-`rl` read, JoinConfig what `join` reads; both hold NodeConfig's sections.
+`rl` read, JoinConfig what `join` reads; both hold NodeConfig's sections. Of a learner: training_config.py.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
+
+from .training_config import TrainingConfig
 
 
 def _check_seed(text: str) -> str:
@@ -89,10 +91,25 @@ class ModelCreateConfig(BaseConfig):
     num_key_value_heads: Positive = 2
     head_dim: Positive = 32
     intermediate_size: Positive = 192
+    num_experts: Annotated[int, Field(ge=0)] = 0
+    """Experts of each layer (Qwen3-MoE architecture); 0 is a dense model."""
+    num_experts_per_tok: Positive = 2
+    moe_intermediate_size: Positive = 64
+    norm_topk_prob: bool = True
+    """The weights of a token's experts add up to 1."""
     vocab_size: Positive = 288
     rope_theta: Annotated[float, Field(gt=0)] = 100.0
     tie_word_embeddings: bool = True
     max_position_embeddings: Positive = 1024
+
+    @model_validator(mode="after")
+    def _has_the_experts_of_a_token(self) -> Self:
+        if 0 < self.num_experts < self.num_experts_per_tok:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}: set at most num_experts, "
+                f"{self.num_experts}"
+            )
+        return self
 
 
 class ModelConfig(BaseConfig):
@@ -141,42 +158,6 @@ class RolloutsConfig(BaseConfig):
     """Largest share of a batch that one worker supplies, where there are enough workers."""
     max_empty_batches: Positive = 10
     """Empty or signal-free batches in a row that stop the run."""
-
-
-class LossConfig(BaseConfig):
-    """The policy-gradient loss, by name."""
-
-    type: Literal["dppo_kl", "grpo_two_sided"] = "dppo_kl"
-    adv_tau: float = 1.0
-    kl_tau: float = 1e-3
-    dppo_mask_low: Annotated[float, Field(gt=0)] = 0.2
-    dppo_mask_high: Annotated[float, Field(gt=0)] = 0.2
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """grpo_two_sided: the ratio's lower clip is 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    clip_ratio_max: Annotated[float, Field(gt=1)] = 4.0
-    """grpo_two_sided: cap of the ratio where the advantage is negative (delta of INTELLECT-2)."""
-
-
-class TrainingConfig(BaseConfig):
-    """How the trainer learns."""
-
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    max_norm: Annotated[float, Field(gt=0)] = 1.0
-    scheduler: Literal["constant", "linear"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    min_lr_ratio: Fraction = 0.1
-    """`linear` decays to lr x this at max_steps."""
-    seq_len: Positive = 2048
-    """Longest packed sequence, tokens."""
-    advantage: Literal["grpo", "grpo_std"] = "grpo"
-    """`grpo`: reward minus group mean; `grpo_std`: divided by the group's standard deviation too."""
-    loss: LossConfig = LossConfig()
-    threads: Annotated[int, Field(ge=0)] = 0
-    """torch threads; 0 leaves torch's choice. Small models want 1."""
-    device: str = "auto"
 
 
 class WarmupConfig(BaseConfig):
@@ -230,6 +211,32 @@ class CheckpointConfig(BaseConfig):
     interval: Positive = 1
     """Steps between checkpoints; 1 lets --resume go on at exactly the published version."""
     keep_last: Positive = 2
+    """The newest ones that are kept: should one be damaged, the one before is taken."""
+    keep_interval: Annotated[int, Field(ge=0)] = 0
+    """Keep those whose step is a multiple of this as well; 0 keeps none of them."""
+    async_save: bool = True
+    """Write from a copy in the host's memory while training goes on, and, with interval 1, while the version
+    is made ready; it is told to nobody before the checkpoint is on the disk."""
+
+
+class ResumeConfig(BaseConfig):
+    """Go on from a checkpoint; --resume alone takes the newest one of this run."""
+
+    step: Annotated[int, Field(ge=0)] | None = None
+    """The checkpoint of this step. What this run did after it is void: newer checkpoints are set aside."""
+    dir: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    """Directory of another run: begin a new run with its weights, optimizer, step and place in the data."""
+
+
+def _resume(value: object) -> object:
+    """`resume = true` and `PRIMERL_RESUME=1` in place of an empty section."""
+    word = str(value).lower() if isinstance(value, bool | int | str) else ""
+    if word in ("true", "1", "yes", "on"):
+        return {}
+    return None if word in ("false", "0", "no", "off", "none") else value
+
+
+Resume = Annotated[ResumeConfig | None, BeforeValidator(_resume)]
 
 
 class EvaluationConfig(BaseConfig):
@@ -287,8 +294,7 @@ class RunConfig(NodeConfig):
     output_dir: Path = Path("outputs")
     seed: int = 0
     max_steps: Positive = 200
-    resume: bool = False
-    """Continue the run in its directory from the last complete checkpoint."""
+    resume: Resume = None
     clean: bool = False
     """Delete what an earlier run of this name left."""
     ticket_ttl_s: Seconds = 7 * 86400.0
@@ -308,8 +314,17 @@ class RunConfig(NodeConfig):
         """Where the run writes: logs, metrics, checkpoints, weights, summary."""
         return self.output_dir / self.name
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run in `run_dir` is continued; a fork begins a new one."""
+        return self.resume is not None and self.resume.dir is None
+
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":
+        if self.resume is not None and self.resume.dir is not None:
+            home, other = self.run_dir.absolute(), self.resume.dir.absolute()
+            if home == other or home in other.parents:
+                raise ValueError("resume.dir is of another run: go back in this one by resume.step")
         if self.sampling.max_tokens >= self.training.seq_len:
             raise ValueError("sampling.max_tokens must be below training.seq_len")
         if self.rollouts.groups_per_lease > self.rollouts.groups_per_batch:

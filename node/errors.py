@@ -7,6 +7,7 @@
       StorageError           5   disk full, unreadable or corrupt data
       NetworkError           6   nobody could be reached
       EngineError            7   the engine or the trainer backend failed
+        RankFailed           7   a process of the trainer backend died: another one can go on
       RunFailed              8   the run itself stopped: ten empty batches, equivocation
 
 The message says what to do; it is printed as one line on stderr.
@@ -55,6 +56,13 @@ class EngineError(NodeError):
     """An engine or a trainer backend failed."""
 
     exit_code = 7
+
+
+class RankFailed(EngineError):
+    """A process that trains with others died or hangs, and all of them were ended.
+
+    A new backend can go on from the last checkpoint.
+    """
 
 
 class RunFailed(NodeError):

@@ -15,10 +15,10 @@ from ..crypto.hashing import short
 from ..crypto.keys import SecretKey
 from ..protocol import tickets
 from ..protocol.errors import Reason, RemoteProtocolError
-from ..protocol.manifests import RunManifest, Ticket
+from ..protocol.manifests import AdapterContract, RunManifest, Ticket
 from ..protocol.messages import GetHeads, GetMerged, Hello, SyncRecords, WatchHeads, Welcome
 from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
-from . import rundir
+from . import base_weights, rundir
 from .config import JoinConfig
 from .control import PeerRow, Status
 from .engines.engine import Engine
@@ -136,7 +136,23 @@ class JoinedNode(Node):
         model_dir = rundir.write_model_files(run, stack.store, directory / "model")
         self._check_numerics(run)
         upstreams = Upstreams(documents.run_id, stack.peers, stack.fetcher)
-        return Joined(stack, documents, model_dir, upstreams)
+        joined = Joined(stack, documents, model_dir, upstreams)
+        if run.adapters is not None:
+            await self._fetch_base(joined, run.adapters)
+        return joined
+
+    async def _fetch_base(self, joined: Joined, adapters: AdapterContract) -> None:
+        """Policies are adapters: get what they adapt, from other workers where it can be had."""
+        stack, run = joined.stack, joined.documents.manifest
+        await stack.fetcher.fetch([adapters.base], (), stack.trainer)
+        try:
+            chunks = await asyncio.to_thread(base_weights.chunks, run, stack.store)
+            stack.keep_chunks.update(chunk.digest for chunk in chunks)
+            await self._first_upstreams(joined)
+            await stack.fetcher.fetch(chunks, joined.upstreams.nodes, stack.trainer)
+            await asyncio.to_thread(base_weights.write, run, stack.store, joined.model_dir)
+        except RemoteProtocolError as error:
+            raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
 
     async def _hello(self, stack: Stack, ticket: Ticket) -> rundir.RunDocuments:
         """Say hello until the trainer answers; it may not be up yet."""

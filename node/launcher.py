@@ -107,7 +107,7 @@ async def launch(
 def prepare(config: RunConfig) -> None:
     """An empty place for logs, and no ticket of an earlier run. Raises BusyError, UsageError."""
     run_dir = config.run_dir
-    if config.clean and not config.resume:
+    if config.clean and not config.goes_on:
         clean(run_dir)
     (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
     check_free(run_dir)

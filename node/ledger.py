@@ -162,9 +162,10 @@ class Ledger:
         return [Arrived(a, bytes(d), lease, bytes(n), bytes(s)) for a, d, lease, n, s in rows]
 
     def waiting_by_node(self, arrival: int) -> dict[bytes, int]:
-        """How many submissions of each node arrived after number `arrival`."""
+        """How many submissions of each node arrived after number `arrival`, and are still here."""
         rows = self._db.execute(
-            "SELECT node, COUNT(*) FROM inbox WHERE arrival > ? GROUP BY node", (arrival,)
+            "SELECT node, COUNT(*) FROM inbox WHERE arrival > ? AND sealed IS NOT NULL GROUP BY node",
+            (arrival,),
         )
         return {bytes(node): int(count) for node, count in rows}
 

@@ -17,10 +17,15 @@ from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from .config import JoinConfig, RunConfig
 from .errors import UsageError
+from .sft_config import SftConfig
 
 PREFIX = "PRIMERL_"
 NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"})
 """Variables of ours that are no config keys."""
+COMMANDS: tuple[type[BaseConfig], ...] = (RunConfig, JoinConfig, SftConfig)
+"""A variable may be another command's setting, exported for all of them."""
+SWITCHES = frozenset({"resume"})
+"""Sections that are switched on by their name alone."""
 BUNDLED = Path(__file__).resolve().parent.parent / "configs"
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -45,10 +50,11 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
     Raises:
         UsageError: unreadable file, unknown key (with the nearest right one), bad value.
     """
-    flags, layers = _files(cls, _named_types(cls, _split_equals(args)))
+    flags, switches = _switches(_split_equals(args))
+    flags, layers = _files(cls, _named_types(cls, flags))
     layers.append(_Layer("in the environment", _environment(cls, environ)))
     flags, loose = _structured(cls, flags)
-    layers.append(_Layer("on the command line", loose))
+    layers.append(_Layer("on the command line", merge(loose, switches)))
     lower: Tree = {}
     for layer in layers:
         lower = merge(lower, layer.tree)
@@ -107,6 +113,27 @@ def _split_equals(args: Sequence[str]) -> list[str]:
     return result
 
 
+def _switches(args: Sequence[str]) -> tuple[list[str], Tree]:
+    """Takes out `--resume`, `--resume true` and `--no-resume`: a section, but one that is said in one word.
+
+    So an `@ file` after it is one of the whole config.
+    """
+    flags: list[str] = []
+    tree: Tree = {}
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        name = arg.removeprefix("--no-").removeprefix("--")
+        if name not in SWITCHES or not arg.startswith("--"):
+            flags.append(arg)
+            continue
+        on = not arg.startswith("--no-")
+        if rest and rest[0].lower() in ("true", "false"):
+            on = on == (rest.pop(0).lower() == "true")
+        tree[name] = {} if on else None
+    return flags, tree
+
+
 def _named_types(cls: type[BaseModel], args: Sequence[str]) -> list[str]:
     """`--engine vllm` as `--engine.type vllm`: a section with a `type` may be given by its type alone."""
     result: list[str] = []
@@ -161,9 +188,9 @@ def _environment(cls: type[BaseModel], environ: Mapping[str, str]) -> Tree:
             continue
         path = variable[len(PREFIX) :].lower().split("__")
         if not _knows(cls, path):
-            if any(_knows(other, path) for other in (RunConfig, JoinConfig)):
-                continue  # another command's setting, exported for all of them
-            guess = _nearest(".".join(path), [*keys(RunConfig), *keys(JoinConfig)])
+            if any(_knows(other, path) for other in COMMANDS):
+                continue
+            guess = _nearest(".".join(path), [key for one in COMMANDS for key in keys(one)])
             hint = f": did you mean {_variable(guess)}?" if guess else ""
             raise UsageError(f"unknown config key in the environment, {variable}{hint}")
         tree = merge(tree, _nest(path, _from_text(cls, path, environ[variable])))

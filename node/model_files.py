@@ -10,8 +10,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ..crypto.hashing import short
 from .errors import EngineError, StorageError
 from .tensors import from_torch, to_torch
+from .weights.mirror import prove
 from .weights.state import State, Tensor
 
 CONTRACT_PATTERNS = (
@@ -95,6 +97,21 @@ def read_state(directory: Path) -> State:
         if twice := state.keys() & tensors.keys():
             raise EngineError(f"{path} repeats {min(twice)!r}: remove the stale weight file")
         state |= tensors
+    return state
+
+
+def read_base(directory: Path, digest: bytes) -> State:
+    """The weights of a model directory, if they are the state that the run's manifest names.
+
+    Raises EngineError.
+    """
+    state = read_state(directory)
+    found = prove(0, state, threads=os.cpu_count() or 1).digest
+    if found != digest:
+        raise EngineError(
+            f"the weights in {directory} are {short(found)}, the run is of {short(digest)}: delete that "
+            "directory and start again"
+        )
     return state
 
 

@@ -6,6 +6,7 @@ remote code is off everywhere and weights are read from safetensors only.
 
 import logging
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,13 @@ from .tensors import bf16_state, to_torch, torch_dtype
 from .weights.state import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "checkpoint_tensors",
     "contract_files",
     "create",
     "export",
@@ -42,6 +46,7 @@ __all__ = [
     "read_state",
     "resolve",
     "stop_token_ids",
+    "unique_tensors",
     "vocab_size",
 ]
 
@@ -58,6 +63,9 @@ MARKUP_TOKENS = (
     "</tool_response>",
 )
 """Qwen3 keeps these visible when special tokens are left out of decoded text; so do we."""
+
+EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+"""Of ModelCreateConfig: what a dense model does not have."""
 
 COMPACT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -105,7 +113,7 @@ def hide_if_broken(name: str) -> None:
 
 
 def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
-    """Write a Qwen3 model with random fp32 weights and its byte-level tokenizer into `directory`.
+    """Write a Qwen3 or Qwen3-MoE model with random fp32 weights and its byte-level tokenizer into `directory`.
 
     The same config and seed give the same bytes. Token ids 0..255 are the bytes themselves.
     Raises EngineError if the vocabulary cannot hold the tokenizer's tokens.
@@ -119,14 +127,16 @@ def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
             f"model.create.vocab_size is {config.vocab_size}: set {len(tokenizer)} or more"
         )
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    shape = config.model_dump(exclude={"rope_theta"})
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    model_config = transformers.Qwen3Config(
+    of_experts = set() if config.num_experts else EXPERT_FIELDS
+    shape = config.model_dump(exclude={"rope_theta", *of_experts})
+    family = "Qwen3Moe" if config.num_experts else "Qwen3"
+    model_config = getattr(transformers, f"{family}Config")(
         **shape, **ends, bos_token_id=None, rope_parameters=rope, dtype="float32"
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.Qwen3ForCausalLM(model_config).to(torch.float32)
+        model = getattr(transformers, f"{family}ForCausalLM")(model_config).to(torch.float32)
     model.generation_config = transformers.GenerationConfig(**ends)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
@@ -256,6 +266,28 @@ def load_model(
     return model.to(device).eval()
 
 
+def register_attention(name: str, attend: "Callable[..., Any]") -> None:
+    """Let models use `attend` under `name`, without a mask: it knows by itself who sees whom."""
+    transformers = _transformers()
+    transformers.AttentionInterface.register(name, attend)
+    transformers.AttentionMaskInterface.register(name, _no_mask)
+
+
+def use_packed_attention(model: "PreTrainedModel", name: str) -> None:
+    """Have `model` use the attention `name`. Raises EngineError where some layer sees only a window."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "use_sliding_window", False):
+        raise EngineError(
+            f"{type(model).__name__} has layers of {sorted(kinds)}: only full attention can be trained"
+        )
+    model.set_attn_implementation(name)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
 def model_from_state(
     directory: Path, state: State, *, dtype: str = "float32", device: "torch.device | str" = "cpu"
 ) -> "PreTrainedModel":
@@ -307,14 +339,29 @@ def policy_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
     transformers keeps some weights in another layout than checkpoints do (experts fused into one
     tensor); those are turned back, so that any engine reads them.
     """
+    held = {name: tensor.detach() for name, tensor in unique_tensors(model).items()}
+    return checkpoint_tensors(model, held)
+
+
+def unique_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
+    """Parameters and persistent buffers by the model's own names; a tied one has its first name only.
+
+    By identity: where a tensor is sharded, a rank's part of it may have no elements and no address.
+    """
+    once: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            once[name] = tensor
+    return once
+
+
+def checkpoint_tensors(
+    model: "PreTrainedModel", tensors: "Mapping[str, torch.Tensor]"
+) -> "dict[str, torch.Tensor]":
+    """Tensors by the model's names, some or all of its own, as a checkpoint would have them."""
     _transformers()
     from transformers.core_model_loading import revert_weight_conversion
 
-    once: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.numel() and tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        once[name] = tensor
-    return revert_weight_conversion(model, once)
+    return revert_weight_conversion(model, dict(tensors))

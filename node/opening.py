@@ -1,7 +1,12 @@
-"""How a run opens: resume from a checkpoint, or warm up, evaluate and publish version 0."""
+"""How a run opens: resume from a checkpoint of its own or of another run, or warm up; then a first version.
 
+What a checkpoint is gone back to is decided here, before any worker hears of a version.
+"""
+
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from . import summary
 from .config import RunConfig, WarmupConfig
@@ -10,10 +15,13 @@ from .errors import UsageError
 from .ledger import Ledger
 from .metrics import PhaseClock
 from .roles.evaluation import EvalResult, Evaluator
+from .roles.forking import fork
 from .roles.publisher import Publisher
 from .roles.terms import current_term
 from .roles.trainer import TrainerRole
+from .run_files import CHECKPOINTS
 from .training.backend import TrainBackend
+from .training.checkpoints import Checkpoints
 from .training.warmup import SupervisedBackend, WarmupProgress, warm_up
 from .weights.state import State
 
@@ -46,27 +54,57 @@ class Opening:
         self._enter = enter
 
     async def first_version(
-        self, role: TrainerRole, publisher: Publisher, ledger: Ledger, boot: int
+        self,
+        role: TrainerRole,
+        publisher: Publisher,
+        ledger: Ledger,
+        boot: int,
+        *,
+        restarted: bool = False,
     ) -> tuple[int, EvalResult]:
-        """Resume or begin; returns the step done so far, and the evaluation from before the first."""
-        step = role.checkpoints.latest() if self._config.resume else None
-        if step is not None:
-            parts = await role.checkpoints.read(step)
-            await self._backend.load(role.checkpoints.backend_directory(step))
+        """Resume or begin; returns the step done so far, and the evaluation from before the first.
+
+        `restarted`: go on from the newest checkpoint, if there is one, whatever the config says.
+        """
+        resume, own = self._config.resume, role.checkpoints
+        found = None
+        if restarted:
+            found = await own.read_newest()
+        elif resume is not None and self._config.goes_on:
+            found = await _found(own, resume.step)
+        if found is not None:
+            step, parts = found
+            await self._backend.load(own.backend_directory(step))
+            await asyncio.to_thread(own.set_aside, step)
             await role.restore(parts)
             await publisher.resume(step, await self._backend.snapshot())
             role.inbox.term = current_term(ledger, publisher.order, boot)
             logger.info("resumed at step %d", step)
             return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
-        if self._config.warmup is not None:
+        step = 0
+        if resume is not None and resume.dir is not None:
+            step = await self._fork(resume.dir, resume.step, role)
+        elif self._config.warmup is not None:
             self._enter("warm-up")
             with self._clock.phase("warm-up"):
                 await self._warm_up(self._config.warmup)
         before = await self.evaluate()
         ledger.set(EVALUATION_BEFORE, summary.write_result(before))
-        await role.checkpoint(0)
-        await publisher.resume(0, await self._backend.snapshot())
-        return 0, before
+        await role.checkpoint(step)
+        await publisher.resume(step, await self._backend.snapshot())
+        return step, before
+
+    async def _fork(self, directory: Path, wanted: int | None, role: TrainerRole) -> int:
+        """Begin where a checkpoint of another run is; returns its step."""
+        theirs = Checkpoints(directory / CHECKPOINTS, keep_last=1)
+        found = await _found(theirs, wanted)
+        if found is None:
+            raise UsageError(f"{directory} has no checkpoint to begin from")
+        step, parts = found
+        await self._backend.load(theirs.backend_directory(step))
+        await role.restore(fork(step, parts))
+        logger.info("this run begins where %s was after step %d", directory, step)
+        return step
 
     async def evaluate(self) -> EvalResult:
         """The policy of now on held-out prompts."""
@@ -99,6 +137,13 @@ class Opening:
 
         examples = demonstrations(self._environment)
         await warm_up(self._backend, examples, config, evaluate=accuracy, progress=show_progress)
+
+
+async def _found(checkpoints: Checkpoints, step: int | None) -> tuple[int, dict[str, bytes]] | None:
+    """The checkpoint of `step`, or the newest that is whole. Raises StorageError."""
+    if step is None:
+        return await checkpoints.read_newest()
+    return step, await checkpoints.read(step)
 
 
 def show_progress(progress: WarmupProgress) -> None:

@@ -19,6 +19,7 @@ from .environments.environment import Environment
 from .ledger import Ledger
 from .network.discovery import Discovery
 from .network.transport import Transport
+from .sft_config import SftConfig
 from .training.backend import TrainBackend
 
 
@@ -61,15 +62,20 @@ def make_environment(
     )
 
 
-def make_backend(config: RunConfig) -> TrainBackend:
-    """The trainer backend of a run, not started."""
+def make_backend(config: RunConfig | SftConfig) -> TrainBackend:
+    """The trainer backend of a run, not started. Raises UsageError."""
+    temperature = config.sampling.temperature if isinstance(config, RunConfig) else 1.0
+    training = config.training
+    if training.backend == "fsdp":
+        from .training.fsdp import FsdpBackend
+
+        return FsdpBackend(
+            training, max_steps=config.max_steps, seed=config.seed, temperature=temperature
+        )
     from .training.local import LocalBackend
 
     return LocalBackend(
-        config.training,
-        max_steps=config.max_steps,
-        seed=config.seed,
-        temperature=config.sampling.temperature,
+        training, max_steps=config.max_steps, seed=config.seed, temperature=temperature
     )
 
 

@@ -8,11 +8,51 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 PARENT_VARIABLE = "PRIMERL_PARENT_PID"
 TAIL_BYTES = 16384
+MAX_LINE = 1000
+LAST_LINES_S = 10.0
+
+
+class LogTail:
+    """What a process writes, line by line, to whoever wants to know; start() and close() it."""
+
+    def __init__(self, stream: asyncio.StreamReader, note: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._note = note
+        self._reading: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._reading = asyncio.create_task(self._read(), name="process log")
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until the process has closed its end, but no longer than that."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Read what is left and end; safe to call twice."""
+        await self.wait(LAST_LINES_S)
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(self) -> None:
+        rest = b""
+        while data := await self._stream.read(4096):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-MAX_LINE:]
+            for line in lines:
+                self._tell(line)
+        self._tell(rest)
+
+    def _tell(self, line: bytes) -> None:
+        text = line[:MAX_LINE].decode(errors="replace").strip()
+        if text:
+            self._note(text)
 
 
 class Child:

@@ -16,7 +16,8 @@ TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
     "metrics.jsonl",
     "logs",
 )
-MARKS = (TICKET, SUMMARY, METRICS, LOGS, "checkpoints", "trainer")
+CHECKPOINTS = "checkpoints"
+MARKS = (TICKET, SUMMARY, METRICS, LOGS, CHECKPOINTS, "trainer")
 """At least one of these is in the directory of every run."""
 
 

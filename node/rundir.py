@@ -1,16 +1,21 @@
 """A run's directory: who may use it, what is in it, and the documents that a new run begins with."""
 
 import asyncio
+import json
 import logging
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from msgspec import structs
 
 from .. import __version__
 from ..crypto.keys import SecretKey
 from ..protocol.envelope import Purpose, seal, unseal
 from ..protocol.manifests import (
+    AdapterContract,
     ChunkRef,
     EnvironmentContract,
     FileRef,
@@ -21,12 +26,15 @@ from ..protocol.manifests import (
     encode,
     run_id,
 )
+from . import base_weights
 from .config import RunConfig
 from .errors import StorageError, UsageError
 from .ledger import MANIFEST, Ledger
 from .proofs.thresholds import check_bounds, proof_contract
-from .run_files import clean
+from .run_files import CHECKPOINTS, clean
 from .store import Store
+from .training.checkpoints import Checkpoints
+from .training_config import LoraConfig
 from .weights.mirror import prove
 
 logger = logging.getLogger(__name__)
@@ -47,16 +55,19 @@ def prepare(config: RunConfig) -> Path:
     """Make the run directory, or check that this one may be used.
 
     Raises:
-        UsageError: another run is in it and neither resume nor clean was asked for.
+        UsageError: another run is in it and neither resume nor clean was asked for; or the checkpoint that
+            was asked for is not there.
         BusyError: it is to be cleaned, and a node still runs in it.
     """
     directory = config.run_dir
     used = (directory / "trainer" / "ledger.db").exists() or (directory / "metrics.jsonl").exists()
-    if used and config.clean and not config.resume:
+    _check_checkpoint(config)
+    if used and config.clean and not config.goes_on:
         clean(directory)
-    elif used and not config.resume:
-        raise UsageError(f"{directory} holds a run: add --resume, --clean, or another --name")
-    elif config.resume and not used:
+    elif used and not config.goes_on:
+        how = "--resume without a dir" if config.resume else "--resume"
+        raise UsageError(f"{directory} holds a run: add {how}, --clean, or another --name")
+    elif config.goes_on and not used:
         raise UsageError(f"nothing to resume in {directory}")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(config.model_dump_json(indent=2))
@@ -80,9 +91,18 @@ async def documents(
     """The run's manifest: the one in the ledger, or a new one; model files go into the store."""
     known = ledger.get(MANIFEST)
     contract = await asyncio.to_thread(_model_contract, config, store, model_dir)
+    lora = config.training.lora
     if known is not None:
-        return read_documents(known, key.node_id)
-    manifest = encode(_new_manifest(config, key, contract))
+        found = read_documents(known, key.node_id)
+        _check_adapters(lora, found.manifest.adapters)
+        return found
+    adapters = None
+    if lora is not None:
+        base, adapters = await asyncio.to_thread(
+            base_weights.publish, lora, store, model_dir, config.weights.chunk_mib
+        )
+        contract = structs.replace(contract, base_state=base)
+    manifest = encode(structs.replace(_new_manifest(config, key, contract), adapters=adapters))
     expires = int(time.time()) + MANIFEST_TTL_S
     sealed = seal(key, Purpose.RUN, run_id(manifest), manifest, expires=expires)
     ledger.set(MANIFEST, sealed)
@@ -107,6 +127,69 @@ def write_model_files(run: RunManifest, store: Store, directory: Path) -> Path:
             raise StorageError(f"{file.name} was lost from the store")
         (directory / file.name).write_bytes(data)
     return directory
+
+
+def pinned(run: RunManifest, store: Store) -> set[bytes]:
+    """Chunks that the run needs as long as it lives: the model's files, and its base if policies lack it."""
+    base = base_weights.chunks(run, store)
+    return {chunk.digest for chunk in (*(file.chunk for file in run.model.files), *base)}
+
+
+def trained_model(run: RunManifest, store: Store, model_dir: Path, directory: Path) -> Path:
+    """Where a trainer's parts read the model: `model_dir` or, for adapters, the base that workers have, too.
+
+    That is written to `directory`. Raises StorageError, RemoteProtocolError.
+    """
+    if run.adapters is None:
+        return model_dir
+    return base_weights.write(run, store, write_model_files(run, store, directory))
+
+
+def _check_checkpoint(config: RunConfig) -> None:
+    """That what to go on from is there and of this model, as far as files tell. Raises UsageError."""
+    if config.resume is None:
+        return
+    source, wanted = config.resume.dir or config.run_dir, config.resume.step
+    steps = Checkpoints(source / CHECKPOINTS, keep_last=1).steps()
+    if wanted is not None and wanted not in steps:
+        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
+        raise UsageError(f"{source} has no checkpoint of step {wanted}: {there}")
+    if config.goes_on:
+        return
+    if not steps:
+        raise UsageError(f"{source} has no checkpoint to begin from: name a run's own directory")
+    if config.training.lora is not None and _base(config.model_dump(mode="json")) != _base(
+        _read_config(source)
+    ):
+        raise UsageError(
+            f"adapters fit only the model that they were made for: begin with the model and seed of {source}"
+        )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """The config that a run was started with. Raises UsageError."""
+    try:
+        return json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{directory} has no readable config.json ({error})") from error
+
+
+def _base(config: dict[str, Any]) -> tuple[Any, Any]:
+    """What names the weights below the adapters."""
+    model = config.get("model", {})
+    return model, config.get("seed") if model.get("create") else None
+
+
+def _check_adapters(config: LoraConfig | None, run: AdapterContract | None) -> None:
+    """A run goes on as it began. Raises UsageError."""
+    wanted, begun = (
+        one and (one.rank, one.alpha, tuple(one.target_modules)) for one in (config, run)
+    )
+    if wanted != begun:
+        raise UsageError(
+            f"this run began with training.lora {begun}, now it is {wanted}: change it back, or begin "
+            "another run"
+        )
 
 
 def _model_contract(config: RunConfig, store: Store, model_dir: Path) -> ModelContract:

@@ -8,19 +8,21 @@ from pathlib import Path
 
 from ..crypto.keys import SecretKey
 from ..protocol import tickets
-from ..protocol.leases import LeaseBook, LeasePolicy
+from ..protocol.leases import LeaseBook
 from ..protocol.manifests import Ticket
-from ..protocol.version import MIB
 from . import rundir, summary
 from .config import RunConfig
 from .control import PeerRow, Status
+from .engines.adapted import adapted
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import UsageError
+from .leasing import lease_policy
 from .ledger import Arrived, Ledger
 from .metrics import MetricsLog, PhaseClock
 from .opening import Opening
 from .parts import Parts
+from .restarts import Restarts, until_done
 from .roles.desk import LeaseDesk
 from .roles.evaluation import EvalResult, Evaluator
 from .roles.inbox import Inbox
@@ -29,6 +31,7 @@ from .roles.publisher import Publisher
 from .roles.terms import LEASES_PER_BOOT
 from .roles.trainer import TrainerRole
 from .rows import peer_rows, total_bytes
+from .run_files import CHECKPOINTS
 from .serving import Node
 from .stack import Stack, open_stack, open_store
 from .training.backend import TrainBackend
@@ -41,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 INBOX = 64
 """Submissions that may wait for verification; more are told to come again."""
-BYTES_PER_TOKEN = 64
-"""Generous: tokens, mask, logprobs and framing of one token in a submission."""
 FAREWELL_S = 5.0
 """How long the trainer stays so that all workers hear of the end."""
 
@@ -70,6 +71,7 @@ class TrainerNode(Node):
         self._role: TrainerRole | None = None
         self._publisher: Publisher | None = None
         self._encoders = Encoders()
+        self._backend = self._parts.backend(config)
 
     async def run(self) -> None:
         """Train. Raises NodeError."""
@@ -90,6 +92,8 @@ class TrainerNode(Node):
             # The manifest names the run, and the run names the discovery topic: so it comes first.
             store = open_store(self._config, self.data_dir)
             documents = await rundir.documents(self._config, self.key, ledger, store, model_dir)
+            run, own = documents.manifest, self.data_dir / "model"
+            model_dir = await asyncio.to_thread(rundir.trained_model, run, store, model_dir, own)
         async with open_stack(
             self._config,
             self.key,
@@ -101,19 +105,18 @@ class TrainerNode(Node):
             parts=self._parts,
         ) as stack:
             self._stack = stack
-            stack.keep_chunks.update(file.chunk.digest for file in documents.manifest.model.files)
+            stack.keep_chunks.update(rundir.pinned(run, store))
             self._publish_ticket(stack)
             environment = self._environment(model_dir)
-            backend = self._parts.backend(self._config)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
             try:
-                await self._train(stack, documents, environment, backend, metrics, model_dir)
+                await self._train(stack, documents, environment, metrics, model_dir)
             except EnvironmentFailed as error:
                 raise UsageError(f"the environment does not start: {error}") from error
             finally:
                 metrics.close()
                 await environment.close()
-                await backend.close()
+                await self._backend.close()
                 await asyncio.to_thread(self._encoders.close)
 
     def _publish_ticket(self, stack: Stack) -> None:
@@ -148,31 +151,45 @@ class TrainerNode(Node):
         stack: Stack,
         documents: rundir.RunDocuments,
         environment: Environment,
-        backend: TrainBackend,
         metrics: MetricsLog,
         model_dir: Path,
     ) -> None:
         with self._clock.phase("start"):
-            await asyncio.gather(environment.start(), backend.start(model_dir))
-        engine = self._parts.evaluation_engine(self._config.engine)
+            await asyncio.gather(environment.start(), self._backend.start(model_dir))
+        engine = adapted(self._parts.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._parts)
         await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
         try:
-            await self._learn(stack, documents, environment, backend, metrics, engine, verification)
+            work = (stack, documents, environment, metrics, engine, verification)
+            await until_done(
+                lambda again: self._learn(*work, again),
+                Restarts(self._config.training.fsdp.max_restarts),
+                newest=self._make_checkpoints().latest,
+                replace=lambda: self._replace_backend(model_dir),
+            )
         finally:
             await engine.close()
             await verification.close()
+
+    async def _replace_backend(self, model_dir: Path) -> None:
+        self.phase = "restarting"
+        await self._backend.close()
+        self._backend = self._parts.backend(self._config)
+        with self._clock.phase("restart"):
+            await self._backend.start(model_dir)
 
     async def _learn(
         self,
         stack: Stack,
         documents: rundir.RunDocuments,
         environment: Environment,
-        backend: TrainBackend,
         metrics: MetricsLog,
         engine: Engine,
         verification: Verification,
+        again: bool,
     ) -> None:
+        """All of a run, or, `again`, what is left of it after the newest checkpoint."""
+        backend = self._backend
         evaluator = Evaluator(
             engine,
             environment,
@@ -192,7 +209,9 @@ class TrainerNode(Node):
             gossip = stack.gossip()
             if gossip is not None:
                 background.append(tasks.create_task(gossip.run()))
-            step, before = await opening.first_version(role, publisher, stack.ledger, self._boot)
+            step, before = await opening.first_version(
+                role, publisher, stack.ledger, self._boot, restarted=again
+            )
             self.phase = "running"
             with self._clock.phase("training"):
                 await role.run(step)
@@ -221,7 +240,7 @@ class TrainerNode(Node):
             key=self.key,
             run_id=documents.run_id,
             sealed_manifest=documents.sealed,
-            book=LeaseBook(self._lease_policy(), next_lease=boot << LEASES_PER_BOOT),
+            book=LeaseBook(lease_policy(self._config), next_lease=boot << LEASES_PER_BOOT),
             boot=boot,
             ledger=stack.ledger,
             peers=stack.peers,
@@ -288,26 +307,14 @@ class TrainerNode(Node):
     def _make_checkpoints(self) -> Checkpoints:
         config = self._config
         return Checkpoints(
-            config.run_dir / "checkpoints",
+            config.run_dir / CHECKPOINTS,
             keep_last=config.checkpoint.keep_last,
+            keep_interval=config.checkpoint.keep_interval,
             fsync=config.fsync,
         )
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
-
-    def _lease_policy(self) -> LeasePolicy:
-        config, rollouts = self._config, self._config.rollouts
-        tokens = config.training.seq_len * rollouts.group_size * rollouts.groups_per_lease
-        return LeasePolicy(
-            group_size=rollouts.group_size,
-            groups_per_batch=rollouts.groups_per_batch,
-            groups_per_lease=rollouts.groups_per_lease,
-            max_off_policy_steps=rollouts.max_off_policy_steps,
-            leases_per_worker=rollouts.leases_per_worker,
-            timeout_s=rollouts.lease_timeout_s,
-            max_bytes=min(MIB + tokens * BYTES_PER_TOKEN, 256 * MIB),
-        )
 
     async def _finish(
         self,

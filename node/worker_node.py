@@ -8,6 +8,7 @@ from ..crypto.keys import SecretKey
 from . import rundir
 from .config import EnvironmentConfig, JoinConfig
 from .control import Status
+from .engines.adapted import adapted
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import NodeError, UsageError
@@ -28,7 +29,7 @@ class WorkerNode(JoinedNode):
 
     async def _take_part(self, joined: Joined) -> None:
         run = joined.documents.manifest
-        engine = self._parts.engine(self._config.engine)
+        engine = adapted(self._parts.engine(self._config.engine), run)
         environment = self._environment(joined.documents, joined.model_dir)
         try:
             await asyncio.gather(

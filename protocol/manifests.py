@@ -16,6 +16,8 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Role = Literal["inference", "trainer", "validator", "seed"]
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+MAX_RANK = 1024
+"""Of adapters; higher ones save nothing."""
 Addresses = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -43,6 +45,21 @@ class ModelContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State digest of the bf16 weights that the run started from."""
     vocab_size: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=64)]
+
+
+class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a run that trains low-rank adapters: its policies hold these alone, and a base never changes.
+
+    A layer W of the base then computes as W + alpha / rank x B A, rounded as node/weights/adapters.py does.
+    """
+
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
+    alpha: Annotated[float, msgspec.Meta(gt=0, le=2**16)]
+    target_modules: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
+    """Last parts of the names of the layers that have adapters."""
+    base: ChunkRef
+    """An encoded PolicyManifest of no run, with one anchor: the base's tensors, and where they are. Its state
+    is the model contract's base_state."""
 
 
 class EnvironmentContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,8 +124,11 @@ class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
 
 
-class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run is. Its digest is the run id, so nothing in it can change."""
+class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a run is. Its digest is the run id, so nothing in it can change.
+
+    What has its default is left out: a run that uses nothing new has the bytes that it always had.
+    """
 
     name: Name
     created: UnixSeconds
@@ -123,6 +143,8 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_steps: Annotated[int, msgspec.Meta(ge=1)]
     nonce: Digest
     """Random: two runs of one config are two runs."""
+    adapters: AdapterContract | None = None
+    """None: all weights are trained, and travel."""
 
 
 def encode(document: msgspec.Struct) -> bytes:

@@ -9,16 +9,17 @@ import time
 
 from primerl.node.audits.auditor import AuditItem, Measured
 from primerl.node.audits.frames import (
+    MAX_FRAME,
     Answer,
     Done,
     Failed,
     Hold,
     Measure,
     Results,
-    frame,
     read_request,
     results,
 )
+from primerl.node.frames import frame
 
 FINE, HANGS, DIES, TIRED, BABBLES, MISCOUNTS, HUGE, BROKEN, COUNTS = range(9)
 """Tokens. FINE is measured: its second token comes back as the fingerprint.
@@ -50,7 +51,7 @@ def answer(request: Measure, states: int) -> bytes:
         found = Failed("this state does not fit", always=True)
     if MISCOUNTS in kinds:
         found = Results([], [])
-    return frame(found)
+    return frame(found, MAX_FRAME)
 
 
 def main() -> None:
@@ -59,7 +60,9 @@ def main() -> None:
     states = 0
     while (request := read_request(source)) is not None:
         states += isinstance(request, Hold)
-        sink.write(answer(request, states) if isinstance(request, Measure) else frame(Done()))
+        sink.write(
+            answer(request, states) if isinstance(request, Measure) else frame(Done(), MAX_FRAME)
+        )
         sink.flush()
 
 

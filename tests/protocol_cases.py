@@ -4,7 +4,7 @@ Everything here is a constant: changing one changes tests/vectors/protocol.json,
 """
 
 import pytest
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.keys import SecretKey
@@ -13,6 +13,7 @@ from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import (
+    AdapterContract,
     Artifact,
     ChunkRef,
     EnvironmentContract,
@@ -93,6 +94,11 @@ MANIFEST = RunManifest(
     nonce=digest(b"nonce"),
 )
 RUN = run_id(encode(MANIFEST))
+ADAPTED = structs.replace(
+    MANIFEST,
+    adapters=AdapterContract(rank=16, alpha=32.0, target_modules=("q_proj", "o_proj"), base=CHUNK),
+)
+"""A run that trains adapters."""
 OTHER_RUN = digest(b"another run")
 
 POLICY_MANIFEST = PolicyManifest(

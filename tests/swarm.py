@@ -201,7 +201,9 @@ class Swarm:
         """The ticket, opened."""
         return tickets.read(self.ticket, now=int(time.time()))
 
-    async def start_trainer(self, *, resume: bool = False, **overrides: Any) -> None:
+    async def start_trainer(
+        self, *, resume: bool | Mapping[str, Any] = False, **overrides: Any
+    ) -> None:
         """Start the trainer and wait for its ticket."""
         self.settings = merged(self.settings, overrides)
         config = RunConfig.model_validate({**self.settings, "resume": resume})

@@ -20,11 +20,11 @@ MAX_TEST_LINES = 450
 MAX_FUNCTION = 60
 
 # Floors from the ground up. On one floor, rooms (inner lists) do not know each other.
-PLUMBING = """config control errors ledger load logs metrics processes registry report run_files
-    store toml watch"""
+PLUMBING = """config control errors frames ledger load logs metrics processes registry report run_files
+    sft_config store toml training_config watch"""
 MODELS = "model_files models tensors"
-COMPOSITION = """daemon explaining joined_node launcher opening parts rows rundir serving stack summary
-    trainer_node validator_node verification worker_node"""
+COMPOSITION = """base_weights daemon explaining joined_node launcher leasing opening parts restarts rows
+    rundir serving sft_run stack summary trainer_node validator_node verification worker_node"""
 FLOORS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],
@@ -34,7 +34,7 @@ FLOORS: list[list[list[str]]] = [
     [["node.fingerprints"]],
     [["node.engines"]],
     [["node.environments"], ["node.training"]],
-    [["node.audits"]],
+    [["node.audits"], ["node.sft"]],
     [["node.proofs"]],
     [["node.calibration"]],
     [["node.roles"]],
@@ -144,10 +144,12 @@ HEAVY = {
         "node.network.trio_streams",
         "node.network.trio_thread",
     },
-    "triton": {"node.engines.noise_kernel"},
+    "triton": {"node.engines.noise_kernel", "node.engines.qwen3_kernel"},
     "vllm": {"node.engines.vllm", "node.engines.vllm_worker"},
     "transformers": {"node.models"},
-    "huggingface_hub": {"node.models"},
+    "huggingface_hub": {"node.models", "node.sft.hub"},
+    "pyarrow": {"node.sft.conversion"},
+    "renderers": {"node.sft.renderers"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},
     "jinja2": {"node.environments.chat"},
     "tokenizers": {"node.environments.chat", "node.models"},
@@ -179,11 +181,18 @@ def test_torch_is_where_models_are() -> None:
 
 LOADED_LAZILY = {
     "torch": """node.audits.replay node.engines.causal node.engines.decoding node.engines.network
-        node.engines.noise node.engines.noise_kernel node.engines.output node.engines.placement
-        node.engines.qwen3 node.engines.sampling node.engines.vllm_largest node.engines.vllm_recorder
-        node.engines.vllm_sampling node.engines.vllm_worker node.training.forward node.training.learner
-        node.training.losses node.training.saved""",
-    "triton": "node.engines.noise_kernel",
+        node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
+        node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
+        node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder
+        node.engines.vllm_sampling node.engines.vllm_worker node.training.attention
+        node.training.collecting node.training.custom_loss node.training.device_export
+        node.training.experts node.training.gathering node.training.head node.training.learner
+        node.training.lora node.training.losses node.training.masters node.training.meter
+        node.training.optimizer node.training.expert_parallel
+        node.training.policy_losses node.training.rank node.training.rank_share
+        node.training.rank_wire node.training.ranks node.training.saved node.training.shards
+        node.training.staging node.training.trained_model node.training.world""",
+    "triton": "node.engines.noise_kernel node.engines.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
 }
 """The files that may load a heavy library when they are imported: they are imported lazily themselves."""

@@ -1,7 +1,10 @@
 """Small models, samples and groups for tests of training."""
 
+import os
 import random
 from pathlib import Path
+
+from safetensors.torch import load_file
 
 from primerl.node import models
 from primerl.node.config import ModelCreateConfig, TrainingConfig
@@ -11,12 +14,38 @@ from primerl.node.training.buffer import BranchTokens, Group, ScoredRollout
 TINY = ModelCreateConfig(
     hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
 )
-FAST = TrainingConfig(lr=1e-2, weight_decay=0.0, threads=1, device="cpu", seq_len=64)
+DEVICE = os.environ.get("PRIMERL_TEST_DEVICE", "cpu")
+"""With `cuda` the conformance suite of backends runs on GPUs (tests/gpu/measure_training.sh)."""
+FAST = TrainingConfig(
+    lr=1e-2,
+    weight_decay=0.0,
+    threads=1,
+    device=DEVICE,
+    seq_len=64,
+    deterministic=DEVICE != "cpu",
+    compile=False,
+)
 
 
 def make_model(directory: Path) -> Path:
     models.create(directory, TINY, seed=7)
     return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every byte below `directory` that counts: files, and in their place the tensors of safetensors files.
+
+    The header of such a file has no fixed order, and so neither has the record of a checkpoint.
+    """
+    found: dict[str, bytes] = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+            found |= {f"{name}:{key}": tensor.numpy().tobytes() for key, tensor in tensors.items()}
+        elif path.is_file() and path.name != "COMPLETE":
+            found[name] = path.read_bytes()
+    return found
 
 
 def sample(

@@ -11,15 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..errors import EngineError
-from ..processes import PARENT_VARIABLE, kill_group
-from .frames import HEAD_BYTES, Answer, Failed, Request, body_length, frame, read_answer
+from ..frames import HEAD_BYTES, body_length, frame
+from ..processes import PARENT_VARIABLE, LogTail, kill_group
+from .frames import MAX_FRAME, Answer, Failed, Request, read_answer
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.process")
-END_TIMEOUT_S = 10.0
 TAIL_LINES = 5
-MAX_LINE = 1000
 
 
 class ChildFailed(Exception):
@@ -32,7 +31,7 @@ class AuditChild:
     def __init__(self, program: Sequence[str] = PROGRAM) -> None:
         self._program = program
         self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._log: LogTail | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     @property
@@ -60,14 +59,16 @@ class AuditChild:
             raise EngineError(
                 f"the process that audits cannot be started ({error}): free memory or processes"
             ) from error
-        self._reading = asyncio.create_task(self._log(), name="audit process log")
+        assert self._process.stderr is not None
+        self._log = LogTail(self._process.stderr, self._note)
+        self._log.start()
         logger.debug("audit process %d started", self._process.pid)
 
     async def ask(self, request: Request, timeout_s: float) -> Answer:
         """Its answer. Raises ChildFailed, also after `timeout_s`; EngineError if it will never answer."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._exchange(frame(request))
+                answer = await self._exchange(frame(request, MAX_FRAME))
         except TimeoutError as error:
             raise ChildFailed(f"the audit took more than {timeout_s:g} s") from error
         except (OSError, asyncio.IncompleteReadError) as error:
@@ -80,13 +81,12 @@ class AuditChild:
 
     async def kill(self) -> None:
         """End it and all that it started; safe to call twice."""
-        process, reading = self._process, self._reading
-        if process is None or reading is None:
+        process, log = self._process, self._log
+        if process is None or log is None:
             return
         kill_group(process.pid)
         await process.wait()
-        await asyncio.wait([reading], timeout=END_TIMEOUT_S)
-        reading.cancel()
+        await log.close()
 
     async def _exchange(self, request: bytes) -> Answer:
         process = self._process
@@ -96,28 +96,14 @@ class AuditChild:
         process.stdin.write(request)
         await process.stdin.drain()
         head = await process.stdout.readexactly(HEAD_BYTES)
-        return read_answer(await process.stdout.readexactly(body_length(head)))
+        return read_answer(await process.stdout.readexactly(body_length(head, MAX_FRAME)))
 
     async def _last_words(self) -> str:
         """What it wrote last, if it wrote anything."""
-        assert self._reading is not None
-        await asyncio.wait([self._reading], timeout=1.0)
+        assert self._log is not None
+        await self._log.wait(1.0)
         return f" ({self._tail[-1]})" if self._tail else ""
 
-    async def _log(self) -> None:
-        """What it writes, into our log."""
-        assert self._process is not None
-        assert self._process.stderr is not None
-        rest = b""
-        while data := await self._process.stderr.read(4096):
-            *lines, rest = (rest + data).split(b"\n")
-            rest = rest[-MAX_LINE:]
-            for line in lines:
-                self._note(line)
-        self._note(rest)
-
-    def _note(self, line: bytes) -> None:
-        text = line[:MAX_LINE].decode(errors="replace").strip()
-        if text:
-            self._tail.append(text)
-            logger.warning("audit process: %s", text)
+    def _note(self, line: str) -> None:
+        self._tail.append(line)
+        logger.warning("audit process: %s", line)

@@ -8,9 +8,10 @@ from typing import BinaryIO
 
 import msgspec
 
+from ...protocol.manifests import AdapterContract
+from ..frames import HEAD_BYTES, body_length
 from .auditor import AuditItem, Measured, Unreadable
 
-HEAD_BYTES = 4
 MAX_FRAME = 128 * 2**20
 """Far above a portion of items, and above the longest branch that can be submitted."""
 
@@ -25,6 +26,9 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     device: str
     threads: int
     """Of torch; 0 leaves its choice."""
+    adapters: AdapterContract | None = None
+    base_state: bytes = b""
+    """These two as in replay.Terms."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag="hold"):
@@ -81,28 +85,12 @@ def results(found: list[Measured | Unreadable]) -> Results:
     )
 
 
-def frame(message: Request | Answer) -> bytes:
-    """The bytes of a message. Raises ValueError for one that is too long."""
-    body = msgspec.msgpack.encode(message)
-    if len(body) > MAX_FRAME:
-        raise ValueError(f"a frame of {len(body)} bytes, at most {MAX_FRAME} are allowed")
-    return len(body).to_bytes(HEAD_BYTES, "little") + body
-
-
-def body_length(head: bytes) -> int:
-    """Bytes that follow a frame's head. Raises ValueError."""
-    length = int.from_bytes(head, "little")
-    if length > MAX_FRAME:
-        raise ValueError(f"a frame of {length} bytes, at most {MAX_FRAME} are allowed")
-    return length
-
-
 def read_request(source: BufferedIOBase | BinaryIO) -> Request | None:
     """The next request; None where the input ends. Raises ValueError for what is none."""
     head = source.read(HEAD_BYTES)
     if len(head) < HEAD_BYTES:
         return None
-    return msgspec.msgpack.decode(source.read(body_length(head)), type=Request)
+    return msgspec.msgpack.decode(source.read(body_length(head, MAX_FRAME)), type=Request)
 
 
 def read_answer(body: bytes) -> Answer:

@@ -71,6 +71,8 @@ class HfAuditor:
             dtype=run.proofs.dtype,
             device=self._config.device,
             threads=self._threads,
+            adapters=run.adapters,
+            base_state=run.model.base_state,
         )
         # every version that may be claimed, and the one before
         self._most_states = run.limits.max_off_policy_steps + 2

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ..errors import EngineError, StorageError
+from ..frames import frame
 from ..model_files import one_line
 from ..processes import leave_with_parent
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import State
 from .frames import (
+    MAX_FRAME,
     Answer,
     Done,
     Failed,
@@ -22,7 +24,6 @@ from .frames import (
     Measure,
     Request,
     Setup,
-    frame,
     read_request,
     results,
 )
@@ -74,7 +75,7 @@ def serve(source: BufferedIOBase, sink: BinaryIO) -> None:
     """Answer until the input ends."""
     server = Server()
     while (request := read_request(source)) is not None:
-        sink.write(frame(server.answer(request)))
+        sink.write(frame(server.answer(request), MAX_FRAME))
         sink.flush()
 
 
@@ -88,6 +89,8 @@ def _set_up(setup: Setup) -> "Replay":
             temperature=setup.temperature,
             dtype=setup.dtype,
             device=setup.device,
+            adapters=setup.adapters,
+            base_state=setup.base_state,
         )
     )
     replay.prepare(threads=setup.threads)

@@ -4,7 +4,6 @@ Whatever an item holds, the answer is about this item only.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from ..fingerprints.fingerprint import BadProof, Fingerprint
 from ..fingerprints.parts import split
@@ -43,7 +42,7 @@ def _fault(item: AuditItem, vocabulary: int) -> str:
         return (
             f"{len(item.logprobs)} logprobs for {sampled} tokens of {len(item.versions)} versions"
         )
-    if any(later < earlier for earlier, later in pairwise(item.versions)):
+    if sorted(item.versions) != list(item.versions):
         return "its policy versions go back"
     return ""
 

@@ -1,24 +1,30 @@
 """Measures claimed branches against a prefill: one forward pass a version, then tokens, logprobs and proofs.
 
+A GPU is never waited for before it has its next batch: what a batch gave is summed up meanwhile.
 Items are foreign: each is checked by itself, and none of them may spoil what is measured on its neighbours.
 What is not a number is never fine: it counts as infinitely far off.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ...protocol.manifests import RunManifest
+from ...protocol.manifests import AdapterContract, RunManifest
 from .. import models
 from ..engines.network import Network, build_network
 from ..engines.sampling import draw, gumbel_at
+from ..engines.transfers import Mark, download, upload
 from ..errors import EngineError
 from ..fingerprints.build import find
+from ..fingerprints.projection import Projected, Projection, signs
+from ..model_files import read_base
+from ..weights.adapters import merge
 from ..weights.state import State, state_bytes
 from .auditor import AuditItem, Measured, Unreadable
 from .portions import check_versions, other_versions, wanted_versions
@@ -27,13 +33,13 @@ from .sameness import SameState
 from .summing import summarize
 
 BATCH_TOKENS = {"cpu": 2**11, "cuda": 2**14}
-"""Padded tokens of a forward pass: what a cache holds, and what keeps a GPU busy."""
-ROOMY = 2**10
-"""So many tokens keep a device busy: beyond them no short branch is padded to a long one."""
-FILLED = 0.75
-"""Least share of a batch's width that a branch fills."""
+"""Tokens of a forward pass: what a cache holds, and what keeps a GPU busy."""
+AHEAD = 1
+"""Batches that a device is given before the one before them is summed up."""
 LOGITS = 2**26
-"""fp32 logits at a time (256 MiB): rows enough that a GPU reads the head's weights for many of them."""
+"""Logits at a time, as if all were fp32 (256 MiB): rows enough that a GPU reads the head's weights for many."""
+TILE = 128
+"""Rows that a GPU multiplies at once: a few more would cost as much as so many."""
 KEEP_BYTES = 2**30
 """Networks are kept for the next audit while their states are smaller than this together; one always is."""
 
@@ -48,41 +54,73 @@ class Terms:
     dtype: str
     """The run's numerics class: the prefill rounds as the workers do, so much of the rounding cancels."""
     device: str
+    adapters: AdapterContract | None = None
+    """Of a run whose states are adapters: the weights in `model_dir` are what they adapt."""
+    base_state: bytes = b""
+    """Digest of these."""
 
 
 def terms(model_dir: Path, run: RunManifest, device: str) -> Terms:
     """The terms of `run` on `device` ("auto" is cuda where there is one)."""
     proofs = run.proofs
-    return Terms(model_dir, proofs.fingerprint, run.sampling.temperature, proofs.dtype, device)
+    return Terms(
+        model_dir,
+        proofs.fingerprint,
+        run.sampling.temperature,
+        proofs.dtype,
+        device,
+        run.adapters,
+        run.model.base_state,
+    )
+
+
+Integers = NDArray[np.int64]
 
 
 @dataclass
 class _Branch:
     """One item on its way; `at` is where its sampled tokens are among those of all."""
 
+    number: int
+    """Among the sound items."""
     item: AuditItem
+    token_ids: Integers
     others: list[int]
     at: slice
-    hidden: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """version -> the hidden states [S, d] that led to the sampled tokens, on the CPU."""
+    waits: int
+    """Versions whose pass is still to come."""
+    found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """version -> what the fingerprint compares [S, ...], on the CPU."""
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The sampled tokens of all branches, one after the other; on the CPU."""
+    """The sampled tokens of all branches, one after the other."""
 
-    places: Tensor
+    places: Integers
     """In their branches."""
-    tokens: Tensor
-    seeds: Tensor
-    versions: Tensor
-    margins: Tensor
-    logprobs: Tensor
-    """Recomputed, float64 like the margins; both infinite until they are."""
+    tokens: Integers
+    seeds: Integers
+    versions: Integers
+    margins: NDArray[np.float64]
+    logprobs: NDArray[np.float64]
+    """Recomputed; both infinite until they are."""
 
-    def drawn(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Seeds, places and token ids: what noise is made of."""
-        return self.seeds, self.places, self.tokens
+
+@dataclass(frozen=True)
+class _Flight:
+    """A batch that a device works on; nothing of it may be read before `mark`."""
+
+    version: int
+    branches: Sequence[_Branch]
+    counts: Sequence[int]
+    led: Tensor
+    """What the fingerprint compares, of the sampled tokens [S, ...] of all `branches`."""
+    drawn: Integers
+    """Which tokens of all claim this version [N]."""
+    numbers: Tensor
+    """Their margins and logprobs [2, N] fp32."""
+    mark: Mark
 
 
 @dataclass(frozen=True)
@@ -109,16 +147,21 @@ class Replay:
         self._logits = logits
         self._keep_bytes = keep_bytes
         self._fingerprint = find(terms.fingerprint)
+        self._projects = isinstance(self._fingerprint, Projection)
+        self._compares = Projected() if self._projects else self._fingerprint
         self._kept: dict[int, _Kept] = {}  # the last one used is the last one
+        self._base: State | None = None
 
     def prepare(self, *, threads: int = 0) -> None:
         """Have torch use so many threads, 0 leaves its choice; look whether this can be done at all.
 
-        Raises EngineError if the architecture cannot be read, or the device is not there.
+        Raises EngineError if the architecture, or a base, cannot be read, or the device is not there.
         """
         if threads:
             torch.set_num_threads(threads)
         models.load_config(self._terms.model_dir)
+        if self._terms.adapters is not None:
+            self._base = read_base(self._terms.model_dir, self._terms.base_state)
         device = self._terms.device
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise EngineError(f"there is no {device}: set engine.device to auto or cpu")
@@ -139,9 +182,16 @@ class Replay:
         faults = [check_item(item, vocabulary, self._fingerprint) for item in items]
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         branches, tokens = _flatten(sound, others)
+        done: dict[int, Measured] = {}
+        running: deque[_Flight] = deque()
         with torch.inference_mode():
-            self._prefill(branches, tokens, states, others)
-        found = (self._summarize(branch, tokens) for branch in branches)
+            for flight in self._flights(branches, tokens, states, others):
+                running.append(flight)
+                if len(running) > AHEAD:
+                    done |= self._land(running.popleft(), tokens)
+            while running:
+                done |= self._land(running.popleft(), tokens)
+        found = (done[branch.number] for branch in branches)
         return [fault or next(found) for fault in faults]
 
     @staticmethod
@@ -152,13 +202,13 @@ class Replay:
 
     # -- prefill -----------------------------------------------------------------------------------
 
-    def _prefill(
+    def _flights(
         self,
         branches: Sequence[_Branch],
         tokens: _Tokens,
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> None:
+    ) -> Iterator[_Flight]:
         wanting: dict[int, list[_Branch]] = defaultdict(list)
         for branch in branches:
             for version in wanted_versions(branch.item, others):
@@ -168,40 +218,71 @@ class Replay:
             network = self._network(version, states[version])
             limit = self._batch_tokens or BATCH_TOKENS.get(network.device.type, BATCH_TOKENS["cpu"])
             for batch in _batches(wanting[version], limit):
-                self._run(network, version, batch, tokens)
+                yield self._launch(network, version, batch, tokens)
 
-    def _run(
+    def _launch(
         self, network: Network, version: int, batch: Sequence[_Branch], tokens: _Tokens
-    ) -> None:
-        width = max(len(branch.item.token_ids) for branch in batch)
-        padded = torch.zeros(len(batch), width, dtype=torch.int64)
-        for row, branch in enumerate(batch):
-            padded[row, : len(branch.item.token_ids)] = torch.tensor(branch.item.token_ids)
-        # causal attention: nothing sees the padding on its right
-        hidden = network.hidden(padded.to(network.device))
+    ) -> _Flight:
+        """Have the device measure `batch` under `version`, without waiting for it."""
+        lengths = [len(branch.item.token_ids) for branch in batch]
         counts = [branch.at.stop - branch.at.start for branch in batch]
-        rows = torch.arange(len(batch)).repeat_interleave(torch.tensor(counts))
-        chosen = torch.cat([torch.arange(branch.at.start, branch.at.stop) for branch in batch])
-        columns = tokens.places[chosen] - 1
-        led = hidden[rows.to(hidden.device), columns.to(hidden.device)]
-        for branch, part in zip(batch, led.cpu().split(counts), strict=True):
-            branch.hidden[version] = part
-        own = (tokens.versions[chosen] == version).nonzero()[:, 0]
-        if len(own):
-            self._draw(network, chosen[own], led[own.to(led.device)], tokens)
+        chosen = np.concatenate([np.arange(one.at.start, one.at.stop) for one in batch])
+        before = np.repeat(np.cumsum([0, *lengths[:-1]]), counts)
+        own = np.flatnonzero(tokens.versions[chosen] == version)
+        drawn = chosen[own]
+        pieces = [branch.token_ids for branch in batch]
+        pieces += [before + tokens.places[chosen] - 1, own]
+        pieces += [tokens.seeds[drawn], tokens.places[drawn], tokens.tokens[drawn]]
+        there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
+        sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
+        ids, led, rows, *claims = there.split(sizes)
+        hidden = network.packed(ids, lengths)[led]
+        return _Flight(
+            version=version,
+            branches=batch,
+            counts=counts,
+            led=download(self._compared(hidden)),
+            drawn=drawn,
+            numbers=download(self._draw(network, hidden[rows], *claims)),
+            mark=Mark(network.device),
+        )
 
-    def _draw(self, network: Network, chosen: Tensor, hidden: Tensor, tokens: _Tokens) -> None:
-        """Fill in margins and logprobs of the tokens `chosen` [N], to which `hidden` [N, d] led."""
-        step = max(1, self._logits // network.vocab_size)
-        drawn = (values[chosen].to(hidden.device) for values in tokens.drawn())
-        parts = [
-            _margins(network.logits(led), self._terms.temperature, *rows)
-            for led, *rows in zip(*(one.split(step) for one in (hidden, *drawn)), strict=True)
-        ]
-        # only now is the device waited for
-        margins, logprobs = (torch.cat(one).cpu().double() for one in zip(*parts, strict=True))
-        tokens.margins[chosen] = margins
-        tokens.logprobs[chosen] = logprobs
+    def _compared(self, hidden: Tensor) -> Tensor:
+        """What the fingerprint compares of states [S, d]: themselves, or what they are projected to."""
+        if not self._projects:
+            return hidden
+        width = hidden.shape[1]
+        matrix = upload(torch.from_numpy(signs(width)), hidden.device)
+        parts = hidden.split(max(1, self._logits // width))
+        return torch.cat([part.float() @ matrix for part in parts])
+
+    def _draw(
+        self, network: Network, hidden: Tensor, seeds: Tensor, places: Tensor, claimed: Tensor
+    ) -> Tensor:
+        """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led.
+
+        A margin is by how much the best score beats that of the claimed token; both are infinite or
+        NaN where some logit is no number.
+        """
+        divisor = torch.full(claimed.shape, self._terms.temperature, device=claimed.device)
+        scores, sums, own = torch.empty(3, len(claimed), device=claimed.device)
+        step = self._rows(network, hidden)
+        for start in range(0, len(claimed), step):
+            rows = slice(start, start + step)
+            logits = network.logits(hidden[rows])
+            best = draw(logits, divisor[rows], seeds[rows], places[rows])
+            scores[rows], sums[rows] = best.scores, best.logsumexp
+            own[rows] = logits.gather(1, claimed[rows, None])[:, 0]
+        # the very operations of draw(): the token that it draws has a margin of exactly 0
+        scaled = own * divisor.reciprocal()
+        margins = scores - (gumbel_at(seeds, places, claimed) + scaled)
+        logprobs = scaled - sums
+        return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
+
+    def _rows(self, network: Network, hidden: Tensor) -> int:
+        """Rows of logits at a time, which are of the type of `hidden`."""
+        most = self._logits * 4 // (hidden.element_size() * network.vocab_size)
+        return max(1, most if most < TILE else most - most % TILE)
 
     def _network(self, version: int, state: State) -> Network:
         kept = self._kept.pop(version, None)
@@ -211,24 +292,49 @@ class Replay:
         return kept.network
 
     def _build(self, state: State) -> _Kept:
-        size = state_bytes(state)
+        whole = self._merged(state)
+        size = state_bytes(whole)
         # before the new one is made: memory is short beside a trainer
         while self._kept and size + sum(one.size for one in self._kept.values()) > self._keep_bytes:
             del self._kept[next(iter(self._kept))]
         terms = self._terms
-        network = build_network(terms.model_dir, state, dtype=terms.dtype, device=terms.device)
+        network = build_network(terms.model_dir, whole, dtype=terms.dtype, device=terms.device)
         return _Kept(network, SameState(state), size)
+
+    def _merged(self, state: State) -> State:
+        """The weights to compute with: `state`, or what it makes of the base."""
+        adapters = self._terms.adapters
+        if adapters is None:
+            return state
+        if self._base is None:
+            raise EngineError("the base model was not read: call prepare() first")
+        return merge(self._base, state, adapters, threads=torch.get_num_threads())
 
     # -- what was found ----------------------------------------------------------------------------
 
+    def _land(self, flight: _Flight, tokens: _Tokens) -> dict[int, Measured]:
+        """Wait for `flight`: the branches that wait for no other one now."""
+        flight.mark.wait()
+        margins, logprobs = flight.numbers.numpy()
+        tokens.margins[flight.drawn] = margins
+        tokens.logprobs[flight.drawn] = logprobs
+        done: dict[int, Measured] = {}
+        for branch, part in zip(flight.branches, flight.led.split(flight.counts), strict=True):
+            branch.found[flight.version] = part
+            branch.waits -= 1
+            if not branch.waits:
+                done[branch.number] = self._summarize(branch, tokens)
+                branch.found.clear()
+        return done
+
     def _summarize(self, branch: _Branch, tokens: _Tokens) -> Measured:
         return summarize(
-            margins=tokens.margins[branch.at].numpy(),
-            apart=tokens.logprobs[branch.at].numpy() - np.array(branch.item.logprobs),
-            fingerprint=self._fingerprint,
+            margins=tokens.margins[branch.at],
+            apart=tokens.logprobs[branch.at] - np.array(branch.item.logprobs),
+            fingerprint=self._compares,
             proofs=split_proof(branch.item, self._fingerprint),
-            hidden=_own_hidden(branch, tokens.versions[branch.at]).float().numpy(),
-            others=[branch.hidden[version].float().numpy() for version in branch.others],
+            hidden=_own_states(branch, tokens.versions[branch.at]).float().numpy(),
+            others=[branch.found[version].float().numpy() for version in branch.others],
         )
 
 
@@ -236,58 +342,45 @@ def _flatten(
     items: Sequence[AuditItem], others: Mapping[int, Sequence[int]]
 ) -> tuple[list[_Branch], _Tokens]:
     branches: list[_Branch] = []
-    places: list[int] = []
-    tokens: list[int] = []
-    seeds: list[int] = []
-    for item in items:
-        start = len(places)
-        for reply in item.replies:
-            places += range(reply.start, reply.end)
-            tokens += item.token_ids[reply.start : reply.end]
-            seeds += [reply.seed] * (reply.end - reply.start)
-        branches.append(_Branch(item, other_versions(item, others), slice(start, len(places))))
-    integers = (places, tokens, seeds, [version for item in items for version in item.versions])
+    columns: list[tuple[Integers, ...]] = []
+    start = 0
+    for number, item in enumerate(items):
+        ids = np.array(item.token_ids, np.int64)
+        counts = [reply.end - reply.start for reply in item.replies]
+        places = np.concatenate([np.arange(reply.start, reply.end) for reply in item.replies])
+        seeds = np.repeat(np.array([reply.seed for reply in item.replies], np.int64), counts)
+        columns.append((places, ids[places], seeds, np.array(item.versions, np.int64)))
+        at = slice(start, start := start + len(places))
+        waits = len(wanted_versions(item, others))
+        branches.append(_Branch(number, item, ids, other_versions(item, others), at, waits))
+    none = (np.empty(0, np.int64),) * 4  # there may be no item
     return branches, _Tokens(
-        *(torch.tensor(one, dtype=torch.int64) for one in integers),
-        margins=torch.full((len(places),), torch.inf, dtype=torch.float64),
-        logprobs=torch.full((len(places),), torch.inf, dtype=torch.float64),
+        *map(np.concatenate, zip(none, *columns, strict=True)),
+        margins=np.full(start, np.inf),
+        logprobs=np.full(start, np.inf),
     )
 
 
-def _margins(
-    logits: Tensor, temperature: float, seeds: Tensor, places: Tensor, claimed: Tensor
-) -> tuple[Tensor, Tensor]:
-    """By how much the best score of each row of `logits` [N, V] beats that of the token `claimed` [N],
-    and the logprob of that token; both infinite or NaN where some logit is no number."""
-    divisor = torch.full((len(logits),), temperature, dtype=torch.float32, device=logits.device)
-    best = draw(logits, divisor, seeds, places)
-    # the very operations of draw(): the token that it draws has a margin of exactly 0
-    scaled = logits.gather(1, claimed[:, None])[:, 0].float() * divisor.reciprocal()
-    margins = best.scores - (gumbel_at(seeds, places, claimed) + scaled)
-    logprobs = scaled - best.logsumexp
-    return margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs
-
-
-def _own_hidden(branch: _Branch, versions: Tensor) -> Tensor:
-    """[S, d]: the hidden states under the version that each token claims, `versions` [S]."""
-    first, *later = versions.unique().tolist()
-    own = branch.hidden[first]
+def _own_states(branch: _Branch, versions: Integers) -> Tensor:
+    """[S, ...]: what was found under the version that each token claims, `versions` [S]."""
+    first, *later = sorted(set(versions.tolist()))
+    own = branch.found[first]
     for version in later:
-        own = torch.where((versions == version)[:, None], branch.hidden[version], own)
+        own = torch.where(
+            torch.from_numpy(versions == version)[:, None], branch.found[version], own
+        )
     return own
 
 
 def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
-    """Branches of like length together, each batch within `limit` tokens once padded."""
+    """Branches of like length together, the longest first, each batch within `limit` tokens."""
     batches: list[list[_Branch]] = []
-    width = 0
+    room = 0
     for branch in sorted(branches, key=lambda one: -len(one.item.token_ids)):
         length = len(branch.item.token_ids)
-        padded = width * len(batches[-1]) if batches else 0
-        fits = bool(batches) and padded + width <= limit
-        if fits and (padded < ROOMY or length >= FILLED * width):
-            batches[-1].append(branch)
-        else:
-            batches.append([branch])
-            width = length
+        if length > room:
+            batches.append([])
+            room = max(limit, length)
+        batches[-1].append(branch)
+        room -= length
     return batches

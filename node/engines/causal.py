@@ -5,12 +5,13 @@ hidden states on a head that is a module: what feeds it is read, and replaced, w
 """
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import EngineError
 from ..tensors import to_torch
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 PROBE = 5
 """Tokens that are read to see whether the head can be tapped."""
+ROOMY = 2**10
+"""So many tokens keep a device busy: beyond them no short sequence is padded to a long one."""
+FILLED = 0.75
+"""Least share of the longest one's width that each sequence of a batch fills."""
 
 
 class CausalNetwork:
@@ -67,6 +72,17 @@ class CausalNetwork:
         with self._tap.cut():  # logits of every position would be large, and nobody asked for them
             self.read(tokens)
         return self._tap.taken()
+
+    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """See Network. Neighbours of like length are padded to one: causal attention sees no padding."""
+        found: list[Tensor] = []
+        rest = list(tokens.split(list(lengths)))
+        while rest:
+            count = _alike([len(one) for one in rest])
+            batch, rest = rest[:count], rest[count:]
+            hidden = self.hidden(pad_sequence(batch, batch_first=True))
+            found += [row[: len(one)] for row, one in zip(hidden, batch, strict=True)]
+        return torch.cat(found)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See Network. The model reads one token and finds `hidden` before its head."""
@@ -205,6 +221,16 @@ def _shows(network: CausalNetwork, tap: Tap) -> bool:
         near = 1e-3 * float(wanted.abs().max())
         same = torch.allclose(found, wanted, rtol=0.0, atol=near, equal_nan=True)
         return same and network.hidden(tokens).equal(hidden)
+
+
+def _alike(lengths: Sequence[int]) -> int:
+    """How many of the first sequences may be padded to one width."""
+    shortest = longest = lengths[0]
+    for count, length in enumerate(lengths):
+        shortest, longest = min(shortest, length), max(longest, length)
+        if longest * (count + 1) > ROOMY and shortest < FILLED * longest:
+            return max(1, count)
+    return len(lengths)
 
 
 def _places(model: "PreTrainedModel", state: State) -> dict[str, Tensor]:

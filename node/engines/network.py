@@ -6,6 +6,7 @@ what is refused leaves the old weights whole. Implementations: qwen3.py (fast, d
 (any causal model of transformers).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -53,6 +54,13 @@ class Network(Protocol):
         """The states [B, T, d] that feed the head; padding on the right of `tokens` [B, T] needs no mask.
 
         Raises EngineError for an architecture that does not show them.
+        """
+        ...
+
+    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
+
+        None of them sees another one. On a GPU nothing here waits for it. Raises as hidden().
         """
         ...
 

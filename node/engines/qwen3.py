@@ -1,12 +1,16 @@
 """The fast network: dense Qwen3, written out as plain tensor functions with fused projections.
 
 It must stay equal to transformers' Qwen3ForCausalLM (tests compare every logit); an architecture
-that differs in any detail does not come here, see computes().
+that differs in any detail does not come here, see computes(). Tokens of all sequences are in one row, T;
+only attention knows whose they are. What lies between two products is done by Plain, or on a GPU for
+many tokens by the kernels of qwen3_kernel.py, which round where Plain does.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +20,17 @@ from ..errors import EngineError
 from ..tensors import to_torch, torch_dtype
 from ..weights.state import Changed, State
 from .output import Output
+from .packed import Attend, among
 from .placement import write
+from .transfers import upload
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B, H, N, D], k [B, KV, N, D], v [B, KV, N, D]) -> attention output [B, H, N, D]."""
+logger = logging.getLogger(__name__)
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SPARE = 32
 """Least cache slots to grow by."""
+_MANY = 1024
+"""Tokens from which on a kernel's launch costs less than what it saves."""
 
 
 def computes(config: Any) -> bool:
@@ -72,6 +79,8 @@ class Qwen3Network:
         self._blocks = [self._layer(state, index) for index in range(self.layers)]
         exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
         self._frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents
+        self._plain: Between = Plain(self._eps, self.kv_heads)
+        self._kernels = _kernels(self._plain, self._blocks[0], self.heads, self.kv_heads)
 
     def _read(self, state: State, *names: str) -> Tensor:
         parts = [to_torch(state[name], self._device, self._dtype) for name in names]
@@ -112,16 +121,19 @@ class Qwen3Network:
         """See Network."""
         session = Qwen3Session(self, mask)
         positions = (mask.long().cumsum(1) - 1).clamp_min(0)
-        return session, self.output(self.run(tokens, positions, session.attend_prompt))
+        hidden = self.run(tokens.flatten(), positions.flatten(), session.attend_prompt)
+        return session, self.output(hidden.unflatten(0, tokens.shape)[:, -1])
+
+    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """See Network."""
+        positions = upload(torch.cat([torch.arange(length) for length in lengths]), self._device)
+        attend = among(lengths, device=self._device, dtype=self._dtype, width=self.head_dim)
+        return self.run(tokens, positions, attend)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """See Network."""
-
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        positions = torch.arange(tokens.shape[1], device=self._device)[None]
-        return self._rms(self.run(tokens, positions, attend), self._norm)
+        rows, columns = tokens.shape
+        return self.packed(tokens.flatten(), [columns] * rows).unflatten(0, tokens.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See Network."""
@@ -138,32 +150,27 @@ class Qwen3Network:
             write(self._places[name], state[name], positions)
         return True
 
-    def output(self, blocks: Tensor) -> Output:
-        """What the last block's output [B, N, hidden] at the last position comes to."""
-        hidden = self._rms(blocks[:, -1], self._norm)
+    def output(self, hidden: Tensor) -> Output:
+        """The states [B, d] and what they come to."""
         return Output(hidden, self.logits(hidden))
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All blocks over `tokens` [B, N] at `positions` [B or 1, N]: what the last one gives [B, N, d]."""
-        angles = positions[..., None].float() * self._frequencies
-        angles = torch.cat([angles, angles], -1)[:, None]
+        """The states [T, d] that feed the head, of `tokens` [T] at `positions` [T] of their sequences."""
+        angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+        turn = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        between = self._kernels if len(tokens) >= _MANY else self._plain
         x = F.embedding(tokens, self._embedding)
+        y = F.rms_norm(x, x.shape[1:], self._blocks[0].norm_in, self._eps)
         for index, layer in enumerate(self._blocks):
-            q, k, v = self._project(self._rms(x, layer.norm_in), layer)
-            mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
-            x = x + F.linear(mixed.transpose(1, 2).flatten(2), layer.out)
-            gate, up = F.linear(self._rms(x, layer.norm_mlp), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
-        return x
-
-    def _project(self, x: Tensor, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-        heads = F.linear(x, layer.qkv).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        return self._rms(q, layer.norm_q), self._rms(k, layer.norm_k), v
-
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)
+            qkv = F.linear(y, layer.qkv).unflatten(-1, (-1, self.head_dim))
+            mixed = attend(index, *between.turned(qkv, self.heads, layer, turn))
+            x, y = between.added(x, F.linear(mixed.flatten(1), layer.out), layer.norm_mlp)
+            gated = between.gated(F.linear(y, layer.gate_up))
+            last = index + 1 == self.layers
+            following = self._norm if last else self._blocks[index + 1].norm_in
+            x, y = between.added(x, F.linear(gated, layer.down), following)
+        return y
 
     def empty_cache(self, rows: int, slots: int) -> Tensor:
         """Room for keys or values: [layers, rows, KV, slots, D]."""
@@ -184,15 +191,18 @@ class Qwen3Session:
         self._keys = network.empty_cache(rows, columns + _SPARE)
         self._values = network.empty_cache(rows, columns + _SPARE)
 
-    def attend_prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_prompt(self, layer: int, *heads: Tensor) -> Tensor:
         """Causal attention among the prompts' columns, which fill the cache."""
+        rows = len(self._positions)
+        q, k, v = (one.unflatten(0, (rows, -1)).transpose(1, 2) for one in heads)
         columns = q.shape[2]
         self._keys[layer, :, :, :columns] = k
         self._values[layer, :, :, :columns] = v
         mask = self._prompt_mask(columns) if self._padded else None
-        return F.scaled_dot_product_attention(
+        mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
+        return mixed.transpose(1, 2).flatten(0, 1)
 
     def _prompt_mask(self, columns: int) -> Tensor:
         square = torch.ones(columns, columns, dtype=torch.bool, device=self._mask.device)
@@ -201,16 +211,15 @@ class Qwen3Session:
         return (causal | torch.eye(columns, dtype=torch.bool, device=square.device))[:, None]
 
     def _attend_next(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, heads, _, width = q.shape
         used = self._used
-        self._keys[layer, :, :, used - 1 : used] = k
-        self._values[layer, :, :, used - 1 : used] = v
+        self._keys[layer, :, :, used - 1] = k
+        self._values[layer, :, :, used - 1] = v
         mask = self._mask[:, None, None, :used] if self._padded else None
         # the heads that share a key head are its queries: nothing has to be repeated
-        grouped = q.reshape(rows, k.shape[1], -1, width)
+        grouped = q.unflatten(1, (k.shape[1], -1))
         keys, values = self._keys[layer, :, :, :used], self._values[layer, :, :, :used]
         mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        return mixed.reshape(rows, heads, 1, width)
+        return mixed.flatten(1, 2)
 
     def select(self, rows: Tensor) -> None:
         """See Session."""
@@ -224,9 +233,9 @@ class Qwen3Session:
         if self._used == self._keys.shape[3]:
             self._grow(max(_SPARE, self._used // 2))
         self._used += 1
-        blocks = self._network.run(tokens[:, None], self._positions[:, None], self._attend_next)
+        hidden = self._network.run(tokens, self._positions, self._attend_next)
         self._positions = self._positions + 1
-        return self._network.output(blocks)
+        return self._network.output(hidden)
 
     def _grow(self, slots: int) -> None:
         self._keys = F.pad(self._keys, (0, 0, 0, slots))
@@ -234,10 +243,73 @@ class Qwen3Session:
         self._mask = F.pad(self._mask, (0, slots), value=True)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, halves convention (Su et al. 2021)."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+class Between(Protocol):
+    """What lies between two products. Every argument may be overwritten."""
+
+    def turned(
+        self, qkv: Tensor, heads: int, layer: Layer, turn: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, D], k and v [T, KV, D] of their products `qkv` [T, H + 2 KV, D]: the first two normed, then
+        rotated by `turn` (halves convention, Su et al. 2021): cosines twice [T, D], and sines, minus first."""
+        ...
+
+    def added(self, x: Tensor, more: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """x + more, all [T, d], and its norm."""
+        ...
+
+    def gated(self, both: Tensor) -> Tensor:
+        """silu(gate) * up [T, inner] of `both` [T, 2 inner], side by side."""
+        ...
+
+
+class Plain:
+    """By torch's own operations."""
+
+    def __init__(self, eps: float, kv_heads: int) -> None:
+        self.eps = eps
+        self._kv_heads = kv_heads
+
+    def turned(
+        self, qkv: Tensor, heads: int, layer: Layer, turn: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Between."""
+        q, k, v = qkv.split([heads, self._kv_heads, self._kv_heads], 1)
+        return self._turn(q, layer.norm_q, *turn), self._turn(k, layer.norm_k, *turn), v
+
+    def _turn(self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self._norm(x, weight)
+        across = x.roll(x.shape[-1] // 2, -1).mul_(sin[:, None])
+        return x.mul_(cos[:, None]).add_(across)
+
+    def added(self, x: Tensor, more: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """See Between."""
+        x = x.add_(more)
+        return x, self._norm(x, weight)
+
+    def gated(self, both: Tensor) -> Tensor:
+        """See Between."""
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate, inplace=True).mul_(up)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+def _kernels(plain: Plain, layer: Layer, heads: int, kv_heads: int) -> Between:
+    """Kernels where the weights are on a GPU and can be compiled for, else `plain`."""
+    if not layer.qkv.is_cuda or find_spec("triton") is None:
+        return plain
+    from .qwen3_kernel import FAILURES, Kernels, differ
+
+    kernels = Kernels(plain.eps, kv_heads)
+    try:
+        with torch.inference_mode():
+            wrong = differ(kernels, plain, layer, heads, kv_heads)
+    except FAILURES as error:
+        wrong = str(error).strip().partition("\n")[0] or type(error).__name__
+    if wrong:
+        logger.warning("prefills are slower than they could be: no kernels (%s)", wrong)
+    return plain if wrong else kernels
 
 
 def shapes(config: Any) -> dict[str, tuple[int, ...]]:

@@ -75,7 +75,7 @@ class ChatFormat:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a whole conversation up to where the model speaks. Raises EnvironmentFailed
         if the template refuses it."""
-        return self._encode(self._render(messages))
+        return self.encode(self.render(messages))
 
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Token ids between a reply that ended with `last_token` and the next one: what closes the
@@ -84,15 +84,19 @@ class ChatFormat:
         A reply is never tokenised again (its text may not lead back to the same ids, and templates
         rewrite old replies), so that a conversation stays one sequence.
         """
+        return self.encode(self.continuation_text(messages, last_token))
+
+    def continuation_text(self, messages: Sequence[Message], last_token: int) -> str:
+        """The text of continuation()."""
         opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        _, mark, rest = self._render([*opening, *messages]).partition(_MARK)
+        _, mark, rest = self.render([*opening, *messages]).partition(_MARK)
         if not mark:
             raise EnvironmentFailed(
                 "the chat template drops replies: use a model whose template keeps them"
             )
         if last_token in self.stop_token_ids:
             rest = rest.removeprefix(self._tokenizer.id_to_token(last_token) or "")
-        return self._encode(rest)
+        return rest
 
     def text(self, reply: Sequence[int]) -> str:
         """What a reply says, its final stop token left out. Special tokens elsewhere stay visible and
@@ -105,22 +109,30 @@ class ChatFormat:
 
     def reply(self, text: str) -> list[int]:
         """Token ids of a reply that says `text`, stop token included."""
-        closing = self._encode(self._closing())
+        closing = self.encode(self._closing())
         stop = next((token for token in closing if token in self.stop_token_ids), None)
-        return [*self._encode(text), self.stop_token_ids[0] if stop is None else stop]
+        return [*self.encode(text), self.stop_token_ids[0] if stop is None else stop]
 
     def _closing(self) -> str:
         opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        return self._render(opening, generate=False).partition(_MARK)[2]
+        return self.render(opening, generate=False).partition(_MARK)[2]
 
-    def _render(self, messages: Sequence[Message], *, generate: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        generate: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of a conversation, up to where the model speaks if `generate`. Raises
+        EnvironmentFailed."""
         from jinja2 import TemplateError
 
         try:
             return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=generate,
-                tools=None,
+                tools=list(tools) if tools else None,
                 documents=None,
                 **self._variables,
             )
@@ -130,8 +142,14 @@ class ChatFormat:
                 "use a model whose template knows these roles"
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text; nothing is added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_places(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids, and of each the place of its first character in `text`."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, [start for start, _ in found.offsets]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

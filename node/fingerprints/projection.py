@@ -12,6 +12,7 @@ zeros, or one that is below the smallest scale.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,15 +66,15 @@ class Projection:
         weighed (residuals.py).
         Raises BadProof, and ProofFailed if the own hidden states are not finite.
         """
-        decoded = _decode(proof, len(hidden))
-        projected = _project(hidden)
-        rounded = _decode(pack(projected.astype(np.float32)), len(hidden))
-        power = np.mean(projected**2, axis=1)
-        power[power == 0] = 1
-        policies = [projected, *map(_project, others)]
-        squares = np.stack([np.sum((decoded - one) ** 2, axis=1) / power for one in policies])
-        own, *rest = weighed_sums(squares, _SOFTNESS).tolist()
-        return Compared(_distance(decoded, rounded), decoded.size, own, tuple(rest))
+        return _compare(proof, _project(hidden), [_project(one) for one in others])
+
+
+class Projected(Projection):
+    """The same for whoever projects where the hidden states are."""
+
+    def compare(self, proof: bytes, hidden: Hidden, others: Sequence[Hidden] = ()) -> Compared:
+        """As Projection's, but of projected states: each is hidden @ signs(width) [tokens, 7]."""
+        return _compare(proof, _finite(hidden), [_finite(one) for one in others])
 
 
 def signs(width: int) -> NDArray[np.float32]:
@@ -92,6 +93,9 @@ def signs(width: int) -> NDArray[np.float32]:
     return np.where(hashed >> np.uint32(31), -plus, plus).astype(np.float32)
 
 
+_signs = lru_cache(4)(signs)
+
+
 def pack(projected: NDArray[np.float32]) -> bytes:
     """The proof of projected states, hidden @ signs(width) [tokens, 7]. Raises ProofFailed."""
     if projected.ndim != 2 or projected.shape[1] != NUMBERS or not len(projected):
@@ -99,16 +103,35 @@ def pack(projected: NDArray[np.float32]) -> bytes:
     largest = np.abs(projected).max(axis=1).astype(np.float64)
     if not np.isfinite(largest).all():
         raise ProofFailed("hidden states are not finite; load the policy again")
+    scale, codes = _encode(projected, largest)
+    packed = np.empty((len(projected), TOKEN_BYTES), np.uint8)
+    packed[:, 0] = scale
+    packed[:, 1:] = codes.astype(np.int8).view(np.uint8)
+    return packed.tobytes()
+
+
+def _encode(projected: NDArray[np.float32], largest: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """The scale bytes [tokens] and the codes [tokens, 7] of finite states, the largest of each [tokens]."""
     scale = _scale_bytes(largest)
     if scale.max() > 255:
         raise ProofFailed(f"hidden states are too large: {largest.max():.3g} after projection")
     zero = scale < 1
     codes = np.rint(projected.astype(np.float64) / _scale(scale)[:, None])
     codes[zero] = 0
-    packed = np.empty((len(projected), TOKEN_BYTES), np.uint8)
-    packed[:, 0] = np.where(zero, 0, scale)
-    packed[:, 1:] = codes.astype(np.int8).view(np.uint8)
-    return packed.tobytes()
+    return np.where(zero, 0, scale), codes
+
+
+def _compare(proof: bytes, projected: Floats, others: Sequence[Floats]) -> Compared:
+    """See Projection.compare(); all states are projected and finite."""
+    decoded = _decode(proof, len(projected))
+    single = projected.astype(np.float32)
+    scale, codes = _encode(single, np.abs(single).max(axis=1).astype(np.float64))
+    power = np.mean(projected**2, axis=1)
+    power[power == 0] = 1
+    squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (projected, *others)])
+    own, *rest = weighed_sums(squares, _SOFTNESS).tolist()
+    distance = _distance(decoded, codes * _scale(scale)[:, None])
+    return Compared(distance, decoded.size, own, tuple(rest))
 
 
 def _scale_bytes(largest: Floats) -> NDArray[np.int64]:
@@ -128,7 +151,10 @@ def _project(hidden: Hidden) -> Floats:
     if hidden.ndim != 2 or not hidden.size:
         raise ProofFailed(f"hidden states are [tokens, width], not {hidden.shape}")
     with np.errstate(over="ignore", invalid="ignore"):
-        projected = hidden.astype(np.float32, copy=False) @ signs(hidden.shape[1])
+        return _finite(hidden.astype(np.float32, copy=False) @ _signs(hidden.shape[1]))
+
+
+def _finite(projected: NDArray[np.float32]) -> Floats:
     if not np.isfinite(projected).all():
         raise ProofFailed("hidden states are not finite; load the policy again")
     return projected.astype(np.float64)

@@ -133,11 +133,13 @@ class HeadServer:
     def __init__(self, book: HeadBook) -> None:
         self._book = book
         self._watchers = 0
+        self._cut_off = 0
+        """Watchers that we ended without telling them the end, as a restart does; they come back."""
         self._unwatched = asyncio.Event()
         self._unwatched.set()
 
     async def wait_unwatched(self, timeout: float) -> None:
-        """Wait until nobody watches any more, or the timeout."""
+        """Wait until nobody watches any more, nor is on the way back, or the timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._unwatched.wait()
@@ -145,12 +147,16 @@ class HeadServer:
     async def watch(self, stream: Stream, request: WatchHeads) -> None:
         """Push the newest head whenever it changes; skips versions that a slow watcher missed."""
         self._watchers += 1
+        self._cut_off = max(0, self._cut_off - 1)
         self._unwatched.clear()
         try:
             await self._push(stream, request)
+        except asyncio.CancelledError:
+            self._cut_off += 1
+            raise
         finally:
             self._watchers -= 1
-            if not self._watchers:
+            if not self._watchers and not self._cut_off:
                 self._unwatched.set()
 
     async def _push(self, stream: Stream, request: WatchHeads) -> None:

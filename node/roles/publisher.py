@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from ...crypto.hashing import NO_DIGEST, digest, short
 from ...crypto.keys import SecretKey
@@ -114,8 +114,17 @@ class Publisher:
             self._begin_term(version)
             await self.publish(version, snapshot)
 
-    async def publish(self, version: int, snapshot: Snapshot) -> PolicyHead:
-        """Publish `snapshot` as `version`. Raises StorageError when the disk is full: nothing was told then."""
+    async def publish(
+        self,
+        version: int,
+        snapshot: Snapshot,
+        *,
+        before_telling: Callable[[], Awaitable[None]] | None = None,
+    ) -> PolicyHead:
+        """Publish `snapshot` as `version`, once `before_telling` has returned.
+
+        Raises StorageError when the disk is full, and what `before_telling` raises: nothing was told then.
+        """
         policy = await self._prove(version, snapshot.state)
         artifacts = await asyncio.to_thread(self._encode, policy, snapshot)
         manifest = PolicyManifest(
@@ -123,6 +132,8 @@ class Publisher:
         )
         document = check_sizes(encode(manifest), MAX_MANIFEST)
         await asyncio.to_thread(self._store.put, document)
+        if before_telling is not None:
+            await before_telling()
         sealed, head = self._sign(policy, document)
         self._chain.add(manifest)
         self._hold(policy)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -74,6 +74,10 @@ class TrainerRole:
         """Monotonic seconds since when the buffer has held enough groups for the next batch."""
         self.training = False
         self.progress = progress
+        self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
+        """Arrival numbers up to which the newest checkpoints contain everything."""
+        self._saving_s = 0.0
+        """Seconds that the current step was held up by checkpoints."""
 
     def waiting_groups(self) -> int:
         """Groups that have come back and wait: in the buffer, in verification, in the inbox."""
@@ -137,8 +141,12 @@ class TrainerRole:
                 tasks.create_task(self._expire_loop()),
             ]
             await self._desk.work_changed()
-            while self.progress.step < self._config.max_steps:
-                await self._turn()
+            try:
+                while self.progress.step < self._config.max_steps:
+                    await self._turn()
+                await self.settle()
+            finally:
+                await self.checkpoints.close()
             for helper in helpers:
                 helper.cancel()
 
@@ -148,7 +156,7 @@ class TrainerRole:
         groups = await self._next_batch()
         waited = time.monotonic() - start
         self._clock.add("wait_for_batch", waited)
-        batch = credit(groups, self._config.training.advantage) if groups else None
+        batch = credit(groups, self._config.training) if groups else None
         if groups is None or batch is None or not batch.samples:
             self._count_empty(groups)
             return
@@ -168,11 +176,14 @@ class TrainerRole:
             snapshot = await self._backend.snapshot()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
         self._count_swept(self._buffer.advance(step))
-        if step % self._config.checkpoint.interval == 0 or step == self._config.max_steps:
+        interval = self._config.checkpoint.interval
+        if step % interval == 0 or step == self._config.max_steps:
             with self._clock.phase("checkpoint"):
-                await self.checkpoint(step)
+                await self.begin_checkpoint(step)
         with self._clock.phase("publish"):
-            await self._publisher.publish(step, snapshot)
+            # written while the version is encoded; with a longer interval, while later steps are trained
+            durable = self.settle if interval == 1 else None
+            await self._publisher.publish(step, snapshot, before_telling=durable)
             head = self._heads.latest()
             assert head is not None
             await self._gossip(head.sealed)
@@ -214,11 +225,13 @@ class TrainerRole:
             "batch/groups": batch.groups,
             "batch/pruned": batch.pruned,
             "time/wait_for_batch": round(waited, 4),
+            "time/save_ckpt": round(self._saving_s, 4),
             "weights/delta_bytes": self._publisher.last_delta_bytes,
             "rollouts/accepted": progress.accepted,
             "rollouts/rejected": sum(progress.rejected.values()),
             "leases/expired": self._desk.book.expired,
         }
+        self._saving_s = 0.0
         self._metrics.write(step, values)
         logger.info(
             "step %d | reward %.3f | staleness %.2f | mismatch KL %.2g | waited %.2fs",
@@ -274,6 +287,21 @@ class TrainerRole:
 
     async def checkpoint(self, step: int) -> None:
         """Write everything that `train --resume` needs to go on after `step`."""
+        await self.begin_checkpoint(step)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until the checkpoint that was begun is durable. Raises StorageError."""
+        began = time.monotonic()
+        await self.checkpoints.finish()
+        self._saving_s += time.monotonic() - began
+        # What the oldest of the newest ones contains is not needed by any that could be gone on from.
+        if len(self._covered) == self._covered.maxlen:
+            self._ledger.forget_bodies(self._covered[0])
+
+    async def begin_checkpoint(self, step: int) -> None:
+        """As checkpoint(), but return as soon as weights and buffer may change again; settle() waits."""
+        await self.settle()
         book = self._desk.book
         progress = self.progress
         # Leases that are out when we die will be asked for again: their tasks come first then.
@@ -296,8 +324,13 @@ class TrainerRole:
             "cursor": msgspec.json.encode(cursor),
             "buffer": msgspec.msgpack.encode(self._buffer.snapshot()),
         }
-        await self.checkpoints.write(step, parts, self._backend)
-        self._ledger.forget_bodies(cursor.verified_up_to)
+        began = time.monotonic()
+        if self._config.checkpoint.async_save:
+            await self.checkpoints.begin(step, parts, self._backend)
+        else:
+            await self.checkpoints.write(step, parts, self._backend)
+        self._saving_s += time.monotonic() - began
+        self._covered.append(cursor.verified_up_to)
 
     async def _expire_loop(self) -> None:
         while True:

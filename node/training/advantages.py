@@ -7,16 +7,16 @@ never taken from a worker.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from ..training_config import LengthPenaltyConfig, TrainingConfig
 from .backend import Sample
-from .buffer import Group
-
-Credit = Literal["grpo", "grpo_std"]
+from .buffer import Group, ScoredRollout
 
 STD_EPSILON = 1e-4
 NO_SIGNAL = 1e-9
 """A group whose advantages are all below this teaches nothing."""
+MAX_REWARD = 1e9
+"""Rewards beyond it are as good as infinite: times the largest ratio, float32 must have room for them."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,11 @@ class CreditedBatch:
     groups: int
     """Groups that gave samples."""
     pruned: int
-    """Groups without signal: every reward the same."""
+    """Groups without signal that were left out."""
     thin: int
     """Groups with fewer than two rollouts that have tokens and a finite reward."""
+    flat: int = 0
+    """Groups without signal, every advantage 0, left out or not."""
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
@@ -48,28 +50,116 @@ def grpo_std(rewards: Sequence[float]) -> list[float]:
     return [value / (std + STD_EPSILON) for value in centred]
 
 
-def credit(groups: Iterable[Group], kind: Credit) -> CreditedBatch:
+def max_rl(rewards: Sequence[float]) -> list[float]:
+    """(r - mean) / mean, all 0 where mean <= 0: maximum-likelihood RL (arXiv 2602.02710), as in prime-rl.
+
+    Meant for rewards >= 0, of which a rarely solved task weighs about 1 / (its pass rate). Where some are
+    negative the mean may come close to 0: the divisor is at least max(|r|) / n, which changes nothing for
+    rewards >= 0 and bounds advantages by 2 n.
+    """
+    mean = math.fsum(rewards) / len(rewards)
+    if mean <= 0:
+        return [0.0] * len(rewards)
+    scale = max(mean, max(map(abs, rewards)) / len(rewards))
+    return [(reward - mean) / scale for reward in rewards]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of one rollout, over all its branches."""
+
+    output: int
+    """Tokens that the model drew."""
+    input: int
+    """Tokens that it read and did not draw."""
+    turns: int
+    """Times that it began to draw."""
+
+    @classmethod
+    def of(cls, rollout: ScoredRollout) -> "Size":
+        """Count the tokens of a rollout."""
+        masks = [branch.mask for branch in rollout.branches]
+        drawn = sum(map(sum, masks))
+        turns = sum(
+            now and not before
+            for mask in masks
+            for before, now in zip([False, *mask], mask, strict=False)
+        )
+        return cls(drawn, sum(map(len, masks)) - drawn, turns)
+
+
+def grpo_length(
+    rewards: Sequence[float], sizes: Sequence[Size], penalty: LengthPenaltyConfig
+) -> list[float]:
+    """grpo on rewards that a length penalty was taken from, prime-rl's `linear` one (`algo/grpo.py`):
+
+        r' = r - max(mean(r), 0) * (a * output / max output + b * input / max input + c * turns / max turns)
+        A  = r' - mean(r')
+
+    with maxima over the group and a, b, c of `penalty`. The better a group does, the more being short counts;
+    a group that solved nothing has no penalty at all. prime-rl multiplies by a negative mean too, which would
+    reward length.
+    """
+    pass_rate = max(math.fsum(rewards) / len(rewards), 0.0)
+    longest = max(max(size.output for size in sizes), 1)
+    most_read = max(max(size.input for size in sizes), 1)
+    most_turns = max(max(size.turns for size in sizes), 1)
+    return grpo(
+        [
+            reward
+            - pass_rate
+            * (
+                penalty.num_output_tokens_weight * size.output / longest
+                + penalty.num_input_tokens_weight * size.input / most_read
+                + penalty.num_turns_weight * size.turns / most_turns
+            )
+            for reward, size in zip(rewards, sizes, strict=True)
+        ]
+    )
+
+
+def credit(groups: Iterable[Group], training: TrainingConfig) -> CreditedBatch:
     """One sample per branch of every rollout; all branches of a rollout share its advantage.
 
     A rollout without tokens or with a reward that is not finite is left out of its group's baseline;
-    the survivors are compared with each other. Groups without signal are pruned, not back-filled.
+    the survivors are compared with each other. Groups without signal are pruned, not back-filled, unless
+    the config keeps them or its loss reads no advantages; then their advantages are exactly 0.
     """
-    baseline = grpo if kind == "grpo" else grpo_std
+    prune = training.filter_zero_advantages and training.loss.reads_advantages
     samples: list[Sample] = []
-    used = pruned = thin = 0
+    used = flat = thin = 0
     for group in groups:
-        survivors = [r for r in group.rollouts if r.branches and math.isfinite(r.reward)]
+        survivors = [r for r in group.rollouts if r.branches and abs(r.reward) <= MAX_REWARD]
         if len(survivors) < 2:
             thin += 1
             continue
-        advantages = baseline([rollout.reward for rollout in survivors])
+        advantages = _advantages(survivors, training)
         if max(map(abs, advantages)) < NO_SIGNAL:
-            pruned += 1
-            continue
+            flat += 1
+            advantages = [0.0] * len(survivors)
+            if prune:
+                continue
         used += 1
-        samples += [
-            Sample(branch.token_ids, branch.mask, branch.logprobs, advantage)
-            for rollout, advantage in zip(survivors, advantages, strict=True)
-            for branch in rollout.branches
-        ]
-    return CreditedBatch(samples, used, pruned, thin)
+        samples += _samples(survivors, advantages)
+    return CreditedBatch(samples, used, flat if prune else 0, thin, flat)
+
+
+def _advantages(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
+    rewards = [rollout.reward for rollout in rollouts]
+    match training.advantage:
+        case "grpo":
+            return grpo(rewards)
+        case "grpo_std":
+            return grpo_std(rewards)
+        case "grpo_length":
+            return grpo_length(rewards, list(map(Size.of, rollouts)), training.length_penalty)
+        case "max_rl":
+            return max_rl(rewards)
+
+
+def _samples(rollouts: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[Sample]:
+    return [
+        Sample(branch.token_ids, branch.mask, branch.logprobs, advantage)
+        for rollout, advantage in zip(rollouts, advantages, strict=True)
+        for branch in rollout.branches
+    ]

@@ -4,9 +4,10 @@ The daemon awaits; whatever computes does so off the event loop. Implementations
 process), counting.py (fake). Suite: tests/conformance/backend.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +28,17 @@ class Sample:
     advantage: float
 
 
+Objective = Literal["policy", "ce"]
+"""`policy`: the configured loss; `ce`: plain cross entropy of the trained tokens."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """What one optimizer step learns from; `step` counts from 1 and trains policy `step - 1`."""
 
     step: int
     samples: list[Sample]
+    objective: Objective = "policy"
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,10 @@ class TrainBackend(Protocol):
 
     async def step(self, batch: Batch) -> StepMetrics:
         """One optimizer step; an empty batch only advances the schedule. Raises EngineError."""
+        ...
+
+    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Cross entropy per trained token, nothing learned: `loss/mean` and `tokens`. Raises EngineError."""
         ...
 
     async def state(self) -> State:

@@ -1,26 +1,29 @@
 """Exact checkpoints of a trainer: `step_N/` with the backend's files, named parts, and a record.
 
 A checkpoint exists once its COMPLETE record is written, last; the record names every file with its digest,
-so a torn or altered checkpoint is noticed before anything is resumed from it.
+so a torn or altered checkpoint is noticed before anything is resumed from it. One is written at a time.
 """
 
 import asyncio
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from ...crypto.hashing import digest_parts
-from ..errors import StorageError
+from ..errors import NodeError, StorageError
 from .backend import TrainBackend
-from .durable import PARTIAL, REPLACED, whole_directory
+from .durable import PARTIAL, REPLACED, sync, sync_tree, whole_directory
 
 logger = logging.getLogger(__name__)
 
 COMPLETE = "COMPLETE"
+ASIDE = "void_"
+"""Beginning of the name of a folder for checkpoints that a run went back from."""
 BACKEND = "backend"
 PARTS = "parts"
 RECORD_FORMAT = 1
@@ -37,27 +40,122 @@ class CheckpointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, str]
 
 
-class Checkpoints:
-    """The checkpoints of one run in `directory`; the newest `keep_last` complete ones are kept."""
+@runtime_checkable
+class StagingBackend(Protocol):
+    """A backend that can save while it trains; the others save at once."""
 
-    def __init__(self, directory: Path, *, keep_last: int, fsync: bool = True) -> None:
+    async def stage(self) -> None:
+        """Copy what save() would write into the host's memory; afterwards the weights may change."""
+        ...
+
+    async def write_staged(self, directory: Path) -> None:
+        """What save() does, with what was staged; step() and the others may run meanwhile."""
+        ...
+
+
+class Checkpoints:
+    """The checkpoints of one run in `directory`: who keeps them calls close().
+
+    The newest `keep_last` complete ones are kept, and those whose step is a multiple of `keep_interval`.
+    """
+
+    def __init__(
+        self, directory: Path, *, keep_last: int, keep_interval: int = 0, fsync: bool = True
+    ) -> None:
         self.directory = directory
         self.fsync = fsync
         self.keep_last = keep_last
+        self.keep_interval = keep_interval
+        self._writing: asyncio.Task[None] | None = None
 
     async def write(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
         """Write step `step`: the backend saves itself, `parts` are bytes of the caller's choice.
 
-        Replaces an older checkpoint of the same step, then drops what exceeds keep_last.
+        Replaces an older checkpoint of the same step, then drops what need not be kept.
         Raises StorageError; then no checkpoint of this step has come to be.
         """
-        for name in parts:
-            if not _PART.fullmatch(name):
-                raise ValueError(f"{name!r} is no part name: use a-z, 0-9, '_', '.', '-'")
-        with whole_directory(self.path(step), fsync=self.fsync) as partial:
-            await backend.save(partial / BACKEND)
-            await asyncio.to_thread(_write_parts, partial, step, parts)
-        await asyncio.to_thread(self._retain)
+        _check_names(parts)
+        await self.finish()
+        await self._write(step, parts, backend.save)
+
+    async def begin(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
+        """As write(), but return as soon as the backend may train on; finish() waits for the rest.
+
+        A backend that cannot stage is saved at once. Waits for the checkpoint before, and raises what it met.
+        """
+        if not isinstance(backend, StagingBackend):
+            await self.write(step, parts, backend)
+            return
+        _check_names(parts)
+        await self.finish()
+        await backend.stage()
+        work = self._write(step, dict(parts), backend.write_staged)
+        self._writing = asyncio.create_task(work, name=f"checkpoint {step}")
+
+    async def finish(self) -> None:
+        """Return when the checkpoint that was begun is durable. Raises what write() would have raised."""
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            # who waits may be cancelled, the writing goes on: close() is for the end
+            await asyncio.shield(writing)
+        finally:
+            if writing.done():
+                self._writing = None
+
+    async def close(self) -> None:
+        """Wait for the checkpoint that was begun; what it met is logged, for it is too late to answer."""
+        try:
+            await self.finish()
+        except NodeError as error:
+            logger.warning("the last checkpoint was not written: %s", error)
+
+    async def read_newest(self) -> tuple[int, dict[str, bytes]] | None:
+        """Step and parts of the newest checkpoint that is whole; None if there is none at all.
+
+        Those that are not are passed over with a warning. Raises StorageError if all are damaged.
+        """
+        steps = await asyncio.to_thread(self.steps)
+        for torn in self._incomplete():
+            if torn > max(steps, default=-1):
+                logger.warning("checkpoint %d was never completed: passed over", torn)
+        damage: StorageError | None = None
+        for step in reversed(steps):
+            try:
+                return step, await self.read(step)
+            except StorageError as error:
+                logger.warning("passed over: %s", error)
+                damage = damage or error
+        if damage is not None:
+            raise damage
+        return None
+
+    def set_aside(self, after: int) -> Path | None:
+        """Move the checkpoints of later steps into a folder of their own; returns it, None if there are none.
+
+        Nothing deletes them but the operator. Raises StorageError.
+        """
+        later = sorted(
+            (step for step in {*self.steps(), *self._incomplete()} if step > after), reverse=True
+        )
+        if not later:
+            return None
+        numbers = (number for number in range(1, 1 << 20))
+        aside = next(
+            path for number in numbers if not (path := self.directory / f"{ASIDE}{number}").exists()
+        )
+        try:
+            aside.mkdir()
+            for step in later:
+                self.path(step).rename(aside / self.path(step).name)
+            if self.fsync:
+                sync(aside)
+                sync(self.directory)
+        except OSError as error:
+            raise StorageError(f"cannot move checkpoints to {aside}: {error}") from error
+        logger.warning("checkpoints after step %d are void now: moved to %s", after, aside)
+        return aside
 
     async def read(self, step: int) -> dict[str, bytes]:
         """The parts of a checkpoint, after every file of it was checked against the record.
@@ -89,6 +187,26 @@ class Checkpoints:
         """Step of the newest complete checkpoint."""
         return max(self.steps(), default=None)
 
+    async def _write(
+        self, step: int, parts: Mapping[str, bytes], save: Callable[[Path], Awaitable[None]]
+    ) -> None:
+        with whole_directory(self.path(step), fsync=self.fsync) as partial:
+            await save(partial / BACKEND)
+            await asyncio.to_thread(_write_parts, partial, step, parts)
+            if self.fsync:  # here, so that the event loop need not wait for the disk
+                await asyncio.to_thread(sync_tree, partial)
+        await asyncio.to_thread(self._retain)
+
+    def _incomplete(self) -> list[int]:
+        """Steps of directories that are named like checkpoints and have no record."""
+        if not self.directory.is_dir():
+            return []
+        return [
+            int(match.group(1))
+            for entry in self.directory.iterdir()
+            if (match := _NAME.fullmatch(entry.name)) and not (entry / COMPLETE).is_file()
+        ]
+
     def _read(self, step: int) -> dict[str, bytes]:
         directory = self.path(step)
         advice = f"remove {directory} to resume from the one before"
@@ -103,8 +221,10 @@ class Checkpoints:
             raise StorageError(f"checkpoint {step} cannot be read ({error}): {advice}") from error
 
     def _retain(self) -> None:
-        """Drop all but the newest keep_last, and what a crash left half-written."""
+        """Drop what need not be kept, and what a crash left half-written."""
         for step in self.steps()[: -self.keep_last]:
+            if self.keep_interval and step and step % self.keep_interval == 0:
+                continue
             # the record goes first: a half-removed checkpoint must not look complete
             (self.path(step) / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(self.path(step), ignore_errors=True)
@@ -118,6 +238,12 @@ class Checkpoints:
             if not target.exists():
                 logger.warning("checkpoint %s was being replaced: the older one is back", target)
                 old.rename(target)
+
+
+def _check_names(parts: Mapping[str, bytes]) -> None:
+    for name in parts:
+        if not _PART.fullmatch(name):
+            raise ValueError(f"{name!r} is no part name: use a-z, 0-9, '_', '.', '-'")
 
 
 def _write_parts(partial: Path, step: int, parts: Mapping[str, bytes]) -> None:

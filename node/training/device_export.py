@@ -1,294 +1,276 @@
 """The policy from wherever it is trained to the host, and where it differs from the one before.
 
-Comparison and compaction run where the weights are: on a GPU only changed elements cross to the host.
-A State that was given away is never written to: what changes is copied, what does not is the same object.
+Comparison and compaction run where the weights are, on every rank that holds some of them: only changed
+elements travel. Imports torch: import this file lazily.
 """
 
-import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
-from ..tensors import dtype_name, torch_dtype
-from ..weights.state import BITS, State, Tensor, numel
+from ..errors import StorageError
+from ..tensors import torch_dtype
+from ..weights.state import BITS, numel
 from .backend import Snapshot
-
-if TYPE_CHECKING:
-    import torch
-
-Positions = NDArray[np.int64]
-Layout = dict[str, tuple[str, tuple[int, ...], str]]
-"""Tensor name -> dtype name, shape, device."""
+from .collecting import Collector, Difference, OneRank, host_pieces
+from .gathering import Policy, Run, Source, named_sources
+from .host_state import Found, HostPiece, HostState
+from .state_file import SnapshotFiles, StateFile
 
 CHUNK = 1 << 25
 """Elements compared at once. Bounds what an export needs beside the bits that are kept on the device:
 at most 20 bytes for each (its bits, a flag, and its position, twice), 640 MiB."""
-MAX_THREADS = 16
-"""More copy no faster."""
-AHEAD_THREADS = 2
-"""Few: the delta is being encoded meanwhile, and the next export is a step away."""
-MAX_WAITING = 1 << 30
-"""Bytes in page-locked memory before the host writes them; a chunk more at most."""
-DENSE = 4
-"""A chunk of which more than one in DENSE elements changed crosses whole: positions cost more than bits."""
+BUCKET = 1 << 27
+"""Elements whose differences travel to the first rank together, and one tensor more at most: bounds what
+the ranks hold for that if everything differs, 256 MiB on the first and as much on the others together."""
+MOST_SPARSE = 4
+"""A chunk of which more than one in so many elements changed crosses whole: positions cost more than bits."""
+
+Layout = tuple[str, tuple[int, ...], int, int]
+"""dtype name, shape, and the rank's share: from where to where."""
+
+
+class Alone:
+    """The only rank."""
+
+    rank = 0
+    size = 1
+    device = torch.device("cpu")
+
+
+class PieceFinder:
+    """Keeps the bits of what it found last: 2 bytes for each bf16 element of this rank's share, beside it."""
+
+    def __init__(
+        self, ranks: OneRank, *, chunk: int = CHUNK, bucket: int = BUCKET, keep: bool = True
+    ) -> None:
+        """`chunk` elements are compared at once, those of `bucket` travel at once: as on all ranks.
+
+        Without `keep` every search finds everything, and no bits are held.
+        """
+        self._ranks = ranks
+        self._chunk = chunk
+        self._bucket = bucket
+        self._keep = keep
+        self._bits: dict[str, torch.Tensor] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._sound = False
+        """Whether all bits are those of the last search, and that one came to its end."""
+
+    def find(self, sources: Iterable[Source]) -> Iterator[Found]:
+        """What differs from the last search, on the first rank; nothing on the others.
+
+        Collective, and on every rank it has to be walked to its end. Everything differs after
+        forget() and after a search that was not, and so does a tensor that is new or has another
+        shape or type. Raises EngineError for a dtype that a state cannot hold or ranks that
+        disagree, and RuntimeError when memory runs out.
+        """
+        sound, self._sound = self._sound, False
+        if not sound:
+            self.forget()
+        seen: set[str] = set()
+        for source, whole, pieces in self._search(sources, sound):
+            seen.add(source.name)
+            if not self._ranks.rank:
+                yield from _by_run(source, whole, pieces)
+        for name in self._layouts.keys() - seen:
+            del self._bits[name], self._layouts[name]
+        self._sound = self._keep
+
+    def forget(self) -> None:
+        """Hold nothing: the next search finds everything."""
+        self._bits, self._layouts = {}, {}
+        self._sound = False
+
+    def _search(
+        self, sources: Iterable[Source], sound: bool
+    ) -> Iterator[tuple[Source, bool, Sequence[HostPiece]]]:
+        if self._ranks.size == 1:
+            for source in sources:
+                whole = self._begin(source)
+                yield source, whole, host_pieces(source, self._compare(source, whole), self._chunk)
+            return
+        everything = list(sources)
+        collector = Collector(self._ranks, everything, self._chunk)
+        known = {source.name: _layout(source) for source in everything} == self._layouts
+        if not collector.agree(everything, sound and known):
+            self.forget()  # all of them or none: a tensor is whole or a difference on every rank
+        for bucket in _buckets(everything, self._bucket):
+            whole = [self._begin(source) for source in bucket]
+            chunks = [list(self._compare(*pair)) for pair in zip(bucket, whole, strict=True)]
+            pieces = collector.collect(list(zip(bucket, chunks, strict=True)))
+            del chunks  # the host has them: not two buckets on the device
+            yield from zip(bucket, whole, pieces, strict=True)
+
+    def _begin(self, source: Source) -> bool:
+        """Whether nothing is known about a source: then it is all there is to find."""
+        whole = self._layouts.get(source.name) != _layout(source)
+        if whole:
+            self._layouts[source.name] = _layout(source)
+            self._bits.pop(source.name, None)
+        return whole
+
+    def _compare(self, source: Source, whole: bool) -> Iterator[Difference | None]:
+        """What differs in each chunk of this rank's share of one source."""
+        flat = source.take()
+        storage = _storage(source.dtype)
+        if self._keep and whole:
+            self._bits[source.name] = torch.empty_like(flat, dtype=storage)
+        elif self._keep:
+            self._bits[source.name] = self._bits[source.name].to(flat.device)
+        for part in parts(flat.numel(), self._chunk):
+            bits = flat[part].to(torch_dtype(source.dtype)).view(storage)
+            held = self._bits[source.name][part] if self._keep else None
+            found = Difference(None, bits) if whole or held is None else compare(held, bits)
+            if found is not None and held is not None:
+                held.copy_(bits)
+            yield found
 
 
 class DeviceExporter:
-    """Keeps the bits of what it exported last: 2 bytes for each bf16 element, on the weights' device."""
+    """A policy of one process as a State: what differs is found where it lies, the rest is the host's."""
 
     def __init__(self, *, threads: int = 0, chunk: int = CHUNK, ahead: bool = False) -> None:
-        """`threads` build the host's copy, 0 for one a core; `chunk` elements are compared at once.
+        """`threads` build the host's copy, `ahead` of time if that is wanted: see HostState."""
+        self._finder = PieceFinder(Alone(), chunk=chunk)
+        self._host = HostState(threads=threads, ahead=ahead)
 
-        With `ahead` the host copies the last state while the next one is learned: an export then
-        only writes what changed, and a second state's worth of memory is held.
-        """
-        self._threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
-        self._chunk = chunk
-        self._bits: dict[str, torch.Tensor] = {}
-        self._layout: Layout = {}
-        self._state: State | None = None
-        self._ahead = _Ahead() if ahead else None
-
-    def export(self, named: "Mapping[str, torch.Tensor]") -> Snapshot:
+    def export(self, policy: Policy) -> Snapshot:
         """The tensors as a State, floating ones rounded to bf16, and what changed since the last call.
 
-        The first call, and one with other names, shapes or devices, exports everything. Raises
-        EngineError for a dtype that a state cannot hold, and RuntimeError when memory runs out;
-        then the next call exports everything.
+        They are taken one after the other. The first call, and one with other names or shapes,
+        exports everything. Raises EngineError for a dtype that a state cannot hold, and
+        RuntimeError when memory runs out; then the next call exports everything.
         """
-        layout = _layout(named)
-        base = self._state if layout == self._layout else None
-        self._state = None
-        if base is None:
-            self._layout, self._bits = layout, {}
-        with ThreadPoolExecutor(self._threads) as pool:
-            host = _Host(pool, base, self._ahead)
-            for name, tensor in named.items():
-                self._start(name, tensor, host)
-            state, changed = host.finish()
-        self._state = state
-        if self._ahead is not None:
-            self._ahead.copy(state)
-        return Snapshot(state) if base is None else Snapshot(state, base, changed)
+        if self._host.state is None:
+            self._finder.forget()
+        return self._host.build(self._finder.find(named_sources(policy, 0)))
 
     def close(self) -> None:
         """End the threads that copy ahead; what was exported stays."""
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def _start(self, name: str, tensor: "torch.Tensor", host: "_Host") -> None:
-        """Compare one tensor on its device, and leave what the host has to do to `host`."""
-        import torch
-
-        dtype, shape, _ = self._layout[name]
-        flat = tensor.detach().reshape(-1)
-        storage = _storage(dtype)
-        building = host.begin(name, dtype, shape)
-        if building.old is None:
-            self._bits[name] = torch.empty(flat.shape, dtype=storage, device=flat.device)
-        held = self._bits[name]
-        for part in parts(flat.numel(), self._chunk):
-            new = flat[part].to(torch_dtype(dtype)).view(storage)
-            piece = _whole(new) if building.old is None else compare(held[part], new)
-            if piece is not None:
-                held[part].copy_(new)
-                host.put(building, part, piece)
+        self._host.close()
 
 
-class _Ahead:
-    """Copies of the tensors of a state, made in the background, to write the next one into."""
+class SnapshotWriter:
+    """A policy of several ranks as files that another process reads (state_file.SnapshotReader).
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="copy-ahead")
-        self._copies: dict[str, tuple[Tensor, Future[NDArray[Any]]]] = {}
+    Every call is collective, with the same model and path on every rank; the first one writes.
+    """
 
-    def copy(self, state: State) -> None:
-        """Copy what was not copied yet."""
-        self._copies = {
-            name: self._copies[name]
-            if name in self._copies and self._copies[name][0] is tensor
-            else (tensor, self._pool.submit(tensor.data.copy))
-            for name, tensor in state.items()
-        }
+    def __init__(self, world: OneRank, *, chunk: int = CHUNK, bucket: int = BUCKET) -> None:
+        """A new writer's first snapshot is whole; see PieceFinder for the sizes."""
+        self._world = world
+        self._finder = PieceFinder(world, chunk=chunk, bucket=bucket)
+        self._everything = PieceFinder(world, chunk=chunk, bucket=bucket, keep=False)
+        self._files = SnapshotFiles()
 
-    def take(self, name: str, tensor: Tensor) -> NDArray[Any] | None:
-        """A copy of the data of `tensor`, from now on the caller's; None if there is none."""
-        copied, future = self._copies.pop(name, (None, None))
-        return future.result() if future is not None and copied is tensor else None
+    def snapshot(self, sources: Iterable[Source], path: Path, *, whole: bool = False) -> None:
+        """What changed since the last snapshot, or all of it: then whoever reads needs no other file.
 
-    def close(self) -> None:
-        """Forget the copies and end the threads."""
-        self._copies = {}
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        Raises StorageError (on the first rank alone), EngineError for ranks that disagree, and
+        RuntimeError when memory runs out; after each the next one is whole.
+        """
+        if whole:
+            self._finder.forget()
+        try:
+            self._write(self._files.following(path), self._finder.find(sources))
+        except StorageError:
+            self._finder.forget()  # it was noted as exported, but nobody has it
+            raise
 
+    def state(self, sources: Iterable[Source], path: Path) -> None:
+        """All of it, compared with nothing; the next snapshot does not know of it. Raises as that."""
+        self._write(self._files.apart(path), self._everything.find(sources))
 
-@dataclass(frozen=True)
-class Piece:
-    """What changed in one chunk, on its way to the host."""
-
-    index: "torch.Tensor | None"
-    """Positions in the chunk, increasing; None: `bits` are all of it."""
-    bits: "torch.Tensor"
-    ready: "torch.cuda.Event | None"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that cross to the host."""
-        return self.bits.nbytes + (0 if self.index is None else self.index.nbytes)
-
-    def wait(self) -> None:
-        """Block until everything has arrived."""
-        if self.ready is not None:
-            self.ready.synchronize()
-
-
-def _whole(new: "torch.Tensor") -> Piece:
-    (bits,), ready = _fetch(new)
-    return Piece(None, bits, ready)
+    def _write(self, file: StateFile, found: Iterator[Found]) -> None:
+        """On other ranks than the first nothing is found, and nothing written."""
+        if self._world.rank:
+            for _ in found:
+                pass
+            return
+        try:
+            with file:
+                for one in found:
+                    file.add(one)
+        except StorageError:
+            for _ in found:  # the others are still sending: they would wait for their deadline
+                pass
+            raise
 
 
-def compare(held: "torch.Tensor", new: "torch.Tensor") -> Piece | None:
+def compare(held: torch.Tensor, new: torch.Tensor) -> Difference | None:
     """What is not as `held`, on the device; None for nothing."""
-    import torch
-
     index = torch.nonzero(new != held).view(-1)  # waits for the device: how many is known now
     if not index.numel():
         return None
-    if index.numel() * DENSE > new.numel():
-        return _whole(new)
-    (where, bits), ready = _fetch(index.to(torch.int32), new[index])
-    return Piece(where, bits, ready)
-
-
-def _fetch(*found: "torch.Tensor") -> "tuple[list[torch.Tensor], torch.cuda.Event | None]":
-    """Tensors of the host that hold these once the event has come to pass."""
-    import torch
-
-    if not found[0].is_cuda:
-        return [one.cpu() for one in found], None
-    hosts = [torch.empty_like(one, device="cpu", pin_memory=True) for one in found]
-    for host, one in zip(hosts, found, strict=True):
-        host.copy_(one, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(found[0].device))
-    return hosts, ready
-
-
-class _Building:
-    """The host's next version of one tensor."""
-
-    def __init__(self, dtype: str, shape: tuple[int, ...], old: Tensor | None) -> None:
-        self.old = old
-        self.data = None if old else np.empty(numel(shape), BITS[dtype])
-        """What is written into; None as long as nothing has changed."""
-        self.pieces: list[tuple[slice, Piece]] = []
-        self.found: list[Positions | None] = []
-        """Where each piece changed the tensor; None: anywhere in it."""
-        self._layout = (dtype, shape)
-
-    def tensor(self) -> Tensor:
-        """The tensor: the old one, if nothing has changed."""
-        if self.old is not None and self.data is None:
-            return self.old
-        assert self.data is not None
-        return Tensor(*self._layout, self.data)
-
-    def positions(self) -> Positions | None:
-        """Where the tensor differs from the old one; None: anywhere."""
-        known = [one for one in self.found if one is not None]
-        if len(known) < len(self.found):
-            return None
-        return known[0] if len(known) == 1 else np.concatenate(known)
-
-    def write(self) -> None:
-        """Write the pieces that have come."""
-        if self.data is None:
-            assert self.old is not None
-            self.data = self.old.data.copy()
-        for part, piece in self.pieces:
-            self.found.append(_write(self.data[part], piece, part.start))
-        self.pieces.clear()
-
-
-class _Host:
-    """What the host does for an export: nothing while the device is being asked, then all at once.
-
-    Threads that copy meanwhile would hold up the one that asks at each of its many short calls.
-    """
-
-    def __init__(self, pool: ThreadPoolExecutor, base: State | None, ahead: _Ahead | None) -> None:
-        self._pool = pool
-        self._base = base
-        self._ahead = ahead
-        self._built: dict[str, _Building] = {}
-        self._waiting: dict[int, _Building] = {}
-        self._bytes = 0
-
-    def begin(self, name: str, dtype: str, shape: tuple[int, ...]) -> _Building:
-        """A tensor that is compared from now on."""
-        old = None if self._base is None else self._base[name]
-        self._built[name] = _Building(dtype, shape, old)
-        return self._built[name]
-
-    def put(self, building: _Building, part: slice, piece: Piece) -> None:
-        """`part` of a tensor changes by `piece`."""
-        building.pieces.append((part, piece))
-        self._waiting[id(building)] = building
-        self._bytes += piece.nbytes
-        if self._bytes >= MAX_WAITING:
-            self._write()
-
-    def finish(self) -> tuple[State, dict[str, Positions | None]]:
-        """The state, and where it differs from its base."""
-        self._write()
-        state = {name: one.tensor() for name, one in self._built.items()}
-        return state, {name: one.positions() for name, one in self._built.items() if one.found}
-
-    def _write(self) -> None:
-        for name, building in self._built.items():
-            if building.pieces and building.data is None and self._ahead and building.old:
-                building.data = self._ahead.take(name, building.old)
-        list(self._pool.map(_Building.write, self._waiting.values()))
-        self._waiting.clear()
-        self._bytes = 0
-
-
-def _write(out: NDArray[Any], piece: Piece, start: int) -> Positions | None:
-    """Write `piece` into `out`, the elements from `start` of a tensor; returns positions, if few."""
-    piece.wait()
-    bits = piece.bits.numpy().view(out.dtype)
-    if piece.index is None:
-        np.copyto(out, bits)
-        return None
-    index = piece.index.numpy().astype(np.int64)
-    out[index] = bits
-    index += start
-    return index
-
-
-def _layout(named: "Mapping[str, torch.Tensor]") -> Layout:
-    return {
-        name: (
-            "BF16" if tensor.is_floating_point() else dtype_name(tensor.dtype),
-            tuple(tensor.shape),
-            str(tensor.device),
-        )
-        for name, tensor in named.items()
-    }
-
-
-def _storage(dtype: str) -> "torch.dtype":
-    """The torch type that holds the bits of a safetensors dtype."""
-    import torch
-
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return widths[BITS[dtype].itemsize]
+    if index.numel() * MOST_SPARSE > new.numel():
+        return Difference(None, new)
+    return Difference(index.to(torch.int32), new[index])
 
 
 def parts(count: int, chunk: int = CHUNK) -> Iterator[slice]:
     """`count` elements in chunks."""
     return (slice(at, min(at + chunk, count)) for at in range(0, count, chunk))
+
+
+def _buckets(sources: Sequence[Source], size: int) -> Iterator[list[Source]]:
+    """The sources in their order, `size` elements at a time: the same buckets on every rank."""
+    bucket: list[Source] = []
+    held = 0
+    for source in sources:
+        bucket.append(source)
+        held += numel(source.shape)
+        if held >= size:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
+
+
+def _by_run(source: Source, whole: bool, pieces: Sequence[HostPiece]) -> Iterator[Found]:
+    """What was found about the checkpoint tensors of one source."""
+    mine: list[list[HostPiece]] = [[] for _ in source.runs]
+    if len(source.runs) == 1:
+        mine[0].extend(pieces)
+    else:
+        starts = [run.start for run in source.runs]
+        for piece in pieces:
+            piece.wait()
+            for place in _touched(starts, piece):
+                mine[place] += _cut(piece, source.runs[place])
+    for run, found in zip(source.runs, mine, strict=True):
+        yield Found(run.name, source.dtype, run.shape, whole, found)
+
+
+def _touched(starts: Sequence[int], piece: HostPiece) -> range:
+    """Which runs elements of `piece` may lie in."""
+    last = piece.bits.size - 1 if piece.index is None else int(piece.index[-1])
+    first = 0 if piece.index is None else int(piece.index[0])
+    return range(
+        bisect.bisect_right(starts, piece.start + first) - 1,
+        bisect.bisect_right(starts, piece.start + last),
+    )
+
+
+def _cut(piece: HostPiece, run: Run) -> list[HostPiece]:
+    """The part of `piece` that lies in `run`, if any does."""
+    low, high = run.start - piece.start, run.stop - piece.start
+    if piece.index is None:
+        low, high = max(low, 0), min(high, piece.bits.size)
+        found = HostPiece(piece.start + low - run.start, None, piece.bits[low:high])
+        return [found] if high > low else []
+    first, last = piece.index.searchsorted([low, high]).tolist()
+    index, bits = piece.index[first:last], piece.bits[first:last]
+    return [HostPiece(piece.start - run.start, index, bits)] if last > first else []
+
+
+def _layout(source: Source) -> Layout:
+    return source.dtype, source.shape, source.share.start, source.share.stop
+
+
+def _storage(dtype: str) -> torch.dtype:
+    """The torch type that holds the bits of a safetensors dtype."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return widths[BITS[dtype].itemsize]

@@ -24,7 +24,7 @@ def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path, None
     An older `target` is replaced. Without `fsync` it is whole after a crash of the process, but maybe not
     after a power cut. Raises StorageError, also for any OSError of the block.
     """
-    partial = target.with_name(target.name + PARTIAL)
+    partial = partial_of(target)
     replaced = target.with_name(target.name + REPLACED)
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -45,6 +45,11 @@ def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path, None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def partial_of(target: Path) -> Path:
+    """Where `target` is while it is being written."""
+    return target.with_name(target.name + PARTIAL)
 
 
 def sync_tree(directory: Path) -> None:

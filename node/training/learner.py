@@ -1,30 +1,45 @@
-"""The synchronous core of training: model, optimizer, schedule. Imports torch: import this file lazily.
+"""The synchronous core of training: one rank's share of a step. Imports torch: import this file lazily.
 
-One thread at a time. A step whose loss or gradient is not finite changes no weight, and a sample that does
-not fit the model is left out and counted before it can raise.
+Every method is collective: all ranks call it with the same arguments, and get the same figures. A step whose
+loss or gradient is not finite changes no weight; a sample that does not fit the model is left out and counted.
 """
 
+import logging
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from .. import model_files, models
-from ..config import TrainingConfig
+from .. import model_files
+from ..tensors import bf16_state
+from ..training_config import TrainingConfig
 from ..weights.state import State
+from . import lora
 from .backend import Batch, Sample, Snapshot, StepMetrics
 from .device_export import DeviceExporter
-from .forward import trained_tokens
-from .losses import LossSums, policy_loss
-from .packing import Packed, pack
-from .saved import SavedLearner, read_saved, rng_state, set_rng_state
+from .flops import Cost, cost_of
+from .gathering import Source, named_sources, policy_sources, whole_tensors
+from .loss_sums import LossSums
+from .losses import cross_entropy, formula, policy_loss
+from .meter import Meter
+from .optimizer import Optimizer
+from .packing import MicroBatch, Packed, pack
+from .policy_losses import TokenInputs
+from .ranks import ALONE, Ranks
+from .saved import CutLearner, SavedLearner, read_saved, rng_state, set_rng_state
 from .schedule import learning_rate
+from .staging import HostRoom
+from .trained_model import MULTIPLE, TrainedModel, compute_dtype
+from .world import World
 
 if TYPE_CHECKING:
     from ..models import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 Example = tuple[Sequence[int], Sequence[int]]
 """(prompt token ids, completion token ids with the stop token)."""
@@ -35,30 +50,41 @@ WARMUP_BETAS = (0.9, 0.98)
 
 
 class Learner:
-    """Owns fp32 master weights and AdamW; `temperature` is the one that samples were drawn at."""
+    """Owns a rank's fp32 masters and moments; `temperature` is the one that samples were drawn at."""
 
     def __init__(
         self,
-        model: "PreTrainedModel",
+        model: TrainedModel,
         *,
         model_dir: Path,
         config: TrainingConfig,
+        world: World,
         max_steps: int,
         temperature: float,
+        reference: TrainedModel | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.step_done = 0
         """Last optimizer step; the policy is this version."""
         self._model = model
+        self._reference = reference
         self._model_dir = model_dir
         self._config = config
+        self._world = world
+        self._ranks = ranks
+        self._room = HostRoom()
         self._max_steps = max_steps
         self._temperature = temperature
-        self._vocabulary = model_files.vocab_size(model_dir)
-        on_gpu = model.device.type != "cpu"
+        self.vocabulary = model_files.vocab_size(model_dir)
+        """Token ids are below this."""
+        on_gpu = world.device.type != "cpu"
         self._exporter = DeviceExporter(threads=config.threads, ahead=on_gpu)
-        self._parameters = dict(model.named_parameters())  # a tied weight appears once
-        self._optimizer = self._fresh_optimizer()
-        self._warmup_optimizer: torch.optim.AdamW | None = None
+        self._parameters = model.masters()
+        self._optimizer = Optimizer(self._parameters, config)
+        self._warmup_optimizer: Optimizer | None = None
+        # before the first forward pass: after it a sharded model shows some parameters whole
+        self._sources = self._published()
+        self._meter = Meter(_cost(model), world.device, world.size)
 
     @classmethod
     def build(
@@ -69,29 +95,42 @@ class Learner:
         max_steps: int,
         seed: int,
         temperature: float,
+        world: World | None = None,
+        ranks: Ranks = ALONE,
     ) -> "Learner":
-        """Load the model and seed torch. Raises EngineError."""
+        """Load the model and seed torch; `ranks` save and load together. Raises EngineError."""
         if config.threads:
             torch.set_num_threads(config.threads)
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        world = world or World.alone(torch.device(pick_device(config.device)))
         torch.manual_seed(seed)
-        model = models.load_model(model_dir, dtype="float32", device=pick_device(config.device))
+        formula(config.loss)  # a custom loss that cannot be had is told before anything is loaded
+        model = TrainedModel.build(model_dir, config, world, attach=_attach(config, seed, world))
+        reference = None
+        if config.loss.needs_reference:
+            reference = TrainedModel.build(model_dir, config, world, frozen=True)
         return cls(
             model,
             model_dir=model_dir,
             config=config,
+            world=world,
             max_steps=max_steps,
             temperature=temperature,
+            reference=reference,
+            ranks=ranks,
         )
 
     def step(self, batch: Batch) -> StepMetrics:
         """One optimizer step over `batch`; an empty one only advances the schedule."""
-        started = time.perf_counter()
         if batch.step <= self.step_done:
             raise ValueError(
                 f"step {batch.step} came after step {self.step_done}: number batches upwards"
             )
+        self._meter.start()
         fitting = [sample for sample in batch.samples if self._fits(sample)]
-        packed = pack(fitting, self._config.seq_len)
+        packed = self._pack(fitting)
+        self._meter.phase("pack")
         lr = learning_rate(self._config, batch.step, self._max_steps)
         values = {
             "optim/lr": lr,
@@ -101,11 +140,22 @@ class Learner:
             "tokens": 0.0,
         }
         if packed.tokens:
-            sums = self._accumulate(packed, packed.tokens)
+            sums = self._accumulate(packed, batch)
             values |= sums.metrics() | self._apply(lr, sums)
+            values |= self._model.expert_load.figures()
         self.step_done = batch.step
-        values["time/forward_backward"] = time.perf_counter() - started
-        return StepMetrics(values)
+        return StepMetrics(values | self._meter.figures(packed.lengths))
+
+    def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Cross entropy per trained token (`loss/mean`) over `tokens` trained tokens; nothing is learned."""
+        packed = self._pack([sample for sample in samples if self._fits(sample)])
+        sums = LossSums()
+        with torch.no_grad():
+            for row in packed.ranks[self._world.data_rank]:
+                inputs = self._model.read(row, 1.0)
+                sums.add(cross_entropy(inputs, max(1, packed.tokens))[1])
+        figures = self._reduced(sums).metrics()
+        return {"loss/mean": figures.get("loss/mean", 0.0), "tokens": float(packed.tokens)}
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
         """The trainer's logprob of every trained token of each sample, 0.0 elsewhere; no gradient."""
@@ -113,13 +163,18 @@ class Learner:
         for sample in samples:
             row = [0.0] * len(sample.token_ids)
             places = [t for t, trained in enumerate(sample.mask) if trained and t]
-            for micro_batch in pack([sample], len(row)).micro_batches:
-                with torch.no_grad():
-                    inputs = trained_tokens(self._model, micro_batch, self._temperature)
-                for place, value in zip(places, inputs.logprobs.tolist(), strict=True):
-                    row[place] = value
+            for place, value in zip(places, self.packed_logprobs([sample]), strict=True):
+                row[place] = value
             found.append(row)
         return found
+
+    def packed_logprobs(self, samples: Sequence[Sample]) -> list[float]:
+        """Those of the trained tokens of all samples, longest sample first, read in one row; no gradient."""
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        (rows,) = pack(samples, tokens, multiple=self._multiple).ranks
+        with torch.no_grad():
+            read = (self._model.read(row, self._temperature) for row in rows)
+            return [value for inputs in read for value in inputs.logprobs.tolist()]
 
     def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
         """One step of plain cross entropy on the completions; returns the loss per token.
@@ -127,62 +182,97 @@ class Learner:
         Uses an optimizer of its own (AdamW, betas 0.9/0.98, no decay) until end_supervised().
         """
         if self._warmup_optimizer is None:
-            self._warmup_optimizer = torch.optim.AdamW(
-                self._parameters.values(), lr=lr, betas=WARMUP_BETAS, weight_decay=0.0
+            self._warmup_optimizer = Optimizer(
+                self._parameters, self._config, betas=WARMUP_BETAS, weight_decay=0.0
             )
-        packed = pack(map(_demonstration, examples), self._config.seq_len)
-        self._model.zero_grad(set_to_none=True)
-        total = 0.0
-        for micro_batch in packed.micro_batches:
-            loss = -trained_tokens(self._model, micro_batch, 1.0).logprobs.sum() / packed.tokens
-            loss.backward()
-            total += float(loss.detach())
-        norm = self._clip()
-        if packed.tokens and math.isfinite(total) and math.isfinite(norm):
-            _descend(self._warmup_optimizer, lr)
-        self._model.zero_grad(set_to_none=True)
-        return total
+        packed = self._pack([_demonstration(example) for example in examples])
+        sums = self._accumulate(packed, Batch(0, [], "ce")) if packed.tokens else LossSums()
+        loss = sums.metrics().get("loss/mean", 0.0)
+        if packed.tokens and math.isfinite(loss) and math.isfinite(self._warmup_optimizer.clip()):
+            self._warmup_optimizer.step(lr)
+            self._model.settle()
+        self._warmup_optimizer.zero_grad()
+        return loss
 
     def end_supervised(self) -> None:
         """Forget every optimizer moment: reinforcement learning starts from the weights alone."""
         self._warmup_optimizer = None
-        self._optimizer = self._fresh_optimizer()
+        self._optimizer = Optimizer(self._parameters, self._config)
 
     def state(self) -> State:
-        """The bf16 policy."""
-        return models.policy_state(self._model)
+        """The bf16 policy, on the first rank; the others have nothing of it."""
+        return bf16_state(whole_tensors(self.sources(), self._world.rank))
 
     def snapshot(self) -> Snapshot:
-        """The bf16 policy, compared with the last snapshot where the weights are."""
-        return self._exporter.export(models.policy_tensors(self._model))
+        """The bf16 policy of a rank without others, compared with the last one where the weights are."""
+        return self._exporter.export(self.sources())
+
+    def sources(self) -> list[Source]:
+        """What is published, as this rank has it; for SnapshotWriter."""
+        return self._sources
+
+    def _published(self) -> list[Source]:
+        causal, rank = self._model.causal, self._world.rank
+        if self._config.lora is None:
+            return policy_sources(causal, rank)
+        return list(named_sources(lora.adapter_tensors(causal), rank))
 
     def export(self, directory: Path) -> None:
-        """Write the bf16 policy as a Hugging Face model. Raises StorageError."""
-        model_files.export(self.state(), self._model_dir, directory)
+        """Write the bf16 policy as a Hugging Face model, adapters as PEFT does, on the first rank.
+
+        Raises StorageError there.
+        """
+        state, config = self.state(), self._config.lora
+        if self._world.is_first and config is not None:
+            lora.export(state, config, self._model_dir, directory)
+        elif self._world.is_first:
+            model_files.export(state, self._model_dir, directory)
 
     def save(self, directory: Path) -> None:
         """Write weights, moments, step and RNG; `directory` is whole or absent. Raises StorageError."""
-        moments = {
-            f"{name}:{key}": value
-            for name, parameter in self._parameters.items()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
-        }
-        SavedLearner(self.step_done, self._parameters, moments, rng_state()).write(directory)
+        self.saved().write(directory, self._ranks)
+
+    def stage(self) -> CutLearner:
+        """A copy in host memory of what save() would write; its write() may run while training goes on.
+
+        Good until the next stage().
+        """
+        return self.saved().staged(self._ranks, self._room)
 
     def load(self, directory: Path) -> None:
         """Become what save() wrote there, bit by bit. Raises StorageError, then nothing has changed."""
-        saved = read_saved(directory, self._parameters)
+        moments_on = "cpu" if self._config.optimizer_offload else None
+        trained = self._optimizer.parameters
+        saved = read_saved(directory, trained, self._ranks, moments_on=moments_on)
         with torch.no_grad():
             for name, tensor in saved.weights.items():
                 self._parameters[name].copy_(tensor)
-        self._set_moments(saved.moments)
+        self._model.settle()
+        self._optimizer.set_moments(saved.moments)
         set_rng_state(saved.rng)
         self._warmup_optimizer = None
         self.step_done = saved.step
 
-    def close(self) -> None:
-        """End the threads of the exporter."""
+    def close(self, *, keep_world: bool = False) -> None:
+        """End the threads of the exporter, and the ranks' connection unless another learner goes on with it."""
         self._exporter.close()
+        if not keep_world:
+            self._world.close()
+
+    def saved(self) -> SavedLearner:
+        """What is trained, not what is frozen; no copies."""
+        moments = self._optimizer.moments()
+        return SavedLearner(self.step_done, self._optimizer.parameters, moments, rng_state())
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    @property
+    def _multiple(self) -> int:
+        return self._world.context_size * (1 if self._world.device.type == "cpu" else MULTIPLE)
+
+    def _pack(self, samples: Sequence[Sample]) -> Packed:
+        ranks = self._world.data_size
+        return pack(samples, self._config.seq_len, ranks=ranks, multiple=self._multiple)
 
     def _fits(self, sample: Sample) -> bool:
         """Whether the lists agree, ids are in the vocabulary and every number can be learned from."""
@@ -191,53 +281,49 @@ class Learner:
             return False
         return (
             0 <= min(sample.token_ids)
-            and max(sample.token_ids) < self._vocabulary
+            and max(sample.token_ids) < self.vocabulary
             and math.isfinite(sample.advantage)
             and all(-math.inf < logprob <= MAX_LOGPROB for logprob in sample.logprobs)
         )
 
-    def _accumulate(self, packed: Packed, tokens: int) -> LossSums:
-        """Forward and backward over all micro-batches; `tokens` counts the step over all ranks."""
-        self._model.zero_grad(set_to_none=True)
+    def _accumulate(self, packed: Packed, batch: Batch) -> LossSums:
+        """Forward and backward over this rank's rows; the sums are those of all ranks."""
+        self._optimizer.zero_grad()
+        self._model.expert_load.reset()
         sums = LossSums()
-        for micro_batch in packed.micro_batches:
-            inputs = trained_tokens(self._model, micro_batch, self._temperature)
-            loss, part = policy_loss(self._config.loss, inputs, tokens)
-            loss.backward()
+        for row in packed.ranks[self._world.data_rank]:
+            if batch.objective == "ce":
+                loss, part = cross_entropy(self._model.read(row, 1.0), packed.tokens)
+            else:
+                inputs = self._with_reference(self._model.read(row, self._temperature), row)
+                loss, part = policy_loss(self._config.loss, inputs, packed.tokens)
+            # losses are divided by the tokens of all ranks, and gradients are averaged over ranks
+            (loss * self._world.size).backward()
             sums.add(part)
-        return sums
+        return self._reduced(sums)
+
+    def _with_reference(self, inputs: TokenInputs, row: MicroBatch) -> TokenInputs:
+        if self._reference is None:
+            return inputs
+        with torch.no_grad():
+            reference = self._reference.read(row, self._temperature).logprobs
+        return replace(inputs, reference=reference)
+
+    def _reduced(self, sums: LossSums) -> LossSums:
+        world = self._world
+        return sums if world.size == 1 else sums.reduce(world.total, world.largest)
 
     def _apply(self, lr: float, sums: LossSums) -> dict[str, float]:
         """Clip and step, unless something is not finite: then the step is skipped and counted."""
-        norm = self._clip()
+        norm = self._optimizer.clip()
+        self._meter.phase("forward_backward")
         finite = math.isfinite(norm) and all(map(math.isfinite, sums.sums.values()))
         if finite:
-            _descend(self._optimizer, lr)
-        self._model.zero_grad(set_to_none=True)
+            self._optimizer.step(lr)
+            self._model.settle()
+        self._optimizer.zero_grad()
+        self._meter.phase("optimizer")
         return {"optim/grad_norm": norm, "optim/skipped": 0.0 if finite else 1.0}
-
-    def _clip(self) -> float:
-        """Scale the gradient to at most `max_norm`; returns the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_norm)
-        return float(norm)
-
-    def _fresh_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
-            self._parameters.values(),
-            lr=self._config.lr,
-            betas=self._config.betas,
-            weight_decay=self._config.weight_decay,
-        )
-
-    def _set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
-        """Replace all moments, also by none."""
-        index = {name: position for position, name in enumerate(self._parameters)}
-        by_index: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in moments.items():
-            name, _, moment = key.rpartition(":")
-            by_index.setdefault(index[name], {})[moment] = value
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
 
 def pick_device(name: str) -> str:
@@ -247,10 +333,20 @@ def pick_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _descend(optimizer: torch.optim.AdamW, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+def _attach(
+    config: TrainingConfig, seed: int, world: World
+) -> "Callable[[PreTrainedModel], None] | None":
+    """What gives a model the adapters that are configured."""
+    if config.lora is None:
+        return None
+    # what is sharded is cast for forward anyway: then a frozen base may lie in that dtype at once
+    dtype = compute_dtype(config, world) if world.mesh is not None else None
+    return partial(lora.attach, config=config.lora, seed=seed, dtype=dtype)
+
+
+def _cost(model: TrainedModel) -> Cost:
+    parameters = sum(one.numel() for one in model.causal.parameters())
+    return cost_of(model.causal.config.get_text_config(), parameters)
 
 
 def _demonstration(example: Example) -> Sample:

@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ..config import TrainingConfig
 from ..errors import EngineError
+from ..training_config import TrainingConfig
 from ..weights.state import State
-from .backend import Batch, Snapshot, StepMetrics
+from .backend import Batch, Sample, Snapshot, StepMetrics
 
 if TYPE_CHECKING:
     from .learner import Example, Learner
+    from .saved import CutLearner
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class LocalBackend:
         self._temperature = temperature
         self._thread: ThreadPoolExecutor | None = None
         self._learner: Learner | None = None
+        self._staged: CutLearner | None = None
 
     async def start(self, model_dir: Path) -> None:
         """Load the model of `model_dir` in fp32 and make its optimizer. Raises EngineError."""
@@ -53,6 +55,10 @@ class LocalBackend:
         """
         return await self._with(lambda learner: learner.step(batch))
 
+    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Cross entropy per trained token, nothing learned."""
+        return await self._with(lambda learner: learner.evaluate(samples))
+
     async def state(self) -> State:
         """The bf16 policy, a copy."""
         return await self._with(lambda learner: learner.state())
@@ -64,6 +70,17 @@ class LocalBackend:
     async def save(self, directory: Path) -> None:
         """Write everything that resume needs into `directory`, whole or not at all."""
         await self._with(lambda learner: learner.save(directory))
+
+    async def stage(self) -> None:
+        """Copy what save() would write; afterwards the weights may change."""
+        self._staged = await self._with(lambda learner: learner.stage())
+
+    async def write_staged(self, directory: Path) -> None:
+        """Write the newest stage(), in a thread of its own: step() and the others may run meanwhile."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise EngineError("nothing was staged: call stage() first")
+        await asyncio.to_thread(staged.write, directory)
 
     async def load(self, directory: Path) -> None:
         """Continue exactly from what save() wrote. Raises StorageError."""

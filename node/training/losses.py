@@ -1,120 +1,90 @@
-"""Policy-gradient losses per token, by name. Imports torch: import this file lazily.
+"""Losses by name, as one rank's share of a step. Imports torch: import this file lazily.
 
 Every loss is a sum divided by the token count of the whole step over all ranks (an argument), so that
-adding the ranks' losses or gradients gives exactly what one rank would have computed.
+adding the ranks' losses or gradients gives exactly what one rank would have computed. The formulas are in
+policy_losses.py.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..config import LossConfig
+from ..training_config import LossConfig
+from . import policy_losses
+from .custom_loss import load_custom
+from .loss_sums import PEAKS, LossSums, mean_of
+from .policy_losses import TokenInputs, TokenLoss
 
-MAX_LOG_RATIO = 20.0
-"""Beyond e**20 a ratio is a lie or a broken sampler: the clamp keeps exp() finite and its gradient is 0,
-so that such a token changes no weight. Honest tokens never come near."""
-
-
-@dataclass(frozen=True)
-class TokenInputs:
-    """N trained tokens, float32, flat: only tokens with a mask."""
-
-    logprobs: Tensor
-    """log pi: the trainer's, with gradient."""
-    behaviour: Tensor
-    """log mu: the sampler's."""
-    advantages: Tensor
-    entropy: Tensor
-    """Of the trainer's distribution, nats, without gradient; reported only."""
+Formula = Callable[[TokenInputs], TokenLoss]
 
 
-@dataclass(frozen=True)
-class TokenLoss:
-    """Loss per token (N, not yet normalised) and which tokens the trust region took out, by side."""
+def formula(config: LossConfig) -> Formula:
+    """The loss per token that `config` names, with its reference term.
 
-    values: Tensor
-    masked_low: Tensor
-    masked_high: Tensor
+    Raises UsageError if a custom loss cannot be had: ask for it once before the first step.
+    """
+    found = _by_name(config)
+    if not config.ref_kl_tau:
+        return found
+
+    def with_reference(inputs: TokenInputs) -> TokenLoss:
+        token_loss = found(inputs)
+        term = config.ref_kl_tau * policy_losses.reference_term(config, inputs)
+        return replace(token_loss, values=token_loss.values + term)
+
+    return with_reference
 
 
-@dataclass
-class LossSums:
-    """Sums over tokens; add() ranks and micro-batches, then metrics()."""
-
-    tokens: int = 0
-    sums: dict[str, float] = field(default_factory=dict[str, float])
-    ratio_max: float = 0.0
-
-    def add(self, other: "LossSums") -> None:
-        """Fold another micro-batch or rank in."""
-        self.tokens += other.tokens
-        self.ratio_max = max(self.ratio_max, other.ratio_max)
-        for name, value in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def metrics(self) -> dict[str, float]:
-        """Means per token under prime-rl's names; nothing for an empty step."""
-        if not self.tokens:
-            return {}
-        means = {name: value / self.tokens for name, value in self.sums.items()}
-        figures = {"importance_ratio/max": self.ratio_max, "tokens": float(self.tokens)}
-        if entropy := means.get("entropy/all/mean"):
-            figures["kl_ent_ratio/mean"] = means["mismatch_kl/all/mean"] / entropy
-        return means | figures
+def _by_name(config: LossConfig) -> Formula:
+    match config.type:
+        case "dppo_kl":
+            named = policy_losses.dppo_kl
+        case "ipo":
+            named = policy_losses.ipo
+        case "grpo_two_sided":
+            named = policy_losses.grpo_two_sided
+        case "gspo":
+            named = policy_losses.gspo
+        case "reverse_kl":
+            named = policy_losses.reverse_kl
+        case "ce":
+            named = policy_losses.negative_log_likelihood
+        case "custom":
+            return load_custom(config.custom, config.custom_args)
+    return partial(named, config)
 
 
 def policy_loss(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
     """Loss of these tokens as their share of a step of `tokens` trained tokens over all ranks.
 
-    Returns the scalar to call backward() on and the detached sums for the metrics.
+    Returns the scalar to call backward() on and the detached sums for the metrics. Sequences are whole:
+    all trained tokens of one are in `inputs` (but under context parallelism, where gspo is refused). A rank
+    without tokens gets 0 with a gradient of 0, so that its backward() takes part in the others' collectives.
+    A number that is not finite makes the loss so: nothing is repaired here, the caller skips such a step.
+
+    Raises ValueError for columns that do not agree, a count that is too small, or a reference that is
+    missing; UsageError for a custom loss (load_custom).
     """
-    if tokens < inputs.logprobs.numel():
-        raise ValueError("tokens counts the whole step: it cannot be less than this part of it")
-    match config.type:
-        case "dppo_kl":
-            token_loss = dppo_kl(config, inputs)
-        case "grpo_two_sided":
-            token_loss = grpo_two_sided(config, inputs)
-    loss = token_loss.values.sum() / tokens
-    return loss, _sums(inputs, token_loss)
+    _check(inputs, tokens)
+    if config.needs_reference and inputs.reference is None:
+        raise ValueError(
+            f"loss {config.type!r} with ref_kl_tau {config.ref_kl_tau:g} compares with a reference policy: "
+            "give TokenInputs.reference"
+        )
+    return _share(formula(config), inputs, tokens, sampled=True)
 
 
-def dppo_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """DPPO with a squared-log-ratio pull, prime-rl's default (`trainer/rl/loss.py: default_loss_fn`).
+def cross_entropy(inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
+    """-sum(log pi) / tokens, where tokens were not sampled but given (objective "ce").
 
-    With r = exp(log pi - log mu) and d = pi - mu (a difference of probabilities):
-        masked = d > dppo_mask_high if A > 0 else d < -dppo_mask_low
-        loss   = -[not masked] * adv_tau * A * r + kl_tau * (log pi - log mu)**2
-    The pull acts on masked tokens too; r is not clipped (see MAX_LOG_RATIO for its guard).
+    Sampler, advantages and reference are not read and nothing is reported of them. Like policy_loss() else.
     """
-    log_ratio = _log_ratio(inputs)
-    with torch.no_grad():
-        moved = inputs.logprobs.exp() - inputs.behaviour.exp()
-        high = (inputs.advantages > 0) & (moved > config.dppo_mask_high)
-        low = (inputs.advantages <= 0) & (moved < -config.dppo_mask_low)
-    gain = config.adv_tau * inputs.advantages * log_ratio.exp()
-    values = config.kl_tau * log_ratio.square() - gain.masked_fill(high | low, 0.0)
-    return TokenLoss(values, masked_low=low, masked_high=high)
-
-
-def grpo_two_sided(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
-    """Clipped GRPO whose ratio is also bounded where the advantage is negative (INTELLECT-2, arXiv
-    2505.07291).
-
-    With r as above, c1 = min(r, clip_ratio_max), c2 = clamp(c1, 1 - clip_low, 1 + clip_high):
-        loss = max(-c1 * A, -c2 * A)
-    Plain GRPO leaves r unbounded for A < 0. clip_high > clip_low is DAPO's asymmetric clip.
-    """
-    ratio = _log_ratio(inputs).exp()
-    bounded = ratio.clamp(max=config.clip_ratio_max)
-    clipped = bounded.clamp(1 - config.clip_low, 1 + config.clip_high)
-    values = torch.maximum(-bounded * inputs.advantages, -clipped * inputs.advantages)
-    with torch.no_grad():
-        low = (inputs.advantages < 0) & (ratio < 1 - config.clip_low)
-        runaway = (inputs.advantages < 0) & (ratio > config.clip_ratio_max)
-        high = ((inputs.advantages > 0) & (ratio > 1 + config.clip_high)) | runaway
-    return TokenLoss(values, masked_low=low, masked_high=high)
+    _check(inputs, tokens)
+    nll = partial(policy_losses.negative_log_likelihood, LossConfig(type="ce"))
+    return _share(nll, inputs, tokens, sampled=False)
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -130,26 +100,75 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
     return chosen, entropy
 
 
-def _log_ratio(inputs: TokenInputs) -> Tensor:
-    """log pi - log mu, clamped to +-MAX_LOG_RATIO (gradient 0 outside)."""
-    return (inputs.logprobs - inputs.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _share(
+    loss_of: Formula, inputs: TokenInputs, tokens: int, *, sampled: bool
+) -> tuple[Tensor, LossSums]:
+    if not inputs.logprobs.numel():
+        return inputs.logprobs.sum(), LossSums()  # 0, and still a function of the weights
+    token_loss = loss_of(inputs)
+    return token_loss.values.sum() / tokens, _measure(inputs, token_loss, sampled)
+
+
+def _check(inputs: TokenInputs, tokens: int) -> None:
+    shape = inputs.logprobs.shape
+    columns = [inputs.behaviour, inputs.advantages, inputs.entropy, inputs.sequences]
+    if inputs.reference is not None:
+        columns.append(inputs.reference)
+    if len(shape) != 1 or any(column.shape != shape for column in columns):
+        found = [list(column.shape) for column in (inputs.logprobs, *columns)]
+        raise ValueError(f"columns must be flat and of one length, one entry per token: {found}")
+    if tokens < inputs.logprobs.numel():
+        raise ValueError("tokens counts the whole step: it cannot be less than this part of it")
 
 
 @torch.no_grad()
-def _sums(inputs: TokenInputs, token_loss: TokenLoss) -> LossSums:
-    """The figures of one micro-batch. mismatch_kl is the k3 estimator r - log r - 1 (never negative)."""
-    if not inputs.logprobs.numel():
-        return LossSums()
-    log_ratio = _log_ratio(inputs)
-    ratio = log_ratio.exp()
-    columns = {
-        "loss/mean": token_loss.values,
-        "mismatch_kl/all/mean": ratio - log_ratio - 1,
-        "entropy/all/mean": inputs.entropy,
-        "importance_ratio/mean": ratio,
-        "is_masked/mean": token_loss.masked_low | token_loss.masked_high,
-        "is_masked_low/mean": token_loss.masked_low,
-        "is_masked_high/mean": token_loss.masked_high,
+def _measure(inputs: TokenInputs, token_loss: TokenLoss, sampled: bool) -> LossSums:
+    """The figures of one micro-batch, brought to the host at once."""
+    everywhere = torch.ones_like(token_loss.values, dtype=torch.bool)
+    figures = {
+        "loss/mean": (token_loss.values, everywhere),
+        "entropy/all/mean": (inputs.entropy, everywhere),
     }
-    totals = torch.stack([column.double().sum() for column in columns.values()]).tolist()
-    return LossSums(ratio.numel(), dict(zip(columns, totals, strict=True)), float(ratio.max()))
+    if sampled:
+        figures |= _of_sampler(inputs, token_loss, everywhere)
+    if sampled and inputs.reference is not None:
+        figures["ref_kl/all/mean"] = (_k3(inputs.reference_gap), everywhere)
+    peaks = [peak for peak in PEAKS if mean_of(peak) in figures]
+    found = torch.stack(
+        [values.double().masked_fill(~where, 0.0).sum() for values, where in figures.values()]
+        + [where.sum().double() for _, where in figures.values()]
+        + [figures[mean_of(peak)][0].max().double() for peak in peaks]
+    ).tolist()
+    n = len(figures)
+    counts = dict(zip(figures, found[n : 2 * n], strict=True))
+    sums = {name: value for name, value in zip(figures, found[:n], strict=True) if counts[name]}
+    return LossSums(
+        sums,
+        {name: count for name, count in counts.items() if count},
+        dict(zip(peaks, found[2 * n :], strict=True)),
+    )
+
+
+def _of_sampler(
+    inputs: TokenInputs, token_loss: TokenLoss, everywhere: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What compares trainer and sampler: (values, of which tokens) by name.
+
+    mismatch_kl estimates KL(mu || pi) from tokens that mu drew.
+    """
+    mismatch = _k3(inputs.log_ratio)
+    masked = token_loss.masked_low | token_loss.masked_high
+    return {
+        "mismatch_kl/all/mean": (mismatch, everywhere),
+        "importance_ratio/mean": (inputs.log_ratio.exp(), everywhere),
+        "is_masked/mean": (masked, everywhere),
+        "is_masked_low/mean": (token_loss.masked_low, everywhere),
+        "is_masked_high/mean": (token_loss.masked_high, everywhere),
+        "masked_mismatch_kl/mean": (mismatch, masked),
+        "unmasked_mismatch_kl/mean": (mismatch, ~masked),
+    }
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """r - log r - 1: a KL from samples, without bias and never negative."""
+    return log_ratio.exp() - log_ratio - 1

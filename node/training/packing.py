@@ -1,57 +1,94 @@
-"""From samples of many lengths to padded micro-batches of few shapes. No torch.
+"""From samples of many lengths to packed rows, the same number of like cost for every rank. No torch.
 
-Each row of a micro-batch is one sample from position 0, padded on the right: with causal attention a
-sample sees itself only, so no mask has to keep neighbours apart and nothing can leak. Rows are sorted by
-length, which leaves little padding; nothing is truncated, what does not fit is returned.
+A row holds whole sequences, one after the other; nothing is truncated, what does not fit is returned. Ranks
+work in lockstep, row by row, so rows of the same turn cost about the same.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .backend import Sample
 
+Number = TypeVar("Number", bound=np.generic)
+
 PADDING_ID = 0
-"""Padding is never attended to and never trained; any id of the vocabulary would do."""
+"""Padding is a sequence of its own and never trained; any id of the vocabulary would do."""
+EVEN = 8192
+"""Tokens of a sequence whose attention costs as much as everything else (0.6B: 10,400; 4B: 15,000)."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B samples of at most T tokens, all arrays [B, T]; `mask` is False on padding and position 0."""
+    """One packed row of T tokens, of which the states at `rows` predict N trained tokens."""
 
     token_ids: NDArray[np.int64]
-    mask: NDArray[np.bool_]
+    """[T]."""
+    positions: NDArray[np.int64]
+    """[T], from 0 in each sequence."""
+    lengths: list[int]
+    """Of the sequences, padding included; their sum is T."""
+    rows: NDArray[np.int64]
+    """[N], ascending: a trained token is predicted one place before it."""
+    targets: NDArray[np.int64]
+    """[N]: the trained tokens."""
     logprobs: NDArray[np.float32]
+    """[N]: the sampler's."""
     advantages: NDArray[np.float32]
+    sequences: NDArray[np.int64]
+    """[N]: which sequence of the row."""
 
     @property
     def tokens(self) -> int:
         """Trained tokens."""
-        return int(self.mask.sum())
+        return len(self.rows)
+
+    def part(self, index: int, count: int) -> "MicroBatch":
+        """The `index`-th of `count` equal parts of the row: tokens and what they predict; lengths stay."""
+        size = len(self.token_ids) // count
+        start, stop = index * size, (index + 1) * size
+        own = slice(*np.searchsorted(self.rows, [start, stop]))
+        return MicroBatch(
+            token_ids=self.token_ids[start:stop],
+            positions=self.positions[start:stop],
+            lengths=self.lengths,
+            rows=self.rows[own] - start,
+            targets=self.targets[own],
+            logprobs=self.logprobs[own],
+            advantages=self.advantages[own],
+            sequences=self.sequences[own],
+        )
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The micro-batches of a step; `too_long` are the samples that no micro-batch may hold."""
+    """The rows of a step: `ranks[r][t]` is what rank r reads in turn t; all ranks have as many."""
 
-    micro_batches: list[MicroBatch]
+    ranks: list[list[MicroBatch]]
     too_long: list[Sample]
 
     @property
     def tokens(self) -> int:
-        """Trained tokens of the step: what losses are divided by."""
-        return sum(micro_batch.tokens for micro_batch in self.micro_batches)
+        """Trained tokens of the step, of all ranks: what losses are divided by."""
+        return sum(row.tokens for rows in self.ranks for row in rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of all sequences, padding included."""
+        return [length for rows in self.ranks for row in rows for length in row.lengths]
 
 
-def pack(samples: Iterable[Sample], seq_len: int, *, token_budget: int | None = None) -> Packed:
-    """Longest first into micro-batches of B * T <= token_budget (default: seq_len).
+def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: int = 1) -> Packed:
+    """Rows of at most `seq_len` tokens, each padded to a multiple of `multiple`.
 
-    Samples longer than `seq_len` are returned, not cut: half a rollout has no reward. Samples without a
-    trained token are left out. The order is a function of the samples alone.
+    First-fit-decreasing finds how many rows are needed; that number is rounded up to a multiple of `ranks`
+    and the sequences are spread evenly over the rows, the costliest first. Samples longer than `seq_len` are
+    returned, not cut: half a rollout has no reward. Samples without a trained token are left out. The order is
+    a function of the samples alone. With no sample at all there are no rows.
     """
-    budget = max(token_budget or seq_len, seq_len)
     fitting: list[Sample] = []
     too_long: list[Sample] = []
     for sample in samples:
@@ -60,27 +97,76 @@ def pack(samples: Iterable[Sample], seq_len: int, *, token_budget: int | None = 
         elif any(sample.mask[1:]):
             fitting.append(sample)
     fitting.sort(key=lambda sample: -len(sample.token_ids))
-    micro_batches: list[MicroBatch] = []
-    start = 0
-    while start < len(fitting):
-        rows = max(1, budget // len(fitting[start].token_ids))
-        micro_batches.append(_pad(fitting[start : start + rows]))
-        start += rows
-    return Packed(micro_batches, too_long)
+    rows = _first_fit(fitting, seq_len)
+    count = -(-len(rows) // ranks) * ranks
+    rows = _spread(fitting, seq_len, count) or [*rows, *([] for _ in range(count - len(rows)))]
+    rows.sort(key=_cost, reverse=True)
+    dealt = [[_row(row, multiple) for row in rows[rank::ranks]] for rank in range(ranks)]
+    return Packed(dealt, too_long)
 
 
-def _pad(rows: Sequence[Sample]) -> MicroBatch:
-    """One micro-batch; rows[0] is the longest."""
-    shape = (len(rows), len(rows[0].token_ids))
-    token_ids = np.full(shape, PADDING_ID, dtype=np.int64)
-    mask = np.zeros(shape, dtype=np.bool_)
-    logprobs = np.zeros(shape, dtype=np.float32)
-    advantages = np.zeros(shape, dtype=np.float32)
-    for row, sample in enumerate(rows):
+def _first_fit(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
+    """Each sample into the first row that has room; `samples` are sorted by falling length."""
+    rows: list[list[Sample]] = []
+    free: list[int] = []
+    for sample in samples:
         length = len(sample.token_ids)
-        token_ids[row, :length] = sample.token_ids
-        mask[row, :length] = sample.mask
-        logprobs[row, :length] = sample.logprobs
-        advantages[row, :length] = sample.advantage
-    mask[:, 0] = False  # nothing before it that could have predicted it
-    return MicroBatch(token_ids, mask, logprobs, advantages)
+        place = next((index for index, left in enumerate(free) if left >= length), len(rows))
+        if place == len(rows):
+            rows.append([])
+            free.append(room)
+        rows[place].append(sample)
+        free[place] -= length
+    return rows
+
+
+def _spread(samples: Sequence[Sample], room: int, count: int) -> list[list[Sample]] | None:
+    """Each sample into the cheapest of `count` rows that have room; None if one finds none."""
+    rows: list[list[Sample]] = [[] for _ in range(count)]
+    free, costs = [room] * count, [0.0] * count
+    for sample in samples:
+        length = len(sample.token_ids)
+        places = [index for index in range(count) if free[index] >= length]
+        if not places:
+            return None
+        place = min(places, key=costs.__getitem__)
+        rows[place].append(sample)
+        free[place] -= length
+        costs[place] += _cost([sample])
+    return rows
+
+
+def _cost(row: Sequence[Sample]) -> float:
+    """Linear layers and attention, in tokens of a very short sequence."""
+    return sum(len(one.token_ids) * (1 + len(one.token_ids) / EVEN) for one in row)
+
+
+def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
+    """One row; without samples it is padding alone, for a rank that has nothing to do in this turn."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    used = sum(lengths)
+    padding = max(used, 1) + -max(used, 1) % multiple - used
+    lengths += [padding] if padding else []
+    starts = np.cumsum([0, *lengths[:-1]])
+    drawn = [np.flatnonzero(sample.mask[1:]) for sample in samples]  # places that predict
+    tokens = [np.array(sample.token_ids, dtype=np.int64) for sample in samples]
+    return MicroBatch(
+        token_ids=_joined([*tokens, np.full(padding, PADDING_ID, np.int64)], np.int64),
+        positions=np.concatenate([np.arange(length) for length in lengths]),
+        lengths=lengths,
+        rows=_joined([at + start for at, start in zip(drawn, starts, strict=False)], np.int64),
+        targets=_joined([ids[at + 1] for ids, at in zip(tokens, drawn, strict=True)], np.int64),
+        logprobs=_joined(
+            [np.array(one.logprobs)[at + 1] for one, at in zip(samples, drawn, strict=True)],
+            np.float32,
+        ),
+        advantages=_joined(
+            [np.full(len(at), one.advantage) for one, at in zip(samples, drawn, strict=True)],
+            np.float32,
+        ),
+        sequences=_joined([np.full(len(at), index) for index, at in enumerate(drawn)], np.int64),
+    )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[Number]) -> NDArray[Number]:
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)

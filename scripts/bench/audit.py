@@ -6,9 +6,10 @@
 The embedded engine generates for `--requests` requests at once, with proofs; then an auditor measures all of
 it in the same process, on the same device, with as many threads: once under the version that is claimed, and
 once beside the version before, as a trainer does. On a CPU seconds are CPU seconds of the process, so that
-neighbours on the machine do not count; on a GPU they are those of the clock. The parts of an audit are
-measured apart: the prefill, the head's logits, and the noise of all tokens of the vocabulary. At last the
-same audit through the process that a node uses.
+neighbours on the machine do not count; on a GPU they are those of the clock, and torch's profiler says how
+much of them the GPU worked, and on what. The parts of an audit are measured apart: the packed prefill (and
+of it the products, attention, and what lies between), the head's logits, and the noise of all tokens of the
+vocabulary. At last the same audit through the process that a node uses.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from primerl.crypto.hashing import digest
 from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Reply
 from primerl.node.audits.hf_auditor import HfAuditor
 from primerl.node.audits.prefill import PrefillCore
+from primerl.node.audits.replay import BATCH_TOKENS
 from primerl.node.config import EngineConfig, RunConfig
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.engines.hf import HfEngine
@@ -47,6 +49,13 @@ from primerl.protocol.manifests import (
 GOAL = 20.0
 """Verified tokens per second over generated ones."""
 OWN, BEFORE = 1, 0
+KINDS = {
+    "attention": ("flash", "fmha", "attention"),
+    "products": ("nvjet", "gemm", "cutlass", "aten::mm", "aten::addmm"),
+    "draws": ("_score", "_choose"),
+    "copies": ("memcpy", "memset"),
+}
+"""Words in the names of kernels or operations; whatever has none of them is "between"."""
 
 
 @dataclass(frozen=True)
@@ -152,21 +161,45 @@ async def audited(bench: Bench, auditor: Auditor, items: list[AuditItem]) -> dic
         alone = await seconds(lambda: audit({}))
         beside = await seconds(lambda: audit({OWN: [BEFORE]}))
         found = await audit({OWN: [BEFORE]})
+        busy = await busy_seconds(lambda: audit({})) if torch.cuda.is_available() else {}
     finally:
         await auditor.close()
     assert len(found) == len(items), "an honest branch could not be measured"
     worst = {name: max(getattr(one, name) for one in found) for name in FIELDS}
-    return {"alone": alone, "beside": beside} | worst
+    shares = {f"busy with {kind}, share of the audit": s / alone for kind, s in busy.items()}
+    whole = {"GPU busy, share of the audit": sum(busy.values()) / alone} if busy else {}
+    return {"alone": alone, "beside": beside} | worst | whole | shares
 
 
-def parts(bench: Bench, items: list[AuditItem], rows: int = 256) -> dict[str, float]:
-    """Microseconds a token of the parts of an audit, of `rows` tokens at a time."""
+async def busy_seconds(work: Callable[[], Awaitable[Any]]) -> dict[str, float]:
+    """Seconds that a GPU's kernels take, or a CPU's operations, by kind."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = torch.cuda.is_available()
+    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    with profile(activities=activities) as seen:
+        await work()
+        clock()
+    found: dict[str, float] = {}
+    rows: Any = seen.key_averages()
+    for row in rows:
+        spent = row.self_device_time_total if cuda else row.self_cpu_time_total
+        name = row.key.lower()
+        kinds = (kind for kind, words in KINDS.items() if any(word in name for word in words))
+        kind = next(kinds, "between")
+        found[kind] = found.get(kind, 0.0) + spent / 1e6
+    return found
+
+
+async def parts(bench: Bench, items: list[AuditItem], rows: int = 256) -> dict[str, float]:
+    """Microseconds a token of the parts of an audit, of `rows` logits at a time."""
     network = build_network(
         bench.model_dir, bench.states[OWN], dtype=bench.config.dtype, device="auto"
     )
-    width = len(items[0].token_ids)
-    tokens = torch.tensor([one.token_ids for one in items[: max(1, 8192 // width)]])
-    tokens = tokens.to(network.device)
+    limit = BATCH_TOKENS[network.device.type]
+    batch = [one.token_ids for one in items[: max(1, limit // len(items[0].token_ids))]]
+    lengths = [len(one) for one in batch]
+    tokens = torch.tensor([token for one in batch for token in one], device=network.device)
 
     def timed(work: Callable[[], Any], count: int) -> float:
         work()
@@ -177,14 +210,22 @@ def parts(bench: Bench, items: list[AuditItem], rows: int = 256) -> dict[str, fl
         return 1e6 * (clock() - began) / rounds / count
 
     with torch.inference_mode():
-        hidden = network.hidden(tokens).flatten(0, 1)[:rows]
+        hidden = network.packed(tokens, lengths)[:rows]
         logits = network.logits(hidden)
         column = torch.arange(len(hidden), device=network.device)
         ones = torch.ones(len(hidden), device=network.device)
+        prefill = timed(lambda: network.packed(tokens, lengths), tokens.numel())
+
+        async def once() -> None:
+            network.packed(tokens, lengths)
+
+        busy = await busy_seconds(once)
+        each = {
+            f"of which {kind}, share": spent / sum(busy.values()) for kind, spent in busy.items()
+        }
         return {
-            "prefill, us a token of the branch": timed(
-                lambda: network.hidden(tokens), tokens.numel()
-            ),
+            "packed prefill, us a token of the branch": prefill,
+            **each,
             "logits, us": timed(lambda: network.logits(hidden), len(hidden)),
             "noise and draw, us": timed(lambda: draw(logits, ones, column, column), len(hidden)),
         }
@@ -202,7 +243,7 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         child = HfAuditor(bench.config, timeout_s=600.0, threads=options.threads)
         await audited(bench, child, items)
         whole = time.perf_counter() - began
-        apart = parts(bench, items)
+        apart = await parts(bench, items)
     found = {
         "elements": sum(tensor.data.size for tensor in bench.states[OWN].values()),
         "requests at once": options.requests,
@@ -214,6 +255,7 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         "generation / audits of a proven worker": took
         / mine["beside"]
         / bench.run.proofs.audit_rate,
+        **{key: value for key, value in mine.items() if "busy" in key},
         **apart,
         "five audits in a process and its start, s": whole,
         **{f"honest, most: {key}": mine[key] for key in FIELDS},

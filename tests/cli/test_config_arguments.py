@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.config import JoinConfig, RunConfig
+from primerl.node.config import JoinConfig, ResumeConfig, RunConfig
 from primerl.node.errors import UsageError
 from primerl.node.load import load
 
@@ -66,12 +66,60 @@ def test_values_of_every_kind_arrive() -> None:
     assert config.warmup is not None
     assert config.warmup.target == 0.5
     assert config.engine.vllm == {"a": 1}
-    assert (config.clean, config.resume, config.network.libp2p) == (False, True, False)
+    assert (config.clean, config.resume, config.network.libp2p) == (False, ResumeConfig(), False)
 
 
 def test_an_optional_section_can_be_switched_off() -> None:
     assert load(RunConfig, ["--no-warmup", "@", "demo"], {}).warmup is None
     assert load(RunConfig, ["@", "demo"], {"PRIMERL_WARMUP": "None"}).warmup is None
+
+
+NEWEST, SEVENTH = ResumeConfig(), ResumeConfig(step=7)
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "args", "meant"),
+    [
+        ("", {}, [], None),
+        ("", {}, ["--resume"], NEWEST),
+        ("", {}, ["--resume", "@", "demo"], NEWEST),
+        ("", {}, ["--resume=true"], NEWEST),
+        ("", {}, ["--resume", "--seed", "1"], NEWEST),
+        ("", {}, ["--no-resume"], None),
+        ("", {}, ["--resume=false"], None),
+        ("", {}, ["--resume.step", "7"], SEVENTH),
+        ("", {}, ["--resume", "--resume.step=7"], SEVENTH),
+        ("", {}, ["--resume.dir", "outputs/a"], ResumeConfig(dir=Path("outputs/a"))),
+        ("", {"PRIMERL_RESUME": "1"}, [], NEWEST),
+        ("", {"PRIMERL_RESUME": "true"}, [], NEWEST),
+        ("", {"PRIMERL_RESUME": "false"}, [], None),
+        ("", {"PRIMERL_RESUME": "0"}, ["--resume"], NEWEST),
+        ("", {"PRIMERL_RESUME__STEP": "7"}, [], SEVENTH),
+        ("", {"PRIMERL_RESUME__STEP": "7"}, ["--no-resume"], None),
+        ("resume = true", {}, [], NEWEST),
+        ("resume = false", {}, [], None),
+        ("resume = false", {}, ["--resume"], NEWEST),
+        ("resume = true", {}, ["--resume.step", "7"], SEVENTH),
+        ("[resume]", {}, [], NEWEST),
+        ("[resume]\nstep = 7", {}, [], SEVENTH),
+        ("[resume]\nstep = 7", {}, ["--resume"], SEVENTH),
+        ("[resume]\nstep = 7", {"PRIMERL_RESUME": "no"}, [], None),
+    ],
+)
+def test_resume_is_a_word_or_a_section(
+    tmp_path: Path, text: str, environ: dict[str, str], args: list[str], meant: ResumeConfig | None
+) -> None:
+    file = written(tmp_path / "a.toml", text)
+    assert load(RunConfig, [*args, "@", file], environ).resume == meant
+
+
+def test_only_a_fork_does_not_go_on_in_its_own_directory(home: Path) -> None:
+    assert not load(RunConfig, [], {}).goes_on
+    assert load(RunConfig, ["--resume"], {}).goes_on
+    assert load(RunConfig, ["--resume.step", "3"], {}).goes_on
+    fork = load(RunConfig, ["--resume.dir", "~/a"], {})
+    assert not fork.goes_on
+    assert fork.resume == ResumeConfig(dir=home / "a")
 
 
 def test_a_flag_may_mend_what_a_file_got_wrong(tmp_path: Path) -> None:
@@ -113,6 +161,10 @@ def test_variables_of_another_command_are_no_error() -> None:
         (["--max-steps", "0", "--seed", "x"], {}, "(and 1 more)"),
         (["--training", "1"], {}, "config group"),
         (["stray"], {}, "unrecognized arguments: stray"),
+        (["--resume", "7"], {}, "unrecognized arguments: 7"),
+        (["--resume.step", "-1"], {}, "resume.step on the command line: should be greater"),
+        (["--resume.dir", "outputs/run"], {}, "go back in this one by resume.step"),
+        ([], {"PRIMERL_RESUME": "maybe"}, "resume in the environment: should be"),
         (["@"], {}, "followed by a config file"),
         (["@", "nope.toml"], {}, "no config file nope.toml: give a path, or the name of a bundled"),
     ],

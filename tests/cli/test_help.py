@@ -25,6 +25,7 @@ COMMANDS = (
     "join",
     "train",
     "rl",
+    "sft",
     "calibrate",
     "peers",
     "explain",
@@ -53,6 +54,7 @@ def test_help_loads_nothing_heavy(args: list[str]) -> None:
 
 def test_a_dry_run_and_an_id_load_nothing_heavy(tmp_path: Path) -> None:
     assert imported_by("rl", "@", "demo", "--dry-run").isdisjoint(HEAVY)
+    assert imported_by("sft", "@", "sft_demo", "--dry-run").isdisjoint(HEAVY)
     assert imported_by("init", "--data-dir", str(tmp_path)).isdisjoint(HEAVY)
     assert imported_by("id", "--data-dir", str(tmp_path)).isdisjoint(HEAVY)
 
@@ -75,6 +77,7 @@ def test_every_command_explains_itself(command: str, cli: Callable[..., Ran]) ->
 
 def test_help_of_configured_commands_shows_the_keys(cli: Callable[..., Ran]) -> None:
     assert "--training.lr NUMBER" in cli("train", "--help").out
+    assert "--data.loss-roles JSON" in cli("sft", "--help").out
     join = cli("join", "--help").out
     assert "--engine.type" in join
     assert "--training.lr" not in join

@@ -5,21 +5,24 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from training_cases import FAST, batch, make_model
 
 from primerl.node.errors import EngineError, StorageError
 from primerl.node.model_files import contract_files, read_state
 from primerl.node.training.backend import Batch, TrainBackend
 from primerl.node.training.counting import CountingBackend
+from primerl.node.training.fsdp import FsdpBackend
 from primerl.node.training.local import LocalBackend
+from primerl.node.training.rank_group import RankGroup
+from primerl.node.training_config import FsdpConfig
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import digests
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 Make = Callable[[], TrainBackend]
-BACKENDS: dict[str, Make] = {
-    "counting": lambda: CountingBackend(seed=0),
-    "local": lambda: LocalBackend(FAST, max_steps=10, seed=0),
-}
+SHARDED = FAST.model_copy(update={"fsdp": FsdpConfig(timeout_s=60.0)})
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +30,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=sorted(BACKENDS))
-def make(request: pytest.FixtureRequest) -> Make:
-    return BACKENDS[request.param]
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["counting", "fsdp", "local"])
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    """One backend at a time: ranks take seconds to start, so each takes the place of the last one there."""
+    if request.param == "counting":
+        yield lambda: CountingBackend(seed=0)
+    elif request.param == "local":
+        yield lambda: LocalBackend(FAST, max_steps=10, seed=0)
+    else:
+        ranks = RankGroup(SHARDED, 2)
+        await ranks.start()
+        yield lambda: FsdpBackend(SHARDED, max_steps=10, seed=0, ranks=ranks)
+        await ranks.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def backend(make: Make, model_dir: Path) -> AsyncIterator[TrainBackend]:
     subject = make()
     await subject.start(model_dir)
@@ -126,17 +138,44 @@ async def test_a_stopped_run_goes_on_as_the_unbroken_one(
     for step in (1, 2, 3):
         await backend.step(batch(step))
     await backend.save(tmp_path / "saved")
+    then = digests(await backend.state())
+    for step in (4, 5):
+        await backend.step(batch(step))
+    unbroken = digests(await backend.state())
+    await backend.close()
     resumed = make()
     await resumed.start(model_dir)
     await resumed.load(tmp_path / "saved")
-    assert digests(await resumed.state()) == digests(await backend.state())
+    assert digests(await resumed.state()) == then
     for step in (4, 5):
-        await backend.step(batch(step))
         await resumed.step(batch(step))
-    assert digests(await resumed.state()) == digests(await backend.state())
+    assert digests(await resumed.state()) == unbroken
     with pytest.raises(EngineError, match="upwards"):
         await resumed.step(batch(3))
     await resumed.close()
+
+
+async def test_an_evaluation_counts_the_tokens_and_teaches_nothing(backend: TrainBackend) -> None:
+    before = digests(await backend.state())
+    figures = await backend.evaluate(batch(1).samples)
+    assert figures["tokens"] == sum(sum(sample.mask[1:]) for sample in batch(1).samples)
+    assert figures["loss/mean"] >= 0.0
+    assert (await backend.evaluate([]))["tokens"] == 0.0
+    assert digests(await backend.state()) == before
+
+
+async def test_the_figures_of_a_step_are_those_of_one_process(
+    backend: TrainBackend, model_dir: Path
+) -> None:
+    if isinstance(backend, CountingBackend):
+        pytest.skip("it has no figures")
+    alone = LocalBackend(FAST, max_steps=10, seed=0)
+    await alone.start(model_dir)
+    for step in (1, 2):
+        ours, theirs = (await backend.step(batch(step))).values, (await alone.step(batch(step)))
+        for name in ("loss/mean", "optim/grad_norm", "entropy/all/mean", "tokens", "optim/lr"):
+            assert ours[name] == pytest.approx(theirs.values[name], rel=1e-3), name
+    await alone.close()
 
 
 async def test_saving_twice_keeps_the_second(backend: TrainBackend, tmp_path: Path) -> None:

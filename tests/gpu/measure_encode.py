@@ -18,6 +18,7 @@ import torch
 
 from primerl.crypto.hashing import digest_parts
 from primerl.node.training.backend import Snapshot
+from primerl.node.training.collecting import fetch
 from primerl.node.training.device_export import DeviceExporter, compare, parts
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.encoders import Encoders
@@ -92,7 +93,9 @@ def device_part(named: dict[str, torch.Tensor], held: dict[str, torch.Tensor]) -
         flat = tensor.reshape(-1)
         for part in parts(flat.numel()):
             piece = compare(held[name][part], flat[part].to(torch.bfloat16).view(torch.int16))
-            crossed += piece.nbytes if piece else 0
+            if piece is not None:
+                fetch(piece.bits) if piece.index is None else fetch(piece.index, piece.bits)
+                crossed += piece.nbytes
     return crossed
 
 

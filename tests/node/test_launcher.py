@@ -17,6 +17,7 @@ from primerl.node.config import (
     LaunchConfig,
     ModelConfig,
     ModelCreateConfig,
+    ResumeConfig,
     RunConfig,
     TrainingConfig,
 )
@@ -284,7 +285,7 @@ def test_cleaning_removes_a_run_and_nothing_else(config: RunConfig, tmp_path: Pa
 def test_resuming_never_cleans(config: RunConfig) -> None:
     config.run_dir.mkdir()
     (config.run_dir / "metrics.jsonl").write_text("{}")
-    prepare(config.model_copy(update={"clean": True, "resume": True}))
+    prepare(config.model_copy(update={"clean": True, "resume": ResumeConfig()}))
     assert (config.run_dir / "metrics.jsonl").exists()
 
 

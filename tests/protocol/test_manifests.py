@@ -5,7 +5,17 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_cases import CHUNK, MANIFEST, POLICY_MANIFEST, RECORD, RUN, STRANGER, head, refuses
+from protocol_cases import (
+    ADAPTED,
+    CHUNK,
+    MANIFEST,
+    POLICY_MANIFEST,
+    RECORD,
+    RUN,
+    STRANGER,
+    head,
+    refuses,
+)
 
 from primerl.crypto.hashing import digest
 from primerl.protocol.errors import LocalProtocolError, Reason, RemoteProtocolError
@@ -79,12 +89,22 @@ def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
         ("proofs.source", "other"),
         ("max_steps", 41),
         ("nonce", digest(b"other")),
+        ("adapters.rank", 8),
+        ("adapters.alpha", 16.0),
+        ("adapters.target_modules", ("q_proj",)),
+        ("adapters.base.digest", digest(b"other")),
+        ("adapters.base.size", 6),
     ],
 )
 def test_another_manifest_is_another_run(path: str, value: object) -> None:
-    changed = replaced(MANIFEST, path, value)
+    changed = replaced(ADAPTED, path, value)
     decode(changed, RunManifest)
-    assert run_id(changed) != RUN
+    assert run_id(changed) != run_id(encode(ADAPTED))
+
+
+def test_a_run_without_adapters_has_the_bytes_that_it_always_had() -> None:
+    assert b"adapters" not in encode(MANIFEST)
+    assert run_id(encode(MANIFEST)) != run_id(encode(ADAPTED))
 
 
 def paths(fields: dict[str, Any]) -> Iterator[str]:
@@ -103,7 +123,7 @@ def test_every_field_of_the_run_manifest_was_changed_above() -> None:
         if one.name == "parametrize"
     )
     changed = {path for path, _ in marker.args[1]}
-    fields = msgspec.to_builtins(MANIFEST, builtin_types=(bytes,))
+    fields = msgspec.to_builtins(ADAPTED, builtin_types=(bytes,))
     assert changed == set(paths(fields))
 
 
@@ -172,11 +192,22 @@ def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
         ("max_steps", 0),
         ("nonce", b""),
         ("name", "x" * 257),
+        ("adapters.rank", 0),
+        ("adapters.rank", 10**9),
+        ("adapters.rank", -1),
+        ("adapters.alpha", 0.0),
+        ("adapters.alpha", float("nan")),
+        ("adapters.alpha", float("inf")),
+        ("adapters.target_modules", ()),
+        ("adapters.target_modules", ("q_proj",) * 65),
+        ("adapters.target_modules", ("x" * 257,)),
+        ("adapters.base.size", 2**40),
+        ("adapters.base.digest", b""),
     ],
 )
 def test_a_run_manifest_has_limits(path: str, value: object) -> None:
     with refuses(Reason.MALFORMED):
-        decode(replaced(MANIFEST, path, value), RunManifest)
+        decode(replaced(ADAPTED, path, value), RunManifest)
 
 
 ANCHOR = POLICY_MANIFEST.artifacts[0]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from protocol_cases import (
+    ADAPTED,
     ENVELOPES,
     LEASE,
     MANIFEST,
@@ -95,6 +96,7 @@ def test_the_documents_of_then_are_read_now() -> None:
     manifest = bytes.fromhex(GOLDEN["run_manifest"])
     assert decode(manifest, RunManifest) == MANIFEST
     assert run_id(manifest).hex() == GOLDEN["run_id"]
+    assert decode(bytes.fromhex(GOLDEN["adapted_run_manifest"]), RunManifest) == ADAPTED
     assert decode(bytes.fromhex(GOLDEN["policy_manifest"]), PolicyManifest) == POLICY_MANIFEST
 
 

@@ -60,6 +60,7 @@ def build() -> dict[str, Any]:
         "derive": {"test / a / bc": derive("test", b"a", b"bc").hex()},
         "run_manifest": encode(cases.MANIFEST).hex(),
         "run_id": run_id(encode(cases.MANIFEST)).hex(),
+        "adapted_run_manifest": encode(cases.ADAPTED).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
         "ticket": tickets.issue(cases.TRAINER, cases.TICKET),
         "envelopes": {purpose.value: cases.sealed(purpose).hex() for purpose in cases.ENVELOPES},

@@ -1,5 +1,7 @@
 """The measuring itself: its limits change nothing of what is found, and broken weights are never fine."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 from auditor_cases import NEAR, OWN, Case, make_case, measured
-from engine_cases import make_llama
+from engine_cases import SHAPE, make_llama, make_qwen3
 
 from primerl.node.audits.replay import Replay, Terms, terms
 from primerl.node.errors import EngineError
@@ -40,8 +42,32 @@ async def test_logits_and_branches_a_few_at_a_time_measure_the_same(case: Case) 
         assert one.other_policy == pytest.approx(other.other_policy, rel=0.01)
 
 
-async def test_models_of_the_general_network_are_measured_too(tmp_path: Path) -> None:
-    case = await make_case(tmp_path, "toploc", "float32", make_llama)
+async def test_batches_overlap_without_mixing_versions(case: Case) -> None:
+    """A branch of two versions is summed up when the last of its passes is done, whatever came between."""
+    count = len(case.item.versions)
+    mixed = replace(case.item, versions=[OWN] * (count // 2) + [NEAR] * (count - count // 2))
+    items = [mixed, *case.honest]
+    whole = Replay(replay_of(case)).measure(items, case.states, {OWN: [NEAR]})
+    single = Replay(replay_of(case), batch_tokens=1)
+    apart = [single.measure([item], case.states, {OWN: [NEAR]})[0] for item in items]
+    for one, other in zip(measured(whole), measured(apart), strict=True):
+        assert one.tokens == other.tokens
+        assert one.fingerprint == pytest.approx(other.fingerprint, abs=1e-3)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert one.other_policy == pytest.approx(other.other_policy, rel=0.01)
+    assert measured(whole)[0].fingerprint > measured(whole)[1].fingerprint
+
+
+def make_experts(directory: Path, seed: int) -> State:
+    shape = SHAPE.model_copy(update={"num_experts": 4, "moe_intermediate_size": 32})
+    return make_qwen3(directory, seed, shape)
+
+
+@pytest.mark.parametrize("make", [make_llama, make_experts])
+async def test_models_of_the_general_network_are_measured_too(
+    tmp_path: Path, make: Callable[[Path, int], State]
+) -> None:
+    case = await make_case(tmp_path, "toploc", "float32", make)
     for one in measured(Replay(replay_of(case)).measure(case.honest, case.states, {OWN: [NEAR]})):
         assert one.fingerprint < 0.01
         assert one.sampling_max < 1e-4

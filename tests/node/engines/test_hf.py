@@ -88,6 +88,9 @@ class CountingNetwork:
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.inner.hidden(tokens)
 
+    def packed(self, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        return self.inner.packed(tokens, lengths)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.inner.logits(hidden)
 

@@ -105,6 +105,39 @@ def test_hidden_states_are_what_feeds_the_head(model: tuple[Path, State]) -> Non
         assert torch.allclose(mine.logits(hidden[1, 4]), mine.forward(tokens)[1, 4], atol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", [[5], [9, 9, 4, 9, 1], [700, 90, 600, 2]])
+def test_packed_sequences_do_not_see_each_other(
+    model: tuple[Path, State], lengths: list[int]
+) -> None:
+    mine = network(model)
+    tokens = torch.randint(0, 272, (sum(lengths),), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        together = mine.packed(tokens, lengths).split(lengths)
+        alone = [mine.hidden(one[None])[0] for one in tokens.split(lengths)]
+    for found, wanted in zip(together, alone, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_the_general_network_pads_no_short_sequence_to_a_long_one(
+    llama: tuple[Path, State],
+) -> None:
+    """So that memory grows with the tokens, and not with the longest times their number."""
+    widths: list[int] = []
+    made = network(llama)
+    hidden = made.hidden
+
+    def seen(tokens: torch.Tensor) -> torch.Tensor:
+        widths.append(tokens.numel())
+        return hidden(tokens)
+
+    made.hidden = seen  # type: ignore[method-assign]
+    lengths = [200, 180, 150, *[1] * 300]
+    with torch.inference_mode():
+        assert made.packed(torch.zeros(sum(lengths), dtype=torch.int64), lengths).shape[0] == 830
+    assert len(widths) < 5
+    assert sum(widths) < 2 * sum(lengths)
+
+
 def test_each_step_s_hidden_state_is_that_of_a_whole_pass(model: tuple[Path, State]) -> None:
     mine, tokens = network(model), torch.tensor([[0, 7, 8], [4, 5, 6]])
     mask = torch.tensor([[False, True, True], [True, True, True]])

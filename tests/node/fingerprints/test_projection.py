@@ -8,7 +8,7 @@ import pytest
 from fingerprint_cases import exact, model, text
 
 from primerl.node.fingerprints.fingerprint import BadProof, ProofFailed
-from primerl.node.fingerprints.projection import FURTHEST, Projection, pack, signs
+from primerl.node.fingerprints.projection import FURTHEST, Projected, Projection, pack, signs
 
 PROOF = Projection()
 
@@ -51,6 +51,18 @@ def test_a_proof_has_these_bytes() -> None:
     proof = PROOF.make(exact(5))
     assert proof[:16].hex() == FIRST
     assert hashlib.sha256(proof).hexdigest() == WHOLE
+
+
+def test_states_that_were_projected_elsewhere_compare_the_same() -> None:
+    states, other = (
+        text(np.random.default_rng(seed), 40, model(np.random.default_rng(1))) for seed in (1, 2)
+    )
+    proof = PROOF.make(states)
+    matrix = signs(states.shape[1])
+    found = Projected().compare(proof, states @ matrix, [other @ matrix])
+    assert found == PROOF.compare(proof, states, [other])
+    with pytest.raises(ProofFailed, match="not finite"):
+        Projected().compare(proof, states @ matrix * np.inf)
 
 
 def test_the_parts_that_a_worker_uses_make_the_same_proof() -> None:

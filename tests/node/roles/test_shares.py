@@ -63,7 +63,7 @@ class Inbox:
         await asyncio.Event().wait()
 
 
-async def nothing(*_: object) -> None:
+async def nothing(*_: object, **__: object) -> None:
     pass
 
 
@@ -94,7 +94,7 @@ class World:
             "progress": Progress(),
             "backend": self.recorder,
             "publisher": SimpleNamespace(publish=nothing, last_delta_bytes=0),
-            "checkpoints": None,
+            "checkpoints": SimpleNamespace(close=nothing, finish=nothing),
             "metrics": self.metrics,
             "clock": PhaseClock(),
             "gossip": nothing,

@@ -1,10 +1,32 @@
 import math
+import random
 
 import pytest
+from pydantic import ValidationError
 from training_cases import group
 
-from primerl.node.training.advantages import credit, grpo, grpo_std
+from primerl.node.training.advantages import Size, credit, grpo, grpo_length, grpo_std, max_rl
 from primerl.node.training.buffer import BranchTokens, Group, ScoredRollout
+from primerl.node.training_config import LengthPenaltyConfig, LossConfig, TrainingConfig
+
+KINDS = ["grpo", "grpo_std", "grpo_length", "max_rl"]
+OUTPUT_ONLY = LengthPenaltyConfig(num_input_tokens_weight=0.0, num_turns_weight=0.0)
+
+
+def training(kind: str = "grpo", **fields: object) -> TrainingConfig:
+    return TrainingConfig.model_validate({"advantage": kind, **fields})
+
+
+def branch(mask: list[int]) -> BranchTokens:
+    return BranchTokens([7] * len(mask), [bool(one) for one in mask], [0.0] * len(mask))
+
+
+def mixed(rewards: list[float], lengths: list[int]) -> Group:
+    rollouts = [
+        ScoredRollout([branch([0, 0] + [1] * length)], reward)
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
+    return Group(b"t", "e", rollouts, 0, b"n", b"l")
 
 
 def test_grpo_is_the_distance_from_the_group_mean() -> None:
@@ -16,32 +38,145 @@ def test_grpo_std_divides_by_the_sample_standard_deviation() -> None:
     assert grpo_std([1.0, 0.0, 0.0, 1.0]) == pytest.approx([scale, -scale, -scale, scale])
 
 
-def test_groups_without_signal_are_pruned_and_counted() -> None:
-    batch = credit([group([1, 1, 1]), group([0, 0]), group([0, 1])], "grpo_std")
-    assert (batch.groups, batch.pruned, batch.thin) == (1, 2, 0)
+def test_max_rl_divides_by_the_mean() -> None:
+    assert max_rl([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert max_rl([0.5, 0.25]) == pytest.approx([1 / 3, -1 / 3])
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 0.0], [-1.0, 1.0], [-1.0, -3.0, 0.5]])
+def test_max_rl_of_a_mean_that_is_not_positive_is_no_signal(rewards: list[float]) -> None:
+    assert max_rl(rewards) == [0.0] * len(rewards)
+
+
+def test_max_rl_does_not_explode_where_rewards_nearly_cancel() -> None:
+    advantages = max_rl([-1.0, 1.0 + 1e-12])
+    assert max(map(abs, advantages)) <= 4.0
+    assert advantages[1] > 0 > advantages[0]
+
+
+def test_the_length_penalty_is_its_formula() -> None:
+    rewards = [1.0, 1.0, 0.0]
+    sizes = [Size(100, 40, 1), Size(50, 80, 4), Size(200, 20, 2)]
+    frac = [
+        0.25 * 0.5 + 0.1 * 0.5 + 0.1 * 0.25,
+        0.25 * 0.25 + 0.1 * 1.0 + 0.1 * 1.0,
+        0.25 * 1.0 + 0.1 * 0.25 + 0.1 * 0.5,
+    ]
+    shaped = [reward - 2 / 3 * part for reward, part in zip(rewards, frac, strict=True)]
+    expected = [value - sum(shaped) / 3 for value in shaped]
+    assert grpo_length(rewards, sizes, LengthPenaltyConfig()) == pytest.approx(expected)
+
+
+def test_the_shorter_of_two_right_answers_is_better_and_both_beat_a_wrong_one() -> None:
+    batch = credit([mixed([1.0, 1.0, 0.0], [2, 8, 1])], training("grpo_length"))
+    short, long, wrong = (sample.advantage for sample in batch.samples)
+    assert short > long > wrong
+
+
+def test_right_answers_alone_have_signal_by_their_length() -> None:
+    groups = [mixed([1.0, 1.0], [2, 4]), mixed([1.0, 1.0], [3, 3])]
+    batch = credit(groups, training("grpo_length", length_penalty=OUTPUT_ONLY))
+    assert [sample.advantage for sample in batch.samples] == pytest.approx([0.0625, -0.0625])
+    assert (batch.groups, batch.pruned) == (1, 1)
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 0.0], [-1.0, -1.0]])
+def test_nobody_is_paid_for_the_length_of_a_failure(rewards: list[float]) -> None:
+    assert credit([mixed(rewards, [2, 9])], training("grpo_length")).pruned == 1
+
+
+def test_a_length_penalty_of_nothing_is_grpo() -> None:
+    off = LengthPenaltyConfig(
+        num_output_tokens_weight=0, num_input_tokens_weight=0, num_turns_weight=0
+    )
+    sizes = [Size(5, 0, 1), Size(9, 3, 2)]
+    assert grpo_length([0.3, 0.9], sizes, off) == grpo([0.3, 0.9])
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan])
+def test_a_length_penalty_is_bounded(weight: float) -> None:
+    with pytest.raises(ValidationError):
+        LengthPenaltyConfig(num_output_tokens_weight=weight)
+
+
+def test_a_size_counts_all_branches_of_a_rollout() -> None:
+    rollout = ScoredRollout([branch([0, 0, 1, 1, 0, 1]), branch([0, 1, 1])], 1.0)
+    assert Size.of(rollout) == Size(output=5, input=4, turns=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantages_of_a_group_add_up_to_nothing_and_rank_as_rewards_do(kind: str) -> None:
+    rng = random.Random(5)
+    for _ in range(50):
+        count = rng.randint(2, 9)
+        rewards = [rng.choice([0.0, 1.0, rng.uniform(-1, 2)]) for _ in range(count)]
+        batch = credit([mixed(rewards, [4] * count)], training(kind))
+        advantages = [sample.advantage for sample in batch.samples]
+        assert math.fsum(advantages) == pytest.approx(0.0, abs=1e-9)
+        assert all(map(math.isfinite, advantages))
+        for (one, mine), (other, theirs) in zip(
+            zip(rewards, advantages, strict=False),
+            zip(rewards[1:], advantages[1:], strict=False),
+            strict=False,
+        ):
+            assert (mine - theirs) * (one - other) >= 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_without_signal_are_pruned_and_counted(kind: str) -> None:
+    batch = credit([group([1, 1, 1]), group([0, 0]), group([0, 1])], training(kind))
+    assert (batch.groups, batch.pruned, batch.thin, batch.flat) == (1, 2, 0, 2)
     assert len(batch.samples) == 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_without_signal_may_be_kept_and_are_counted_still(kind: str) -> None:
+    groups = [group([0.1] * 3), group([0, 1]), group([1.0])]
+    batch = credit(groups, training(kind, filter_zero_advantages=False))
+    assert (batch.groups, batch.pruned, batch.thin, batch.flat) == (2, 0, 1, 1)
+    assert [sample.advantage for sample in batch.samples[:3]] == [0.0] * 3
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl", "ce"])
+def test_a_loss_that_reads_no_advantage_keeps_every_group(loss: str) -> None:
+    config = training(loss=LossConfig.model_validate({"type": loss}))
+    batch = credit([group([1, 1]), group([0, 1])], config)
+    assert (batch.groups, batch.pruned, batch.flat) == (2, 0, 1)
+
+
 def test_equal_rewards_that_do_not_add_up_exactly_are_no_signal() -> None:
-    assert credit([group([0.1] * 7)], "grpo_std").pruned == 1
+    assert credit([group([0.1] * 3)], training("grpo_std")).pruned == 1
 
 
 def test_survivors_of_a_group_are_compared_with_each_other() -> None:
     lost = [ScoredRollout([], 9.0), ScoredRollout(group([0]).rollouts[0].branches, math.nan)]
     whole = group([1.0, 0.0])
     partial = Group(b"t", "e", [*lost, *whole.rollouts], 0, b"n", b"l")
-    batch = credit([partial], "grpo")
+    batch = credit([partial], training())
     assert [sample.advantage for sample in batch.samples] == [0.5, -0.5]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -1e300])
+def test_an_absurd_reward_is_left_out_of_its_group(kind: str, reward: float) -> None:
+    batch = credit([group([1.0, reward, 0.0, reward])], training(kind))
+    assert len(batch.samples) == 2
+    assert all(abs(sample.advantage) <= 2.0 for sample in batch.samples)
+
+
 def test_a_lone_survivor_teaches_nothing() -> None:
-    batch = credit([group([1.0, math.inf])], "grpo")
+    batch = credit([group([1.0, math.inf])], training())
     assert (batch.samples, batch.thin) == ([], 1)
 
 
 def test_all_branches_of_a_rollout_share_its_advantage() -> None:
     branches = [BranchTokens([n, 5], [False, True], [0.0, -1.0]) for n in (1, 2)]
     rollouts = [ScoredRollout(branches, 1.0), ScoredRollout(branches[:1], 0.0)]
-    batch = credit([Group(b"t", "e", rollouts, 0, b"n", b"l")], "grpo")
+    batch = credit([Group(b"t", "e", rollouts, 0, b"n", b"l")], training())
     assert [sample.advantage for sample in batch.samples] == [0.5, 0.5, -0.5]
     assert batch.samples[1].token_ids == [2, 5]
+
+
+def test_a_sequences_mean_is_not_taken_over_parts_of_it() -> None:
+    with pytest.raises(ValidationError, match="context_parallel to 1"):
+        training(loss=LossConfig(type="gspo"), context_parallel=2)

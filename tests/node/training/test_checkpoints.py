@@ -1,10 +1,15 @@
+import asyncio
+import logging
+import multiprocessing
 import os
+import time
+from copy import copy
 from pathlib import Path
 
 import pytest
 from training_cases import batch
 
-from primerl.node.errors import StorageError
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.training.checkpoints import COMPLETE, Checkpoints
 from primerl.node.training.counting import CountingBackend
 from primerl.node.weights.state import digests
@@ -15,6 +20,32 @@ PARTS = {"buffer": b"\x00\xff", "ledger.msgpack": b""}
 class FullDisk(CountingBackend):
     async def save(self, directory: Path) -> None:
         raise OSError(28, "No space left on device")
+
+
+class Staging(CountingBackend):
+    """Can save while it trains; the write waits until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+        self.copy = CountingBackend()
+        self.fails = False
+
+    async def stage(self) -> None:
+        self.copy = copy(self)
+
+    async def write_staged(self, directory: Path) -> None:
+        await self.go.wait()
+        if self.fails:
+            raise EngineError("a rank died")
+        await self.copy.save(directory)
+
+
+async def staging(tmp_path: Path) -> Staging:
+    backend = Staging()
+    await backend.start(tmp_path)
+    await backend.step(batch(1))
+    return backend
 
 
 async def counting(tmp_path: Path, steps: int) -> CountingBackend:
@@ -44,6 +75,14 @@ async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
         await checkpoints.write(step, {}, backend)
     assert checkpoints.steps() == [10, 11]
     assert sorted(os.listdir(tmp_path)) == ["step_10", "step_11"]
+
+
+async def test_multiples_of_the_interval_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_interval=3)
+    backend = await counting(tmp_path, 0)
+    for step in range(8):
+        await checkpoints.write(step, {}, backend)
+    assert checkpoints.steps() == [3, 6, 7]
 
 
 async def test_a_checkpoint_without_its_record_does_not_exist(tmp_path: Path) -> None:
@@ -128,3 +167,173 @@ async def test_a_replacement_that_a_crash_cut_in_two_is_undone(tmp_path: Path) -
 async def test_a_part_cannot_name_a_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="part name"):
         await Checkpoints(tmp_path, keep_last=1).write(1, {name: b""}, CountingBackend())
+
+
+async def test_a_begun_checkpoint_is_of_then_and_does_not_exist_before_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    backend = await staging(tmp_path)
+    expected = digests(await backend.state())
+    parts = dict(PARTS)
+    await checkpoints.begin(1, parts, backend)
+    parts.clear()
+    await backend.step(batch(2))
+    assert checkpoints.latest() is None
+    backend.go.set()
+    await checkpoints.finish()
+    assert await checkpoints.read(1) == PARTS
+    resumed = await counting(tmp_path, 0)
+    await resumed.load(checkpoints.backend_directory(1))
+    assert digests(await resumed.state()) == expected != digests(await backend.state())
+
+
+async def test_one_checkpoint_is_written_at_a_time(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    backend = await staging(tmp_path)
+    await checkpoints.begin(1, PARTS, backend)
+    second = asyncio.create_task(checkpoints.begin(2, PARTS, backend))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    backend.go.set()
+    await second
+    assert checkpoints.steps()[0] == 1
+    await checkpoints.finish()
+    assert checkpoints.steps() == [1, 2]
+    await checkpoints.finish()
+
+
+async def test_a_failure_in_the_background_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    backend = await staging(tmp_path)
+    backend.fails = True
+    backend.go.set()
+    await checkpoints.begin(1, PARTS, backend)
+    with pytest.raises(EngineError, match="rank died"):
+        await checkpoints.begin(2, PARTS, backend)
+    await checkpoints.finish()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_closing_waits_and_only_logs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    backend = await staging(tmp_path)
+    backend.go.set()
+    await checkpoints.begin(1, PARTS, backend)
+    await checkpoints.close()
+    assert checkpoints.steps() == [1]
+    backend.fails = True
+    await checkpoints.begin(2, PARTS, backend)
+    with caplog.at_level(logging.WARNING):
+        await checkpoints.close()
+    assert "not written: a rank died" in caplog.text
+
+
+async def test_who_waits_may_be_cancelled_and_the_writing_goes_on(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    backend = await staging(tmp_path)
+    await checkpoints.begin(1, PARTS, backend)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await checkpoints.finish()
+    backend.go.set()
+    await checkpoints.close()
+    assert checkpoints.steps() == [1]
+
+
+async def test_a_backend_that_cannot_stage_is_saved_at_once(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    await checkpoints.begin(1, PARTS, await counting(tmp_path, 1))
+    assert checkpoints.steps() == [1]
+
+
+async def test_the_newest_that_is_whole_is_read_and_the_others_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=9)
+    assert await checkpoints.read_newest() is None
+    backend = await counting(tmp_path, 1)
+    for step in (1, 2, 3, 4):
+        await checkpoints.write(step, {"step": str(step).encode()}, backend)
+    (tmp_path / "step_4" / COMPLETE).unlink()
+    (tmp_path / "step_3" / "parts" / "step").write_bytes(b"4")
+    with caplog.at_level(logging.WARNING):
+        assert await checkpoints.read_newest() == (2, {"step": b"2"})
+    assert "checkpoint 4 was never completed" in caplog.text
+    assert "checkpoint 3 was altered" in caplog.text
+    with pytest.raises(StorageError, match="checkpoint 3 was altered"):
+        await checkpoints.read(3)
+    for step in (1, 2):
+        (tmp_path / f"step_{step}" / "parts" / "step").unlink()
+    with pytest.raises(StorageError, match="checkpoint 3"):
+        await checkpoints.read_newest()
+
+
+async def test_what_comes_after_a_step_is_set_aside_and_never_deleted(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=4)
+    backend = await counting(tmp_path, 1)
+    for step in (1, 2, 3):
+        await checkpoints.write(step, PARTS, backend)
+    (tmp_path / "step_3" / COMPLETE).unlink()
+    assert checkpoints.set_aside(3) is None
+    assert checkpoints.set_aside(1) == tmp_path / "void_1"
+    assert sorted(os.listdir(tmp_path / "void_1")) == ["step_2", "step_3"]
+    assert checkpoints.steps() == [1]
+    await checkpoints.write(2, PARTS, backend)
+    assert checkpoints.set_aside(0) == tmp_path / "void_2"
+    for step in range(4, 10):
+        await checkpoints.write(step, PARTS, backend)
+    assert sorted(os.listdir(tmp_path / "void_1")) == ["step_2", "step_3"]
+    assert await Checkpoints(tmp_path / "void_1", keep_last=1).read(2) == PARTS
+
+
+class Stuck(CountingBackend):
+    """Its third checkpoint is never finished."""
+
+    async def save(self, directory: Path) -> None:
+        await super().save(directory)
+        if self.batches[-1].step == 3:
+            await asyncio.sleep(600)
+
+
+def save_until_killed(directory: Path) -> None:
+    """The life of a process that is killed while it saves."""
+
+    async def live() -> None:
+        checkpoints, backend = Checkpoints(directory, keep_last=2), Stuck()
+        await backend.start(directory)
+        for step in (1, 2, 3):
+            await backend.step(batch(step))
+            await checkpoints.begin(step, PARTS, backend)
+
+    asyncio.run(live())
+
+
+def kill_in_the_middle(directory: Path) -> None:
+    """Run the above until the third checkpoint is half there, then SIGKILL."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=save_until_killed, args=(directory,)
+    )
+    process.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not (directory / "step_3.partial" / "backend").exists():
+            assert process.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.join()
+
+
+async def test_sigkill_in_the_middle_of_a_save_leaves_the_older_one_as_the_newest(
+    tmp_path: Path,
+) -> None:
+    await asyncio.to_thread(kill_in_the_middle, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["step_1", "step_2", "step_3.partial"]
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    assert await checkpoints.read_newest() == (2, PARTS)
+    await checkpoints.write(3, PARTS, await counting(tmp_path, 3))
+    assert sorted(os.listdir(tmp_path)) == ["step_2", "step_3"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from primerl.node.errors import EngineError
 from primerl.node.tensors import bf16_state
-from primerl.node.training import device_export
+from primerl.node.training import host_state
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.device_export import DeviceExporter
 from primerl.node.weights.codec import encode_delta
@@ -122,7 +122,7 @@ def test_few_changes_are_told_by_position_and_many_as_all_of_it() -> None:
 
 
 def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_export, "MAX_WAITING", 500)
+    monkeypatch.setattr(host_state, "MAX_WAITING", 500)
     exporter = DeviceExporter(threads=2, chunk=50)
     named = weights()
     before = exporter.export(named).state

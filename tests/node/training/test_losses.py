@@ -1,21 +1,42 @@
 import math
+from dataclasses import replace
 
+import loss_cases
+import numpy as np
 import pytest
 import torch
+from loss_cases import CASES, Case, exchange
+from torch import Tensor
 
-from primerl.node.config import LossConfig
-from primerl.node.training.losses import LossSums, TokenInputs, policy_loss, token_logprobs
+from primerl.node.training.loss_sums import LossSums
+from primerl.node.training.losses import (
+    TokenInputs,
+    cross_entropy,
+    policy_loss,
+    token_logprobs,
+)
+from primerl.node.training_config import LossConfig
+
+torch.set_num_threads(1)
 
 DPPO = LossConfig(type="dppo_kl", kl_tau=0.01, adv_tau=2.0)
 CLIPPED = LossConfig(type="grpo_two_sided", clip_low=0.2, clip_high=0.28, clip_ratio_max=4.0)
-BOTH = pytest.mark.parametrize("config", [DPPO, CLIPPED], ids=["dppo_kl", "grpo_two_sided"])
+NOT_CE = [case for case in CASES if case.name != "ce"]
 
 
 def inputs(rows: list[tuple[float, float, float]]) -> TokenInputs:
     """Rows of (pi, mu, advantage), probabilities."""
     columns = torch.tensor(rows, dtype=torch.float32).reshape(-1, 3)
     logprobs = columns[:, 0].log().requires_grad_()
-    return TokenInputs(logprobs, columns[:, 1].log(), columns[:, 2], torch.zeros(len(columns)))
+    count = len(columns)
+    return TokenInputs(
+        logprobs,
+        columns[:, 1].log(),
+        columns[:, 2],
+        torch.zeros(count),
+        torch.arange(count),
+        torch.full((count,), math.log(0.5)),
+    )
 
 
 def gradient(
@@ -61,6 +82,16 @@ def test_dppo_masks_by_moved_probability_and_keeps_the_pull(
 
 
 @pytest.mark.parametrize(
+    ("move", "kept"), [(0.15, True), (0.25, False), (-0.05, True), (-0.15, False)]
+)
+def test_dppo_has_a_threshold_for_each_side(move: float, kept: bool) -> None:
+    config = LossConfig(dppo_mask_low=0.1, dppo_mask_high=0.2, kl_tau=0.0)
+    pi, advantage = 0.5 + move, math.copysign(1.0, move)
+    expected = -advantage * pi / 0.5 if kept else 0.0
+    assert gradient(config, [(pi, 0.5, advantage)], 1) == pytest.approx([expected], rel=1e-5)
+
+
+@pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "slope"),
     [
         (1.1, 1.0, -1.1, -1.1),
@@ -70,6 +101,7 @@ def test_dppo_masks_by_moved_probability_and_keeps_the_pull(
         (1.5, -1.0, 1.5, 1.5),  # one-sided clipping leaves this branch open
         (9.0, -1.0, 4.0, 0.0),  # the second side closes it
         (1.0, 0.0, 0.0, 0.0),
+        (0.5, 0.0, 0.0, 0.0),
     ],
 )
 def test_two_sided_clip_is_its_formula(
@@ -83,43 +115,210 @@ def test_two_sided_clip_is_its_formula(
     assert sums.metrics()["is_masked/mean"] == float(flat)
 
 
-@BOTH
-def test_three_ranks_with_unequal_token_counts_add_up_to_one(config: LossConfig) -> None:
-    generator = torch.Generator().manual_seed(3)
-    draws = torch.rand(9, 2, generator=generator) * 0.9 + 0.05
-    advantages = torch.randn(9, generator=generator)
-    rows = [(float(p), float(m), float(a)) for (p, m), a in zip(draws, advantages, strict=True)]
-    whole, whole_sums = policy_loss(config, inputs(rows), 9)
-    ranks = [rows[:5], rows[5:6], rows[6:]]
-    parts = [policy_loss(config, inputs(part), 9) for part in ranks]
-    assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), rel=1e-5)
-    slopes = [slope for part in ranks for slope in gradient(config, part, 9)]
-    assert slopes == pytest.approx(gradient(config, rows, 9), rel=1e-5)
-    sums = LossSums()
-    for _, part in parts:
-        sums.add(part)
-    assert sums.metrics() == pytest.approx(whole_sums.metrics())
-    assert sums.metrics()["loss/mean"] == pytest.approx(whole.item(), rel=1e-5)
+@pytest.mark.parametrize("seed", [90, 1, 2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_loss_and_its_gradient_are_the_closed_form(case: Case, seed: int) -> None:
+    given = loss_cases.tokens(seed)
+    values, slopes = case.expected(given)
+    tokens = given.inputs()
+    loss, sums = policy_loss(case.config, tokens, 20)
+    (found,) = torch.autograd.grad(loss, tokens.logprobs)
+    assert loss.item() == pytest.approx(values.sum() / 20, rel=1e-12)
+    assert found.numpy() == pytest.approx(slopes / 20, rel=1e-9, abs=1e-15)
+    assert sums.metrics()["loss/mean"] == pytest.approx(values.mean(), rel=1e-12)
 
 
-@BOTH
-def test_an_absurd_ratio_gives_finite_numbers_and_moves_nothing(config: LossConfig) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_cases_try_both_sides_of_every_trust_region(case: Case) -> None:
+    given = loss_cases.tokens()
+    metrics = policy_loss(case.config, given.inputs(), len(given))[1].metrics()
+    assert (metrics["is_masked_low/mean"] > 0) is (case.name != "ce")
+    assert (metrics["is_masked_high/mean"] > 0) is (case.name not in ("ce", "reverse_kl"))
+    assert metrics["is_masked/mean"] < 0.7
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ranks_with_unequal_token_counts_add_up_to_one(case: Case, ranks: int) -> None:
+    whole = loss_cases.tokens()
+    weights = torch.linspace(
+        -0.5, 0.5, 4, dtype=torch.float64
+    )  # shared by all tokens, as a model is
+    features = torch.from_numpy(np.random.default_rng(1).normal(size=(len(whole), 4)))
+
+    def of(rank: int, ranks: int) -> tuple[float, Tensor, LossSums]:
+        own = np.isin(whole.sequence, loss_cases.share(rank, ranks))
+        leaf = weights.clone().requires_grad_()
+        tokens = whole.of(loss_cases.share(rank, ranks))
+        lifted = features[torch.from_numpy(own)] @ leaf * 0.01
+        logprobs = torch.from_numpy(np.log(tokens.pi)) + lifted
+        loss, sums = policy_loss(case.config, tokens.inputs(logprobs), len(whole))
+        loss.backward()
+        assert leaf.grad is not None
+        return loss.item(), leaf.grad, sums
+
+    loss, gradient, sums = of(0, 1)
+    parts = [of(rank, ranks) for rank in range(ranks)]
+    assert len({part[2].tokens for part in parts}) == ranks
+    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-12)
+    added = torch.stack([part[1] for part in parts]).sum(0)
+    assert added.numpy() == pytest.approx(gradient.numpy(), rel=1e-9, abs=1e-15)
+    for reduced in exchange([part[2] for part in parts]):
+        assert reduced.metrics() == pytest.approx(sums.metrics(), rel=1e-12)
+
+
+@pytest.mark.parametrize("case", NOT_CE, ids=lambda case: case.name)
+@pytest.mark.parametrize("lie", [-1000.0, -math.inf, math.inf])
+def test_an_absurd_ratio_gives_finite_numbers_and_moves_nothing(case: Case, lie: float) -> None:
     for advantage in (1.0, -1.0):
         logprobs = torch.tensor([-0.1], requires_grad=True)
+        one = torch.zeros(1)
         given = TokenInputs(
-            logprobs, torch.tensor([-1000.0]), torch.tensor([advantage]), torch.zeros(1)
+            logprobs, torch.tensor([lie]), one + advantage, one, one.long(), one - 0.1
         )
-        loss, sums = policy_loss(config, given, 1)
+        loss, sums = policy_loss(case.config, given, 1)
         (slope,) = torch.autograd.grad(loss, logprobs)
         assert slope.item() == 0.0
         assert all(math.isfinite(value) for value in sums.metrics().values())
 
 
-@BOTH
-def test_a_rank_without_tokens_adds_nothing(config: LossConfig) -> None:
-    loss, sums = policy_loss(config, inputs([]), 5)
+@pytest.mark.parametrize("lie", [-1000.0, -math.inf])
+def test_a_reference_that_rules_a_token_out_lowers_it_by_a_bounded_step(lie: float) -> None:
+    config = LossConfig(type="reverse_kl", kl_tau=0.0)
+    given = replace(inputs([(0.5, 0.5, 0.0)]), reference=torch.tensor([lie]))
+    loss, sums = policy_loss(config, given, 1)
+    (slope,) = torch.autograd.grad(loss, given.logprobs)
+    assert slope.item() == pytest.approx(20.0)
+    assert all(math.isfinite(value) for value in sums.metrics().values())
+
+
+@pytest.mark.parametrize("case", NOT_CE, ids=lambda case: case.name)
+def test_what_is_no_number_is_never_made_one(case: Case) -> None:
+    """A step of it is skipped: that is for the learner to see, so the loss must not hide it."""
+    given = loss_cases.tokens()
+    given.mu[4] = math.nan
+    loss, sums = policy_loss(case.config, given.inputs(), len(given))
+    assert math.isnan(loss.item())
+    assert math.isnan(sums.sums["loss/mean"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_rank_without_tokens_adds_nothing_and_can_go_backward(case: Case) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    tokens = loss_cases.tokens().of([])
+    loss, sums = policy_loss(case.config, tokens.inputs(weight[:0].double() * 2), 5)
     assert loss.item() == 0.0
-    assert sums.metrics() == {}
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.0, 0.0, 0.0]
+    assert (sums.tokens, sums.metrics()) == (0, {})
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "ce"])
+def test_a_distilled_token_is_told_nothing_by_its_advantage(kind: str) -> None:
+    config = LossConfig.model_validate({"type": kind})
+    assert not config.reads_advantages
+    rows = [(0.3, 0.25, 1.0)]
+    assert gradient(config, rows, 1) == gradient(config, [(0.3, 0.25, -9.0)], 1)
+
+
+@pytest.mark.parametrize("config", [LossConfig(type="reverse_kl"), LossConfig(ref_kl_tau=0.1)])
+def test_a_reference_that_is_not_there_is_an_error_on_every_rank(config: LossConfig) -> None:
+    assert config.needs_reference
+    whole = loss_cases.tokens()
+    for tokens in (whole, whole.of([])):
+        with pytest.raises(ValueError, match=r"give TokenInputs\.reference"):
+            policy_loss(config, tokens.inputs(reference=False), 20)
+
+
+def test_the_reference_pulls_towards_itself() -> None:
+    """Slope against the reference's side: descent raises a token that it likes better, and lowers others."""
+    config = LossConfig(type="reverse_kl", kl_tau=0.0)
+    assert gradient(config, [(0.4, 0.4, 0.0)], 1)[0] < 0  # the reference says 0.5
+    assert gradient(config, [(0.6, 0.6, 0.0)], 1)[0] > 0
+    at_it = policy_loss(config, inputs([(0.5, 0.5, 0.0)]), 1)[1].metrics()
+    assert at_it["ref_kl/all/mean"] == pytest.approx(0.0, abs=1e-6)
+    off = policy_loss(config, inputs([(0.4, 0.4, 0.0)]), 1)[1].metrics()
+    assert off["ref_kl/all/mean"] == pytest.approx(1.25 - math.log(1.25) - 1, rel=1e-5)
+
+
+def test_reverse_kl_in_expectation_is_the_kls_gradient() -> None:
+    """Summed over a whole vocabulary with mu = pi it is what autograd says of the KL itself."""
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logprobs = logits.log_softmax(0)
+    kl = (logprobs.exp() * (logprobs - reference)).sum()
+    (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    config = LossConfig(type="reverse_kl", kl_tau=0.0)
+    found = torch.zeros(3, dtype=torch.float64)
+    for token in range(3):
+        row = logprobs[token : token + 1]
+        given = TokenInputs(
+            row,
+            row.detach(),
+            torch.zeros(1),
+            torch.zeros(1),
+            torch.zeros(1).long(),
+            reference[token : token + 1],
+        )
+        loss, _ = policy_loss(config, given, 1)
+        (slope,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        found += row.detach().exp() * slope
+    assert found.numpy() == pytest.approx(expected.numpy(), rel=1e-9)
+
+
+def test_gspo_gives_every_token_of_a_sequence_its_ratio() -> None:
+    config = LossConfig(type="gspo", sequence_clip_high=0.5)
+    rows = [(0.5, 0.4, 1.0), (0.5, 0.5, 1.0), (0.2, 0.4, 1.0)]
+    given = inputs(rows)
+    together = torch.zeros(3, dtype=torch.int64)
+    loss, _ = policy_loss(config, replace(given, sequences=together), 3)
+    (found,) = torch.autograd.grad(loss, given.logprobs)
+    ratio = (1.25 * 1.0 * 0.5) ** (1 / 3)
+    assert loss.item() == pytest.approx(-ratio, rel=1e-5)
+    assert found.tolist() == pytest.approx([-ratio / 3] * 3, rel=1e-5)
+
+
+def test_gspo_does_not_mind_gaps_or_the_order_of_tokens() -> None:
+    config = CASES[3].config
+    given = loss_cases.tokens()
+    plain = given.inputs()
+    order = torch.randperm(len(given), generator=torch.Generator().manual_seed(2))
+    columns = {
+        name: getattr(plain, name).detach()[order]
+        for name in ("logprobs", "behaviour", "advantages", "entropy")
+    }
+    mixed = TokenInputs(**columns, sequences=plain.sequences[order] * 3 + 1)
+    expected = policy_loss(config, plain, 15)[0].item()
+    assert policy_loss(config, mixed, 15)[0].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_cross_entropy_reads_and_reports_nothing_of_a_sampler() -> None:
+    given = loss_cases.tokens()
+    given.mu[:] = math.nan
+    given.advantage[:] = math.nan
+    tokens = given.inputs(reference=False)
+    loss, sums = cross_entropy(tokens, 30)
+    (slope,) = torch.autograd.grad(loss, tokens.logprobs)
+    assert loss.item() == pytest.approx(-np.log(given.pi).sum() / 30, rel=1e-12)
+    assert slope.tolist() == [-1 / 30] * 15
+    names = {"loss/mean", "entropy/all/mean", "entropy/all/max", "tokens"}
+    assert set(sums.metrics()) == names
+    (alone,) = exchange([sums])
+    assert set(alone.metrics()) == names
+    empty, _ = cross_entropy(given.of([]).inputs(), 30)
+    assert empty.requires_grad
+    assert empty.item() == 0.0
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    given = inputs([(0.5, 0.5, 1.0)] * 3)
+    for name in ("behaviour", "advantages", "entropy", "sequences", "reference"):
+        short = replace(given, **{name: getattr(given, name)[:2]})
+        with pytest.raises(ValueError, match="one length"):
+            policy_loss(DPPO, short, 3)
+    with pytest.raises(ValueError, match="flat"):
+        policy_loss(DPPO, replace(given, logprobs=given.logprobs[None]), 3)
 
 
 def test_a_token_count_of_one_rank_only_is_refused() -> None:

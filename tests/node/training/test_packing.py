@@ -1,37 +1,74 @@
 import random
+from itertools import pairwise
 
-import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from training_cases import sample
 
 from primerl.node.training.backend import Sample
-from primerl.node.training.packing import pack
+from primerl.node.training.packing import MicroBatch, Packed, pack
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
 
-@given(lengths=LENGTHS, seq_len=st.integers(2, 40))
-def test_every_fitting_sample_is_in_exactly_one_micro_batch_whole(
-    lengths: list[int], seq_len: int
+def numbered(lengths: list[int]) -> list[Sample]:
+    """Samples whose tokens say which of them they belong to, from 1."""
+    return [Sample([i + 1] * n, [True] * n, [-1.0] * n, float(i)) for i, n in enumerate(lengths)]
+
+
+def rows_of(packed: Packed) -> list[MicroBatch]:
+    return [row for rows in packed.ranks for row in rows]
+
+
+def sequences(row: MicroBatch) -> list[list[int]]:
+    """Token ids of the sequences of a row, padding left out."""
+    ends = [sum(row.lengths[: i + 1]) for i in range(len(row.lengths))]
+    parts = [row.token_ids[a:b].tolist() for a, b in pairwise([0, *ends])]
+    return [part for part in parts if any(part)]
+
+
+@given(
+    lengths=LENGTHS,
+    seq_len=st.integers(2, 40),
+    ranks=st.integers(1, 4),
+    multiple=st.sampled_from([1, 4, 16]),
+)
+def test_every_fitting_sample_is_in_exactly_one_row_whole(
+    lengths: list[int], seq_len: int, ranks: int, multiple: int
 ) -> None:
-    samples = [Sample([i + 1] * n, [True] * n, [-1.0] * n, 1.0) for i, n in enumerate(lengths)]
-    packed = pack(samples, seq_len)
-    rows = [row[row > 0] for batch in packed.micro_batches for row in batch.token_ids]
-    found = sorted((int(row[0]), len(row)) for row in rows)
+    packed = pack(numbered(lengths), seq_len, ranks=ranks, multiple=multiple)
+    found = sorted((part[0], len(part)) for row in rows_of(packed) for part in sequences(row))
     assert found == [(i + 1, n) for i, n in enumerate(lengths) if 2 <= n <= seq_len]
-    assert sorted(len(s.token_ids) for s in packed.too_long) == sorted(
-        n for n in lengths if n > seq_len
-    )
-    assert all(batch.token_ids.size <= seq_len for batch in packed.micro_batches)
+    too_long = sorted(len(one.token_ids) for one in packed.too_long)
+    assert too_long == sorted(n for n in lengths if n > seq_len)
     assert packed.tokens == sum(n - 1 for _, n in found)
+    assert len({len(rows) for rows in packed.ranks}) == 1
+    assert len(packed.ranks) == ranks
+    for row in rows_of(packed):
+        assert sum(row.lengths) == len(row.token_ids) == len(row.positions)
+        assert len(row.token_ids) % multiple == 0
+        assert len(row.token_ids) < seq_len + multiple
+
+
+@given(lengths=LENGTHS, multiple=st.sampled_from([1, 8]))
+def test_each_trained_token_is_predicted_from_the_one_before_it_in_its_own_sequence(
+    lengths: list[int], multiple: int
+) -> None:
+    rng = random.Random(3)
+    samples = [sample(rng, prompt=1, drawn=n) for n in lengths]
+    for row in rows_of(pack(samples, 64, multiple=multiple)):
+        for place, target, sequence in zip(row.rows, row.targets, row.sequences, strict=True):
+            assert row.token_ids[place + 1] == target
+            assert row.positions[place + 1] == row.positions[place] + 1
+            assert sum(row.lengths[:sequence]) <= place < sum(row.lengths[: sequence + 1]) - 1
 
 
 def test_nothing_is_truncated_silently() -> None:
     long = sample(random.Random(0), prompt=10, drawn=10)
     packed = pack([long], seq_len=19)
     assert packed.too_long == [long]
-    assert packed.micro_batches == []
+    assert rows_of(packed) == []
     assert packed.tokens == 0
 
 
@@ -40,31 +77,64 @@ def test_position_zero_and_padding_are_never_trained() -> None:
         Sample([1, 2], [True, True], [-1.0, -1.0], 1.0),
         Sample([3] * 4, [True] * 4, [-1.0] * 4, 1.0),
     ]
-    (batch,) = pack(samples, seq_len=8).micro_batches
-    assert batch.mask.tolist() == [[False, True, True, True], [False, True, False, False]]
+    (row,) = rows_of(pack(samples, seq_len=8, multiple=8))
+    assert row.token_ids.tolist() == [3, 3, 3, 3, 1, 2, 0, 0]
+    assert row.positions.tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+    assert row.rows.tolist() == [0, 1, 2, 4]
+    assert row.targets.tolist() == [3, 3, 3, 2]
+    assert row.sequences.tolist() == [0, 0, 0, 1]
 
 
 def test_samples_without_a_trained_token_cost_no_row() -> None:
-    assert pack([Sample([1, 2], [True, False], [0.0, 0.0], 1.0)], 8).micro_batches == []
+    assert rows_of(pack([Sample([1, 2], [True, False], [0.0, 0.0], 1.0)], 8)) == []
 
 
-def test_rows_of_like_length_share_a_micro_batch() -> None:
-    rng = random.Random(1)
-    samples = [sample(rng, drawn=drawn) for drawn in (1, 20, 2, 19)]
-    packed = pack(samples, seq_len=24, token_budget=48)
-    assert [batch.token_ids.shape for batch in packed.micro_batches] == [(2, 24), (2, 6)]
+def test_a_rank_without_samples_gets_rows_of_padding_so_that_all_have_as_many() -> None:
+    packed = pack(numbered([5]), 8, ranks=3, multiple=4)
+    assert [len(rows) for rows in packed.ranks] == [1, 1, 1]
+    idle = [rows[0] for rows in packed.ranks[1:]]
+    assert [row.tokens for row in idle] == [0, 0]
+    assert [row.lengths for row in idle] == [[4], [4]]
+
+
+def test_rows_of_one_turn_cost_about_the_same_on_all_ranks() -> None:
+    rng = random.Random(4)
+    samples = [sample(rng, drawn=rng.choice([20, 40, 400])) for _ in range(200)]
+    packed = pack(samples, 512, ranks=4)
+    for turn in zip(*packed.ranks, strict=True):
+        sizes = [len(row.token_ids) for row in turn]
+        assert max(sizes) <= 1.25 * min(sizes)
+
+
+def test_first_fit_decreasing_leaves_little_room() -> None:
+    rng = random.Random(5)
+    samples = numbered([rng.randint(2, 100) for _ in range(300)])
+    packed = pack(samples, 128)
+    assert len(rows_of(packed)) <= 1.03 * sum(packed.lengths) / 128 + 1
 
 
 def test_the_order_of_the_samples_decides_nothing_about_shapes() -> None:
     rng = random.Random(2)
     samples = [sample(rng, drawn=rng.randint(1, 9)) for _ in range(20)]
-    shapes = [b.token_ids.shape for b in pack(samples, 32).micro_batches]
-    assert [b.token_ids.shape for b in pack(samples[::-1], 32).micro_batches] == shapes
+    shapes = [row.lengths for row in rows_of(pack(samples, 32))]
+    assert [row.lengths for row in rows_of(pack(samples[::-1], 32))] == shapes
 
 
 def test_advantage_and_logprobs_stay_with_their_tokens() -> None:
-    (batch,) = pack(
-        [Sample([7, 8, 9], [False, True, True], [0.0, -1.5, -2.5], 0.25)], 8
-    ).micro_batches
-    assert batch.logprobs.tolist() == [[0.0, -1.5, -2.5]]
-    assert np.all(batch.advantages == 0.25)
+    one = Sample([7, 8, 9], [False, True, True], [0.0, -1.5, -2.5], 0.25)
+    (row,) = rows_of(pack([one], 8))
+    assert (row.targets.tolist(), row.logprobs.tolist()) == ([8, 9], [-1.5, -2.5])
+    assert row.advantages.tolist() == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_parts_of_a_row_are_the_row(count: int) -> None:
+    rng = random.Random(6)
+    (row,) = rows_of(pack([sample(rng) for _ in range(5)], 64, multiple=4))
+    parts = [row.part(index, count) for index in range(count)]
+    size = len(row.token_ids) // count
+    assert [t for part in parts for t in part.token_ids] == row.token_ids.tolist()
+    assert [t for part in parts for t in part.targets] == row.targets.tolist()
+    back = [place + i * size for i, part in enumerate(parts) for place in part.rows]
+    assert back == row.rows.tolist()
+    assert all(part.lengths == row.lengths for part in parts)

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from primerl.node.config import TrainingConfig
@@ -24,3 +26,14 @@ def test_a_run_shorter_than_its_warmup_still_has_a_rate() -> None:
 def test_there_is_no_step_zero() -> None:
     with pytest.raises(ValueError, match="count from 1"):
         learning_rate(LINEAR, 0, 10)
+
+
+def test_cosine_falls_in_half_a_period_and_stays_at_its_floor() -> None:
+    config = LINEAR.model_copy(update={"scheduler": "cosine"})
+    rates = [learning_rate(config, step, 110) for step in (1, 10, 35, 60, 85, 110, 200)]
+    middle, swing = 0.55, 0.45
+    slope = swing * math.cos(math.pi / 4)
+    wanted = [0.1, 1.0, middle + slope, middle, middle - slope, 0.1, 0.1]
+    assert rates == pytest.approx(wanted)
+    falling = [learning_rate(config, step, 110) for step in range(10, 111)]
+    assert falling == sorted(falling, reverse=True)

@@ -1,0 +1,35 @@
+"""To a device and back without waiting for it: through pinned memory, in the order of its stream.
+
+What download() gives may be read only once the device is done with it: see Mark.
+"""
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """`values` of the CPU on `device`."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def download(values: Tensor) -> Tensor:
+    """`values` on the CPU, there when a Mark is reached that was made after this."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+class Mark:
+    """A place in the stream of `device`: reached when all is done that was asked for before."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._event = torch.cuda.current_stream(device).record_event() if cuda else None
+
+    def wait(self) -> None:
+        """Until it is reached."""
+        if self._event is not None:
+            self._event.synchronize()

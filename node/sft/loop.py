@@ -1,0 +1,275 @@
+"""The loop of supervised learning: a batch, a step, now and then a measurement and a checkpoint.
+
+What the next batch is depends on the cursor of the last checkpoint alone; a batch that was read ahead and not
+trained is read again.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from ..config import ResumeConfig
+from ..errors import RunFailed
+from ..metrics import MetricsLog, PhaseClock
+from ..run_files import CHECKPOINTS, METRICS
+from ..sft_config import SftConfig
+from ..training.backend import Batch, TrainBackend
+from ..training.checkpoints import Checkpoints
+from .ahead import Ahead
+from .order import Cursor
+from .reader import Portion, Reader
+from .saving import CURSOR, Saved, keep_until, restore
+from .sources import Data
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 20
+"""The summary's loss is the mean over the last so many steps."""
+MAX_SKIPPED = 10
+"""Steps in a row without a finite gradient that end the run."""
+
+
+@dataclass(frozen=True)
+class SftProgress:
+    """What a view is told after every step."""
+
+    step: int
+    max_steps: int
+    loss: float
+    validation_loss: float | None
+    epoch: float
+    tokens_per_s: float
+    phase: str = "training"
+
+
+Watch = Callable[[SftProgress], None]
+
+
+class SftLoop:
+    """One backend, started; one pass from the last checkpoint, or the beginning, to the end."""
+
+    def __init__(
+        self,
+        config: SftConfig,
+        data: Data,
+        backend: TrainBackend,
+        clock: PhaseClock,
+        watch: Watch,
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._backend = backend
+        self._clock = clock
+        self._watch = watch
+        self._checkpoints = Checkpoints(
+            config.run_dir / CHECKPOINTS,
+            keep_last=config.checkpoint.keep_last,
+            keep_interval=config.checkpoint.keep_interval,
+            fsync=config.fsync,
+        )
+        self._identity = data.training.identity()
+        self._saved = Saved.new(self._identity)
+        self._step = 0
+        self._skipped = 0
+        self._stopping = False
+
+    async def run(self, resume: ResumeConfig | None) -> dict[str, object]:
+        """Train to max_steps or the end of the data, export; returns the summary. Raises NodeError."""
+        if resume is not None:
+            await self._restore(resume)
+        path = self._config.run_dir / METRICS
+        await asyncio.to_thread(keep_until, path, self._step)
+        metrics = MetricsLog(path)
+        try:
+            if not self._saved.validation and self._data.validation:
+                metrics.write(0, await self._measured())
+            await self._train_or_stop(metrics)
+            await self._checkpoints.finish()
+        finally:
+            metrics.close()
+            await self._checkpoints.close()
+        return await self._finish()
+
+    async def _train_or_stop(self, metrics: MetricsLog) -> None:
+        """Train; who is cancelled finishes the step in progress and leaves a checkpoint of it."""
+        training = asyncio.create_task(self._train(metrics), name="sft training")
+        try:
+            await asyncio.shield(training)
+        except asyncio.CancelledError:
+            self._stopping = True
+            await training
+            await self._save_last()
+            logger.info("stopped after step %d; --resume goes on there", self._step)
+            raise
+
+    async def _train(self, metrics: MetricsLog) -> None:
+        ahead = Ahead(self._reader(), self._config)
+        try:
+            ahead.ask(self._saved.cursor)
+            while self._step < self._config.max_steps and not self._stopping:
+                waiting = time.monotonic()
+                portion = await ahead.answer()
+                waited = time.monotonic() - waiting
+                if not portion.samples:
+                    logger.info("the data ended after step %d", self._step)
+                    break
+                ahead.ask(portion.cursor)
+                await self._turn(portion, waited, metrics)
+        finally:
+            await ahead.close()
+
+    async def _turn(self, portion: Portion, waited: float, metrics: MetricsLog) -> None:
+        """One step, and what follows from its number."""
+        started = time.monotonic()
+        with self._clock.phase("train"):
+            figures = await self._backend.step(Batch(self._step + 1, portion.samples, "ce"))
+        self._step += 1
+        seconds = time.monotonic() - started
+        values = self._figures(portion, figures.values, seconds, waited)
+        self._check_finite(values)
+        self._note(portion.cursor, values["loss/mean"])
+        last = self._step == self._config.max_steps
+        if self._data.validation and (last or self._due(self._config.validation.interval)):
+            values |= await self._measured()
+        if last or self._due(self._config.checkpoint.interval):
+            values["time/save_ckpt"] = await self._save()
+        metrics.write(self._step, values)
+        self._tell(values)
+
+    def _figures(
+        self, portion: Portion, figures: dict[str, float], seconds: float, waited: float
+    ) -> dict[str, float]:
+        """The backend's figures, with those of the data."""
+        cursor = portion.cursor
+        tokens = sum(len(sample.token_ids) for sample in portion.samples)
+        return {
+            "loss/mean": math.nan,
+            "perf/throughput": tokens / max(seconds, 1e-9),
+            "time/step": seconds,
+            **figures,
+            "time/load_data": round(waited, 4),
+            "batch/samples": len(portion.samples),
+            "batch/tokens": tokens,
+            "progress/epoch": self._epoch(cursor),
+            "progress/total_samples": cursor.samples,
+            "progress/total_tokens": cursor.tokens,
+            **{f"data/skipped/{reason}": count for reason, count in cursor.skipped.items()},
+        }
+
+    def _check_finite(self, values: dict[str, float]) -> None:
+        self._skipped = self._skipped + 1 if values.get("optim/skipped") else 0
+        if self._skipped >= MAX_SKIPPED:
+            raise RunFailed(
+                f"{MAX_SKIPPED} steps in a row had no finite gradient: lower training.lr, or go on "
+                "from an earlier checkpoint"
+            )
+
+    def _note(self, cursor: Cursor, loss: float) -> None:
+        losses = [*self._saved.losses, loss][-WINDOW:]
+        self._saved = msgspec.structs.replace(self._saved, cursor=cursor, losses=losses)
+
+    def _tell(self, values: dict[str, float]) -> None:
+        measured = self._saved.validation
+        progress = SftProgress(
+            step=self._step,
+            max_steps=self._config.max_steps,
+            loss=values["loss/mean"],
+            validation_loss=measured[-1][1] if measured else None,
+            epoch=values["progress/epoch"],
+            tokens_per_s=values["perf/throughput"],
+        )
+        logger.info(
+            "step %d | loss %.4f | lr %.3g | grad norm %.3g | epoch %.2f | %.0f tokens/s",
+            self._step,
+            progress.loss,
+            values.get("optim/lr", math.nan),
+            values.get("optim/grad_norm", math.nan),
+            progress.epoch,
+            progress.tokens_per_s,
+        )
+        self._watch(progress)
+
+    async def _measured(self) -> dict[str, float]:
+        """Cross entropy on the validation samples, noted."""
+        with self._clock.phase("validation"):
+            found = await self._backend.evaluate(self._data.validation)
+        loss = found["loss/mean"]
+        history = [*self._saved.validation, (self._step, loss)]
+        self._saved = msgspec.structs.replace(self._saved, validation=history)
+        logger.info("step %d | validation loss %.4f", self._step, loss)
+        return {"val/loss": loss, "val/tokens": found["tokens"]}
+
+    async def _save(self) -> float:
+        """Write a checkpoint; returns the seconds that it took."""
+        started = time.monotonic()
+        with self._clock.phase("checkpoint"):
+            part = msgspec.json.encode(self._saved)
+            keep = self._checkpoints
+            save = keep.begin if self._config.checkpoint.async_save else keep.write
+            await save(self._step, {CURSOR: part}, self._backend)
+        return round(time.monotonic() - started, 4)
+
+    async def _save_last(self) -> None:
+        """A durable checkpoint of the last step, if there is none."""
+        await self._checkpoints.finish()
+        if self._step and await asyncio.to_thread(self._checkpoints.latest) != self._step:
+            await self._save()
+            await self._checkpoints.finish()
+
+    async def _restore(self, resume: ResumeConfig) -> None:
+        found = await restore(resume, self._checkpoints, self._identity)
+        if found is None:
+            logger.warning("no checkpoint: beginning at step 0")
+            return
+        await self._backend.load(found.directory)
+        self._saved, self._step = found.saved, found.step
+        logger.info("resumed at step %d, epoch %.2f", self._step, self._epoch(found.saved.cursor))
+
+    async def _finish(self) -> dict[str, object]:
+        """The end: measured, saved and exported, once."""
+        saved, config = self._saved, self._config
+        if self._data.validation and saved.validation[-1][0] != self._step:
+            await self._measured()
+        await self._save_last()
+        weights = config.run_dir / "weights" / f"step_{self._step}"
+        with self._clock.phase("export"):
+            await self._backend.export(weights)
+        logger.info("exported to %s", weights)
+        saved = self._saved
+        measured = [loss for _, loss in saved.validation] or [None]
+        return {
+            "run": config.name,
+            "seed": config.seed,
+            "steps": self._step,
+            "loss": sum(saved.losses) / len(saved.losses) if saved.losses else None,
+            "validation_loss_before": measured[0],
+            "validation_loss_after": measured[-1],
+            "validation_samples": len(self._data.validation),
+            "epochs": self._epoch(saved.cursor),
+            "samples": saved.cursor.samples,
+            "tokens": saved.cursor.tokens,
+            "skipped_rows": saved.cursor.skipped,
+            "weights": str(weights),
+        }
+
+    def _reader(self) -> Reader:
+        data = self._config.data
+        return Reader(
+            self._data.training,
+            seed=self._config.seed,
+            shuffle=data.shuffle,
+            max_bad_rows=data.max_bad_rows,
+            max_epochs=self._config.max_epochs,
+        )
+
+    def _due(self, interval: int) -> bool:
+        return self._step % interval == 0
+
+    def _epoch(self, cursor: Cursor) -> float:
+        size = self._data.training.size
+        return cursor.epoch + (cursor.index / size if size else 0.0)

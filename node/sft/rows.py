@@ -1,0 +1,197 @@
+"""What a row of a data set says: a conversation, or a prompt and its completion.
+
+Foreign data: every shape is checked here, once, and a row that does not fit is a BadRow with a reason.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+Message = dict[str, Any]
+"""role and content (text), where they are there: reasoning_content, tool_calls, name, tool_call_id."""
+
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+ALIASES = {"developer": "system", "function": "tool"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_CARRIED = ("name", "tool_call_id")
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+
+class BadRow(Exception):
+    """This row cannot be learned from; `reason` is what it is counted by, the text says why."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in order; `trained` says of each whether its role decides, or it is context only."""
+
+    messages: list[Message]
+    trained: list[bool]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class RawText:
+    """Text without a chat template; the completion is trained."""
+
+    prompt: str
+    completion: str
+
+
+def read_row(data: bytes, *, strings: Literal["chat", "raw"] = "chat") -> Conversation | RawText:
+    """The row in one line of JSON. Raises BadRow."""
+    try:
+        row: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadRow("not_json", f"this is no JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise BadRow("not_json", "a row must be a JSON object")
+    fields = cast(dict[str, Any], row)
+    if "messages" in fields:
+        messages, trained = _messages(fields["messages"], "messages", trained=True)
+        return Conversation(messages, trained, _tools(fields.get("tools")))
+    if "prompt" not in fields or "completion" not in fields:
+        raise BadRow("fields", "a row needs `messages`, or `prompt` and `completion`")
+    return _pair(fields, strings)
+
+
+def _pair(row: Mapping[str, Any], strings: Literal["chat", "raw"]) -> Conversation | RawText:
+    prompt, completion = row["prompt"], row["completion"]
+    if strings == "raw":
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return RawText(prompt, completion)
+        raise BadRow("fields", 'data.strings = "raw" needs prompt and completion to be text')
+    before, context = _messages(_said_by("user", prompt), "prompt", trained=False)
+    after, trained = _messages(_said_by("assistant", completion), "completion", trained=True)
+    return Conversation([*before, *after], [*context, *trained], _tools(row.get("tools")))
+
+
+def _said_by(role: str, value: Any) -> Any:
+    """Text as the one message of `role`; text that holds a JSON list is still text."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def _messages(value: Any, field: str, *, trained: bool) -> tuple[list[Message], list[bool]]:
+    value = _decoded(value, field)
+    if not isinstance(value, list) or not value:
+        raise BadRow("messages", f"`{field}` must be a list of messages, and not empty")
+    messages = [_message(one, f"{field}[{n}]") for n, one in enumerate(cast(list[Any], value))]
+    # `weight`: 0 is how other trainers' data say that a reply is context
+    weights = [cast(Mapping[str, Any], one).get("weight") != 0 for one in cast(list[Any], value)]
+    return messages, [trained and weight for weight in weights]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise BadRow("messages", f"{where} is no message with role and content")
+    fields = cast(dict[str, Any], value)
+    role = fields.get("role")
+    role = ALIASES.get(role, role) if isinstance(role, str) else None
+    if role not in ROLES:
+        raise BadRow(
+            "role", f"{where} has role {fields.get('role')!r}: use {', '.join(sorted(ROLES))}"
+        )
+    message: Message = {"role": role, "content": _content(fields.get("content"), where)}
+    for name in _REASONING:
+        if isinstance(text := fields.get(name), str) and text:
+            message["reasoning_content"] = text
+            break
+    if calls := _calls(fields.get("tool_calls"), where):
+        message["tool_calls"] = calls
+    message |= {name: text for name in _CARRIED if isinstance(text := fields.get(name), str)}
+    if role == "assistant" and message.keys() == {"role", "content"} and not message["content"]:
+        raise BadRow("empty", f"{where} says nothing")
+    return message
+
+
+def _content(value: Any, where: str) -> str:
+    """Content as text; None (a reply of tool calls alone) is empty text."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise BadRow("content", f"{where}.content must be text or a list of text parts")
+    parts: list[str] = []
+    for part in cast(list[Any], value):
+        fields = cast(dict[str, Any], part) if isinstance(part, dict) else {}
+        text = fields.get("text")
+        if fields.get("type") not in TEXT_PARTS or not isinstance(text, str):
+            raise BadRow("content", f"{where}.content has a part that is no text")
+        parts.append(text)
+    return "".join(parts)
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls, their arguments as objects where they are JSON: templates walk through them."""
+    calls: list[dict[str, Any]] = []
+    given = _decoded(value, f"{where}.tool_calls") or []
+    if not isinstance(given, list):
+        raise BadRow("tool_calls", f"{where}.tool_calls must be a list")
+    for one in cast(list[Any], given):
+        call = cast(dict[str, Any], one) if isinstance(one, dict) else {}
+        inner = call.get("function", call)
+        function = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise BadRow("tool_calls", f"{where} has a tool call without a function's name")
+        known: dict[str, Any] = {"type": "function"}
+        if isinstance(call.get("id"), str):
+            known["id"] = call["id"]
+        calls.append(known | {"function": {"name": name, "arguments": _arguments(function)}})
+    return calls
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    value = function.get("arguments") or {}
+    if not isinstance(value, str):
+        return value
+    try:
+        decoded: Any = json.loads(value)
+    except ValueError:
+        return value  # a model may say what is no JSON, and a template may print it
+    return decoded if isinstance(decoded, dict) else value
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """Tool descriptions, also as JSON text, as tables of columns keep them."""
+    found = _decoded(value, "tools") if value else None
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(
+        isinstance(one, dict) for one in cast(list[Any], found)
+    ):
+        raise BadRow("tools", "`tools` must be a list of objects")
+    return [_without_none(one) for one in cast(list[dict[str, Any]], found)]
+
+
+def _without_none(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of columns gives every tool the parameters of all others, as nulls."""
+    return {
+        key: _without_none(cast(Mapping[str, Any], value)) if isinstance(value, dict) else value
+        for key, value in tool.items()
+        if value is not None
+    }
+
+
+def _decoded(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRow("not_json", f"`{where}` is text, but no JSON ({error})") from error
+
+
+def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    """Names of the tools that a conversation offers, where they have one."""
+    found: list[str] = []
+    for tool in tools or ():
+        inner = tool.get("function", tool)
+        name = cast(Mapping[str, Any], inner).get("name") if isinstance(inner, dict) else None
+        if isinstance(name, str):
+            found.append(name)
+    return found

@@ -1,0 +1,115 @@
+"""What a run of `sft` keeps beside the learner: where the data stand, and what was measured so far.
+
+The cursor of a checkpoint is that of its step: what was read ahead is not in it.
+"""
+
+import json
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ..config import ResumeConfig
+from ..errors import StorageError, UsageError
+from ..run_files import CHECKPOINTS
+from ..training.checkpoints import Checkpoints
+from .order import Cursor
+
+logger = logging.getLogger(__name__)
+
+CURSOR = "cursor"
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The cursor part of a checkpoint."""
+
+    cursor: Cursor
+    identity: str
+    """Of the data that the cursor walks."""
+    validation: list[tuple[int, float]]
+    """(step, loss) so far."""
+    losses: list[float]
+    """Of the last steps."""
+
+    @classmethod
+    def new(cls, identity: str) -> "Saved":
+        """Before the first step."""
+        return cls(Cursor(), identity, [], [])
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was found whole; a backend loads `directory`."""
+
+    step: int
+    saved: Saved
+    directory: Path
+
+
+async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Restored | None:
+    """The checkpoint that `resume` asks for; None if this run has none yet. Later ones are set aside.
+
+    Raises UsageError for a step or a run that has none, and for other data; StorageError.
+    """
+    source = own
+    if resume.dir is not None:
+        source = Checkpoints(resume.dir / CHECKPOINTS, keep_last=own.keep_last, fsync=own.fsync)
+    found = await _find(resume, source)
+    if found is None:
+        return None
+    step, parts = found
+    try:
+        saved = msgspec.json.decode(parts[CURSOR], type=Saved)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise StorageError(
+            f"checkpoint {step} is none of `sft`: resume it with the command that wrote it"
+        ) from error
+    if saved.identity != identity:
+        if resume.dir is None:
+            raise UsageError(
+                "the data are not those that the run began with: give the same, or --resume.dir and "
+                "another --name"
+            )
+        logger.warning("the data are others than those of %s: read from the start", resume.dir)
+        saved = Saved.new(identity)
+    if source is own:
+        own.set_aside(step)
+    return Restored(step, saved, source.backend_directory(step))
+
+
+async def _find(resume: ResumeConfig, source: Checkpoints) -> tuple[int, dict[str, bytes]] | None:
+    known = source.steps()
+    if resume.step is not None:
+        if resume.step not in known:
+            steps = ", ".join(map(str, known)) or "none"
+            raise UsageError(
+                f"no checkpoint of step {resume.step} in {source.directory} (there are: {steps})"
+            )
+        return resume.step, await source.read(resume.step)
+    found = await source.read_newest()
+    if found is None and resume.dir is not None:
+        raise UsageError(f"no checkpoint in {source.directory}: correct resume.dir")
+    return found
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop metrics of steps after `step`: they will be made again."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
+    if step and len(kept) < len(lines):
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(path)
+    elif not step:
+        path.unlink()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # a torn line is of no step

@@ -1,0 +1,168 @@
+"""AdamW over fp32 masters, its moments on the device or in the host's memory. Imports torch: import lazily.
+
+A step is a function of gradients, moments and rate alone: where the moments lie changes no bit. Of parameters
+that are sharded each rank changes its own shard; only the norm of the gradient is exchanged.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..training_config import TrainingConfig
+
+BUCKET = 1 << 26
+"""Elements whose moments are on the device at once where they live in the host's memory: 512 MiB of them."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Optimizer:
+    """AdamW of named parameters, those that want gradients."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        config: TrainingConfig,
+        *,
+        betas: tuple[float, float] | None = None,
+        weight_decay: float | None = None,
+    ) -> None:
+        """`betas` and `weight_decay` in place of those of `config`."""
+        self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._max_norm = config.max_norm
+        # plain tensors: of sharded ones every operation would be dispatched anew, and the device waits
+        self._locals = {name: _local(one) for name, one in self.parameters.items()}
+        values = list(self._locals.values())
+        on_gpu = bool(values) and values[0].is_cuda
+        self._offload = config.optimizer_offload and on_gpu
+        self._adamw = torch.optim.AdamW(
+            values,
+            lr=config.lr,
+            betas=betas or config.betas,
+            weight_decay=config.weight_decay if weight_decay is None else weight_decay,
+            fused=on_gpu,
+        )
+
+    def clip(self) -> float:
+        """Scale the gradient to at most `max_norm`; returns the norm before, over all ranks."""
+        self._take_gradients()
+        grads = [one.grad for one in self._locals.values() if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        group = self._shards()
+        if group is not None:
+            squared = norm.square()
+            dist.all_reduce(squared, group=group)
+            norm = squared.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self._locals.values(), self._max_norm, norm)
+        return float(norm)
+
+    def step(self, lr: float) -> None:
+        """Change the parameters by their gradients, those of the last clip()."""
+        (group,) = self._adamw.param_groups
+        group["lr"] = lr
+        if not self._offload:
+            self._adamw.step()
+            return
+        everything = group["params"]
+        try:
+            for bucket in _buckets(everything):
+                self._bring(bucket)
+                group["params"] = bucket
+                self._adamw.step()
+                self._send_away(bucket)
+        finally:
+            group["params"] = everything
+            torch.cuda.current_stream(everything[0].device).synchronize()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter, own in zip(self.parameters.values(), self._locals.values(), strict=True):
+            parameter.grad = own.grad = None
+
+    def moments(self) -> dict[str, Tensor]:
+        """`<parameter>:<moment>` -> tensor, sharded as its parameter is; empty before the first step."""
+        return {
+            f"{name}:{key}": _sharded_as(self.parameters[name], value) if key in MOMENTS else value
+            for name, own in self._locals.items()
+            for key, value in self._adamw.state.get(own, {}).items()
+        }
+
+    def set_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Replace all moments, also by none; each must be sharded as its parameter is."""
+        self._adamw.state.clear()
+        for key, value in moments.items():
+            name, _, moment = key.rpartition(":")
+            own = _local(value)
+            if self._offload and moment in MOMENTS:
+                own = own.cpu().pin_memory()
+            self._adamw.state[self._locals[name]][moment] = own
+
+    def _take_gradients(self) -> None:
+        """Those of sharded parameters; of others they are there."""
+        for parameter, own in zip(self.parameters.values(), self._locals.values(), strict=True):
+            if own is not parameter:
+                own.grad = None if parameter.grad is None else _local(parameter.grad)
+
+    def _shards(self) -> dist.ProcessGroup | None:
+        """The ranks that have the other shards of what this one has."""
+        for one in self.parameters.values():
+            if isinstance(one, DTensor):
+                mesh = one.device_mesh
+                return mesh.get_group(mesh.ndim - 1) if mesh.size(mesh.ndim - 1) > 1 else None
+        return None
+
+    def _bring(self, bucket: Sequence[Tensor]) -> None:
+        for own in bucket:
+            state = self._adamw.state.get(own, {})
+            for name in MOMENTS:
+                if name in state:
+                    state[f"host {name}"] = state[name]
+                    state[name] = state[name].to(own.device, non_blocking=True)
+
+    def _send_away(self, bucket: Sequence[Tensor]) -> None:
+        for own in bucket:
+            state = self._adamw.state.get(own, {})
+            for name in MOMENTS:
+                if name in state:
+                    here = state[name]
+                    host = state.pop(f"host {name}", None)
+                    if host is None:
+                        host = torch.empty_like(here, device="cpu", pin_memory=True)
+                    state[name] = host.copy_(here, non_blocking=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A rank's own part, sharing memory; a tensor that is whole is itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _sharded_as(parameter: Tensor, own: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor.from_local(
+        own,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of about BUCKET elements together."""
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        bucket.append(parameter)
+        size += parameter.numel()
+        if size >= BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

@@ -1,0 +1,190 @@
+"""Low-rank adapters as a State, and what they make of a base model's: W + alpha / rank x B A.
+
+Every node merges by itself, and audits compare what came of it: so the same bits must come of it everywhere,
+on any processor, with any number of threads.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import EngineError
+from .moves import where
+from .state import BITS, Changed, State, Tensor
+
+PREFIX = "base_model.model."
+"""Before a module's name, in PEFT's files and so in ours."""
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""After a module's name: [rank, in] and [out, rank]."""
+WEIGHT = ".weight"
+BLOCK = 1 << 18
+"""Elements merged at once: what a processor's cache holds of 14 bytes each."""
+DENSE = 8
+"""Of a tensor of which more than one element in so many changed, no positions are told."""
+
+
+class LowRank(Protocol):
+    """What there is to know of adapters: a run's AdapterContract, or the LoraConfig that it is made of."""
+
+    @property
+    def rank(self) -> int:
+        """Columns of B."""
+        ...
+
+    @property
+    def alpha(self) -> float:
+        """What the product is multiplied by, times the rank."""
+        ...
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Last parts of the names of the layers that have adapters."""
+        ...
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged state, and what it is made of: whatever is the same object next time is not merged again."""
+
+    adapters: State
+    state: State
+
+
+def adapter_shapes(
+    shapes: Mapping[str, tuple[int, ...]], contract: LowRank
+) -> dict[str, tuple[int, int]]:
+    """Name -> shape of every adapter tensor on a base with tensors of these `shapes`; allocates nothing.
+
+    Raises EngineError where the contract asks for what the base does not have.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    unknown = set(contract.target_modules)
+    for name in sorted(shapes):
+        module = name.removesuffix(WEIGHT)
+        target = module.rpartition(".")[2]
+        if module == name or target not in contract.target_modules:
+            continue
+        if len(shapes[name]) != 2:
+            raise EngineError(
+                f"{name} has shape {list(shapes[name])}, and adapters are for matrices: take {target} "
+                "out of training.lora.target_modules"
+            )
+        unknown.discard(target)
+        rows, columns = shapes[name]
+        found[PREFIX + module + A] = (contract.rank, columns)
+        found[PREFIX + module + B] = (rows, contract.rank)
+    if unknown:
+        raise EngineError(
+            f"the model has no layers {', '.join(sorted(unknown))}: correct "
+            "training.lora.target_modules"
+        )
+    return found
+
+
+def merge(
+    base: State,
+    adapters: State,
+    contract: LowRank,
+    *,
+    before: Merged | None = None,
+    threads: int = 1,
+) -> State:
+    """The state that an engine computes with; both states are bf16 and stay as they are.
+
+    Tensors without adapters, or with a B of zeros, are the base's own objects; those whose adapters are the
+    very objects of `before` are its own. Raises EngineError if the adapters are not those of the contract.
+    """
+    _check(base, adapters, contract)
+    modules = [name[len(PREFIX) : -len(A)] for name in adapters if name.endswith(A)]
+    scale = contract.alpha / contract.rank
+
+    def one(module: str) -> Tensor:
+        a, b = (adapters[PREFIX + module + part] for part in (A, B))
+        if before is not None and all(
+            before.adapters.get(PREFIX + module + part) is tensor
+            for part, tensor in ((A, a), (B, b))
+        ):
+            return before.state[module + WEIGHT]
+        return add_product(base[module + WEIGHT], a, b, scale)
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        done = dict(zip(modules, pool.map(one, modules), strict=True))
+    return {**base, **{module + WEIGHT: tensor for module, tensor in done.items()}}
+
+
+def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """bf16(fp32(W) + fp32(scale x B A)), all three bf16: W [out, in], A [rank, in], B [out, rank].
+
+    Products of two bf16 numbers are exact in float64, and so is their sum unless they are 2^27 apart: the order
+    in which a library adds them makes no difference (it may, to one element in 10^13). Not finite stays so.
+    """
+    if not b.data.any():
+        return weight
+    rows, columns = weight.shape
+    right = widen(a.data).reshape(a.shape).astype(np.float64)
+    left = widen(b.data).reshape(b.shape).astype(np.float64)
+    out = np.empty_like(weight.data)
+    step = max(1, BLOCK // max(1, columns))
+    with np.errstate(all="ignore"):  # what overflows becomes infinite, as in any engine
+        for row in range(0, rows, step):
+            product = left[row : row + step] @ right
+            product *= scale
+            total = product.astype(np.float32).reshape(-1)
+            part = slice(row * columns, row * columns + total.size)
+            total += widen(weight.data[part])
+            out[part] = narrow(total)
+    return Tensor(weight.dtype, weight.shape, out)
+
+
+def changes(old: State, new: State) -> Changed:
+    """Where `new` differs from `old`, a state of the same layout; found by comparing bits."""
+    found: dict[str, NDArray[np.int64] | None] = {}
+    for name, tensor in new.items():
+        if tensor is old[name]:
+            continue
+        flags = tensor.data != old[name].data
+        count = np.count_nonzero(flags)
+        if count:
+            found[name] = None if DENSE * count > flags.size else where(flags)
+    return found
+
+
+def widen(bits: NDArray[Any]) -> NDArray[np.float32]:
+    """The float32 values of bf16 bits."""
+    wide = bits.astype("<u4")
+    wide <<= 16
+    return wide.view("<f4")
+
+
+def narrow(values: NDArray[np.float32]) -> NDArray[Any]:
+    """bf16 bits of float32 values, to nearest, ties to even; NaN stays one."""
+    bits = values.view("<u4")
+    odd = (bits >> 16) & 1
+    odd += bits
+    odd += 0x7FFF
+    odd >>= 16
+    rounded = odd.astype(BITS["BF16"])
+    broken = np.isnan(values)
+    if broken.any():
+        rounded[broken] = 0x7FC0
+    return rounded
+
+
+def _check(base: State, adapters: State, contract: LowRank) -> None:
+    wanted = adapter_shapes({name: tensor.shape for name, tensor in base.items()}, contract)
+    if odd := sorted(wanted.keys() ^ adapters.keys()):
+        which = "lack" if odd[0] in wanted else "have"
+        raise EngineError(
+            f"the adapters {which} {odd[0]}, against the run's manifest: update the trainer"
+        )
+    for name, shape in wanted.items():
+        module, tensor = name[len(PREFIX) :].removesuffix(A).removesuffix(B), adapters[name]
+        if tensor.shape != shape or {tensor.dtype, base[module + WEIGHT].dtype} != {"BF16"}:
+            raise EngineError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on a {base[module + WEIGHT].dtype} base, "
+                f"the run's manifest says BF16 {list(shape)}: update the trainer"
+            )

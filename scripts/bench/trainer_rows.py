@@ -1,0 +1,106 @@
+"""The rows of the trainer's table: a name, what it changes in the config, and the sequences of a packed row."""
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from primerl.node import models
+from primerl.node.config import ModelCreateConfig
+from primerl.node.training.backend import Objective, Sample
+from primerl.node.training_config import FsdpConfig
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {},
+    "50m": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 50000,
+    },
+    "0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+    },
+    "4b": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+    },
+}
+LONG_CONTEXT = 32768
+"""From here on rows are long: what is only told about short ones is left out, and the other way round."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    objective: Objective = "policy"
+    sequences: int = 1
+    anywhere: bool = False
+    """Also with long rows."""
+    ranks: int = 1
+    """Least ranks with which it differs from the others."""
+
+    def lengths(self, tokens: int) -> list[int]:
+        """Of the sequences of a row of `tokens`."""
+        return [tokens // self.sequences] * self.sequences
+
+    def suits(self, tokens: int, ranks: int) -> bool:
+        """Whether the line says something at so many tokens on so many ranks."""
+        return (self.anywhere or tokens < LONG_CONTEXT) and ranks >= self.ranks
+
+
+ROWS = [
+    Row("none", anywhere=True),
+    Row("selective recompute", {"activation_checkpointing": "selective"}, anywhere=True),
+    Row("full recompute", {"activation_checkpointing": "full"}, anywhere=True),
+    Row("sft", objective="ce"),
+    Row("packed, 16 sequences", sequences=16),
+    Row("packed, 64 sequences", sequences=64),
+    Row("no compile", {"compile": False}),
+    Row("optimizer offload", {"optimizer_offload": True}),
+    Row("head chunk 1,024", {"head_chunk": 1024}),
+    Row("weights kept whole", {"fsdp": FsdpConfig(reshard_after_forward=False)}, ranks=2),
+]
+
+
+def make_model(directory: Path, shape: str) -> None:
+    """A model directory of a shape with random weights."""
+    sizes = SHAPES[shape]
+    models.create(
+        directory,
+        ModelCreateConfig(**{"max_position_embeddings": 131072, **sizes}),  # pyright: ignore[reportArgumentType]
+        seed=0,
+    )
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] = 1e6
+    path.write_text(json.dumps(config))
+
+
+def fake_batch(lengths: list[int], vocabulary: int, *, seed: int) -> list[Sample]:
+    """Samples of random tokens, all but the first of each trained, as prime-rl's fake loader has it."""
+    rng = random.Random(seed)
+    found: list[Sample] = []
+    for length in lengths:
+        ids = rng.choices(range(vocabulary), k=length)
+        mask = [False, *([True] * (length - 1))]
+        found.append(Sample(ids, mask, [-11.9] * length, rng.choice([-1.0, 1.0])))
+    return found

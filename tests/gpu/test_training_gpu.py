@@ -1,0 +1,258 @@
+"""Training's kernels on a GPU: against plain mathematics in fp32, compiled or not, packed or not."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from primerl.node import models
+from primerl.node.config import ModelCreateConfig, TrainingConfig
+from primerl.node.training import attention
+from primerl.node.training.attention import Layout
+from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.head import head_logprobs
+from primerl.node.training.learner import Learner
+from primerl.node.training.optimizer import Optimizer
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),  # compilation warns of what it imports
+]
+
+CUDA = torch.device("cuda")
+HEADS, KEYS, WIDTH = 16, 8, 128
+SCALE = WIDTH**-0.5
+LAYOUTS = {
+    "one long": [4096],
+    "long ones": [4096, 2500, 1596],
+    "long and short": [8000, 100, 92],
+    "short ones": [700, 3, 1, 1000, 512, 344],
+    "very many": [1] * 64 + [17] * 64,
+}
+NEAR = 0.02
+"""Of bf16 kernels, relative and root mean square."""
+DENSE = ModelCreateConfig(
+    hidden_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    max_position_embeddings=8192,
+)
+KINDS = {
+    "dense": DENSE,
+    "experts": DENSE.model_copy(update={"num_experts": 8, "moe_intermediate_size": 128}),
+}
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """Root mean square of the difference over that of `other`."""
+    one, other = one.detach().float(), other.detach().float()
+    return float((one - other).square().mean().sqrt() / other.square().mean().sqrt())
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def drawn(tokens: int) -> list[Tensor]:
+    rng = torch.Generator("cuda").manual_seed(tokens)
+    shapes = [(tokens, heads, WIDTH) for heads in (HEADS, KEYS, KEYS)]
+    return [
+        torch.randn(shape, generator=rng, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def plain(parts: list[Tensor], lengths: list[int]) -> Tensor:
+    """Each sequence alone by the mathematics of SDPA, in fp32."""
+    found: list[Tensor] = []
+    for group in zip(*(one.float().split(lengths) for one in parts), strict=True):
+        q, k, v = (one.transpose(0, 1)[None] for one in group)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=SCALE, enable_gqa=True
+            )
+        found.append(mixed[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def pulled(out: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    rng = torch.Generator("cuda").manual_seed(5)
+    pull = torch.randn(out.shape, generator=rng, device="cuda").to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, parts, pull)]
+
+
+def packed(parts: list[Tensor], lengths: list[int]) -> Tensor:
+    layout = Layout.of(lengths, CUDA)
+    q, k, v = parts
+    return attention.packed_attention(q, k, v, layout.ends, layout.offsets, SCALE)[0]
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_kernels_mix_what_the_mathematics_mixes(name: str) -> None:
+    lengths = LAYOUTS[name]
+    parts = drawn(sum(lengths))
+    mine, wanted = (pulled(how(parts, lengths), parts) for how in (packed, plain))
+    assert [apart(one, other) < NEAR for one, other in zip(mine, wanted, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize("name", ["long ones", "short ones"])
+def test_a_neighbour_s_tokens_change_no_bit(name: str) -> None:
+    lengths = LAYOUTS[name]
+    parts = drawn(sum(lengths))
+    start = lengths[0]
+    own = slice(start, start + lengths[1])
+    hostile = [one.detach().clone() for one in parts]
+    for one in hostile:
+        one[own] = 60.0
+    before = pulled(packed(parts, lengths), parts)
+    hostile = [one.requires_grad_() for one in hostile]
+    after = pulled(packed(hostile, lengths), hostile)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one[:start], other[:start])
+        assert torch.equal(one[own.stop :], other[own.stop :])
+
+
+@pytest.mark.parametrize("name", ["long and short", "short ones"])
+def test_the_operator_is_sound(name: str) -> None:
+    lengths = LAYOUTS[name]
+    layout = Layout.of(lengths, CUDA)
+    arguments = (*drawn(sum(lengths)), layout.ends, layout.offsets, SCALE)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(attention.packed_attention, arguments, test_utils=checks)
+
+
+# -- a learner -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    models.create(directory, KINDS[request.param], 3)
+    return directory
+
+
+def learner(directory: Path, **changes: Any) -> Learner:
+    config = TrainingConfig(lr=1e-3, seq_len=4096, device="cuda").model_copy(update=changes)
+    return Learner.build(directory, config, max_steps=9, seed=1, temperature=1.0)
+
+
+def samples(lengths: list[int]) -> list[Sample]:
+    rng = random.Random(0)
+    return [
+        Sample(
+            [rng.randrange(256) for _ in range(n)],
+            [False] * 3 + [True] * (n - 3),
+            [-5.0] * n,
+            rng.choice([-1.0, 1.0]),
+        )
+        for n in lengths
+    ]
+
+
+FIGURES = ("loss/mean", "optim/grad_norm", "entropy/all/mean", "mismatch_kl/all/mean")
+
+
+def figures(of: Learner) -> list[float]:
+    """Of two steps."""
+    found: list[float] = []
+    for step in (1, 2):
+        values = of.step(Batch(step, samples([900, 300, 40, 2500, 7, 1100]))).values
+        assert values["optim/skipped"] == 0.0
+        found += [values[name] for name in FIGURES]
+    of.close()
+    return found
+
+
+@pytest.mark.parametrize("again", ["none", "selective", "full"])
+def test_compiled_and_recomputed_steps_are_the_plain_ones(directory: Path, again: str) -> None:
+    changes = {"activation_checkpointing": again}
+    compiled = figures(learner(directory, compile=True, **changes))
+    assert compiled == pytest.approx(figures(learner(directory, compile=False)), rel=0.03, abs=0.01)
+
+
+def test_packed_logprobs_are_those_of_each_sequence_alone(directory: Path) -> None:
+    mine = learner(directory, compile=False)
+    row = samples([900, 300, 40, 7])
+    together = torch.tensor(mine.packed_logprobs(row))
+    alone = torch.tensor([one for sample in row for one in mine.packed_logprobs([sample])])
+    mine.close()
+    assert float((together - alone).abs().mean()) < 0.01
+    assert float((together - alone).mean().abs()) < 0.002
+
+
+def test_a_gpu_says_what_a_cpu_says(directory: Path) -> None:
+    row = samples([300, 40])
+    here = learner(directory, device="cpu", threads=0)
+    there = learner(directory, compile=False)
+    one, other = (torch.tensor(each.packed_logprobs(row)) for each in (here, there))
+    there.close()
+    assert float((one - other).abs().mean()) < 0.02
+
+
+def test_experts_are_counted_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> None:
+    models.create(tmp_path, KINDS["experts"], 3)
+    batch = Batch(1, samples([500, 524]))  # a whole row: no padding is counted
+    loads: list[list[float]] = []
+    for changes in ({"device": "cpu"}, {"compile": True}, {"activation_checkpointing": "full"}):
+        mine = learner(tmp_path, **changes)
+        values = mine.step(batch).values
+        loads.append([values[f"expert_load/max_mean/{fold}"] for fold in ("mean", "max")])
+        mine.close()
+    assert loads[1] == pytest.approx(loads[0], rel=0.05)
+    assert loads[2] == pytest.approx(loads[0], rel=0.05)
+
+
+# -- the head and the optimizer --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [100, 512, 10_000])
+def test_fused_logprobs_are_those_of_log_softmax(chunk: int) -> None:
+    rng = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (
+        torch.randn(shape, generator=rng, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for shape in ((1000, 64), (5003, 64))
+    )
+    targets = torch.randint(0, 5003, (1000,), generator=rng, device="cuda")
+    found, _ = head_logprobs(hidden, weight, targets, 0.8, chunk)
+    wanted = (hidden.float() @ weight.float().T / 0.8).log_softmax(-1)
+    wanted = wanted.gather(-1, targets[:, None])[:, 0]
+    parts = [hidden, weight]
+    for one, other in zip(pulled(found, parts), pulled(wanted, parts), strict=True):
+        assert apart(one, other) < NEAR
+
+
+def test_moments_in_the_host_s_memory_change_no_bit() -> None:
+    config = TrainingConfig(lr=1e-2, max_norm=0.5)
+    found: list[list[Tensor]] = []
+    for offload in (False, True):
+        rng = torch.Generator("cuda").manual_seed(1)
+        shapes = [(300, 200), (7,), (1,)]
+        held = {
+            str(at): nn.Parameter(torch.randn(shape, generator=rng, device="cuda"))
+            for at, shape in enumerate(shapes)
+        }
+        one = Optimizer(held, config.model_copy(update={"optimizer_offload": offload}))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("primerl.node.training.optimizer.BUCKET", 1000)
+            for _ in range(4):
+                for parameter in held.values():
+                    parameter.grad = torch.randn(parameter.shape, generator=rng, device="cuda")
+                one.clip()
+                one.step(1e-2)
+                one.zero_grad()
+        places = {value.device.type for key, value in one.moments().items() if "exp" in key}
+        assert places == {"cpu" if offload else "cuda"}
+        moments = [value.to("cuda") for value in one.moments().values()]
+        found.append([*(each.detach() for each in held.values()), *moments])
+    assert len(found[0]) == 3 + 3 * 3
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))

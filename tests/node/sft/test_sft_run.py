@@ -1,0 +1,372 @@
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sft_cases import pairs, write_rows
+from training_cases import FAST, TINY
+
+from primerl.crypto.keys import SecretKey
+from primerl.node import models, rundir
+from primerl.node.config import EnvironmentConfig, ModelConfig, ResumeConfig, RunConfig
+from primerl.node.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
+from primerl.node.ledger import Ledger
+from primerl.node.sft.loop import SftProgress
+from primerl.node.sft_config import SftConfig, SftTrainingConfig
+from primerl.node.sft_run import SftParts, sft
+from primerl.node.store import MemoryStore
+from primerl.node.training.backend import Batch, Sample, StepMetrics
+from primerl.node.training.counting import CountingBackend
+from primerl.node.training.local import LocalBackend
+
+TRAINING = SftTrainingConfig.model_validate(FAST.model_dump() | {"lr": 5e-3, "scheduler": "linear"})
+Watch = Callable[[SftProgress], None]
+
+
+class Backends:
+    """Makes counting backends, and remembers what they were given."""
+
+    def __init__(self) -> None:
+        self.made: list[Recording] = []
+        self.slept: list[float] = []
+        self.fail_at: list[int] = []
+        """Steps at which a rank dies, one for each backend."""
+
+    def parts(self) -> SftParts:
+        return SftParts(backend=self._make, sleep=self._sleep)
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+    def _make(self, config: SftConfig) -> "Recording":
+        fail_at = self.fail_at.pop(0) if self.fail_at else 0
+        self.made.append(Recording(config.seed, fail_at))
+        return self.made[-1]
+
+
+class Recording(CountingBackend):
+    def __init__(self, seed: int, fail_at: int) -> None:
+        super().__init__(seed=seed)
+        self.trained: list[Batch] = []
+        self.closed = False
+        self._fail_at = fail_at
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        if batch.step == self._fail_at:
+            raise RankFailed("rank 1 died")
+        metrics = await super().step(batch)
+        self.trained.append(batch)
+        return StepMetrics({**metrics.values, "loss/mean": 1.0 / batch.step})
+
+    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return {"loss/mean": 2.0, "tokens": float(len(samples))}
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[None]:
+    """A run configures the program's log: give the tests theirs back."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    for handler in set(root.handlers) - set(before):
+        root.removeHandler(handler)
+        handler.close()
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., SftConfig]:
+    """Configs of runs on the same 40 rows."""
+    data = write_rows(tmp_path / "rows.jsonl", pairs(40))
+
+    def config(name: str = "run", **changes: Any) -> SftConfig:
+        values: dict[str, Any] = {
+            "name": name,
+            "output_dir": tmp_path / "out",
+            "max_steps": 12,
+            "batch_size": 6,
+            "fsync": False,
+            "model": ModelConfig(name="tiny", create=TINY),
+            "data": {"files": [str(data)]},
+            "training": TRAINING.model_dump(),
+            "checkpoint": {"interval": 5},
+            **changes,
+        }
+        return SftConfig.model_validate(values)
+
+    return config
+
+
+def quiet(progress: SftProgress) -> None:
+    del progress
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(directory: Path) -> bytes:
+    (found,) = (directory / "weights").iterdir()
+    return (found / "model.safetensors").read_bytes()
+
+
+async def test_a_run_leaves_metrics_checkpoints_weights_and_a_summary(make: Any) -> None:
+    backends, seen = Backends(), list[SftProgress]()
+    config = make(validation={"fraction": 0.3, "interval": 4})
+    directory = await sft(config, watch=seen.append, parts=backends.parts())
+    assert [line["step"] for line in lines(directory)] == list(range(13))
+    assert [line["step"] for line in lines(directory) if "val/loss" in line] == [0, 4, 8, 12]
+    assert {"loss/mean", "perf/throughput", "progress/epoch", "time/load_data"} <= set(
+        lines(directory)[1]
+    )
+    assert [progress.step for progress in seen] == list(range(1, 13))
+    assert seen[-1].validation_loss == 2.0
+    kept = {path.name for path in (directory / "checkpoints").iterdir()}
+    assert kept == {"step_10", "step_12"}
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert summary["samples"] == 72
+    assert summary["validation_samples"] + summary["samples"] // summary["epochs"] > 0
+    assert (Path(summary["weights"]) / "tokenizer.json").is_file()
+    (backend,) = backends.made
+    assert backend.closed
+    assert {batch.objective for batch in backend.trained} == {"ce"}
+    assert all(len(batch.samples) == 6 for batch in backend.trained)
+
+
+async def test_what_is_held_out_is_never_trained(make: Any) -> None:
+    class Remembering(Recording):
+        measured: Sequence[Sample] = ()
+
+        async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+            self.measured = samples
+            return await super().evaluate(samples)
+
+    backend = Remembering(0, 0)
+    parts = SftParts(backend=lambda _: backend)
+    await sft(make(validation={"fraction": 0.3}), watch=quiet, parts=parts)
+    held_out = {tuple(sample.token_ids) for sample in backend.measured}
+    trained = {tuple(s.token_ids) for batch in backend.trained for s in batch.samples}
+    assert held_out
+    assert held_out.isdisjoint(trained)
+    assert len(held_out | trained) == 40
+
+
+async def test_stopped_and_resumed_equals_unbroken_bit_by_bit(make: Any) -> None:
+    """On the real backend: weights, figures and the place in the data."""
+    whole = await sft(make("whole", validation={"fraction": 0.2}), watch=quiet)
+
+    def stop_at_7(progress: SftProgress) -> None:
+        if progress.step == 7:
+            raise EngineError("power cut")
+
+    config = make("cut", validation={"fraction": 0.2}, checkpoint={"interval": 1})
+    with pytest.raises(EngineError, match="power cut"):
+        await sft(config, watch=stop_at_7)
+    again = config.model_copy(update={"resume": ResumeConfig()})
+    cut = await sft(again, watch=quiet)
+    assert weights(cut) == weights(whole)
+    figures = ("step", "loss/mean", "optim/grad_norm", "progress/total_tokens", "val/loss")
+    assert [[line.get(name) for name in figures] for line in lines(cut)] == [
+        [line.get(name) for name in figures] for line in lines(whole)
+    ]
+    first, last = lines(whole)[0]["val/loss"], lines(whole)[-1]["val/loss"]
+    assert last < first - 0.5
+
+
+async def test_a_run_resumes_where_its_last_checkpoint_is(make: Any) -> None:
+    """Steps after it are made again, with the same batches."""
+    whole = Backends()
+    await sft(make("whole"), watch=quiet, parts=whole.parts())
+    broken = Backends()
+
+    def stop_at_8(progress: SftProgress) -> None:
+        if progress.step == 8:
+            raise EngineError("killed")
+
+    with pytest.raises(EngineError):
+        await sft(make("cut"), watch=stop_at_8, parts=broken.parts())
+    directory = await sft(make("cut", resume=True), watch=quiet, parts=broken.parts())
+    first, second = broken.made
+    assert first.trained == whole.made[0].trained[:8]
+    assert second.trained == whole.made[0].trained[5:]
+    assert [line["step"] for line in lines(directory)] == list(range(1, 13))
+
+
+async def test_a_run_goes_back_to_a_step_and_forks_from_another_run(make: Any) -> None:
+    config = make("base", checkpoint={"interval": 4, "keep_last": 3})
+    base = await sft(config, watch=quiet, parts=Backends().parts())
+    back = Backends()
+    again = make("base", resume={"step": 4}, checkpoint={"interval": 4, "keep_last": 3})
+    await sft(again, watch=quiet, parts=back.parts())
+    assert [batch.step for batch in back.made[0].trained] == list(range(5, 13))
+    fork = Backends()
+    forked = make("fork", resume={"dir": str(base), "step": 8}, max_steps=10)
+    await sft(forked, watch=quiet, parts=fork.parts())
+    assert fork.made[0].trained == back.made[0].trained[4:6]
+    with pytest.raises(UsageError, match="no checkpoint of step 5"):
+        await sft(make("base", resume={"step": 5}), watch=quiet, parts=Backends().parts())
+
+
+async def test_who_is_stopped_finishes_the_step_and_saves_it(make: Any) -> None:
+    whole, broken = Backends(), Backends()
+    await sft(make("whole"), watch=quiet, parts=whole.parts())
+    running: list[asyncio.Task[Path]] = []
+
+    def stop_at_6(progress: SftProgress) -> None:
+        if progress.step == 6:
+            running[0].cancel()
+
+    running.append(asyncio.create_task(sft(make("cut"), watch=stop_at_6, parts=broken.parts())))
+    with pytest.raises(asyncio.CancelledError):
+        await running[0]
+    assert broken.made[0].closed
+    done = len(broken.made[0].trained)
+    assert done in (6, 7)
+    await sft(make("cut", resume=True), watch=quiet, parts=broken.parts())
+    assert broken.made[0].trained + broken.made[1].trained == whole.made[0].trained
+
+
+async def test_a_dead_rank_costs_the_steps_since_the_last_checkpoint(make: Any) -> None:
+    whole, backends = Backends(), Backends()
+    await sft(make("whole"), watch=quiet, parts=whole.parts())
+    backends.fail_at = [3, 8]
+    directory = await sft(make("dying"), watch=quiet, parts=backends.parts())
+    assert [[batch.step for batch in made.trained] for made in backends.made] == [
+        [1, 2],
+        list(range(1, 8)),
+        list(range(6, 13)),
+    ]
+    assert backends.made[2].trained == whole.made[0].trained[5:]
+    assert all(made.closed for made in backends.made)
+    assert [line["step"] for line in lines(directory)] == list(range(1, 13))
+
+
+async def test_ranks_that_die_again_and_again_end_the_run(make: Any) -> None:
+    backends = Backends()
+    backends.fail_at = [1] * 9
+    with pytest.raises(RankFailed):
+        await sft(make(), watch=quiet, parts=backends.parts())
+    assert len(backends.made) == 1 + TRAINING.fsdp.max_restarts
+
+
+async def test_a_directory_is_used_once_unless_it_is_said(make: Any) -> None:
+    backends = Backends()
+    await sft(make(max_steps=1), watch=quiet, parts=backends.parts())
+    with pytest.raises(UsageError, match="--resume, --clean"):
+        await sft(make(), watch=quiet, parts=backends.parts())
+    with pytest.raises(UsageError, match="nothing to resume"):
+        await sft(make("other", resume=True), watch=quiet, parts=backends.parts())
+    directory = await sft(make(max_steps=2, clean=True), watch=quiet, parts=backends.parts())
+    assert [line["step"] for line in lines(directory)] == [1, 2]
+
+
+async def test_two_runs_never_share_a_directory(make: Any) -> None:
+    async def intrude(config: SftConfig) -> None:
+        with pytest.raises(BusyError):
+            await sft(config, watch=quiet, parts=Backends().parts())
+
+    class Shared(Recording):
+        async def step(self, batch: Batch) -> StepMetrics:
+            await intrude(make(clean=True))
+            return await super().step(batch)
+
+    directory = await sft(make(max_steps=2), watch=quiet, parts=SftParts(lambda _: Shared(0, 0)))
+    assert len(lines(directory)) == 2
+
+
+async def test_other_data_are_not_resumed(make: Any, tmp_path: Path) -> None:
+    await sft(make(max_steps=2), watch=quiet, parts=Backends().parts())
+    write_rows(tmp_path / "rows.jsonl", pairs(39))
+    with pytest.raises(UsageError, match="not those that the run began with"):
+        await sft(make(resume=True), watch=quiet, parts=Backends().parts())
+
+
+async def test_bad_data_end_the_run_with_file_and_line(make: Any, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [*pairs(5), {"prompt": "no completion"}])
+    config = make(data={"files": [str(tmp_path / "rows.jsonl")], "shuffle": False})
+    with pytest.raises(RunFailed, match=r"rows\.jsonl:6: a row needs"):
+        await sft(config, watch=quiet, parts=Backends().parts())
+
+
+async def test_max_epochs_end_a_run_early(make: Any) -> None:
+    backends = Backends()
+    directory = await sft(make(max_epochs=1), watch=quiet, parts=backends.parts())
+    assert [len(batch.samples) for batch in backends.made[0].trained] == [6] * 6 + [4]
+    assert (directory / "weights" / "step_7").is_dir()
+
+
+async def test_steps_without_a_gradient_do_not_go_on_for_ever(make: Any) -> None:
+    class Sick(Recording):
+        async def step(self, batch: Batch) -> StepMetrics:
+            metrics = await super().step(batch)
+            return StepMetrics({**metrics.values, "optim/skipped": 1.0})
+
+    with pytest.raises(RunFailed, match=r"training\.lr"):
+        await sft(make(), watch=quiet, parts=SftParts(lambda _: Sick(0, 0)))
+
+
+async def test_nothing_to_learn_from_is_said(make: Any) -> None:
+    with pytest.raises(UsageError, match=r"--data\.files"):
+        await sft(make(data={}), watch=quiet, parts=Backends().parts())
+
+
+async def test_an_environment_teaches_and_its_weights_begin_a_run(
+    make: Any, tmp_path: Path
+) -> None:
+    """sft on reverse-text's answers, then the run manifest of a `train` that begins there."""
+    environment = EnvironmentConfig(id="reverse-text", args={"min_len": 2, "max_len": 3})
+    config = make(
+        data={"environment": environment.model_dump()},
+        validation={"rows": 32},
+        max_steps=20,
+        batch_size=16,
+    )
+    directory = await sft(config, watch=quiet)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["validation_loss_after"] < summary["validation_loss_before"] - 1.0
+    run = RunConfig(
+        name="rl",
+        output_dir=tmp_path / "out",
+        model=ModelConfig(name=summary["weights"]),
+        environment=environment,
+    )
+    model_dir = await rundir.prepare_model(run, run.run_dir / "model")
+    assert model_dir == Path(summary["weights"])
+    ledger = Ledger(tmp_path / "ledger.db")
+    try:
+        documents = await rundir.documents(
+            run, SecretKey.generate(), ledger, MemoryStore(max_bytes=1 << 24), model_dir
+        )
+    finally:
+        ledger.close()
+    assert documents.manifest.model.stop_token_ids == models.stop_token_ids(directory / "model")
+    learned = await measured(model_dir, config)
+    assert learned == pytest.approx(summary["validation_loss_after"], abs=0.02)  # bf16
+
+
+async def measured(model_dir: Path, config: SftConfig) -> float:
+    """Loss of the weights in `model_dir` on one held-out string of the environment."""
+    from contextlib import AsyncExitStack
+
+    from primerl.node.parts import make_environment
+    from primerl.node.sft.sources import open_tasks
+
+    assert config.data.environment is not None
+    async with AsyncExitStack() as stack:
+        environment = make_environment(config.data.environment, model_dir, 0, 64, 1.0)
+        await environment.start()
+        stack.push_async_callback(environment.close)
+        samples = open_tasks(config, environment, 0).validation
+        backend = LocalBackend(config.training, max_steps=1, seed=0)
+        stack.push_async_callback(backend.close)
+        await backend.start(model_dir)
+        return (await backend.evaluate(samples))["loss/mean"]

@@ -1,0 +1,244 @@
+"""What packed attention mixes: the tokens of one sequence, and not a bit of its neighbours."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from primerl.node import models
+from primerl.node.config import ModelCreateConfig, TrainingConfig
+from primerl.node.errors import EngineError
+from primerl.node.training import attention
+from primerl.node.training.attention import Layout
+from primerl.node.training.backend import Sample
+from primerl.node.training.learner import Learner
+from primerl.node.training.packing import pack
+
+CPU = torch.device("cpu")
+HEADS, KEYS, WIDTH = 4, 2, 8
+SCALE = 0.3
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
+PADDED = [5, 5, 4, 6]
+ONE_BY_ONE = [40, 1, 2, 1]
+"""The first is read padded to one width, the second sequence by sequence: see LOOSE."""
+
+
+def drawn(tokens: int, seed: int = 0) -> list[Tensor]:
+    """Queries, keys and values as a model makes them: [1, heads, T, width]."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(1, heads, tokens, WIDTH) for heads in (HEADS, KEYS, KEYS)]
+    return [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
+
+
+def mixed(parts: list[Tensor], lengths: list[int]) -> Tensor:
+    layout = Layout.of(lengths, CPU)
+    query, key, value = parts
+    found, weights = attention.attend(
+        None,
+        query,
+        key,
+        value,
+        None,
+        scaling=SCALE,
+        sequence_ends=layout.ends,
+        sequence_offsets=layout.offsets,
+        is_causal=True,  # models say more than is asked for
+    )
+    assert weights is None
+    return found
+
+
+def alone(parts: list[Tensor], lengths: list[int]) -> Tensor:
+    """Each sequence by the definition: a masked softmax, one after the other."""
+    found: list[Tensor] = []
+    for q, k, v in zip(*(one.split(lengths, dim=2) for one in parts), strict=True):
+        keys, values = (one.repeat_interleave(HEADS // KEYS, dim=1) for one in (k, v))
+        length = q.shape[2]
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = (q @ keys.transpose(2, 3) * SCALE).masked_fill(later, -torch.inf).softmax(-1)
+        found.append((weights @ values).transpose(1, 2))
+    return torch.cat(found, 1)
+
+
+def gradients(how: Any, parts: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    leaves = [one.clone().requires_grad_() for one in parts]
+    found = how(leaves, lengths)
+    pull = torch.randn(found.shape, generator=torch.Generator().manual_seed(9), dtype=found.dtype)
+    found.backward(pull)
+    return [found.detach(), *(one.grad for one in leaves if one.grad is not None)]
+
+
+@given(lengths=LENGTHS)
+@settings(max_examples=40, deadline=None)
+def test_packed_attention_is_that_of_each_sequence_alone(lengths: list[int]) -> None:
+    parts = drawn(sum(lengths))
+    packed, apart = gradients(mixed, parts, lengths), gradients(alone, parts, lengths)
+    assert len(packed) == len(apart) == 4
+    for one, other in zip(packed, apart, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [64], [1, 30, 1], ONE_BY_ONE, PADDED])
+def test_layouts_at_the_edges_are_read_right(lengths: list[int]) -> None:
+    parts = drawn(sum(lengths))
+    assert torch.allclose(mixed(parts, lengths), alone(parts, lengths), atol=1e-12)
+
+
+@given(lengths=LENGTHS)
+@settings(max_examples=20, deadline=None)
+def test_both_forms_on_a_cpu_give_the_same(lengths: list[int]) -> None:
+    parts = drawn(sum(lengths), 3)
+    found: list[list[Tensor]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for loose in (0.0, float("inf")):
+            patched.setattr(attention, "LOOSE", loose)
+            found.append(gradients(mixed, parts, lengths))
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [PADDED, ONE_BY_ONE])
+@pytest.mark.parametrize("attacked", range(4))
+def test_nothing_of_a_sequence_reaches_another_one_not_a_bit(
+    lengths: list[int], attacked: int
+) -> None:
+    """Not even where the attacker's numbers are as large as can be."""
+    parts = drawn(sum(lengths), 1)
+    start = sum(lengths[:attacked])
+    own = slice(start, start + lengths[attacked])
+    hostile = [one.clone() for one in parts]
+    for one in hostile:
+        one[:, :, own] = 1e30
+    others = torch.ones(sum(lengths), dtype=torch.bool)
+    others[own] = False
+    pairs = zip(gradients(mixed, parts, lengths), gradients(mixed, hostile, lengths), strict=True)
+    mine, attacked_one = next(pairs)
+    assert torch.equal(mine[:, others], attacked_one[:, others])
+    assert not torch.equal(mine[:, own], attacked_one[:, own])
+    for one, other in pairs:
+        assert torch.equal(one[:, :, others], other[:, :, others])
+
+
+def test_the_future_does_not_reach_the_past() -> None:
+    parts = drawn(9)
+    changed = [one.clone() for one in parts]
+    for one in changed:
+        one[:, :, 6:] = 5.0
+    before, after = (mixed(one, [9])[:, :6] for one in (parts, changed))
+    assert torch.equal(before, after)
+
+
+@given(lengths=LENGTHS)
+def test_a_layout_says_where_sequences_end(lengths: list[int]) -> None:
+    layout = Layout.of(lengths, CPU)
+    assert layout.ends.dtype == layout.offsets.dtype == torch.int32
+    assert layout.ends.tolist() == [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    assert layout.offsets.tolist() == [0, *layout.ends.tolist()]
+
+
+# -- through a model -------------------------------------------------------------------------------
+
+SHAPE = ModelCreateConfig(
+    hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
+)
+MADE = {"dense": SHAPE, "experts": SHAPE.model_copy(update={"num_experts": 4})}
+
+
+@pytest.fixture(scope="module", params=sorted(MADE))
+def learner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("model")
+    models.create(directory, MADE[request.param], 3)
+    config = TrainingConfig(threads=1, device="cpu", seq_len=64)
+    return Learner.build(directory, config, max_steps=1, seed=0, temperature=1.0)
+
+
+def samples(lengths: list[int], seed: int = 0) -> list[Sample]:
+    rng = random.Random(seed)
+    return [
+        Sample([rng.randrange(256) for _ in range(n)], [True] * n, [-1.0] * n, 1.0) for n in lengths
+    ]
+
+
+def read(learner: Any, row: list[Sample], pulled: list[int]) -> tuple[Tensor, list[Tensor]]:
+    """Logprobs of a packed row, and the gradient of those of the sequences `pulled` alone."""
+    model: Any = learner._model
+    (rows,) = pack(row, 64).ranks
+    (only,) = rows
+    inputs = model.read(only, 1.0)
+    wanted = torch.isin(inputs.sequences, torch.tensor(pulled))
+    grads = torch.autograd.grad(
+        inputs.logprobs[wanted].sum(), list(model.parameters()), retain_graph=False
+    )
+    return inputs.logprobs.detach(), list(grads)
+
+
+def test_other_tokens_in_one_sequence_change_no_bit_of_what_its_neighbours_teach(
+    learner: Any,
+) -> None:
+    """Logprobs and gradients; the lengths stay, so that kernels add up in the same order."""
+    lengths = [12, 11, 10]  # packed in this order: the longest first
+    honest, hostile = samples(lengths), samples(lengths)
+    hostile[1] = samples([11], seed=5)[0]
+    logprobs, pulls = read(learner, honest, [0, 2])
+    attacked, attacked_pulls = read(learner, hostile, [0, 2])
+    others = [*range(11), *range(21, 30)]
+    assert torch.equal(logprobs[others], attacked[others])
+    assert not torch.equal(logprobs[11:21], attacked[11:21])
+    assert len(pulls) > 20
+    grouped = hasattr(learner._model.causal.config, "num_experts")  # sums group tokens by expert
+    for one, other in zip(pulls, attacked_pulls, strict=True):
+        assert torch.allclose(one, other, atol=1e-6 if grouped else 0.0, rtol=0.0)
+
+
+def test_a_packed_sequence_teaches_what_it_teaches_alone(learner: Any) -> None:
+    lengths = [12, 11, 10]
+    row = samples(lengths)
+    logprobs, _ = read(learner, row, [0])
+    for index, part in enumerate(logprobs.split([n - 1 for n in lengths])):
+        own, pulls = read(learner, [row[index]], [0])
+        assert torch.allclose(own, part, atol=1e-5)
+        _, packed_pulls = read(learner, row, [index])
+        for one, other in zip(pulls, packed_pulls, strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_the_model_s_own_attention_says_the_same(learner: Any) -> None:
+    """Positions restart in each sequence, and nobody else is seen: as if read by transformers itself."""
+    row = samples([9, 7])
+    logprobs, _ = read(learner, row, [0])
+    plain: Any = models.load_model(learner._model_dir)
+    wanted: list[Tensor] = []
+    for one in row:
+        ids = torch.tensor([one.token_ids])
+        with torch.no_grad():
+            logits = plain(input_ids=ids, use_cache=False).logits[0, :-1]
+        wanted.append(-F.cross_entropy(logits, ids[0, 1:], reduction="none"))
+    assert torch.allclose(logprobs, torch.cat(wanted), atol=1e-5)
+
+
+def test_a_model_that_sees_only_a_window_is_refused(tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    make: Any = Qwen3Config
+    shape = make(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=16,
+        vocab_size=32,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+    )
+    Qwen3ForCausalLM(shape).save_pretrained(tmp_path)
+    config = TrainingConfig(threads=1, device="cpu")
+    with pytest.raises(EngineError, match="only full attention can be trained"):
+        Learner.build(tmp_path, config, max_steps=1, seed=0, temperature=1.0)

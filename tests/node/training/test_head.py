@@ -1,0 +1,107 @@
+"""Logprobs straight from hidden states: what torch's log_softmax gives, whatever the chunks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from primerl.node.training.head import head_logprobs
+
+TOKENS, WIDTH, VOCABULARY = 13, 7, 29
+CHUNKS = [1, 2, 5, TOKENS, TOKENS + 1, 10_000]
+
+
+def inputs(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    rng = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, WIDTH, generator=rng, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=rng, dtype=torch.float64)
+    targets = torch.randint(0, VOCABULARY, (tokens,), generator=rng)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    logits = hidden.double() @ weight.double().T / temperature
+    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def pulled(logprobs: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    """Gradients of a sum in which every token has another weight."""
+    pull = torch.linspace(-1.0, 2.0, len(logprobs), dtype=logprobs.dtype)
+    return torch.autograd.grad(logprobs, (hidden, weight), pull)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_and_gradients_are_those_of_log_softmax(
+    chunk: int, temperature: float, dtype: torch.dtype
+) -> None:
+    hidden, weight, targets = inputs(dtype=dtype)
+    found, _ = head_logprobs(hidden, weight, targets, temperature, chunk)
+    wanted = plain(hidden, weight, targets, temperature)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    for one, other in zip(
+        pulled(found, hidden, weight), pulled(wanted, hidden, weight), strict=True
+    ):
+        assert one.dtype == dtype
+        assert torch.allclose(one, other, atol=3e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_entropies_are_those_of_the_softmax_and_have_no_gradient(temperature: float) -> None:
+    hidden, weight, targets = inputs()
+    logprobs, entropy = head_logprobs(hidden, weight, targets, temperature, 4)
+    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    assert torch.allclose(entropy, -(log_p.exp() * log_p).sum(-1), atol=1e-5)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_chunks_change_no_bit_of_the_values(chunk: int) -> None:
+    hidden, weight, targets = inputs(dtype=torch.float64)
+    whole = head_logprobs(hidden, weight, targets, 1.0, TOKENS)
+    parts = head_logprobs(hidden, weight, targets, 1.0, chunk)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.allclose(one, other, atol=1e-6, rtol=0)
+
+
+def test_no_token_gives_nothing_and_pulls_nothing() -> None:
+    hidden, weight, targets = inputs(0)
+    logprobs, entropy = head_logprobs(hidden, weight, targets, 1.0, 8)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.shape == (0, WIDTH)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_logits_so_large_that_their_exponentials_overflow_are_read_right() -> None:
+    hidden, weight, targets = inputs()
+    found, entropy = head_logprobs(hidden * 1e3, weight, targets, 1.0, 3)
+    wanted = plain(hidden * 1e3, weight, targets, 1.0)
+    assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-2)
+    assert entropy.isfinite().all()
+    (grad,) = torch.autograd.grad(found.sum(), (weight,))
+    assert grad.isfinite().all()
+
+
+def test_bf16_is_summed_up_in_fp32() -> None:
+    hidden, weight, targets = inputs(dtype=torch.bfloat16)
+    found, _ = head_logprobs(hidden, weight, targets, 1.0, 1)
+    wanted = plain(hidden, weight, targets, 1.0)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), wanted, atol=0.05)  # the logits are rounded
+    one, other = (torch.autograd.grad(x.sum(), (weight,))[0] for x in (found, wanted))
+    assert one.dtype == torch.bfloat16
+    assert torch.allclose(one.float(), other.float(), atol=0.1)
+
+
+def test_the_results_may_be_changed_in_place() -> None:
+    """FSDP warns of views, whose hooks an in-place operation would silently drop."""
+    hidden, weight, targets = inputs()
+    for one in head_logprobs(hidden, weight, targets, 1.0, 8):
+        assert not one._is_view()

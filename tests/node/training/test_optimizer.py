@@ -1,0 +1,135 @@
+"""One step is what torch's AdamW and clipping make of the same gradients, to the bit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from primerl.node.config import TrainingConfig
+from primerl.node.training import optimizer as module
+from primerl.node.training.optimizer import Optimizer
+
+CONFIG = TrainingConfig(lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1, max_norm=0.5)
+SHAPES = {"matrix": (7, 5), "vector": (9,), "one": (1,), "frozen": (4,)}
+RATES = [1e-2, 0.0, 3e-3, 1e-4]
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    rng = torch.Generator().manual_seed(1)
+    made = {name: nn.Parameter(torch.randn(shape, generator=rng)) for name, shape in SHAPES.items()}
+    made["frozen"].requires_grad_(False)
+    return made
+
+
+def pull(held: Mapping[str, Tensor], step: int, size: float = 1.0) -> None:
+    """Give every parameter that learns the gradient of this step."""
+    rng = torch.Generator().manual_seed(100 + step)
+    for one in held.values():
+        if one.requires_grad:
+            one.grad = torch.randn(one.shape, generator=rng) * size
+
+
+def plain(held: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+    learned = [one for one in held.values() if one.requires_grad]
+    return torch.optim.AdamW(learned, betas=CONFIG.betas, weight_decay=CONFIG.weight_decay)
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_steps_are_those_of_torch_to_the_bit(size: float, offload: bool) -> None:
+    """Of a large gradient that is clipped and of a small one; without a GPU there is nothing to offload."""
+    mine, wanted = parameters(), parameters()
+    ours = Optimizer(mine, CONFIG.model_copy(update={"optimizer_offload": offload}))
+    theirs = plain(wanted)
+    for step, lr in enumerate(RATES):
+        pull(mine, step, size)
+        pull(wanted, step, size)
+        learned = [one for one in wanted.values() if one.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(learned, CONFIG.max_norm)
+        assert ours.clip() == float(norm)
+        assert (float(norm) > CONFIG.max_norm) == (size == 1.0)
+        theirs.param_groups[0]["lr"] = lr
+        ours.step(lr)
+        theirs.step()
+        assert same(mine, wanted)
+    assert same({"frozen": mine["frozen"]}, {"frozen": parameters()["frozen"]})
+
+
+def test_buckets_hold_each_parameter_once_in_order() -> None:
+    sizes = [3, 1, 0, 5, 2, 2, 9]
+    held = [torch.empty(size) for size in sizes]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "BUCKET", 4)
+        cut: Any = module
+        buckets = [[len(one) for one in bucket] for bucket in cut._buckets(held)]
+    assert buckets == [[3, 1], [0, 5], [2, 2], [9]]
+
+
+def test_moments_go_on_in_another_optimizer() -> None:
+    mine = parameters()
+    first = Optimizer(mine, CONFIG)
+    assert first.moments() == {}
+    for step in range(2):
+        pull(mine, step)
+        first.clip()
+        first.step(1e-2)
+    other = {name: nn.Parameter(one.detach().clone()) for name, one in mine.items()}
+    other["frozen"].requires_grad_(False)
+    second = Optimizer(other, CONFIG)
+    pull(other, 9)
+    second.clip()  # moments of its own, which set_moments() replaces
+    second.set_moments({name: one.clone() for name, one in first.moments().items()})
+    assert set(second.moments()) == {
+        f"{name}:{key}"
+        for name in ("matrix", "vector", "one")
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    for held, one in ((mine, first), (other, second)):
+        pull(held, 2)
+        one.clip()
+        one.step(1e-2)
+    assert same(mine, other)
+    assert same(first.moments(), second.moments())
+    second.set_moments({})
+    assert second.moments() == {}
+
+
+def test_forgotten_gradients_change_nothing() -> None:
+    mine = parameters()
+    ours = Optimizer(mine, CONFIG)
+    pull(mine, 0)
+    ours.zero_grad()
+    before = {name: one.detach().clone() for name, one in mine.items()}
+    assert ours.clip() == 0.0
+    ours.step(1.0)
+    assert same(mine, before)
+
+
+def test_a_gradient_that_is_no_number_shows_in_the_norm() -> None:
+    mine = parameters()
+    ours = Optimizer(mine, CONFIG)
+    pull(mine, 0)
+    grad = mine["vector"].grad
+    assert grad is not None
+    grad[3] = torch.nan
+    assert ours.clip() != ours.clip()
+
+
+def test_betas_and_decay_may_be_others_than_the_config_s() -> None:
+    mine, wanted = parameters(), parameters()
+    ours = Optimizer(mine, CONFIG, betas=(0.5, 0.6), weight_decay=0.0)
+    learned = [one for one in wanted.values() if one.requires_grad]
+    theirs = torch.optim.AdamW(learned, lr=0.1, betas=(0.5, 0.6), weight_decay=0.0)
+    for step in range(2):
+        pull(mine, step, 1e-3)
+        pull(wanted, step, 1e-3)
+        ours.clip()
+        ours.step(0.1)
+        theirs.step()
+    assert same(mine, wanted)
