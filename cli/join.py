@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .configured import AsJson, DryRun, arguments, environment, options, show_config
+from .configured import (
+    AsJson,
+    DryRun,
+    arguments,
+    environment,
+    options,
+    show_config,
+)
 
 if TYPE_CHECKING:
     from ..node.config import JoinConfig

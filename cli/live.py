@@ -21,7 +21,15 @@ from rich.table import Table
 from ..node.control import PeerRow, Status
 from ..node.watch import NodeState, View
 from .screen import console
-from .tables import duration, number, rejected, rewards, size, sparkline, version
+from .tables import (
+    duration,
+    number,
+    rejected,
+    rewards,
+    size,
+    sparkline,
+    version,
+)
 
 PLAIN_EVERY_S = 2.0
 TRAINER = "trainer"

@@ -14,7 +14,20 @@ from .. import __version__
 from ..crypto.keys import KeyFileError
 from ..node.errors import NodeError, StorageError
 from ..protocol.errors import RemoteProtocolError
-from . import calibrate, explain, identity, init, join, peers, rl, sft, status, stop, ticket, train
+from . import (
+    calibrate,
+    explain,
+    identity,
+    init,
+    join,
+    peers,
+    rl,
+    sft,
+    status,
+    stop,
+    ticket,
+    train,
+)
 from .configured import ConfigCommand
 from .signals import Interrupted
 

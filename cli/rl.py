@@ -2,7 +2,13 @@
 
 import typer
 
-from .configured import AsJson, DryRun, arguments, environment, show_config
+from .configured import (
+    AsJson,
+    DryRun,
+    arguments,
+    environment,
+    show_config,
+)
 
 
 def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) -> None:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .configured import AsJson, DryRun, arguments, environment, show_config
+from .configured import (
+    AsJson,
+    DryRun,
+    arguments,
+    environment,
+    show_config,
+)
 
 if TYPE_CHECKING:
     from ..node.sft.loop import SftProgress

@@ -13,7 +13,12 @@ from rich.table import Table
 
 from ..node.report import points, smooth, terminal_curve
 from .screen import console
-from .tables import rejected, seconds, size, sources
+from .tables import (
+    rejected,
+    seconds,
+    size,
+    sources,
+)
 
 CURVE_HEIGHT = 14
 Summary = Mapping[str, Any]

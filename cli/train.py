@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from .configured import AsJson, DryRun, arguments, environment, show_config
+from .configured import (
+    AsJson,
+    DryRun,
+    arguments,
+    environment,
+    show_config,
+)
 
 if TYPE_CHECKING:
     from ..node.config import RunConfig

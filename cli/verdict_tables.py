@@ -10,7 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..node.explaining import AuditedRollout, Explanation, Finding, Line
+from ..node.explaining import (
+    AuditedRollout,
+    Explanation,
+    Finding,
+    Line,
+)
 from .tables import NONE
 
 SHORT = 10

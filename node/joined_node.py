@@ -16,7 +16,14 @@ from ..crypto.keys import SecretKey
 from ..protocol import tickets
 from ..protocol.errors import Reason, RemoteProtocolError
 from ..protocol.manifests import AdapterContract, RunManifest, Ticket
-from ..protocol.messages import GetHeads, GetMerged, Hello, SyncRecords, WatchHeads, Welcome
+from ..protocol.messages import (
+    GetHeads,
+    GetMerged,
+    Hello,
+    SyncRecords,
+    WatchHeads,
+    Welcome,
+)
 from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
 from . import base_weights, rundir
 from .config import JoinConfig

@@ -18,7 +18,12 @@ from . import toml
 from .config import RunConfig
 from .errors import EngineError, NodeError
 from .processes import Child
-from .run_files import LOGS, TICKET, check_free, clean
+from .run_files import (
+    LOGS,
+    TICKET,
+    check_free,
+    clean,
+)
 from .watch import NodeState, View, follow
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from .roles.terms import current_term
 from .roles.trainer import TrainerRole
 from .run_files import CHECKPOINTS
 from .training.backend import TrainBackend
-from .training.checkpoints import Checkpoints
+from .training.saving.checkpoints import Checkpoints
 from .training.warmup import SupervisedBackend, WarmupProgress, warm_up
 from .weights.state import State
 

@@ -11,7 +11,12 @@ from typing import Protocol
 from ..crypto.keys import SecretKey
 from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
 from .audits.auditor import Auditor
-from .config import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
+from .config import (
+    EngineConfig,
+    EnvironmentConfig,
+    NetworkConfig,
+    RunConfig,
+)
 from .engines.build import build_engine
 from .engines.engine import Engine
 from .environments.build import build_environment
@@ -67,7 +72,7 @@ def make_backend(config: RunConfig | SftConfig) -> TrainBackend:
     temperature = config.sampling.temperature if isinstance(config, RunConfig) else 1.0
     training = config.training
     if training.backend == "fsdp":
-        from .training.fsdp import FsdpBackend
+        from .training.ranks.fsdp import FsdpBackend
 
         return FsdpBackend(
             training, max_steps=config.max_steps, seed=config.seed, temperature=temperature

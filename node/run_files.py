@@ -7,7 +7,12 @@ import shutil
 from pathlib import Path
 
 from .control import ask, socket_path
-from .errors import BusyError, NetworkError, StorageError, UsageError
+from .errors import (
+    BusyError,
+    NetworkError,
+    StorageError,
+    UsageError,
+)
 
 TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
     "ticket.txt",

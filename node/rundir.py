@@ -33,7 +33,7 @@ from .ledger import MANIFEST, Ledger
 from .proofs.thresholds import check_bounds, proof_contract
 from .run_files import CHECKPOINTS, clean
 from .store import Store
-from .training.checkpoints import Checkpoints
+from .training.saving.checkpoints import Checkpoints
 from .training_config import LoraConfig
 from .weights.mirror import prove
 

@@ -10,7 +10,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from .config import CheckpointConfig, EnvironmentConfig, LogConfig, ModelConfig, Resume
+from .config import (
+    CheckpointConfig,
+    EnvironmentConfig,
+    LogConfig,
+    ModelConfig,
+    Resume,
+)
 from .training_config import Fraction, Positive, TrainingConfig
 
 Role = Literal["assistant", "user", "system", "tool"]

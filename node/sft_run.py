@@ -22,10 +22,15 @@ from .opening import WARMUP_TASKS
 from .parts import make_backend, make_environment
 from .restarts import Restarts
 from .sft.loop import SftLoop, Watch
-from .sft.sources import Data, check_files, open_files, open_tasks
+from .sft.sources import (
+    Data,
+    check_files,
+    open_files,
+    open_tasks,
+)
 from .sft_config import SftConfig
 from .training.backend import TrainBackend
-from .training.checkpoints import Checkpoints
+from .training.saving.checkpoints import Checkpoints
 
 
 @dataclass(frozen=True)

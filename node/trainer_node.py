@@ -36,7 +36,7 @@ from .serving import Node
 from .stack import Stack, open_stack, open_store
 from .training.backend import TrainBackend
 from .training.buffer import RolloutBuffer
-from .training.checkpoints import Checkpoints
+from .training.saving.checkpoints import Checkpoints
 from .verification import Verification
 from .weights.encoders import Encoders
 

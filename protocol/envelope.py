@@ -9,7 +9,12 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 
 from ..crypto.hashing import Digest
-from ..crypto.keys import NodeId, SecretKey, Signature, verify
+from ..crypto.keys import (
+    NodeId,
+    SecretKey,
+    Signature,
+    verify,
+)
 from .errors import Reason, RemoteProtocolError
 from .session import decode
 from .version import CLOCK_SKEW_S, MAX_SUBMISSION, WIRE_VERSION

@@ -10,7 +10,12 @@ import msgspec
 from ..crypto.hashing import Digest
 from ..crypto.keys import NodeId
 from .errors import Reason
-from .manifests import Artifact, Name, Role, Version
+from .manifests import (
+    Artifact,
+    Name,
+    Role,
+    Version,
+)
 from .reports import MAX_CHOSEN, MAX_REPORT, Place
 from .version import MAX_GOSSIP, MAX_SUBMISSION
 

@@ -7,7 +7,12 @@ import base64
 import binascii
 
 from ..crypto.keys import SecretKey
-from .envelope import Envelope, Purpose, seal, unseal
+from .envelope import (
+    Envelope,
+    Purpose,
+    seal,
+    unseal,
+)
 from .errors import Reason, RemoteProtocolError
 from .manifests import Ticket
 from .session import decode

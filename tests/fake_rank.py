@@ -11,8 +11,8 @@ from pathlib import Path
 from primerl.node.errors import EngineError, StorageError
 from primerl.node.training import rank
 from primerl.node.training.backend import Batch, Sample, StepMetrics
-from primerl.node.training.rank_calls import Start
-from primerl.node.training.ranks import Ranks
+from primerl.node.training.ranks.calls import Start
+from primerl.node.training.saving.agreement import Ranks
 from primerl.node.training.world import World
 from primerl.node.training_config import TrainingConfig
 

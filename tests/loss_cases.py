@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from primerl.node.training.loss_sums import LossSums
-from primerl.node.training.losses import TokenInputs
+from primerl.node.training.losses.by_name import TokenInputs
+from primerl.node.training.losses.sums import LossSums
 from primerl.node.training_config import LossConfig
 
 Column = NDArray[np.float64]

@@ -184,14 +184,15 @@ LOADED_LAZILY = {
         node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
         node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
         node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder
-        node.engines.vllm_sampling node.engines.vllm_worker node.training.attention
-        node.training.collecting node.training.custom_loss node.training.device_export
-        node.training.experts node.training.gathering node.training.head node.training.learner
-        node.training.lora node.training.losses node.training.masters node.training.meter
-        node.training.optimizer node.training.expert_parallel
-        node.training.policy_losses node.training.rank node.training.rank_share
-        node.training.rank_wire node.training.ranks node.training.saved node.training.shards
-        node.training.staging node.training.trained_model node.training.world""",
+        node.engines.vllm_sampling node.engines.vllm_worker node.training.export.collecting
+        node.training.export.device node.training.export.gathering node.training.learner
+        node.training.losses.by_name node.training.losses.custom node.training.losses.formulas
+        node.training.meter node.training.model.attention node.training.model.expert_parallel
+        node.training.model.experts node.training.model.head node.training.model.lora
+        node.training.model.masters node.training.model.trained_model node.training.optimizer
+        node.training.rank node.training.ranks.share node.training.ranks.wire
+        node.training.saving.agreement node.training.saving.saved node.training.saving.shards
+        node.training.saving.staging node.training.world""",
     "triton": "node.engines.noise_kernel node.engines.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
 }

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from ..errors import EngineError
 from ..frames import HEAD_BYTES, body_length, frame
 from ..processes import PARENT_VARIABLE, LogTail, kill_group
-from .frames import MAX_FRAME, Answer, Failed, Request, read_answer
+from .frames import (
+    MAX_FRAME,
+    Answer,
+    Failed,
+    Request,
+    read_answer,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,20 @@ from ..model_files import vocab_size
 from ..weights.state import State
 from .auditor import AuditItem, Measured, Unreadable
 from .child import PROGRAM, AuditChild, ChildFailed
-from .frames import Answer, Measure, Results, Setup
+from .frames import (
+    Answer,
+    Measure,
+    Results,
+    Setup,
+)
 from .held_states import HeldStates
-from .portions import Pace, check_versions, cost, first_portion, wanted_versions
+from .portions import (
+    Pace,
+    check_versions,
+    cost,
+    first_portion,
+    wanted_versions,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -51,8 +51,21 @@ from .forging import (
     honestly,
     said_by,
 )
-from .honest import Played, Player, Say, company, entropy_share, measure, trial_run
-from .separation import VARIANTS, Separated, nudged, separate
+from .honest import (
+    Played,
+    Player,
+    Say,
+    company,
+    entropy_share,
+    measure,
+    trial_run,
+)
+from .separation import (
+    VARIANTS,
+    Separated,
+    nudged,
+    separate,
+)
 
 if TYPE_CHECKING:
     from ..engines.network import Network

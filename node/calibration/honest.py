@@ -22,7 +22,12 @@ from ...protocol.manifests import (
     run_id,
 )
 from ...protocol.rollouts import Evidence
-from ..audits.auditor import AuditItem, Auditor, Measured, Unreadable
+from ..audits.auditor import (
+    AuditItem,
+    Auditor,
+    Measured,
+    Unreadable,
+)
 from ..config import RunConfig
 from ..engines.engine import Completion, Engine, GenerateRequest
 from ..environments.environment import Environment, Episode, Task

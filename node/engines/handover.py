@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 
 from ..errors import EngineError, StorageError
 from ..weights.checkpoint import write_checkpoint
-from ..weights.state import BITS, Changed, State, Tensor, state_bytes
+from ..weights.state import (
+    BITS,
+    Changed,
+    State,
+    Tensor,
+    state_bytes,
+)
 
 WHOLE, POSITIONS, VALUES = "whole:", "positions:", "values:"
 """In a file of changes, before a tensor's name: all of it; before a dtype: where its tensors changed, one

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from .handover import POSITIONS, VALUES, WHOLE, read_spans
+from .handover import (
+    POSITIONS,
+    VALUES,
+    WHOLE,
+    read_spans,
+)
 from .placement import Placement, Write, trace
 from .vllm_recorder import Recorder
 from .vllm_sampling import Hooks

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...crypto.hashing import derive
-from .environment import Branch, Episode, Policy, Score, ScoreMismatch, Split, Task
+from .environment import (
+    Branch,
+    Episode,
+    Policy,
+    Score,
+    ScoreMismatch,
+    Split,
+    Task,
+)
 from .exchange import Exchange
 from .outcome import branch
 from .replay import PlayFailed, Recording

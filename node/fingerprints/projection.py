@@ -17,7 +17,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .fingerprint import BadProof, Compared, Hidden, ProofFailed
+from .fingerprint import (
+    BadProof,
+    Compared,
+    Hidden,
+    ProofFailed,
+)
 from .residuals import weighed_sums
 
 NUMBERS = 7

@@ -17,7 +17,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .fingerprint import BadProof, Compared, Hidden, ProofFailed
+from .fingerprint import (
+    BadProof,
+    Compared,
+    Hidden,
+    ProofFailed,
+)
 from .polynomial import PRIME, evaluate, interpolate
 from .residuals import weighed_sums
 

@@ -26,7 +26,12 @@ from ...protocol.version import ALPN_BLOBS, MIB
 from .board import Pull
 from .links import Links
 from .rpc import TooSlow, receive_reply, send
-from .transport import Connection, Stream, StreamClosed, TransportError
+from .transport import (
+    Connection,
+    Stream,
+    StreamClosed,
+    TransportError,
+)
 
 FIRST_BYTE_S = 2.0
 """A source that says nothing for this long is passed over: dead peers cost seconds."""

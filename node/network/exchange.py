@@ -19,7 +19,12 @@ from .blobs import WATCHES_PER_PEER
 from .board import Board
 from .chunk_source import ChunkSource, PeerPaths
 from .downloads import Downloads
-from .job import DEPTH, DEPTH_MAX, Job, Tools
+from .job import (
+    DEPTH,
+    DEPTH_MAX,
+    Job,
+    Tools,
+)
 from .links import Links
 from .neighbours import Neighbour
 from .origin import Origin

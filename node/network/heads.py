@@ -12,7 +12,14 @@ from contextlib import suppress
 from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import PolicyManifest
-from ...protocol.messages import MAX_HEADS, GetHeads, HeadNotice, Heads, RunEnded, WatchHeads
+from ...protocol.messages import (
+    MAX_HEADS,
+    GetHeads,
+    HeadNotice,
+    Heads,
+    RunEnded,
+    WatchHeads,
+)
 from ...protocol.trust import AdmittedHead, TrustedRun
 from ...protocol.version import ALPN_CONTROL, MAX_MESSAGE
 from ..ledger import Ledger

@@ -17,7 +17,12 @@ from ...crypto.keys import SecretKey
 from ...protocol.version import MAX_ADDRESSES
 from . import iroh_bytes
 from .iroh_streams import IrohConnection, cause
-from .transport import AddressInUse, ConnectionLost, TransportError, Unreachable
+from .transport import (
+    AddressInUse,
+    ConnectionLost,
+    TransportError,
+    Unreachable,
+)
 from .waiting import Inbox
 
 if TYPE_CHECKING:

@@ -13,7 +13,12 @@ from typing import Any, Protocol, TypeVar
 
 from ...crypto.hashing import short
 from ...protocol.version import KIB, MIB
-from .transport import ConnectionLost, PathInfo, StreamClosed, TransportError
+from .transport import (
+    ConnectionLost,
+    PathInfo,
+    StreamClosed,
+    TransportError,
+)
 
 WRITE_PIECE = 256 * KIB
 """Bytes a foreign write: larger ones are slower (the binding copies, QUIC waits)."""

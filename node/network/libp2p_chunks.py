@@ -20,8 +20,18 @@ from .discovery import Carrier
 from .limits import TokenBuckets
 from .peers import PeerTable
 from .router import BLAMELESS, Handler
-from .rpc import TooSlow, receive_reply, refuse, send
-from .transport import Stream, StreamClosed, TransportError, Unreachable
+from .rpc import (
+    TooSlow,
+    receive_reply,
+    refuse,
+    send,
+)
+from .transport import (
+    Stream,
+    StreamClosed,
+    TransportError,
+    Unreachable,
+)
 
 logger = logging.getLogger(__name__)
 

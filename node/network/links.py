@@ -12,7 +12,12 @@ from typing import TypeVar
 from ...protocol.messages import Message
 from .peers import PeerTable
 from .rpc import TooSlow, ask
-from .transport import Connection, Transport, TransportError, Unreachable
+from .transport import (
+    Connection,
+    Transport,
+    TransportError,
+    Unreachable,
+)
 
 logger = logging.getLogger(__name__)
 

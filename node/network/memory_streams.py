@@ -9,7 +9,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from .transport import ConnectionLost, PathInfo, StreamClosed, TransportError
+from .transport import (
+    ConnectionLost,
+    PathInfo,
+    StreamClosed,
+    TransportError,
+)
 from .waiting import Inbox, Signal
 
 STREAM_BACKLOG = 256

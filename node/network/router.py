@@ -15,7 +15,13 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from .limits import TokenBuckets
 from .peers import PeerTable
 from .rpc import refuse
-from .transport import Connection, ConnectionLost, Stream, Transport, TransportError
+from .transport import (
+    Connection,
+    ConnectionLost,
+    Stream,
+    Transport,
+    TransportError,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,19 @@ import msgspec
 
 from ...protocol.errors import Reason
 from ...protocol.messages import Message, Refusal
-from ...protocol.session import HEADER_BYTES, decode, frame, payload_size
+from ...protocol.session import (
+    HEADER_BYTES,
+    decode,
+    frame,
+    payload_size,
+)
 from ...protocol.version import MAX_MESSAGE
-from .transport import Connection, Stream, StreamClosed, TransportError
+from .transport import (
+    Connection,
+    Stream,
+    StreamClosed,
+    TransportError,
+)
 
 T = TypeVar("T")
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...protocol.leases import Lease
-from ..audits.auditor import AuditItem, Auditor, Measured, Unreadable
+from ..audits.auditor import (
+    AuditItem,
+    Auditor,
+    Measured,
+    Unreadable,
+)
 from ..weights.state import State
 from .checks import CheckedRollout
 

@@ -21,7 +21,12 @@ from ...protocol.messages import (
     AuditWait,
     OtherPolicies,
 )
-from ...protocol.reports import MAX_CHOSEN, AuditReport, Place, check_rows
+from ...protocol.reports import (
+    MAX_CHOSEN,
+    AuditReport,
+    Place,
+    check_rows,
+)
 from ..network.rpc import send
 from ..network.transport import Stream, TransportError
 from ..proofs.calls import AuditCall

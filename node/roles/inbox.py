@@ -19,7 +19,13 @@ from ...protocol.manifests import ProofContract
 from ...protocol.reputation import Audited, ban_test, outcome_of
 from ...protocol.rollouts import Submission, Verdict
 from ..ledger import Arrived, Ledger
-from ..proofs.verifier import Arrival, AuditResults, Verified, Verifier, refuse_all
+from ..proofs.verifier import (
+    Arrival,
+    AuditResults,
+    Verified,
+    Verifier,
+    refuse_all,
+)
 from ..training.buffer import RolloutBuffer
 from .desk import LeaseDesk
 from .progress import Progress

@@ -36,7 +36,12 @@ from ...protocol.rollouts import (
 )
 from ...protocol.version import ALPN_CONTROL
 from ..engines.engine import Completion, Engine, GenerateRequest
-from ..environments.environment import Branch, Environment, Episode, Task
+from ..environments.environment import (
+    Branch,
+    Environment,
+    Episode,
+    Task,
+)
 from ..errors import StorageError
 from ..ledger import Ledger
 from ..network.exchange import BlobFetcher

@@ -13,7 +13,12 @@ from ...protocol.manifests import ProofContract
 from ...protocol.reports import AuditReport, UnreadableRow, rows_by_place
 from ..audits.auditor import Measured, Unreadable
 from ..errors import EngineError, UsageError
-from ..proofs.calls import Answer, AuditCall, Audits, Chosen
+from ..proofs.calls import (
+    Answer,
+    AuditCall,
+    Audits,
+    Chosen,
+)
 from ..proofs.items import plain_turns
 from ..proofs.overlap import Level, level
 from .auditing import AuditDesk

@@ -22,8 +22,14 @@ from ..metrics import MetricsLog, PhaseClock
 from ..network.heads import HeadBook
 from ..training.advantages import CreditedBatch, credit
 from ..training.backend import Batch, TrainBackend
-from ..training.buffer import BufferSnapshot, Group, RolloutBuffer, peer_cap, peer_room
-from ..training.checkpoints import Checkpoints
+from ..training.buffer import (
+    BufferSnapshot,
+    Group,
+    RolloutBuffer,
+    peer_cap,
+    peer_room,
+)
+from ..training.saving.checkpoints import Checkpoints
 from .cursor import Cursor, snapshots
 from .desk import LeaseDesk
 from .inbox import Inbox

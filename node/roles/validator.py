@@ -35,12 +35,22 @@ from ...protocol.reports import (
 )
 from ...protocol.rollouts import Submission
 from ...protocol.version import ALPN_CONTROL
-from ..audits.auditor import AuditItem, Auditor, Measured, Unreadable
+from ..audits.auditor import (
+    AuditItem,
+    Auditor,
+    Measured,
+    Unreadable,
+)
 from ..errors import EngineError
 from ..network.exchange import BlobFetcher
 from ..network.heads import HeadBook
 from ..network.links import Links
-from ..network.rpc import Refused, TooSlow, receive_reply, send
+from ..network.rpc import (
+    Refused,
+    TooSlow,
+    receive_reply,
+    send,
+)
 from ..network.transport import Stream, StreamClosed, TransportError
 from ..proofs.checks import check_submission
 from ..proofs.items import audit_items, plain_turns

@@ -20,7 +20,12 @@ from ..network.peers import PeerTable
 from ..network.rpc import Refused
 from ..network.transport import TransportError
 from ..store import Store
-from ..weights.chain import NOTHING, Chain, NoPath, Step
+from ..weights.chain import (
+    NOTHING,
+    Chain,
+    NoPath,
+    Step,
+)
 from ..weights.mirror import Policy
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,12 @@ from ..environments.environment import Environment, EnvironmentFailed, Split
 from ..errors import UsageError
 from ..training.backend import Sample
 from .corpus import Corpus
-from .rows import BadRow, Conversation, RawText, read_row
+from .rows import (
+    BadRow,
+    Conversation,
+    RawText,
+    read_row,
+)
 from .template import Tokens
 
 TOO_LONG = "too_long"

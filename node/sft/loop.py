@@ -19,11 +19,16 @@ from ..metrics import MetricsLog, PhaseClock
 from ..run_files import CHECKPOINTS, METRICS
 from ..sft_config import SftConfig
 from ..training.backend import Batch, TrainBackend
-from ..training.checkpoints import Checkpoints
+from ..training.saving.checkpoints import Checkpoints
 from .ahead import Ahead
 from .order import Cursor
 from .reader import Portion, Reader
-from .saving import CURSOR, Saved, keep_until, restore
+from .saving import (
+    CURSOR,
+    Saved,
+    keep_until,
+    restore,
+)
 from .sources import Data
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import msgspec
 from ..config import ResumeConfig
 from ..errors import StorageError, UsageError
 from ..run_files import CHECKPOINTS
-from ..training.checkpoints import Checkpoints
+from ..training.saving.checkpoints import Checkpoints
 from .order import Cursor
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,13 @@ from ..errors import EngineError, StorageError
 from ..model_files import contract_files
 from ..weights.checkpoint import write_checkpoint
 from ..weights.state import Changed, State, Tensor
-from .backend import Batch, Sample, Snapshot, StepMetrics
-from .durable import whole_directory
+from .backend import (
+    Batch,
+    Sample,
+    Snapshot,
+    StepMetrics,
+)
+from .saving.durable import whole_directory
 
 WORDS = 16
 """bf16 elements of the only tensor; a BLAKE3 digest holds exactly so many."""

@@ -18,22 +18,38 @@ from .. import model_files
 from ..tensors import bf16_state
 from ..training_config import TrainingConfig
 from ..weights.state import State
-from . import lora
-from .backend import Batch, Sample, Snapshot, StepMetrics
-from .device_export import DeviceExporter
+from .backend import (
+    Batch,
+    Sample,
+    Snapshot,
+    StepMetrics,
+)
+from .export.device import DeviceExporter
+from .export.gathering import (
+    Source,
+    named_sources,
+    policy_sources,
+    whole_tensors,
+)
 from .flops import Cost, cost_of
-from .gathering import Source, named_sources, policy_sources, whole_tensors
-from .loss_sums import LossSums
-from .losses import cross_entropy, formula, policy_loss
+from .losses.by_name import cross_entropy, formula, policy_loss
+from .losses.formulas import TokenInputs
+from .losses.sums import LossSums
 from .meter import Meter
+from .model import lora
+from .model.trained_model import MULTIPLE, TrainedModel, compute_dtype
 from .optimizer import Optimizer
 from .packing import MicroBatch, Packed, pack
-from .policy_losses import TokenInputs
-from .ranks import ALONE, Ranks
-from .saved import CutLearner, SavedLearner, read_saved, rng_state, set_rng_state
+from .saving.agreement import ALONE, Ranks
+from .saving.saved import (
+    CutLearner,
+    SavedLearner,
+    read_saved,
+    rng_state,
+    set_rng_state,
+)
+from .saving.staging import HostRoom
 from .schedule import learning_rate
-from .staging import HostRoom
-from .trained_model import MULTIPLE, TrainedModel, compute_dtype
 from .world import World
 
 if TYPE_CHECKING:

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, TypeVar
 from ..errors import EngineError
 from ..training_config import TrainingConfig
 from ..weights.state import State
-from .backend import Batch, Sample, Snapshot, StepMetrics
+from .backend import (
+    Batch,
+    Sample,
+    Snapshot,
+    StepMetrics,
+)
 
 if TYPE_CHECKING:
     from .learner import Example, Learner
-    from .saved import CutLearner
+    from .saving.saved import CutLearner
 
 T = TypeVar("T")
 

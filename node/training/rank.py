@@ -19,7 +19,7 @@ import msgspec
 from ..errors import EngineError, StorageError
 from ..training_config import TrainingConfig
 from .backend import Batch, Sample, StepMetrics
-from .rank_calls import (
+from .ranks.calls import (
     ENDED,
     EXIT_LOST,
     KINDS,
@@ -49,8 +49,13 @@ from .rank_calls import (
     WriteState,
     failed,
 )
-from .rank_line import Line, LineEnded, die_with_parent
-from .rank_wire import Missing, Wire, hand_out_config, lost_the_others
+from .ranks.line import Line, LineEnded, die_with_parent
+from .ranks.wire import (
+    Missing,
+    Wire,
+    hand_out_config,
+    lost_the_others,
+)
 from .world import World
 
 logger = logging.getLogger(__name__)
@@ -342,7 +347,7 @@ def _join(config: TrainingConfig, line: Line | None, first: Call | None) -> Worl
 
 
 def _build(ask: Start, config: TrainingConfig, world: World) -> Share:
-    from .rank_share import LearnerShare
+    from .ranks.share import LearnerShare
 
     return LearnerShare.build(ask, config, world)
 

@@ -13,7 +13,12 @@ import numpy as np
 
 from ..errors import StorageError
 from ..store import Disk, write_atomic
-from .state import BITS, State, Tensor, numel
+from .state import (
+    BITS,
+    State,
+    Tensor,
+    numel,
+)
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000

@@ -16,7 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import BLOCK, DENSE, encode_changes, encode_dense
+from .blocks import (
+    BLOCK,
+    DENSE,
+    encode_changes,
+    encode_dense,
+)
 from .moves import Bits, Changes
 
 PIPE = 1 << 20

@@ -15,12 +15,32 @@ from itertools import cycle
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import BLOCK, DENSE_FROM, SKIP, SMALL, compare, encode_block, is_large
+from .blocks import (
+    BLOCK,
+    DENSE_FROM,
+    SKIP,
+    SMALL,
+    compare,
+    encode_block,
+    is_large,
+)
 from .codec import encode_delta, hint_of
 from .encoder_process import Coded, EncoderProcess, code_all
 from .errors import CodecError
-from .moves import Bits, Changes, find, measure
-from .payload import DELTA, blocks_of, framed, header, layout_of, ordered
+from .moves import (
+    Bits,
+    Changes,
+    find,
+    measure,
+)
+from .payload import (
+    DELTA,
+    blocks_of,
+    framed,
+    header,
+    layout_of,
+    ordered,
+)
 from .state import Changed, State
 
 logger = logging.getLogger(__name__)

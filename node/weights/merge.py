@@ -11,7 +11,12 @@ import numpy as np
 from ...protocol.manifests import TensorInfo
 from .blocks import decode_changes, encode_changes
 from .errors import CodecError
-from .moves import Changes, measure, unzigzag, where
+from .moves import (
+    Changes,
+    measure,
+    unzigzag,
+    where,
+)
 from .payload import (
     DELTA,
     Layout,

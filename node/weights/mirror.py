@@ -13,7 +13,14 @@ from ...protocol.manifests import Artifact, PolicyManifest
 from .chain import NOTHING
 from .codec import CODEC, apply_delta_changed, decode_full
 from .errors import CodecError, DigestMismatch, WrongBase
-from .state import Changed, State, Tensor, state_bytes, state_digest, tensor_digest
+from .state import (
+    Changed,
+    State,
+    Tensor,
+    state_bytes,
+    state_digest,
+    tensor_digest,
+)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 from trainer_rows import fake_batch, make_model
 
 from primerl.node.training.backend import Batch
-from primerl.node.training.durable import sync_tree
 from primerl.node.training.learner import Learner
+from primerl.node.training.saving.durable import sync_tree
 from primerl.node.training_config import TrainingConfig
 
 ON_CUDA = torch.cuda.is_available()

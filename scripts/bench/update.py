@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from shapes import SHAPES
 
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
@@ -36,27 +37,6 @@ from primerl.node.engines.vllm import VllmEngine
 from primerl.node.engines.vllm_options import sampling_arguments
 from primerl.node.weights.state import Changed, State, Tensor
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {},  # of models.create()
-    "50m": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 50000,
-    },
-    "0.6b": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151936,
-    },
-}
 PAUSE_MS, RATIO = 40.0, 8.0
 """The goals, on an H200; elsewhere only the ratio."""
 SETTLE_S = 0.4

@@ -12,9 +12,9 @@ from primerl.node.errors import EngineError, StorageError
 from primerl.node.model_files import contract_files, read_state
 from primerl.node.training.backend import Batch, TrainBackend
 from primerl.node.training.counting import CountingBackend
-from primerl.node.training.fsdp import FsdpBackend
 from primerl.node.training.local import LocalBackend
-from primerl.node.training.rank_group import RankGroup
+from primerl.node.training.ranks.fsdp import FsdpBackend
+from primerl.node.training.ranks.group import RankGroup
 from primerl.node.training_config import FsdpConfig
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import digests

@@ -17,9 +17,9 @@ from training_cases import sample
 
 from primerl.node import models
 from primerl.node.config import ModelCreateConfig, TrainingConfig
-from primerl.node.training import experts
 from primerl.node.training.backend import Batch
 from primerl.node.training.learner import Learner
+from primerl.node.training.model import experts
 from primerl.node.training.world import World
 
 STEPS = 5

@@ -20,8 +20,8 @@ from primerl.node import models
 from primerl.node.config import ModelCreateConfig, TrainingConfig
 from primerl.node.errors import RankFailed
 from primerl.node.training.backend import Batch, Sample
-from primerl.node.training.fsdp import FsdpBackend
-from primerl.node.training.rank_group import RankGroup
+from primerl.node.training.ranks.fsdp import FsdpBackend
+from primerl.node.training.ranks.group import RankGroup
 from primerl.node.training_config import FsdpConfig
 from primerl.node.weights.state import digests, state_bytes
 

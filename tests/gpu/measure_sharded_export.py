@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 
 from primerl.node.tensors import from_torch
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.device_export import SnapshotWriter
-from primerl.node.training.gathering import Source, named_sources, whole_tensors
-from primerl.node.training.state_file import SnapshotReader, exchange_directory
+from primerl.node.training.export.device import SnapshotWriter
+from primerl.node.training.export.files import SnapshotReader, exchange_directory
+from primerl.node.training.export.gathering import Source, named_sources, whole_tensors
 from primerl.node.training.world import World
 from primerl.node.training_config import FsdpConfig, TrainingConfig
 from primerl.node.weights.state import State, state_bytes

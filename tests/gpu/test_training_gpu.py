@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from primerl.node import models
 from primerl.node.config import ModelCreateConfig, TrainingConfig
-from primerl.node.training import attention
-from primerl.node.training.attention import Layout
 from primerl.node.training.backend import Batch, Sample
-from primerl.node.training.head import head_logprobs
 from primerl.node.training.learner import Learner
+from primerl.node.training.model import attention
+from primerl.node.training.model.attention import Layout
+from primerl.node.training.model.head import head_logprobs
 from primerl.node.training.optimizer import Optimizer
 
 if not torch.cuda.is_available():

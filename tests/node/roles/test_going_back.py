@@ -17,7 +17,7 @@ from primerl.node import rundir
 from primerl.node.config import RunConfig
 from primerl.node.errors import StorageError, UsageError
 from primerl.node.parts import MakeLedger, Parts
-from primerl.node.training.checkpoints import COMPLETE, Checkpoints, StagingBackend
+from primerl.node.training.saving.checkpoints import COMPLETE, Checkpoints, StagingBackend
 from primerl.node.weights.state import digests, state_digest
 
 KEEP = {"keep_last": 9}

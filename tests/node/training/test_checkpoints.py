@@ -10,8 +10,8 @@ import pytest
 from training_cases import batch
 
 from primerl.node.errors import EngineError, StorageError
-from primerl.node.training.checkpoints import COMPLETE, Checkpoints
 from primerl.node.training.counting import CountingBackend
+from primerl.node.training.saving.checkpoints import COMPLETE, Checkpoints
 from primerl.node.weights.state import digests
 
 PARTS = {"buffer": b"\x00\xff", "ledger.msgpack": b""}

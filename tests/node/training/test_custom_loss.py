@@ -8,13 +8,13 @@ import torch
 from pydantic import ValidationError
 
 from primerl.node.errors import UsageError
-from primerl.node.training.losses import formula, policy_loss
+from primerl.node.training.losses.by_name import formula, policy_loss
 from primerl.node.training_config import LossConfig
 
 torch.set_num_threads(1)
 
 SOURCE = """
-from primerl.node.training.policy_losses import TokenInputs, TokenLoss
+from primerl.node.training.losses.formulas import TokenInputs, TokenLoss
 
 IMPORTED = []
 NOT_A_FUNCTION = 3

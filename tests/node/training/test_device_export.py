@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from primerl.node.errors import EngineError
 from primerl.node.tensors import bf16_state
-from primerl.node.training import host_state
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.device_export import DeviceExporter
+from primerl.node.training.export import host as host_state
+from primerl.node.training.export.device import DeviceExporter
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import State, digests
 

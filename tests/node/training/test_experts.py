@@ -16,8 +16,8 @@ from weights_cases import same
 from primerl.node import models
 from primerl.node.config import ModelCreateConfig
 from primerl.node.training.backend import Batch, Sample
-from primerl.node.training.experts import ExpertLoad, count_chosen
 from primerl.node.training.learner import Learner
+from primerl.node.training.model.experts import ExpertLoad, count_chosen
 from primerl.node.training.world import World
 
 SHAPE = TINY.model_copy(update={"num_experts": 6, "moe_intermediate_size": 16})

@@ -15,9 +15,9 @@ from training_cases import make_model
 from primerl.node import models
 from primerl.node.model_files import read_state
 from primerl.node.tensors import bf16_state
-from primerl.node.training import gathering
-from primerl.node.training.device_export import DeviceExporter
-from primerl.node.training.gathering import policy_sources, whole_state
+from primerl.node.training.export import gathering
+from primerl.node.training.export.device import DeviceExporter
+from primerl.node.training.export.gathering import policy_sources, whole_state
 from primerl.node.weights.state import State
 
 Tensors = dict[str, torch.Tensor]

@@ -18,10 +18,10 @@ from training_cases import FAST, batch
 from primerl.node import model_files, models
 from primerl.node.errors import EngineError
 from primerl.node.tensors import bf16_state, to_torch
-from primerl.node.training import lora
-from primerl.node.training.fsdp import FsdpBackend
 from primerl.node.training.learner import Learner
-from primerl.node.training.trained_model import TrainedModel, layers_of
+from primerl.node.training.model import lora
+from primerl.node.training.model.trained_model import TrainedModel, layers_of
+from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.world import World
 from primerl.node.training_config import FsdpConfig, LoraConfig, TrainingConfig
 from primerl.node.weights.adapters import adapter_shapes, merge

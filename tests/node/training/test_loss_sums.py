@@ -6,8 +6,8 @@ import pytest
 import torch
 from loss_cases import exchange
 
-from primerl.node.training.loss_sums import FIGURES, PEAKS, LossSums
-from primerl.node.training.losses import policy_loss
+from primerl.node.training.losses.by_name import policy_loss
+from primerl.node.training.losses.sums import FIGURES, PEAKS, LossSums
 from primerl.node.training_config import LossConfig
 
 torch.set_num_threads(1)

@@ -8,13 +8,13 @@ import torch
 from loss_cases import CASES, Case, exchange
 from torch import Tensor
 
-from primerl.node.training.loss_sums import LossSums
-from primerl.node.training.losses import (
+from primerl.node.training.losses.by_name import (
     TokenInputs,
     cross_entropy,
     policy_loss,
     token_logprobs,
 )
+from primerl.node.training.losses.sums import LossSums
 from primerl.node.training_config import LossConfig
 
 torch.set_num_threads(1)

@@ -5,9 +5,9 @@ import signal
 import subprocess
 import time
 
-from primerl.node.training.rank_blame import Blame
-from primerl.node.training.rank_calls import ENDED, EXIT_LOST, Broken
-from primerl.node.training.rank_group import stopped
+from primerl.node.training.ranks.blame import Blame
+from primerl.node.training.ranks.calls import ENDED, EXIT_LOST, Broken
+from primerl.node.training.ranks.group import stopped
 
 LOST = (
     "rank 0 lost the others: RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer"

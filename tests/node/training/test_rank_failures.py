@@ -14,9 +14,9 @@ import pytest_asyncio
 
 from primerl.node.errors import EngineError, RankFailed, StorageError
 from primerl.node.training.backend import Batch, Sample
-from primerl.node.training.fsdp import FsdpBackend
-from primerl.node.training.rank_calls import Start, Step, WriteStaged
-from primerl.node.training.rank_group import RankGroup
+from primerl.node.training.ranks.calls import Start, Step, WriteStaged
+from primerl.node.training.ranks.fsdp import FsdpBackend
+from primerl.node.training.ranks.group import RankGroup
 from primerl.node.training_config import FsdpConfig, TrainingConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -236,7 +236,7 @@ async def test_closing_in_the_middle_of_a_call_leaves_nobody_waiting() -> None:
 
 DAEMON = """
 import asyncio, sys
-from primerl.node.training.rank_group import RankGroup
+from primerl.node.training.ranks.group import RankGroup
 from primerl.node.training_config import TrainingConfig
 
 async def main():

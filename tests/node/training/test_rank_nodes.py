@@ -14,9 +14,9 @@ import pytest
 
 from primerl.node.errors import RankFailed, UsageError
 from primerl.node.training.backend import Batch, Sample
-from primerl.node.training.rank_calls import Figures, Start, Step
-from primerl.node.training.rank_group import RankGroup
-from primerl.node.training.torchrun import command, environment
+from primerl.node.training.ranks.calls import Figures, Start, Step
+from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.ranks.torchrun import command, environment
 from primerl.node.training_config import FsdpConfig, TrainingConfig
 
 FAKE = (fake.__file__,)

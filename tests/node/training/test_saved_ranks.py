@@ -18,8 +18,8 @@ from primerl.crypto.hashing import digest
 from primerl.node.config import TrainingConfig
 from primerl.node.errors import StorageError
 from primerl.node.training.learner import Learner
-from primerl.node.training.ranks import ALONE, Ranks
-from primerl.node.training.saved import (
+from primerl.node.training.saving.agreement import ALONE, Ranks
+from primerl.node.training.saving.saved import (
     SavedLearner,
     read_saved,
     rng_state,

@@ -15,7 +15,7 @@ from training_cases import make_model
 from primerl.node import models
 from primerl.node.tensors import bf16_state, from_torch
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.state_file import SnapshotReader
+from primerl.node.training.export.files import SnapshotReader
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import State
 

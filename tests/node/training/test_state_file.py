@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl.node.errors import EngineError, StorageError
-from primerl.node.training import state_file
-from primerl.node.training.host_state import Found, HostPiece, HostState
-from primerl.node.training.state_file import SnapshotFiles, SnapshotReader, exchange_directory
+from primerl.node.training.export import files as state_file
+from primerl.node.training.export.files import SnapshotFiles, SnapshotReader, exchange_directory
+from primerl.node.training.export.host import Found, HostPiece, HostState
 from primerl.node.weights.state import BITS, State, Tensor
 
 

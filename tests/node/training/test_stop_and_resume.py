@@ -10,9 +10,9 @@ from training_cases import FAST, batch, contents
 
 from primerl.node.errors import EngineError
 from primerl.node.training.backend import TrainBackend
-from primerl.node.training.checkpoints import Checkpoints
 from primerl.node.training.counting import CountingBackend
 from primerl.node.training.local import LocalBackend
+from primerl.node.training.saving.checkpoints import Checkpoints
 from primerl.node.weights.state import digests
 
 LAST, STOP = 10, 7

@@ -15,7 +15,7 @@ from primerl.node.config import TrainingConfig
 from primerl.node.errors import EngineError
 from primerl.node.training.backend import Batch
 from primerl.node.training.learner import Learner
-from primerl.node.training.ranks import Ranks
+from primerl.node.training.saving.agreement import Ranks
 from primerl.node.training.world import World
 
 CONFIG = FAST.model_copy(update={"lr": 1e-3, "seq_len": 40})

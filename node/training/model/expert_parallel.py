@@ -15,8 +15,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..errors import EngineError
-from .world import World
+from ...errors import EngineError
+from ..world import World
 
 
 def share_out(causal: nn.Module, ranks: int, world: World, dtype: torch.dtype) -> set[nn.Parameter]:

@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 
-from ..errors import StorageError
+from ...errors import StorageError
 from . import shards
+from .agreement import ALONE, Ranks
 from .durable import partial_of, whole_directory
-from .ranks import ALONE, Ranks
 from .staging import HostRoom
 
 FORMAT = 2

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import EngineError, RankFailed
-from ..frames import HEAD_BYTES, body_length, frame
-from ..processes import LogTail, kill_group, signal_process
-from ..training_config import TrainingConfig
-from .rank_blame import Blame
-from .rank_calls import (
+from ...errors import EngineError, RankFailed
+from ...frames import HEAD_BYTES, body_length, frame
+from ...processes import LogTail, kill_group, signal_process
+from ...training_config import TrainingConfig
+from .blame import Blame
+from .calls import (
     MAX_FRAME,
     SOCKET_VARIABLE,
     TOKEN_VARIABLE,
@@ -43,7 +43,7 @@ from .torchrun import command, environment
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = ("-m", f"{__package__}.rank")
+PROGRAM = ("-m", f"{(__package__ or '').rpartition('.')[0]}.rank")
 NOT_RUNNING = "the trainer backend is not running: call start() first"
 HELLO_S = 10.0
 BLAME_S = 5.0

@@ -20,10 +20,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import EngineError, StorageError
-from ..weights.state import BITS, State, numel
-from .backend import Snapshot
-from .host_state import Found, HostPiece, HostState, Positions
+from ...errors import EngineError, StorageError
+from ...weights.state import BITS, State, numel
+from ..backend import Snapshot
+from .host import (
+    Found,
+    HostPiece,
+    HostState,
+    Positions,
+)
 
 MEMORY = Path("/dev/shm")
 MAGIC = b"prl-snp1"

@@ -15,10 +15,10 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import EngineError
-from ..frames import HEAD_BYTES, body_length, frame
-from ..processes import PARENT_VARIABLE, leave_with_parent
-from .rank_calls import (
+from ...errors import EngineError
+from ...frames import HEAD_BYTES, body_length, frame
+from ...processes import PARENT_VARIABLE, leave_with_parent
+from .calls import (
     EXIT_LOST,
     MAX_FRAME,
     SOCKET_VARIABLE,

@@ -10,7 +10,7 @@ import signal
 from collections import deque
 from collections.abc import Iterable
 
-from .rank_calls import ENDED, EXIT_LOST, Broken
+from .calls import ENDED, EXIT_LOST, Broken
 
 logger = logging.getLogger(__name__)
 

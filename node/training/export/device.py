@@ -10,14 +10,24 @@ from pathlib import Path
 
 import torch
 
-from ..errors import StorageError
-from ..tensors import torch_dtype
-from ..weights.state import BITS, numel
-from .backend import Snapshot
-from .collecting import Collector, Difference, OneRank, host_pieces
-from .gathering import Policy, Run, Source, named_sources
-from .host_state import Found, HostPiece, HostState
-from .state_file import SnapshotFiles, StateFile
+from ...errors import StorageError
+from ...tensors import torch_dtype
+from ...weights.state import BITS, numel
+from ..backend import Snapshot
+from .collecting import (
+    Collector,
+    Difference,
+    OneRank,
+    host_pieces,
+)
+from .files import SnapshotFiles, StateFile
+from .gathering import (
+    Policy,
+    Run,
+    Source,
+    named_sources,
+)
+from .host import Found, HostPiece, HostState
 
 CHUNK = 1 << 25
 """Elements compared at once. Bounds what an export needs beside the bits that are kept on the device:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ..errors import EngineError
-from ..weights.state import BITS, numel
+from ...errors import EngineError
+from ...weights.state import BITS, numel
 from .gathering import Source
-from .host_state import HostPiece, Ready
+from .host import HostPiece, Ready
 
 ALIGN = 8
 """Every array in a message begins at a multiple of this, so that any element type may be viewed there."""

@@ -2,7 +2,7 @@
 
 Every loss is a sum divided by the token count of the whole step over all ranks (an argument), so that
 adding the ranks' losses or gradients gives exactly what one rank would have computed. The formulas are in
-policy_losses.py.
+formulas.py.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..training_config import LossConfig
-from . import policy_losses
-from .custom_loss import load_custom
-from .loss_sums import PEAKS, LossSums, mean_of
-from .policy_losses import TokenInputs, TokenLoss
+from ...training_config import LossConfig
+from . import formulas as policy_losses
+from .custom import load_custom
+from .formulas import TokenInputs, TokenLoss
+from .sums import PEAKS, LossSums, mean_of
 
 Formula = Callable[[TokenInputs], TokenLoss]
 

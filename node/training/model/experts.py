@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .world import World
+from ..world import World
 
 ROUTERS = ("gate", "router")
 """What models call the module beside their `experts` that says who of them reads a token."""

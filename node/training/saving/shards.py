@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from .ranks import Ranks
+from .agreement import Ranks
 
 FILE_BYTES = 1 << 29
 """About what one file of a rank holds: as much is copied to the host's memory at a time."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..errors import EngineError, NodeError, StorageError
-from .backend import Batch, Sample
+from ...errors import EngineError, NodeError, StorageError
+from ..backend import Batch, Sample
 
 SOCKET_VARIABLE = "PRIMERL_RANKS_SOCKET"
 TOKEN_VARIABLE = "PRIMERL_RANKS_TOKEN"

@@ -19,21 +19,21 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from .. import models
-from ..errors import EngineError
-from ..tensors import torch_dtype
-from ..training_config import TrainingConfig
+from ... import models
+from ...errors import EngineError
+from ...tensors import torch_dtype
+from ...training_config import TrainingConfig
+from ..losses.formulas import TokenInputs
+from ..packing import MicroBatch
+from ..world import World
 from . import attention, expert_parallel, experts
 from .attention import Layout
 from .experts import ExpertLoad
 from .head import head_logprobs
 from .masters import Masters
-from .packing import MicroBatch
-from .policy_losses import TokenInputs
-from .world import World
 
 if TYPE_CHECKING:
-    from ..models import PreTrainedModel
+    from ...models import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from .rank_calls import MAX_FRAME
+from .calls import MAX_FRAME
 
 CONFIG_KEY = "primerl/config"
 CONFIG_TIMEOUT_S = 120.0

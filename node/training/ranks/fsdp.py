@@ -10,11 +10,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ..config import TrainingConfig
-from ..errors import EngineError
-from ..weights.state import State
-from .backend import Batch, Sample, Snapshot, StepMetrics
-from .rank_calls import (
+from ...config import TrainingConfig
+from ...errors import EngineError
+from ...weights.state import State
+from ..backend import (
+    Batch,
+    Sample,
+    Snapshot,
+    StepMetrics,
+)
+from ..export.files import SnapshotReader, exchange_directory
+from .calls import (
     Ask,
     EndSupervised,
     Evaluate,
@@ -31,11 +37,10 @@ from .rank_calls import (
     WriteState,
     tokens,
 )
-from .rank_group import NOT_RUNNING, RankGroup
-from .state_file import SnapshotReader, exchange_directory
+from .group import NOT_RUNNING, RankGroup
 
 if TYPE_CHECKING:
-    from .learner import Example
+    from ..learner import Example
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UsageError
-from .policy_losses import TokenInputs, TokenLoss
+from ...errors import UsageError
+from .formulas import TokenInputs, TokenLoss
 
 
 def load_custom(path: str, arguments: dict[str, Any]) -> Callable[[TokenInputs], TokenLoss]:

@@ -5,14 +5,14 @@ Every method is collective: all ranks call it with the same arguments.
 
 from pathlib import Path
 
-from ..training_config import TrainingConfig
-from .backend import Batch, Sample, StepMetrics
-from .device_export import SnapshotWriter
-from .learner import Learner
-from .rank_calls import Start
-from .ranks import Ranks
-from .saved import CutLearner
-from .world import World
+from ...training_config import TrainingConfig
+from ..backend import Batch, Sample, StepMetrics
+from ..export.device import SnapshotWriter
+from ..learner import Learner
+from ..saving.agreement import Ranks
+from ..saving.saved import CutLearner
+from ..world import World
+from .calls import Start
 
 
 class LearnerShare:

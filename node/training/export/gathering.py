@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .. import models
-from ..tensors import bf16_state, dtype_name, torch_dtype
-from ..weights.state import State, numel
+from ... import models
+from ...tensors import bf16_state, dtype_name, torch_dtype
+from ...weights.state import State, numel
 
 if TYPE_CHECKING:
-    from ..models import PreTrainedModel
+    from ...models import PreTrainedModel
 
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")
 """The part of a tensor's name that says which layer it is of."""

@@ -1,7 +1,7 @@
 """The host's side of an export: the next State from the one before and what was found to differ.
 
 A State that was given away is never written to: what changes is copied, what does not is the same object.
-No torch here: the daemon builds states from files that other processes write (state_file.py).
+No torch here: the daemon builds states from files that other processes write (files.py).
 """
 
 import os
@@ -13,9 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import EngineError
-from ..weights.state import BITS, State, Tensor, numel
-from .backend import Snapshot
+from ...errors import EngineError
+from ...weights.state import (
+    BITS,
+    State,
+    Tensor,
+    numel,
+)
+from ..backend import Snapshot
 
 Positions = NDArray[np.int64]
 

@@ -1,0 +1,1 @@
+"""Losses by name, and the sums that metrics are made of."""

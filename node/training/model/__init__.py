@@ -1,0 +1,1 @@
+"""A causal model made ready for training: attention, head, adapters, experts, masters."""
