@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from ..crypto.keys import SecretKey
@@ -109,15 +110,16 @@ class TrainerNode(Node):
             self._publish_ticket(stack)
             environment = self._environment(model_dir)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
-            try:
-                await self._train(stack, documents, environment, metrics, model_dir)
-            except EnvironmentFailed as error:
-                raise UsageError(f"the environment does not start: {error}") from error
-            finally:
-                metrics.close()
-                await environment.close()
-                await self._backend.close()
-                await asyncio.to_thread(self._encoders.close)
+            # whoever is cancelled while it closes one thing closes the others all the same
+            async with AsyncExitStack() as open_things:
+                open_things.push_async_callback(asyncio.to_thread, self._encoders.close)
+                open_things.push_async_callback(self._close_backend)
+                open_things.push_async_callback(environment.close)
+                open_things.callback(metrics.close)
+                try:
+                    await self._train(stack, documents, environment, metrics, model_dir)
+                except EnvironmentFailed as error:
+                    raise UsageError(f"the environment does not start: {error}") from error
 
     def _publish_ticket(self, stack: Stack) -> None:
         now = int(time.time())
@@ -158,8 +160,10 @@ class TrainerNode(Node):
             await asyncio.gather(environment.start(), self._backend.start(model_dir))
         engine = adapted(self._parts.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._parts)
-        await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
-        try:
+        async with AsyncExitStack() as open_things:
+            open_things.push_async_callback(verification.close)
+            open_things.push_async_callback(engine.close)
+            await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
             work = (stack, documents, environment, metrics, engine, verification)
             await until_done(
                 lambda again: self._learn(*work, again),
@@ -167,9 +171,10 @@ class TrainerNode(Node):
                 newest=self._make_checkpoints().latest,
                 replace=lambda: self._replace_backend(model_dir),
             )
-        finally:
-            await engine.close()
-            await verification.close()
+
+    async def _close_backend(self) -> None:
+        """The one that is there now: dead ranks may have been replaced."""
+        await self._backend.close()
 
     async def _replace_backend(self, model_dir: Path) -> None:
         self.phase = "restarting"

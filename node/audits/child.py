@@ -9,6 +9,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..errors import EngineError
 from ..frames import HEAD_BYTES, body_length, frame
@@ -25,10 +26,22 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.process")
 TAIL_LINES = 5
+END_TIMEOUT_S = 5.0
+"""For what an ended process has left in its pipe."""
 
 
 class ChildFailed(Exception):
     """The child ended, hung, or says that it cannot do it; the text says which."""
+
+
+async def _drain(process: asyncio.subprocess.Process) -> None:
+    """Read its answers to the end: only then asyncio closes the pipe, and the loop may end before that."""
+    assert process.stdout is not None
+    # RuntimeError: whoever waits for an answer reads to the end, too
+    with suppress(TimeoutError, OSError, RuntimeError):
+        async with asyncio.timeout(END_TIMEOUT_S):
+            while await process.stdout.read(HEAD_BYTES << 12):
+                pass
 
 
 class AuditChild:
@@ -93,6 +106,7 @@ class AuditChild:
         kill_group(process.pid)
         await process.wait()
         await log.close()
+        await _drain(process)
 
     async def _exchange(self, request: bytes) -> Answer:
         process = self._process

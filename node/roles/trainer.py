@@ -186,6 +186,7 @@ class TrainerRole:
         if step % interval == 0 or step == self._config.max_steps:
             with self._clock.phase("checkpoint"):
                 await self.begin_checkpoint(step)
+        began = time.monotonic()
         with self._clock.phase("publish"):
             # written while the version is encoded; with a longer interval, while later steps are trained
             durable = self.settle if interval == 1 else None
@@ -193,7 +194,8 @@ class TrainerRole:
             head = self._heads.latest()
             assert head is not None
             await self._gossip(head.sealed)
-        self._write_metrics(step, batch, staleness.max, waited, figures.values)
+        told = {"time/broadcast_weights": round(time.monotonic() - began, 4)}
+        self._write_metrics(step, batch, staleness.max, waited, figures.values | told)
 
     def _note(
         self,
@@ -230,6 +232,7 @@ class TrainerRole:
             "batch/samples": len(batch.samples),
             "batch/groups": batch.groups,
             "batch/pruned": batch.pruned,
+            "batch/flat": batch.flat,
             "time/wait_for_batch": round(waited, 4),
             "time/save_ckpt": round(self._saving_s, 4),
             "weights/delta_bytes": self._publisher.last_delta_bytes,
@@ -240,11 +243,12 @@ class TrainerRole:
         self._saving_s = 0.0
         self._metrics.write(step, values)
         logger.info(
-            "step %d | reward %.3f | staleness %.2f | mismatch KL %.2g | waited %.2fs",
+            "step %d | reward %.3f | staleness %.2f | mismatch KL %.2g | %.0f tokens/s | waited %.2fs",
             step,
             progress.reward or 0.0,
             progress.staleness or 0.0,
             figures.get("mismatch_kl/all/mean", 0.0),
+            figures.get("perf/throughput", 0.0),
             waited,
         )
 
