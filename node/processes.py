@@ -100,15 +100,7 @@ class Child:
         process = self._process
         if process is None:
             return
-        if process.returncode is None:
-            signal_process(process.pid, signal.SIGTERM)
-            try:
-                async with asyncio.timeout(grace_s):
-                    await process.wait()
-            except TimeoutError:
-                pass
-        kill_group(process.pid)
-        await process.wait()
+        await end_process(process, grace_s)
 
     def last_lines(self, count: int) -> list[str]:
         """The end of its log."""
@@ -126,6 +118,19 @@ def signal_process(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
+
+
+async def end_process(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    """Ask a process to end, then kill its group, whatever of it is left."""
+    if process.returncode is None:
+        signal_process(process.pid, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            pass
+    kill_group(process.pid)
+    await process.wait()
 
 
 def kill_group(pid: int) -> None:

@@ -103,7 +103,7 @@ class FsdpBackend:
         ask = Start(_absolute(model_dir), self._max_steps, self._seed, self._temperature)
         try:
             await self._ask(ask, self._config.fsdp.start_timeout_s)
-        except BaseException:
+        except BaseException:  # also when cancelled: without a model the ranks are of no use
             await self.close()
             raise
 

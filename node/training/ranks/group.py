@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import msgspec
 
 from ...errors import EngineError, RankFailed
 from ...frames import HEAD_BYTES, body_length, frame
-from ...processes import LogTail, kill_group, signal_process
+from ...processes import LogTail, end_process, kill_group
 from ...training_config import TrainingConfig
 from .blame import Blame
 from .calls import (
@@ -105,7 +104,7 @@ class RankGroup:
         self._directory = Path(tempfile.mkdtemp(prefix="primerl-ranks-", dir=parent))
         try:
             await self._start()
-        except BaseException:
+        except BaseException:  # also when cancelled: half started, the ranks are of no use
             await self.kill()
             raise
 
@@ -312,14 +311,7 @@ class RankGroup:
         if process.returncode is None:
             for pid in filter(None, self.pids):
                 kill_group(pid)
-            signal_process(process.pid, signal.SIGTERM)
-            try:
-                async with asyncio.timeout(KILL_S):
-                    await process.wait()
-            except TimeoutError:
-                pass
-        kill_group(process.pid)
-        await process.wait()
+        await end_process(process, KILL_S)
 
 
 def stopped(pids: Sequence[int]) -> list[int]:
