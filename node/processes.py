@@ -8,8 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 PARENT_VARIABLE = "PRIMERL_PARENT_PID"
 TAIL_BYTES = 16384
@@ -122,15 +123,29 @@ def signal_process(pid: int, number: signal.Signals) -> None:
 
 async def end_process(process: asyncio.subprocess.Process, grace_s: float) -> None:
     """Ask a process to end, then kill its group, whatever of it is left."""
-    if process.returncode is None:
-        signal_process(process.pid, signal.SIGTERM)
-        try:
+    try:
+        if process.returncode is None:
+            signal_process(process.pid, signal.SIGTERM)
             async with asyncio.timeout(grace_s):
                 await process.wait()
-        except TimeoutError:
-            pass
-    kill_group(process.pid)
-    await process.wait()
+    except TimeoutError:
+        pass
+    finally:  # also when cancelled: nobody asks again
+        kill_group(process.pid)
+        await to_the_end(process.wait())
+
+
+async def to_the_end(ending: Coroutine[Any, Any, object]) -> None:
+    """Await what must not be left half-way; who is cancelled meanwhile is so after it.
+
+    The loop may be closed right after a cancellation, and asyncio closes pipes and reaps processes only while it runs.
+    """
+    task = asyncio.create_task(ending)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def kill_group(pid: int) -> None:

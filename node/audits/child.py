@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ..errors import EngineError
 from ..frames import HEAD_BYTES, body_length, frame
-from ..processes import PARENT_VARIABLE, LogTail, kill_group
+from ..processes import PARENT_VARIABLE, LogTail, kill_group, to_the_end
 from .frames import (
     MAX_FRAME,
     Answer,
@@ -32,6 +32,13 @@ END_TIMEOUT_S = 5.0
 
 class ChildFailed(Exception):
     """The child ended, hung, or says that it cannot do it; the text says which."""
+
+
+async def _bury(process: asyncio.subprocess.Process, log: LogTail) -> None:
+    """Wait until a killed process is gone and its pipes are closed."""
+    await process.wait()
+    await log.close()
+    await _drain(process)
 
 
 async def _drain(process: asyncio.subprocess.Process) -> None:
@@ -99,14 +106,12 @@ class AuditChild:
         return answer
 
     async def kill(self) -> None:
-        """End it and all that it started; safe to call twice."""
+        """End it and all that it started, also when cancelled meanwhile; safe to call twice."""
         process, log = self._process, self._log
         if process is None or log is None:
             return
         kill_group(process.pid)
-        await process.wait()
-        await log.close()
-        await _drain(process)
+        await to_the_end(_bury(process, log))
 
     async def _exchange(self, request: bytes) -> Answer:
         process = self._process

@@ -19,7 +19,7 @@ import msgspec
 
 from ...errors import EngineError, RankFailed
 from ...frames import HEAD_BYTES, body_length, frame
-from ...processes import LogTail, end_process, kill_group
+from ...processes import LogTail, end_process, kill_group, to_the_end
 from ...training_config import TrainingConfig
 from .blame import Blame
 from .calls import (
@@ -138,16 +138,22 @@ class RankGroup:
                     await self._process.wait()
             except (TimeoutError, EngineError):
                 logger.warning("the ranks did not end in %g s: they are killed", END_S)
+            except asyncio.CancelledError:
+                await self.kill()
+                raise
         await self.kill()
 
     async def kill(self) -> None:
-        """End everything now; safe to call twice."""
-        process, directory = self._process, self._directory
+        """End everything now, also when cancelled meanwhile; safe to call twice."""
         self._failure = self._failure or EngineError(NOT_RUNNING)
+        await to_the_end(self._bury(self._failure))
+
+    async def _bury(self, failure: EngineError) -> None:
+        process, directory = self._process, self._directory
         if process is not None:
             await self._kill(process)
-        self._tell_all(self._failure)
-        if self._reading is not None and self._reading is not asyncio.current_task():
+        self._tell_all(failure)
+        if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait([self._reading])
         if self._streams is not None:

@@ -163,6 +163,20 @@ async def test_close_ends_an_audit_and_the_process(auditor: HfAuditor) -> None:
     await auditor.close()
 
 
+async def test_whoever_is_cancelled_while_it_closes_still_sees_the_process_end(
+    auditor: HfAuditor,
+) -> None:
+    await auditor.audit([item(fake.FINE)], STATES, {})
+    pid = auditor.pid
+    closing = asyncio.create_task(auditor.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert pid is not None
+    assert not alive(pid)  # a zombie is alive: it was reaped, too
+
+
 async def test_a_state_is_handed_over_once(auditor: HfAuditor) -> None:
     states = {version: make_state(version) for version in range(1, 7)}
     others = {version: [version - 1] for version in states if version > 1}
