@@ -1,7 +1,8 @@
 """Configuration: defaults < TOML files (`@ a.toml @ b.toml`) < environment (`PRIMERL_`) < flags.
 
 Closed (an unknown key is an error), constrained by type, units in the names. RunConfig is what `train` and
-`rl` read, JoinConfig what `join` reads; both hold NodeConfig's sections. Of a learner: training_config.py.
+`rl` read, JoinConfig what `join` reads; both hold NodeConfig's sections. Of a learner: training_config.py; of
+what generates: engine_config.py.
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
+from .engine_config import EngineConfig as EngineConfig
 from .training_config import TrainingConfig
 
 
@@ -63,23 +65,6 @@ class NetworkConfig(BaseConfig):
     peer gives. Nothing of theirs is believed."""
     seed_ca: Path | None = None
     """PEM file of certificates that seeds may have beside those that the system trusts."""
-
-
-class EngineConfig(BaseConfig):
-    """What generates."""
-
-    type: Literal["hf", "vllm", "scripted"] = "hf"
-    """`hf`: embedded loop over transformers weights; `vllm`: vLLM in process; `scripted`: a fake, for tests."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "auto"
-    """`auto` takes cuda where there is one, else cpu."""
-    max_batch: Positive = 256
-    """Most sequences generated at once."""
-    max_model_len: Positive = 1024
-    batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
-    """How long `hf` waits for more requests before it starts a batch."""
-    vllm: dict[str, Any] = {}
-    """Passed to vLLM's engine arguments verbatim."""
 
 
 class ModelCreateConfig(BaseConfig):

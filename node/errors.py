@@ -7,6 +7,7 @@
       StorageError           5   disk full, unreadable or corrupt data
       NetworkError           6   nobody could be reached
       EngineError            7   the engine or the trainer backend failed
+        EngineLost           7   an engine's process died and is being started again
         RankFailed           7   a process of the trainer backend died: another one can go on
       RunFailed              8   the run itself stopped: ten empty batches, equivocation
 
@@ -56,6 +57,10 @@ class EngineError(NodeError):
     """An engine or a trainer backend failed."""
 
     exit_code = 7
+
+
+class EngineLost(EngineError):
+    """An engine's process died; what it was doing is lost, but another one is being started."""
 
 
 class RankFailed(EngineError):

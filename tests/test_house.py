@@ -20,7 +20,7 @@ MAX_TEST_LINES = 450
 MAX_FUNCTION = 60
 
 # Floors from the ground up. On one floor, rooms (inner lists) do not know each other.
-PLUMBING = """config control errors frames ledger load logs metrics processes registry report run_files
+PLUMBING = """config control engine_config errors frames ledger load logs metrics processes registry report run_files
     sft_config store toml training_config watch"""
 MODELS = "model_files models tensors"
 COMPOSITION = """base_weights daemon explaining joined_node launcher leasing opening parts restarts rows

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from primerl.crypto.hashing import derive
 from primerl.node.audits.auditor import AuditItem, Measured, Reply, Unreadable
-from primerl.node.engines.engine import Completion, GenerateRequest
+from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineError
 from primerl.node.fingerprints.build import find
@@ -184,6 +184,10 @@ class WitnessEngine:
             spans=tuple((i, versions[i]) for i in spans) if len(spans) > 1 else (),
             proof=find(self._fingerprint).make(np.stack(rows)) if self._fingerprint else b"",
         )
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return EngineStats(running=self.waiting)
 
     async def close(self) -> None:
         """See Engine."""

@@ -16,7 +16,7 @@ from ..errors import EngineError
 from ..model_files import read_base
 from ..weights.adapters import Merged, changes, merge
 from ..weights.state import Changed, State
-from .engine import Completion, Engine, GenerateRequest
+from .engine import Completion, Engine, EngineStats, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,10 @@ class AdaptedEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine."""
         return await self._engine.generate(request)
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return self._engine.stats()
 
     async def close(self) -> None:
         """See Engine."""

@@ -17,17 +17,23 @@ from ..weights.state import Changed, State
 class GenerateRequest:
     """One completion to sample.
 
-    Tokens are drawn from softmax(logits / temperature) with no top-k or top-p, by the noise that
-    `seed` (0 <= seed < 2**63) fixes for every position and token id (sampling.py): the same seed, prompt
-    and weights give the same tokens in every engine, whatever else is in the batch. A drawn stop token is
-    part of the completion.
+    Tokens are drawn from softmax(logits / temperature), by the noise that `seed` (0 <= seed < 2**63) fixes
+    for every position and token id (sampling.py): the same seed, prompt and weights give the same tokens in
+    every engine, whatever else is in the batch. A drawn stop token is part of the completion.
     """
 
     prompt: tuple[int, ...]
     max_tokens: int
     temperature: float
+    """0 takes the likeliest token, with its logprob at temperature 1; no lease asks for that."""
     seed: int
     stop_token_ids: tuple[int, ...]
+    group: bytes = b""
+    """Requests of one group share a prompt: they go to one engine where there are several."""
+    top_k: int = 0
+    """Draw from the so many likeliest tokens only; 0 is all. No lease asks for it."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this probability together (at least one). No lease asks for it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,29 @@ class Completion:
     """(index of a token, version that drew from it on), ascending; empty if one version drew them all."""
     proof: bytes = b""
     """Fingerprint of the hidden states that led to the tokens; empty if none was asked for at start()."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """How busy an engine is; sums over all of its processes."""
+
+    running: int = 0
+    """Sequences that are being generated."""
+    waiting: int = 0
+    """Requests that wait for room."""
+    kv_use: float = 0.0
+    """Share of the cache for keys and values that is in use, 0 to 1; 0 where there is no such bound."""
+    kv_tokens: int = 0
+    """Tokens that this cache holds; 0 where there is no such bound."""
+    preemptions: int = 0
+    """Sequences thrown out of the cache and computed again, since the start."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    """Both since the start."""
+    restarts: int = 0
+    """Times that a process of it was started again."""
+    fault: str = ""
+    """Why it cannot generate just now (it is being started again), in words for the operator; else empty."""
 
 
 class Engine(Protocol):
@@ -77,7 +106,12 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion. Raises EngineError if the engine died or holds no weights."""
+        """Sample one completion. Raises EngineError if the engine died or holds no weights, EngineLost if
+        it died and is being started again: the same request can be made once more, later."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """How busy it is, as far as it is known now; never waits."""
         ...
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from ..errors import EngineError
 from ..model_files import one_line
 from ..weights.state import Changed, State
 from .compute import ComputeThread
-from .engine import Completion, GenerateRequest
+from .engine import Completion, EngineStats, GenerateRequest
 from .requests import check_request, check_update, find_fingerprint
 
 if TYPE_CHECKING:
@@ -114,6 +114,11 @@ class HfEngine:
             return await done
         finally:
             self._waiting.discard(done)
+
+    def stats(self) -> EngineStats:
+        """See Engine. A batch runs to its end: what came after it began waits."""
+        waiting = self._jobs.qsize()
+        return EngineStats(running=len(self._waiting) - waiting, waiting=waiting)
 
     async def close(self) -> None:
         """See Engine. Returns when the compute thread has ended; may be called twice."""

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import EngineError
 from ..fingerprints.fingerprint import Fingerprint, Hidden
 from ..weights.state import Changed, State
-from .engine import Completion, GenerateRequest
+from .engine import Completion, EngineStats, GenerateRequest
 from .requests import check_request, check_update, find_fingerprint
 
 WIDTH = 256
@@ -86,6 +86,10 @@ class ScriptedEngine:
             hidden = scripted_hidden(first, completion.token_ids)
             return replace(completion, proof=self._fingerprint.make(hidden))
         raise EngineError("the engine is closed: start another one")
+
+    def stats(self) -> EngineStats:
+        """See Engine. It is never busy."""
+        return EngineStats()
 
     async def close(self) -> None:
         """See Engine."""

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from ..config import EngineConfig
 from ..errors import EngineError, UsageError
 from ..weights.state import Changed, State
-from .engine import Completion, GenerateRequest
+from .engine import Completion, EngineStats, GenerateRequest
 from .handover import make_delta, shared_file
 from .requests import check_request, check_update, find_fingerprint
 from .vllm_collector import Collector
@@ -131,6 +131,10 @@ class VllmEngine:
             raise EngineError("the vLLM engine holds no weights: call load() first")
         check_request(request, self._vocab_size, self._config.max_model_len)
         return await self._owned(self._complete(request))
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return EngineStats(running=len(self._pending))
 
     async def close(self) -> None:
         """End the engine process, by force if need be; pending generate() calls raise EngineError."""

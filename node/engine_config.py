@@ -1,0 +1,62 @@
+"""What generates, and how much of it at once: the `[engine]` section of every command that has an engine."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_config import BaseConfig
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ConcurrencyConfig(BaseConfig):
+    """How many sequences a worker keeps in flight; prime-rl's names and defaults."""
+
+    min_inflight: Positive = 1
+    max_inflight: Positive = 1024
+    """Equal to min_inflight it fixes the number."""
+    initial_inflight: Annotated[int, Field(ge=0)] = 0
+    """0: what the engine's cache holds at full length, or engine.max_batch where it has none."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min_inflight > self.max_inflight:
+            raise ValueError("min_inflight must not exceed max_inflight")
+        return self
+
+
+class EngineConfig(BaseConfig):
+    """What generates."""
+
+    type: Literal["hf", "vllm", "scripted"] = "hf"
+    """`hf`: embedded loop over transformers weights; `vllm`: vLLM in processes of its own; `scripted`: a fake,
+    for tests."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    """`auto` takes cuda where there is one, else cpu."""
+    max_batch: Positive = 256
+    """Most sequences generated at once, by each engine."""
+    max_model_len: Positive = 1024
+    batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
+    """How long `hf` waits for more requests before it starts a batch."""
+    tp: Positive | Literal["auto"] = 1
+    """GPUs that share each layer (vLLM's tensor parallelism); `auto`: all that are visible, divided by pp and dp."""
+    pp: Positive = 1
+    """GPUs in a row that each hold some layers (vLLM's pipeline parallelism, on this host)."""
+    dp: Positive = 1
+    """Whole engines side by side, fed from one copy of the weights; not together with pp."""
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """Times in a row that vLLM is started again after it died, before this node gives up."""
+    sleep_after_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds without work after which vLLM gives its GPU memory away until there is work again (its sleep
+    mode), for a GPU that a trainer uses too; 0 never does."""
+    concurrency: ConcurrencyConfig = ConcurrencyConfig()
+    vllm: dict[str, Any] = {}
+    """Passed to vLLM's engine arguments verbatim."""
+
+    @model_validator(mode="after")
+    def _is_one_shape(self) -> Self:
+        if self.dp > 1 and self.pp > 1:
+            raise ValueError(
+                "dp and pp cannot be combined: start one node per pipeline, each with its own pp"
+            )
+        return self
