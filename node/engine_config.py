@@ -39,7 +39,8 @@ class EngineConfig(BaseConfig):
     batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
     """How long `hf` waits for more requests before it starts a batch."""
     tp: Positive | Literal["auto"] = 1
-    """GPUs that share each layer (vLLM's tensor parallelism); `auto`: all that are visible, divided by pp and dp."""
+    """GPUs that share each layer (vLLM's tensor parallelism); `auto`: all that are visible,
+    divided by pp and dp."""
     pp: Positive = 1
     """GPUs in a row that each hold some layers (vLLM's pipeline parallelism, on this host)."""
     dp: Positive = 1

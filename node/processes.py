@@ -138,7 +138,8 @@ async def end_process(process: asyncio.subprocess.Process, grace_s: float) -> No
 async def to_the_end(ending: Coroutine[Any, Any, object]) -> None:
     """Await what must not be left half-way; who is cancelled meanwhile is so after it.
 
-    The loop may be closed right after a cancellation, and asyncio closes pipes and reaps processes only while it runs.
+    The loop may be closed right after a cancellation, and asyncio closes pipes and reaps processes only
+    while it runs.
     """
     task = asyncio.create_task(ending)
     try:

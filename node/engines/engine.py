@@ -33,7 +33,8 @@ class GenerateRequest:
     top_k: int = 0
     """Draw from the so many likeliest tokens only; 0 is all. No lease asks for it."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this probability together (at least one). No lease asks for it."""
+    """Draw from the likeliest tokens that hold this probability together (at least one). No lease
+    asks for it."""
 
 
 @dataclass(frozen=True)

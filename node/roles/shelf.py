@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...protocol.trust import AdmittedHead
-from ..engines.engine import Completion, GenerateRequest
+from ..engines.engine import Completion, EngineStats, GenerateRequest
 from ..errors import EngineError
 from ..weights.mirror import Policy
 from ..weights.state import Changed, State
@@ -63,6 +63,10 @@ class Shelf:
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine. Raises EngineError."""
         raise EngineError("a validator generates nothing: join with --role inference")
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return EngineStats()
 
     async def close(self) -> None:
         """See Engine."""

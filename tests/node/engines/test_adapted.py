@@ -12,7 +12,7 @@ from adapter_cases import LAYERS, contract, make_adapters, make_base, random_ten
 from protocol_cases import ADAPTED, MANIFEST
 
 from primerl.node.engines.adapted import AdaptedEngine, adapted
-from primerl.node.engines.engine import Completion, GenerateRequest
+from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.errors import EngineError
 from primerl.node.weights.adapters import PREFIX, B, merge
 from primerl.node.weights.checkpoint import write_checkpoint
@@ -59,6 +59,9 @@ class Inner:
     async def generate(self, request: GenerateRequest) -> Completion:
         version = self.policy_version
         return Completion([1], [0.0], "stop", version, version)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=7)
 
     async def close(self) -> None:
         self.calls.append("close")
