@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
 from .engine_config import EngineConfig as EngineConfig
+from .own_run_config import CheckpointConfig, OwnRunConfig
 from .training_config import TrainingConfig
 
 
@@ -190,40 +191,6 @@ class VerificationConfig(BaseConfig):
     """Node ids (hex) whose signed audit reports count; the trainer audits itself what they do not."""
 
 
-class CheckpointConfig(BaseConfig):
-    """Exact checkpoints of the trainer."""
-
-    interval: Positive = 1
-    """Steps between checkpoints; 1 lets --resume go on at exactly the published version."""
-    keep_last: Positive = 2
-    """The newest ones that are kept: should one be damaged, the one before is taken."""
-    keep_interval: Annotated[int, Field(ge=0)] = 0
-    """Keep those whose step is a multiple of this as well; 0 keeps none of them."""
-    async_save: bool = True
-    """Write from a copy in the host's memory while training goes on, and, with interval 1, while the version
-    is made ready; it is told to nobody before the checkpoint is on the disk."""
-
-
-class ResumeConfig(BaseConfig):
-    """Go on from a checkpoint; --resume alone takes the newest one of this run."""
-
-    step: Annotated[int, Field(ge=0)] | None = None
-    """The checkpoint of this step. What this run did after it is void: newer checkpoints are set aside."""
-    dir: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
-    """Directory of another run: begin a new run with its weights, optimizer, step and place in the data."""
-
-
-def _resume(value: object) -> object:
-    """`resume = true` and `PRIMERL_RESUME=1` in place of an empty section."""
-    word = str(value).lower() if isinstance(value, bool | int | str) else ""
-    if word in ("true", "1", "yes", "on"):
-        return {}
-    return None if word in ("false", "0", "no", "off", "none") else value
-
-
-Resume = Annotated[ResumeConfig | None, BeforeValidator(_resume)]
-
-
 class EvaluationConfig(BaseConfig):
     """Evaluation on held-out prompts before and after."""
 
@@ -239,11 +206,33 @@ class LogConfig(BaseConfig):
     """Structured log lines on stderr (the log file is always structured)."""
 
 
-class LaunchConfig(BaseConfig):
-    """What `primerl-node rl` starts beside the trainer."""
+def _gpus(value: object) -> object:
+    """A number and a list of a TOML file as they would be said on the command line."""
+    if isinstance(value, list | tuple):
+        return "".join(f"{one}," for one in value)
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
-    workers: Annotated[int, Field(ge=0)] = 2
+
+Gpus = Annotated[
+    str, BeforeValidator(_gpus), Field(pattern=r"^(\d+|([\w/.-]+,)+([\w/.-]+)?|[GM]\S+)?$")
+]
+"""Nothing, how many, or which; a comma makes a name of a lonely number."""
+
+
+class LaunchConfig(BaseConfig):
+    """What `primerl-node rl` starts, and on which GPUs of this machine."""
+
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Default: one for each engine that the inference GPUs hold; 2 where there is no GPU."""
+    trainer_gpus: Gpus = ""
+    """How many GPUs the trainer has ("2"), or which: "0,1" as torch counts those that are visible, or UUIDs as
+    CUDA_VISIBLE_DEVICES has them; "0," is the first one. Default: training.fsdp.ranks, else one."""
+    inference_gpus: Gpus = ""
+    """GPUs of all workers together, as above. Default: what the trainer leaves."""
+    share_gpus: bool = False
+    """Trainer and workers may be on the same GPUs, as they are anyway where there is only one."""
     start_timeout_s: Seconds = 300.0
+    """For the trainer's ticket to appear."""
 
 
 class NodeConfig(BaseConfig):
@@ -271,17 +260,9 @@ class JoinConfig(NodeConfig):
     """Leases to hold at a time."""
 
 
-class RunConfig(NodeConfig):
+class RunConfig(NodeConfig, OwnRunConfig):
     """`primerl-node train` and `primerl-node rl`."""
 
-    name: str = "run"
-    """Run directory under output_dir."""
-    output_dir: Path = Path("outputs")
-    seed: int = 0
-    max_steps: Positive = 200
-    resume: Resume = None
-    clean: bool = False
-    """Delete what an earlier run of this name left."""
     ticket_ttl_s: Seconds = 7 * 86400.0
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -293,16 +274,6 @@ class RunConfig(NodeConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
-
-    @property
-    def run_dir(self) -> Path:
-        """Where the run writes: logs, metrics, checkpoints, weights, summary."""
-        return self.output_dir / self.name
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run in `run_dir` is continued; a fork begins a new one."""
-        return self.resume is not None and self.resume.dir is None
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":

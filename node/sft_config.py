@@ -4,19 +4,13 @@ The rules are config.py's. Everything about the learner is TrainingConfig's, wit
 supervised learning.
 """
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from .config import (
-    CheckpointConfig,
-    EnvironmentConfig,
-    LogConfig,
-    ModelConfig,
-    Resume,
-)
+from .config import EnvironmentConfig, LogConfig, ModelConfig
+from .own_run_config import CheckpointConfig, OwnRunConfig
 from .training_config import Fraction, Positive, TrainingConfig
 
 Role = Literal["assistant", "user", "system", "tool"]
@@ -97,23 +91,17 @@ class ValidationConfig(BaseConfig):
         return self
 
 
-class SftConfig(BaseConfig):
+class SftConfig(OwnRunConfig):
     """`primerl-node sft`."""
 
     name: str = "sft"
     """Run directory under output_dir."""
-    output_dir: Path = Path("outputs")
-    seed: int = 0
-    max_steps: Positive = 200
     max_epochs: Annotated[int, Field(ge=0)] = 0
     """Stop after so many passes, if max_steps, which the learning rate follows, comes later; 0 is no bound."""
     batch_size: Positive = 64
     """Sequences per optimizer step."""
     batch_tokens: Annotated[int, Field(ge=0)] = 0
     """If set: tokens per optimizer step at most, in place of batch_size."""
-    resume: Resume = None
-    clean: bool = False
-    """Delete what an earlier run of this name left."""
     fsync: bool = True
     """Flush checkpoints to the disk; without it they survive kill -9, not a power cut."""
     model: ModelConfig = ModelConfig()
@@ -122,16 +110,6 @@ class SftConfig(BaseConfig):
     training: SftTrainingConfig = SftTrainingConfig()
     checkpoint: SftCheckpointConfig = SftCheckpointConfig()
     log: LogConfig = LogConfig()
-
-    @property
-    def run_dir(self) -> Path:
-        """Where the run writes: logs, metrics, checkpoints, weights, summary."""
-        return self.output_dir / self.name
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run in `run_dir` is continued; a fork begins a new one."""
-        return self.resume is not None and self.resume.dir is None
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "SftConfig":

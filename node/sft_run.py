@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import run_files
-from .config import EnvironmentConfig, ResumeConfig
+from .config import EnvironmentConfig
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import BusyError, RankFailed, UsageError
 from .logs import configure
 from .metrics import PhaseClock
 from .opening import WARMUP_TASKS
+from .own_run_config import ResumeConfig
 from .parts import make_backend, make_environment
 from .restarts import Restarts
 from .sft.loop import SftLoop, Watch

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..config import ResumeConfig
 from ..errors import RunFailed
 from ..metrics import MetricsLog, PhaseClock
+from ..own_run_config import ResumeConfig
 from ..run_files import CHECKPOINTS, METRICS
 from ..sft_config import SftConfig
 from ..training.backend import Batch, TrainBackend

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..config import ResumeConfig
 from ..errors import StorageError, UsageError
+from ..own_run_config import ResumeConfig
 from ..run_files import CHECKPOINTS
 from ..training.saving.checkpoints import Checkpoints
 from .order import Cursor

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.config import JoinConfig, ResumeConfig, RunConfig
+from primerl.node.config import JoinConfig, RunConfig
 from primerl.node.errors import UsageError
 from primerl.node.load import load
+from primerl.node.own_run_config import ResumeConfig
 
 from .conftest import Ran
 

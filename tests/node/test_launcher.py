@@ -17,7 +17,6 @@ from primerl.node.config import (
     LaunchConfig,
     ModelConfig,
     ModelCreateConfig,
-    ResumeConfig,
     RunConfig,
     TrainingConfig,
 )
@@ -32,6 +31,7 @@ from primerl.node.launcher import (
     write_worker_config,
 )
 from primerl.node.load import load
+from primerl.node.own_run_config import ResumeConfig
 from primerl.node.processes import Child
 from primerl.node.watch import NodeState
 

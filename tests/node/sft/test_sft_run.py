@@ -11,9 +11,10 @@ from training_cases import FAST, TINY
 
 from primerl.crypto.keys import SecretKey
 from primerl.node import models, rundir
-from primerl.node.config import EnvironmentConfig, ModelConfig, ResumeConfig, RunConfig
+from primerl.node.config import EnvironmentConfig, ModelConfig, RunConfig
 from primerl.node.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
 from primerl.node.ledger import Ledger
+from primerl.node.own_run_config import ResumeConfig
 from primerl.node.sft.loop import SftProgress
 from primerl.node.sft_config import SftConfig, SftTrainingConfig
 from primerl.node.sft_run import SftParts, sft
