@@ -26,7 +26,7 @@ from ...training_config import TrainingConfig
 from ..losses.formulas import TokenInputs
 from ..packing import MicroBatch
 from ..world import World
-from . import attention, expert_parallel, experts
+from . import attention, expert_parallel, experts, kernels
 from .attention import Layout
 from .experts import ExpertLoad
 from .head import head_logprobs
@@ -74,6 +74,7 @@ class TrainedModel(nn.Module):
         gradients. Raises EngineError.
         """
         dtype = compute_dtype(config, world) if frozen else torch.float32
+        kernels.use_flash_attention_3(world.device)
         models.register_attention(attention.NAME, attention.attend)
         check_context(models.load_config(model_dir), config)
         causal = models.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
