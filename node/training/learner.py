@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from .. import model_files
@@ -167,7 +168,7 @@ class Learner:
         packed = self._pack([sample for sample in samples if self._fits(sample)])
         sums = LossSums()
         with torch.no_grad():
-            for row in packed.ranks[self._world.data_rank]:
+            for row in packed.rank(self._world.data_rank):
                 inputs = self._model.read(row, 1.0)
                 sums.add(cross_entropy(inputs, max(1, packed.tokens))[1])
         figures = self._reduced(sums).metrics()
@@ -187,7 +188,7 @@ class Learner:
     def packed_logprobs(self, samples: Sequence[Sample]) -> list[float]:
         """Those of the trained tokens of all samples, longest sample first, read in one row; no gradient."""
         tokens = sum(len(sample.token_ids) for sample in samples)
-        (rows,) = pack(samples, tokens, multiple=self._multiple).ranks
+        rows = pack(samples, tokens, multiple=self._multiple).rank(0)
         with torch.no_grad():
             read = (self._model.read(row, self._temperature) for row in rows)
             return [value for inputs in read for value in inputs.logprobs.tolist()]
@@ -299,7 +300,7 @@ class Learner:
             0 <= min(sample.token_ids)
             and max(sample.token_ids) < self.vocabulary
             and math.isfinite(sample.advantage)
-            and all(-math.inf < logprob <= MAX_LOGPROB for logprob in sample.logprobs)
+            and _can_be_logprobs(sample.logprobs)
         )
 
     def _accumulate(self, packed: Packed, batch: Batch) -> LossSums:
@@ -307,7 +308,7 @@ class Learner:
         self._optimizer.zero_grad()
         self._model.expert_load.reset()
         sums = LossSums()
-        for row in packed.ranks[self._world.data_rank]:
+        for row in packed.rank(self._world.data_rank):
             if batch.objective == "ce":
                 loss, part = cross_entropy(self._model.read(row, 1.0), packed.tokens)
             else:
@@ -371,3 +372,9 @@ def _demonstration(example: Example) -> Sample:
     length = len(prompt) + len(completion)
     mask = [False] * len(prompt) + [True] * len(completion)
     return Sample([*prompt, *completion], mask, [0.0] * length, 1.0)
+
+
+def _can_be_logprobs(values: Sequence[float]) -> bool:
+    """Whether all are numbers that a sampler may give."""
+    array = np.asarray(values)
+    return bool(((array > -math.inf) & (array <= MAX_LOGPROB)).all())

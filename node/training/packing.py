@@ -65,20 +65,29 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Packed:
-    """The rows of a step: `ranks[r][t]` is what rank r reads in turn t; all ranks have as many."""
+    """The rows of a step: `dealt[r][t]` is what rank r reads in turn t; all ranks have as many.
 
-    ranks: list[list[MicroBatch]]
+    Rows are made for who reads them: with many ranks the others' would take longer than one's own.
+    """
+
+    dealt: list[list[list[Sample]]]
     too_long: list[Sample]
+    multiple: int = 1
+
+    def rank(self, rank: int) -> list[MicroBatch]:
+        """What a rank reads."""
+        return [_row(row, self.multiple) for row in self.dealt[rank]]
 
     @property
     def tokens(self) -> int:
         """Trained tokens of the step, of all ranks: what losses are divided by."""
-        return sum(row.tokens for rows in self.ranks for row in rows)
+        return sum(_trained(one) for rows in self.dealt for row in rows for one in row)
 
     @property
     def lengths(self) -> list[int]:
         """Of all sequences, padding included."""
-        return [length for rows in self.ranks for row in rows for length in row.lengths]
+        rows = [row for rows in self.dealt for row in rows]
+        return [length for row in rows for length in _lengths(row, self.multiple)]
 
 
 def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: int = 1) -> Packed:
@@ -94,15 +103,14 @@ def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: i
     for sample in samples:
         if len(sample.token_ids) > seq_len:
             too_long.append(sample)
-        elif any(sample.mask[1:]):
+        elif _trained(sample):
             fitting.append(sample)
     fitting.sort(key=lambda sample: -len(sample.token_ids))
     rows = _first_fit(fitting, seq_len)
     count = -(-len(rows) // ranks) * ranks
     rows = _spread(fitting, seq_len, count) or [*rows, *([] for _ in range(count - len(rows)))]
     rows.sort(key=_cost, reverse=True)
-    dealt = [[_row(row, multiple) for row in rows[rank::ranks]] for rank in range(ranks)]
-    return Packed(dealt, too_long)
+    return Packed([rows[rank::ranks] for rank in range(ranks)], too_long, multiple)
 
 
 def _first_fit(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
@@ -143,10 +151,8 @@ def _cost(row: Sequence[Sample]) -> float:
 
 def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
     """One row; without samples it is padding alone, for a rank that has nothing to do in this turn."""
-    lengths = [len(sample.token_ids) for sample in samples]
-    used = sum(lengths)
-    padding = max(used, 1) + -max(used, 1) % multiple - used
-    lengths += [padding] if padding else []
+    lengths = _lengths(samples, multiple)
+    padding = sum(lengths[len(samples) :])
     starts = np.cumsum([0, *lengths[:-1]])
     drawn = [np.flatnonzero(sample.mask[1:]) for sample in samples]  # places that predict
     tokens = [np.array(sample.token_ids, dtype=np.int64) for sample in samples]
@@ -166,6 +172,19 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
         ),
         sequences=_joined([np.full(len(at), index) for index, at in enumerate(drawn)], np.int64),
     )
+
+
+def _lengths(samples: Sequence[Sample], multiple: int) -> list[int]:
+    """Of a row's sequences, the padding last if there is any."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    used = sum(lengths)
+    padding = max(used, 1) + -max(used, 1) % multiple - used
+    return [*lengths, padding] if padding else lengths
+
+
+def _trained(sample: Sample) -> int:
+    """Trained tokens: the first is never predicted."""
+    return sum(sample.mask[1:])
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[Number]) -> NDArray[Number]:

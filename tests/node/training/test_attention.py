@@ -168,7 +168,7 @@ def samples(lengths: list[int], seed: int = 0) -> list[Sample]:
 def read(learner: Any, row: list[Sample], pulled: list[int]) -> tuple[Tensor, list[Tensor]]:
     """Logprobs of a packed row, and the gradient of those of the sequences `pulled` alone."""
     model: Any = learner._model
-    (rows,) = pack(row, 64).ranks
+    rows = pack(row, 64).rank(0)
     (only,) = rows
     inputs = model.read(only, 1.0)
     wanted = torch.isin(inputs.sequences, torch.tensor(pulled))

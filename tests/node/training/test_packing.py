@@ -18,7 +18,7 @@ def numbered(lengths: list[int]) -> list[Sample]:
 
 
 def rows_of(packed: Packed) -> list[MicroBatch]:
-    return [row for rows in packed.ranks for row in rows]
+    return [row for rank in range(len(packed.dealt)) for row in packed.rank(rank)]
 
 
 def sequences(row: MicroBatch) -> list[list[int]]:
@@ -43,8 +43,8 @@ def test_every_fitting_sample_is_in_exactly_one_row_whole(
     too_long = sorted(len(one.token_ids) for one in packed.too_long)
     assert too_long == sorted(n for n in lengths if n > seq_len)
     assert packed.tokens == sum(n - 1 for _, n in found)
-    assert len({len(rows) for rows in packed.ranks}) == 1
-    assert len(packed.ranks) == ranks
+    assert len({len(rows) for rows in packed.dealt}) == 1
+    assert len(packed.dealt) == ranks
     for row in rows_of(packed):
         assert sum(row.lengths) == len(row.token_ids) == len(row.positions)
         assert len(row.token_ids) % multiple == 0
@@ -91,8 +91,8 @@ def test_samples_without_a_trained_token_cost_no_row() -> None:
 
 def test_a_rank_without_samples_gets_rows_of_padding_so_that_all_have_as_many() -> None:
     packed = pack(numbered([5]), 8, ranks=3, multiple=4)
-    assert [len(rows) for rows in packed.ranks] == [1, 1, 1]
-    idle = [rows[0] for rows in packed.ranks[1:]]
+    assert [len(rows) for rows in packed.dealt] == [1, 1, 1]
+    idle = [packed.rank(rank)[0] for rank in (1, 2)]
     assert [row.tokens for row in idle] == [0, 0]
     assert [row.lengths for row in idle] == [[4], [4]]
 
@@ -101,7 +101,7 @@ def test_rows_of_one_turn_cost_about_the_same_on_all_ranks() -> None:
     rng = random.Random(4)
     samples = [sample(rng, drawn=rng.choice([20, 40, 400])) for _ in range(200)]
     packed = pack(samples, 512, ranks=4)
-    for turn in zip(*packed.ranks, strict=True):
+    for turn in zip(*map(packed.rank, range(len(packed.dealt))), strict=True):
         sizes = [len(row.token_ids) for row in turn]
         assert max(sizes) <= 1.25 * min(sizes)
 
