@@ -14,8 +14,24 @@ import typer.core
 if TYPE_CHECKING:
     from pydantic_config import BaseConfig
 
+    from ..node.config import NodeConfig
+    from ..node.eval_config import EvalConfig
+
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the resolved config as TOML, and do nothing.")
+]
+Tp = Annotated[
+    str | None,
+    typer.Option(
+        "--tp", help="GPUs that share each layer of the model, or auto for all (vLLM, engine.tp)."
+    ),
+]
+Pp = Annotated[
+    str | None,
+    typer.Option("--pp", help="GPUs in a row that hold some layers each (vLLM, engine.pp)."),
+]
+Dp = Annotated[
+    str | None, typer.Option("--dp", help="Engines side by side, not with --pp (vLLM, engine.dp).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")]
 
@@ -34,10 +50,17 @@ class ConfigCommand(typer.core.TyperCommand):
     def get_help(self, ctx: Any) -> str:
         """typer's help, then the keys."""
         from ..node.config import JoinConfig, RunConfig
+        from ..node.eval_config import EvalConfig
+        from ..node.serve_config import ServeConfig
         from ..node.sft_config import SftConfig
         from .keys import keys_help
 
-        others = {"join": JoinConfig, "sft": SftConfig}
+        others = {
+            "join": JoinConfig,
+            "sft": SftConfig,
+            "eval": EvalConfig,
+            "inference": ServeConfig,
+        }
         cls = others.get(self.name or "", RunConfig)
         return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls)}"
 
@@ -48,6 +71,23 @@ def show_config(config: "BaseConfig", *, as_json: bool) -> None:
 
     values = config.model_dump(mode="json")
     typer.echo(json.dumps(values, indent=2) if as_json else toml.dumps(values), nl=as_json)
+
+
+def parallel(*, tp: str | None, pp: str | None, dp: str | None) -> list[str]:
+    """--tp, --pp and --dp as flags for load()."""
+    return options(**{"engine.tp": tp, "engine.pp": pp, "engine.dp": dp})
+
+
+def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> None:
+    """Raise UsageError for an engine that cannot be started like that, also before a dry run.
+
+    `proven` is False for a command whose completions nobody audits.
+    """
+    from ..node.config import RunConfig
+    from ..node.engine_check import check_config
+
+    model = config.model if isinstance(config, RunConfig) else None
+    check_config(config.engine, model, proven=proven)
 
 
 def environment() -> dict[str, str]:

@@ -9,10 +9,15 @@ import typer
 
 from .configured import (
     AsJson,
+    Dp,
     DryRun,
+    Pp,
+    Tp,
     arguments,
+    check_engine,
     environment,
     options,
+    parallel,
     show_config,
 )
 
@@ -40,6 +45,9 @@ def run(
             "--data-dir", "-d", help="Where this node keeps its key and weights (~/.primerl)."
         ),
     ] = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    dp: Dp = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -52,14 +60,15 @@ def run(
     Examples:
       primerl-node join --ticket primerl1-... --data-dir worker
       ssh trainer primerl-node ticket | primerl-node join --ticket -
-      primerl-node join --ticket run.ticket --engine.type vllm
+      primerl-node join --ticket run.ticket --engine.type vllm --tp auto
       primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
     from ..node.config import JoinConfig
     from ..node.load import load
 
-    given = options(ticket=ticket, role=role, data_dir=data_dir)
+    given = options(ticket=ticket, role=role, data_dir=data_dir) + parallel(tp=tp, pp=pp, dp=dp)
     config = load(JoinConfig, arguments(ctx, given), environment())
+    check_engine(config)
     if dry_run:
         show_config(config, as_json=as_json)
         return
@@ -73,14 +82,21 @@ def run(
 def with_checked_ticket(config: "JoinConfig") -> "JoinConfig":
     """The config with the ticket's text in it. Raises TicketError; needs no network."""
     from ..node.errors import TicketError
-    from ..protocol import tickets
-    from ..protocol.errors import Reason, RemoteProtocolError
 
     if not config.ticket:
         raise TicketError(
             "no ticket: give --ticket with what `primerl-node ticket` prints on the trainer's machine"
         )
-    text = ticket_text(config.ticket)
+    return config.model_copy(update={"ticket": checked_ticket(config.ticket)})
+
+
+def checked_ticket(given: str) -> str:
+    """The text of a ticket that can be used. Raises TicketError; needs no network."""
+    from ..node.errors import TicketError
+    from ..protocol import tickets
+    from ..protocol.errors import Reason, RemoteProtocolError
+
+    text = ticket_text(given)
     try:
         tickets.read(text, now=int(time.time()))
     except RemoteProtocolError as error:
@@ -91,7 +107,7 @@ def with_checked_ticket(config: "JoinConfig") -> "JoinConfig":
         raise TicketError(
             f"this is no ticket that can be trusted ({error}): copy it again, whole and in one line"
         ) from error
-    return config.model_copy(update={"ticket": text})
+    return text
 
 
 def ticket_text(given: str) -> str:

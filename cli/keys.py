@@ -58,17 +58,20 @@ def field_docs(source: Path) -> Docs:
     return docs
 
 
-def _section(cls: type[BaseModel], prefix: str, docs: Docs) -> Iterator[str]:
+def _section(cls: type[BaseModel], prefix: str, docs: Docs, *, flag: str = "--") -> Iterator[str]:
     sections: list[tuple[str, type[BaseModel], bool]] = []
+    tables: list[tuple[str, type[BaseModel]]] = []
     for name, field in cls.model_fields.items():
-        path = f"{prefix}{name.replace('_', '-')}"
+        path = f"{prefix}{name.replace('_', '-') if flag else name}"
         inner = model_in(field.annotation)
-        if inner is not None:
+        if inner is not None and get_origin(field.annotation) is not list:
             sections.append((path, inner, field.default is None))
             continue
+        if inner is not None:
+            tables.append((path, inner))
         meaning = _doc(cls, name, docs)
         default = _default(field.get_default(call_default_factory=True))
-        yield f"  --{path} {kind(field.annotation)}"
+        yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"
         text = f"{meaning} {default}".strip()
         yield textwrap.fill(
             text, WIDTH, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT
@@ -78,6 +81,10 @@ def _section(cls: type[BaseModel], prefix: str, docs: Docs) -> Iterator[str]:
         off = f" Off unless set; --no-{path} switches it off." if optional else ""
         yield f"\n{path}: {about}{off}"
         yield from _section(inner, f"{path}.", docs)
+    for path, inner in tables:
+        about = (inner.__doc__ or "").strip().partition("\n")[0]
+        yield f"\n[[{path}]]: {about} A table of a TOML file for each, with these keys:"
+        yield from _section(inner, "", docs, flag="")
 
 
 def _doc(cls: type[BaseModel], name: str, docs: Docs) -> str:

@@ -16,8 +16,11 @@ from ..node.errors import NodeError, StorageError
 from ..protocol.errors import RemoteProtocolError
 from . import (
     calibrate,
+    doctor,
+    evaluate,
     explain,
     identity,
+    inference,
     init,
     join,
     peers,
@@ -47,7 +50,7 @@ The same by hand, in three terminals:
 """
 
 EPILOG = """\b
-Configuration, for train, join, rl, sft and calibrate (later wins):
+Configuration, for train, join, rl, sft, eval, inference, calibrate and doctor (later wins):
   defaults < `@ file.toml` (left to right) < PRIMERL_TRAINING__LR=1e-6 < --training.lr 1e-6
 
 \b
@@ -100,6 +103,9 @@ SHORT = {
     "join": "Work for a run, with its ticket.",
     "sft": "Learn from demonstrations: weights that a run can begin with.",
     "calibrate": "Measure honest noise for a run, and the bounds of its audits.",
+    "doctor": "Check this machine, and plan what fits into its memory.",
+    "inference": "Serve a policy to OpenAI clients.",
+    "eval": "Measure models on environments: pass@k, with intervals.",
     "status": "How the running node is doing.",
     "peers": "Who it knows, and how they do.",
     "explain": "Why work was accepted or rejected, with the evidence.",
@@ -114,6 +120,9 @@ CONFIGURED = {
     "join": join.run,
     "sft": sft.run,
     "calibrate": calibrate.run,
+    "eval": evaluate.run,
+    "inference": inference.run,
+    "doctor": doctor.run,
 }
 PLAIN = {
     "status": status.run,

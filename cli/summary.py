@@ -14,6 +14,7 @@ from rich.table import Table
 from ..node.report import points, smooth, terminal_curve
 from .screen import console
 from .tables import (
+    passes,
     rejected,
     seconds,
     size,
@@ -67,6 +68,9 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
         before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
         if before is not None and after is not None:
             yield label, f"{before:.3f} before, {after:.3f} after (held-out prompts)"
+    for name, versions in (summary.get("evaluations") or {}).items():
+        for one in (versions[0], *versions[1:][-1:]):
+            yield f"eval {name}", f"version {one['version']}: {passes(one)}"
     if "accepted" in summary:
         refused = rejected(summary.get("rejected") or {})
         yield "rollouts", f"{summary['accepted']} accepted, {refused}"

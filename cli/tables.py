@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..node.control import PeerRow, Status
+from ..node.control import EngineRow, PeerRow, Status
 
 NONE = "-"
 MAX_STATE = 48
@@ -87,8 +87,11 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         lines.append(("step", f"{status.step} of {status.max_steps}"))
         lines.append(("reward", f"{number(status.reward)}  {sparkline(rewards(status), 40)}"))
         lines.append(("staleness", number(status.staleness)))
+        lines.extend(("eval", line) for line in _evaluations(status))
     lines.append(("policy", _policy(status)))
     lines.append(("leases", f"{status.leases}, {status.waiting_groups} groups waiting"))
+    if status.engine is not None:
+        lines.append(("engine", engine(status.engine)))
     lines.append(("rollouts", f"{status.accepted} accepted, {rejected(status.rejected)}"))
     lines.append(
         ("bytes", f"{size(status.bytes_sent)} sent, {size(status.bytes_received)} received")
@@ -96,9 +99,24 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
     if status.chunk_bytes_by_source:
         lines.append(("chunks", sources(status.chunk_bytes_by_source)))
     lines.append(("peers", f"{status.peers}, {status.neighbours} libp2p neighbours"))
+    if status.event_loop_lag:
+        lines.append(("loop lag", _lag(status.event_loop_lag)))
     if status.seconds:
         lines.append(("time", seconds(status.seconds)))
     return lines
+
+
+def _evaluations(status: Status) -> list[str]:
+    found = [
+        f"{name}, version {figures.get('version', 0):.0f}: {passes(figures)}"
+        for name, figures in status.evaluations.items()
+    ]
+    return [*found, f"of version {status.evaluating} runs"] if status.evaluating >= 0 else found
+
+
+def passes(figures: Mapping[str, float]) -> str:
+    """avg@k and pass@j of an evaluation."""
+    return ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "@" in name)
 
 
 def _policy(status: Status) -> str:
@@ -107,6 +125,19 @@ def _policy(status: Status) -> str:
     behind = status.newest_version - status.version
     lag = "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
     return f"version {version(status.version)}, {lag}"
+
+
+def _lag(lag: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {1000 * late:.1f} ms" for name, late in lag.items())
+
+
+def engine(row: EngineRow) -> str:
+    """How busy an engine is, and what happened to it."""
+    said = f"{row.type}: {row.inflight} of {row.cap} in flight, {row.running} running"
+    said += f", {row.waiting} waiting" if row.waiting else ""
+    said += f", cache {row.kv_use:.0%}" if row.kv_use else ""
+    said += f", restarted {row.restarts} times" if row.restarts else ""
+    return f"{said}. Down: {row.fault}" if row.fault else said
 
 
 def rewards(status: Status) -> list[float]:

@@ -5,6 +5,7 @@ Closed (an unknown key is an error), constrained by type, units in the names. Ru
 what generates: engine_config.py.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -136,8 +137,9 @@ class RolloutsConfig(BaseConfig):
     """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous."""
     lease_timeout_s: Seconds = 60.0
     """After this a lease is re-issued to somebody else."""
-    leases_per_worker: Positive = 2
-    """Leases that one worker may hold at a time."""
+    leases_per_worker: Positive = 16
+    """Most leases that one worker may hold at a time; a newcomer gets one, and a slow one what it does in half
+    of lease_timeout_s."""
     batch_timeout_s: Seconds = 600.0
     """How long the trainer waits for a batch before it counts an empty one."""
     max_peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -191,11 +193,51 @@ class VerificationConfig(BaseConfig):
     """Node ids (hex) whose signed audit reports count; the trainer audits itself what they do not."""
 
 
+class EvaluatedEnvironment(EnvironmentConfig):
+    """An environment whose held-out tasks are played to measure a model."""
+
+    name: str = ""
+    """In the results; else the id."""
+    prompts: Positive = 64
+    """Tasks; fewer where the taskset holds out no more."""
+    samples: Positive = 4
+    """Rollouts of each: the k of avg@k and the largest j of pass@j."""
+    success: float = 1.0
+    """A rollout with at least this reward solves its task."""
+
+    @property
+    def title(self) -> str:
+        """What the results call it."""
+        return self.name or self.id
+
+
+def check_names(what: str, names: list[str]) -> None:
+    """Refuse names that come twice, or that are no names. Raises ValueError."""
+    for name in names:
+        if names.count(name) > 1 or not name or not name.isprintable():
+            raise ValueError(
+                f"{what} must have different names: {name!r} is there twice, or no name"
+            )
+
+
 class EvaluationConfig(BaseConfig):
-    """Evaluation on held-out prompts before and after."""
+    """Evaluation on held-out prompts: before and after, and beside training."""
 
     prompts: Annotated[int, Field(ge=0)] = 256
-    """0 switches evaluation off."""
+    """Before and after, one rollout each; 0 switches that off."""
+    interval: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations beside training, of the first version, every so many, and the last; 0: none."""
+    samples: Positive = 4
+    """Beside training: rollouts of each of the run's own prompts."""
+    environments: list[EvaluatedEnvironment] = []
+    """What is played beside training; if none is named, `prompts` tasks of the run's own environment."""
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if self.interval and not (self.prompts or self.environments):
+            raise ValueError("interval needs evaluation.prompts, or [[evaluation.environments]]")
+        check_names("evaluation.environments", [one.title for one in self.environments])
+        return self
 
 
 class LogConfig(BaseConfig):
@@ -206,17 +248,28 @@ class LogConfig(BaseConfig):
     """Structured log lines on stderr (the log file is always structured)."""
 
 
+GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
+
+
 def _gpus(value: object) -> object:
     """A number and a list of a TOML file as they would be said on the command line."""
     if isinstance(value, list | tuple):
-        return "".join(f"{one}," for one in value)
+        return "".join(f"{one}," for one in value) or "0"
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Gpus = Annotated[
-    str, BeforeValidator(_gpus), Field(pattern=r"^(\d+|([\w/.-]+,)+([\w/.-]+)?|[GM]\S+)?$")
-]
-"""Nothing, how many, or which; a comma makes a name of a lonely number."""
+def _check_gpus(text: str) -> str:
+    """How many GPUs, or which ones; a comma makes a name of a lonely number. Raises ValueError."""
+    names = [name.strip() for name in text.split(",")]
+    inner = names[:-1] if len(names) > 1 and not names[-1] else names
+    if text and not all(GPU_NAME.fullmatch(name) for name in inner):
+        raise ValueError(
+            'GPUs are a number of them ("2"), or which ones ("0,1"; "0," is the first)'
+        )
+    return ",".join(names)
+
+
+Gpus = Annotated[str, BeforeValidator(_gpus), AfterValidator(_check_gpus)]
 
 
 class LaunchConfig(BaseConfig):
@@ -256,8 +309,8 @@ class JoinConfig(NodeConfig):
     role: Literal["inference", "validator"] = "inference"
     ticket: str = ""
     """The join ticket that the trainer printed."""
-    leases: Positive = 2
-    """Leases to hold at a time."""
+    leases: Annotated[int, Field(ge=0)] = 0
+    """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
 
 
 class RunConfig(NodeConfig, OwnRunConfig):

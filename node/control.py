@@ -55,6 +55,27 @@ class PeerRow(msgspec.Struct):
     """Audits that it made for the trainer, as a validator."""
 
 
+class EngineRow(msgspec.Struct):
+    """The engine of a worker."""
+
+    type: str
+    inflight: int = 0
+    """Sequences that were given to it and have not come back."""
+    cap: int = 0
+    """The most that are given to it at a time, just now."""
+    running: int = 0
+    waiting: int = 0
+    kv_use: float = 0.0
+    """Share of its cache that is in use, 0 to 1."""
+    preemptions: int = 0
+    taken_back: int = 0
+    """Sequences that were stopped for want of room, and made again later."""
+    generated_tokens: int = 0
+    restarts: int = 0
+    fault: str = ""
+    """Why it does not work just now, with what to do; empty while it does."""
+
+
 class Status(msgspec.Struct, kw_only=True):
     """`primerl-node status`."""
 
@@ -92,6 +113,14 @@ class Status(msgspec.Struct, kw_only=True):
     neighbours: int = 0
     """libp2p connections."""
     detail: str = ""
+    engine: EngineRow | None = None
+    """What generates (worker)."""
+    event_loop_lag: dict[str, float] = {}
+    """How late this process does what is due: mean, p90 and max, seconds, over the last ten (worker)."""
+    evaluating: int = -1
+    """Version that is being evaluated beside training; -1 while none is (trainer)."""
+    evaluations: dict[str, dict[str, float]] = {}
+    """Environment -> figures of the version that was evaluated last, and its number (trainer)."""
     history: list[tuple[int, float]] = []
     """(step, mean reward) so far (trainer)."""
     seconds: dict[str, float] = {}

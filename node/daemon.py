@@ -10,6 +10,7 @@ from pathlib import Path
 from ..crypto.keys import SecretKey
 from .config import JoinConfig, RunConfig
 from .logs import configure
+from .serve_config import ServeConfig
 
 KEY_FILE = "key.pem"
 PASSPHRASE = "PRIMERL_PASSPHRASE"
@@ -50,3 +51,16 @@ async def join(config: JoinConfig) -> None:
     configure(config.log, data_dir / "logs" / f"{name}.jsonl")
     node = ValidatorNode if config.role == "validator" else WorkerNode
     await node(config, load_key(data_dir), data_dir).run()
+
+
+async def serve(config: ServeConfig, *, announce: Callable[[str, str], None]) -> None:
+    """Serve a policy over HTTP until it is stopped. Raises NodeError, KeyFileError.
+
+    `announce` is called with (base URL, name of the model) once there is a policy.
+    """
+    from .inference_node import FollowedPolicy, OwnPolicy
+
+    data_dir = config.directory
+    configure(config.log, data_dir / "logs" / "inference.jsonl")
+    node = FollowedPolicy if config.ticket else OwnPolicy
+    await node(config, load_key(data_dir), announce).run()

@@ -52,7 +52,7 @@ class EngineConfig(BaseConfig):
     mode), for a GPU that a trainer uses too; 0 never does."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     vllm: dict[str, Any] = {}
-    """Passed to vLLM's engine arguments verbatim."""
+    """Passed to vLLM's engine arguments; what would break proofs or versions is refused with the reason."""
 
     @model_validator(mode="after")
     def _is_one_shape(self) -> Self:

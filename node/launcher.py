@@ -7,31 +7,29 @@ its children notice (PRIMERL_PARENT_PID) and leave too.
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from . import toml
+from .beside_trainer import planned_share
 from .config import RunConfig
-from .errors import EngineError, NodeError
-from .processes import Child
-from .run_files import (
-    LOGS,
-    TICKET,
-    check_free,
-    clean,
+from .errors import EngineError, NodeError, TicketError, UsageError
+from .gpus import usable
+from .launch_commands import (
+    TRAINER,
+    Commands,
+    NodeCommands,
+    trainer_environment,
+    with_gpus,
+    worker_environment,
 )
+from .placement import Names, Placement, place
+from .processes import Child
+from .run_files import LOGS, TICKET, check_free, clean, held
 from .watch import NodeState, View, follow
 
 logger = logging.getLogger(__name__)
-
-TRAINER = "trainer"
-PROGRAM = (sys.executable, "-m", "primerl.cli.main")
-BUNDLED_ENVIRONMENTS = ("reverse-text", "arithmetic")
-"""They need no hub, so a run of a local model in them can be kept off the network."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +40,12 @@ class Pace:
     view: float = 0.5
     back_off: tuple[float, ...] = (1.0, 3.0, 9.0)
     """Pauses before the restarts of one worker; it is given up after the last."""
+    well: float = 600.0
+    """Who lived so long was well, and has all its restarts again."""
     leave: float = 30.0
     """For workers to leave by themselves after the run."""
     grace: float = 20.0
     """Between SIGTERM and SIGKILL."""
-
-
-class Commands(Protocol):
-    """Which programs to start."""
-
-    def trainer(self, config: RunConfig, args: Sequence[str]) -> list[str]:
-        """The trainer's command line."""
-        ...
-
-    def worker(self, config: RunConfig, name: str) -> list[str]:
-        """A worker's command line."""
-        ...
-
-
-class NodeCommands:
-    """This program itself, as `train` and `join`."""
-
-    def trainer(self, config: RunConfig, args: Sequence[str]) -> list[str]:
-        """`train` with the arguments of `rl`; cleaning is the launcher's, whose logs are already there."""
-        data_dir = str(config.run_dir / TRAINER)
-        return [*PROGRAM, "train", *args, "--data-dir", data_dir, "--no-clean"]
-
-    def worker(self, config: RunConfig, name: str) -> list[str]:
-        """`join` with the network, engine and store settings of the run."""
-        data_dir = config.run_dir / name
-        settings = write_worker_config(config, data_dir)
-        ticket = str(config.run_dir / TICKET)
-        return [
-            *PROGRAM,
-            *("join", "--role", "inference", "--ticket", ticket, "--data-dir", str(data_dir)),
-            *("@", str(settings)),
-        ]
 
 
 async def launch(
@@ -85,17 +53,33 @@ async def launch(
     args: Sequence[str],
     *,
     view: View,
+    placement: Placement | None = None,
     commands: Commands | None = None,
     pace: Pace | None = None,
 ) -> Path:
     """Run the whole of `config` on this machine; returns the run's directory.
 
+    Without a `placement` the run is placed on the GPUs that this process sees.
+
     Raises:
+        UsageError: the GPUs do not allow it.
+        BusyError: another launcher, or a node, works in the run's directory.
         NodeError: the trainer failed (its own error and exit code where it gave one), no ticket came, or
             every worker was given up.
     """
-    prepare(config)
-    launcher = Launcher(config, view, commands or NodeCommands(), pace or Pace())
+    placement = placement or place(config, usable(os.environ), planned_share)
+    with held(config.run_dir):
+        prepare(config)
+        launcher = Launcher(config, placement, view, commands or NodeCommands(), pace or Pace())
+        if placement.trainer is not None:
+            for line in placement.lines():
+                view.say(line)
+        await _run(launcher, args, view)
+    return config.run_dir
+
+
+async def _run(launcher: "Launcher", args: Sequence[str], view: View) -> None:
+    """The run, and beside it the view, until the one ends."""
     watching = asyncio.create_task(
         follow(launcher.nodes, view, pace_s=launcher.pace.view), name="live view"
     )
@@ -106,7 +90,6 @@ async def launch(
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-    return config.run_dir
 
 
 def prepare(config: RunConfig) -> None:
@@ -122,18 +105,29 @@ def prepare(config: RunConfig) -> None:
 class Launcher:
     """The processes of one run."""
 
-    def __init__(self, config: RunConfig, view: View, commands: Commands, pace: Pace) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        view: View,
+        commands: Commands,
+        pace: Pace,
+    ) -> None:
         self.nodes: dict[str, NodeState] = {}
         self.pace = pace
-        self._config = config
+        self._config = placement.applied(config)
+        self._placement = placement
         self._view = view
         self._commands = commands
         self._children: list[Child] = []
+        self._working = 0
+        self._last_failure = ""
 
     async def run(self, args: Sequence[str]) -> None:
         """Start everything and wait for the trainer's end, then for the workers'."""
-        environment = trainer_environment(self._config, os.environ)
-        command = self._commands.trainer(self._config, args)
+        place = self._placement
+        environment = with_gpus(trainer_environment(self._config, os.environ), place.trainer)
+        command = self._commands.trainer(self._config, [*args, *place.trainer_arguments()])
         trainer = await self._start(TRAINER, command, environment)
         trained = asyncio.create_task(trainer.wait(), name=TRAINER)
         work = asyncio.create_task(self._work(trained), name="workers")
@@ -159,12 +153,13 @@ class Launcher:
         await self._ticket(trained)
         if trained.done():
             return
-        names = [f"worker_{index}" for index in range(1, self._config.launch.workers + 1)]
-        outcomes = await asyncio.gather(*(self._supervise(name, trained) for name in names))
-        if names and not any(outcomes):
-            raise EngineError(
-                f"every worker failed: see {self._config.run_dir / LOGS}/{names[0]}.log"
-            )
+        workers = {f"worker_{at}": gpus for at, gpus in enumerate(self._placement.workers, start=1)}
+        self._working = len(workers)
+        outcomes = await asyncio.gather(
+            *(self._supervise(name, gpus, trained) for name, gpus in workers.items())
+        )
+        if workers and not any(outcomes):
+            raise EngineError(f"every worker failed; the last: {self._last_failure}")
 
     async def _ticket(self, trained: asyncio.Task[int]) -> None:
         path = self._config.run_dir / TICKET
@@ -181,32 +176,48 @@ class Launcher:
                 "--launch.start-timeout-s"
             ) from error
 
-    async def _supervise(self, name: str, trained: asyncio.Task[int]) -> bool:
+    async def _supervise(self, name: str, gpus: Names | None, trained: asyncio.Task[int]) -> bool:
         """Keep one worker running; whether it left in peace."""
+        clock = asyncio.get_running_loop().time
         pauses = iter(self.pace.back_off)
         while True:
-            failure = await self._live(name, trained)
+            born = clock()
+            code, failure = await self._live(name, gpus, trained)
             if not failure:
                 self.nodes[name].note = "left"
                 return True
-            pause = next(pauses, None)
+            if clock() - born >= self.pace.well:
+                pauses = iter(self.pace.back_off)
+            pause = None if code in HOPELESS else next(pauses, None)
             if pause is None:
                 self.nodes[name].note = "failed"
-                self._view.say(f"{failure}: given up")
+                self._give_up(failure)
                 return False
             self.nodes[name].note = "restarting"
             self._view.say(f"{failure}: starting it again in {pause:g} s")
             await asyncio.sleep(pause)
 
-    async def _live(self, name: str, trained: asyncio.Task[int]) -> str:
-        """One life of a worker; how it failed, or "" if it did not."""
-        environment = worker_environment(self._config, os.environ)
+    def _give_up(self, failure: str) -> None:
+        self._working -= 1
+        self._last_failure = failure
+        count = len(self._placement.workers)
+        self._view.say(
+            f"{failure}: given up. {self._working} of {count} workers are left"
+            + (", and the run goes on with them" if self._working else "")
+        )
+
+    async def _live(
+        self, name: str, gpus: Names | None, trained: asyncio.Task[int]
+    ) -> tuple[int, str]:
+        """One life of a worker: its exit code, and how it failed, or "" if it did not."""
+        environment = with_gpus(worker_environment(self._config, os.environ), gpus)
         child = await self._start(name, self._commands.worker(self._config, name), environment)
         code = await child.wait()
         await child.stop(self.pace.grace)  # what it started itself
         if code == 0 or trained.done():
-            return ""
-        return f"{name} {ending(code)} ({child.log})"
+            return code, ""
+        error = error_in(child.last_lines(20))
+        return code, f"{name} {ending(code)}{': ' if error else ''}{error} ({child.log})"
 
     async def _let_leave(self, work: asyncio.Task[None]) -> None:
         done, _ = await asyncio.wait((work,), timeout=self.pace.leave)
@@ -226,9 +237,8 @@ class Launcher:
 
     def _trainer_error(self, trainer: Child, code: int) -> NodeError:
         lines = trainer.last_lines(20)
-        marks = [line for line in lines if line.startswith(ERROR_PREFIX)]
-        if marks:
-            return error_of(code, marks[-1].removeprefix(ERROR_PREFIX))
+        if error := error_in(lines):
+            return error_of(code, error)
         for line in lines:
             self._view.say(f"  {line}")
         return error_of(code, f"the trainer {ending(code)}: see {trainer.log}")
@@ -236,6 +246,14 @@ class Launcher:
 
 ERROR_PREFIX = "primerl-node: error: "
 """How the CLI prints what ended it."""
+HOPELESS = frozenset({UsageError.exit_code, TicketError.exit_code})
+"""Exit codes of a worker that would end so again."""
+
+
+def error_in(lines: Sequence[str]) -> str:
+    """What ended a program of ours, out of the end of its log; "" if it did not say."""
+    marks = [line for line in lines if line.startswith(ERROR_PREFIX)]
+    return marks[-1].removeprefix(ERROR_PREFIX) if marks else ""
 
 
 def error_of(code: int, message: str) -> NodeError:
@@ -247,41 +265,6 @@ def error_of(code: int, message: str) -> NodeError:
 def ending(code: int) -> str:
     """How a process ended, in words."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-
-
-def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
-    """What a worker shares with its run, as a file in its data directory; ports are its own."""
-    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    dumped = config.model_dump(mode="json", include={"network", "engine", "weights", "log"})
-    dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": []}
-    dumped["leases"] = config.rollouts.leases_per_worker
-    path = data_dir / "join.toml"
-    path.write_text(toml.dumps(dumped), encoding="utf-8")
-    return path
-
-
-def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: quiet libraries, and no more threads than help."""
-    result = dict(environ)
-    result["PRIMERL_PARENT_PID"] = str(os.getpid())
-    result["PYTHONUNBUFFERED"] = "1"
-    result.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if config.training.threads == 1 or (os.cpu_count() or 1) <= 2:
-        result.setdefault("OMP_NUM_THREADS", "1")
-    local = config.model.create is not None or Path(config.model.name).is_dir()
-    if local and config.environment.id in BUNDLED_ENVIRONMENTS:
-        result.setdefault("HF_HUB_OFFLINE", "1")
-    return result
-
-
-def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """As the trainer's, without our settings: a worker's are in its file."""
-    ours = {"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"}
-    return {
-        name: value
-        for name, value in trainer_environment(config, environ).items()
-        if not name.startswith("PRIMERL_") or name in ours
-    }
 
 
 def _has_text(path: Path) -> bool:

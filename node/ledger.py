@@ -3,12 +3,15 @@
 A row is committed before anything it promises is said aloud: a receipt only after its submission is here.
 """
 
+import asyncio
 import fcntl
+import functools
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, ParamSpec, TypeVar
 
 from ..crypto.hashing import digest as digest_of
 from .errors import BusyError, StorageError
@@ -37,6 +40,9 @@ VERDICTS_KEPT = 10_000
 MANIFEST = "manifest"
 """Key of the sealed RunManifest of the run that the ledger is of."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Arrived:
@@ -50,12 +56,14 @@ class Arrived:
 
 
 class Ledger:
-    """One node's durable memory. Small synchronous calls; single-threaded like the event loop it serves."""
+    """One node's durable memory. Small synchronous calls, each a transaction of its own: from the event loop,
+    or from the ledger's own thread where the loop must not wait for the disk."""
 
     def __init__(self, path: Path, *, fsync: bool = True) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # SQLite's own locks come and go: `explain` reads while we write, a second node must not.
         self._lock = _lock(path)
+        self._thread = ThreadPoolExecutor(1, "ledger")
         try:
             self._db = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=2
@@ -86,9 +94,18 @@ class Ledger:
         self._check_format(path)
 
     def close(self) -> None:
-        """Close the file; closing twice is fine."""
+        """Close the file when its thread has done what it does just now; closing twice is fine."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
         self._db.close()
         self._lock.close()
+
+    async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do `work`, a call of this ledger as a rule, in its one thread; raises what it raises.
+
+        It is done even if the caller is cancelled meanwhile, unless the ledger is closed before it begins.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, functools.partial(work, *args, **kwargs))
 
     def get(self, key: str) -> bytes | None:
         """A remembered value."""
@@ -212,16 +229,15 @@ class Ledger:
             "INSERT OR IGNORE INTO spool VALUES (?, ?, ?, ?)", (digest, lease_id, deadline, sealed)
         )
 
-    def spooled(self) -> list[tuple[bytes, int, float, bytes]]:
-        """(digest, lease id, deadline, sealed) still to be uploaded."""
-        rows = self._db.execute(
-            "SELECT digest, lease_id, deadline, sealed FROM spool ORDER BY deadline"
-        )
-        return [(bytes(d), lease, deadline, bytes(s)) for d, lease, deadline, s in rows]
+    def spooled(self) -> list[tuple[bytes, int, float]]:
+        """(digest, lease id, deadline) of what is still to be uploaded, the most urgent first."""
+        rows = self._db.execute("SELECT digest, lease_id, deadline FROM spool ORDER BY deadline")
+        return [(bytes(name), lease, deadline) for name, lease, deadline in rows]
 
-    def spooled_leases(self) -> list[int]:
-        """Ids of the leases whose work is still to be uploaded."""
-        return [row[0] for row in self._db.execute("SELECT lease_id FROM spool")]
+    def spooled_body(self, digest: bytes) -> bytes | None:
+        """A sealed submission that is still to be uploaded."""
+        row = self._db.execute("SELECT sealed FROM spool WHERE digest = ?", (digest,)).fetchone()
+        return None if row is None else bytes(row[0])
 
     def unspool(self, digest: bytes) -> None:
         """Its receipt came, or it was refused for good."""

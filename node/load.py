@@ -17,12 +17,20 @@ from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from .config import JoinConfig, RunConfig
 from .errors import UsageError
+from .eval_config import EvalConfig
+from .serve_config import ServeConfig
 from .sft_config import SftConfig
 
 PREFIX = "PRIMERL_"
 NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"})
 """Variables of ours that are no config keys."""
-COMMANDS: tuple[type[BaseConfig], ...] = (RunConfig, JoinConfig, SftConfig)
+COMMANDS: tuple[type[BaseConfig], ...] = (
+    RunConfig,
+    JoinConfig,
+    SftConfig,
+    EvalConfig,
+    ServeConfig,
+)
 """A variable may be another command's setting, exported for all of them."""
 SWITCHES = frozenset({"resume"})
 """Sections that are switched on by their name alone."""

@@ -37,6 +37,7 @@ __all__ = [
     "contract_files",
     "create",
     "export",
+    "fetch_config",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -88,9 +89,11 @@ def _transformers() -> Any:
             hide_if_broken(name)
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # our errors repeat what it would log
-    return transformers
+    # It puts another object in its place when it is loaded: who waited in another thread would hold the first.
+    library: Any = sys.modules[transformers.__name__]
+    library.utils.logging.disable_progress_bar()
+    library.utils.logging.set_verbosity_error()  # our errors repeat what it would log
+    return library
 
 
 def hide_if_broken(name: str) -> None:
@@ -200,6 +203,26 @@ def resolve(name: str) -> Path:
             "or set model.name to a local directory"
         ) from error
     return Path(found)
+
+
+def fetch_config(name: str) -> dict[str, Any]:
+    """The config.json of a hub id alone; one that was fetched before is taken. Raises EngineError."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        known = try_to_load_from_cache(name, "config.json")
+        path = known if isinstance(known, str) else hf_hub_download(name, "config.json")
+        return read_json(Path(path))
+    except HFValidationError as error:
+        raise EngineError(
+            f"model {name!r} is neither a directory nor a hub id: correct model.name"
+        ) from error
+    except OSError as error:
+        raise EngineError(
+            f"the hub cannot be asked for {name!r} ({type(error).__name__}): check name and network, or give "
+            "--model.name a directory with its config.json"
+        ) from error
 
 
 def stop_token_ids(directory: Path) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from . import summary
 from .config import RunConfig, WarmupConfig
 from .environments.environment import Environment
 from .errors import UsageError
+from .evaluation.evaluator import EvalResult, Evaluator
 from .ledger import Ledger
 from .metrics import PhaseClock
-from .roles.evaluation import EvalResult, Evaluator
 from .roles.forking import fork
 from .roles.publisher import Publisher
 from .roles.terms import current_term

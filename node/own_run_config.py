@@ -18,6 +18,8 @@ class CheckpointConfig(BaseConfig):
     """The newest ones that are kept: should one be damaged, the one before is taken."""
     keep_interval: Annotated[int, Field(ge=0)] = 0
     """Keep those whose step is a multiple of this as well; 0 keeps none of them."""
+    weights_interval: Annotated[int, Field(ge=0)] = 0
+    """Steps between exports of the weights to weights/step_N, for `eval` and others; 0: the last step only."""
     async_save: bool = True
     """Write from a copy in the host's memory while training goes on, and, with interval 1, while the version
     is made ready; it is told to nobody before the checkpoint is on the disk."""

@@ -1,15 +1,19 @@
 """The rows that `peers` and `status` show, from what a node knows."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..crypto.hashing import short
 from ..protocol.messages import WorkerStats
 from ..protocol.reputation import Reputation
-from .control import PeerRow
+from .control import PeerRow, Status
 from .network.peers import Peer, PeerTable
 from .proofs.overlap import Record
+from .roles.desk import LeaseDesk
+from .roles.publisher import Publisher
+from .roles.trainer import TrainerRole
 
 
 def peer_rows(
@@ -36,6 +40,31 @@ def peer_rows(
         if peer.node != own
     ]
     return sorted(rows, key=lambda row: (row.path == "-", row.role, row.id))
+
+
+def trainer_rows(peers: PeerTable, desk: LeaseDesk, *, newest: int, own: bytes) -> list[PeerRow]:
+    """The rows of a trainer, which knows what is on lease, and to whom."""
+    leases = Counter(held.node for held in desk.book.held.values())
+    return peer_rows(
+        peers,
+        newest=newest,
+        leases=leases,
+        stats={node: worker.stats for node, worker in desk.workers.items()},
+        reputations=desk.reputations,
+        validators=desk.audits.records(),
+        own=own,
+    )
+
+
+def show_training(status: Status, role: TrainerRole, publisher: Publisher, desk: LeaseDesk) -> None:
+    """Say in `status` how training goes."""
+    progress = role.progress
+    status.step, status.reward = progress.step, progress.reward
+    status.staleness, status.history = progress.staleness, progress.history
+    status.version = status.newest_version = publisher.version
+    status.leases = len(desk.book.held)
+    status.waiting_groups = role.waiting_groups()
+    status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
 
 
 def _row(

@@ -3,7 +3,10 @@
 Nothing is deleted that does not look like a run of ours, and nothing while a node runs in it.
 """
 
+import fcntl
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .control import ask, socket_path
@@ -24,6 +27,34 @@ TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
 CHECKPOINTS = "checkpoints"
 MARKS = (TICKET, SUMMARY, METRICS, LOGS, CHECKPOINTS, "trainer")
 """At least one of these is in the directory of every run."""
+
+
+def weights_dir(run_dir: Path, step: int) -> Path:
+    """Where a run exports the weights of a step."""
+    return run_dir / "weights" / f"step_{step}"
+
+
+@contextmanager
+def held(run_dir: Path) -> Generator[None]:
+    """Be the only launcher of a run, from before its directory is made or emptied until the end.
+
+    Raises BusyError, StorageError. The lock is a file beside the directory, which --clean removes; the system
+    lets go of it when its holder dies.
+    """
+    path = run_dir.parent / f".{run_dir.name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+    except OSError as error:
+        raise StorageError(f"cannot write {error.filename}: {error.strerror}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BusyError(
+                f"another `primerl-node rl` works in {run_dir}: wait for it, or choose another --name"
+            ) from error
+        yield
 
 
 def clean(run_dir: Path) -> None:

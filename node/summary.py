@@ -1,7 +1,7 @@
 """The summary of a run: `summary.json` and the picture. Its keys are documented in docs/summary.md."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,8 +10,9 @@ from ..crypto.hashing import short
 from ..protocol.reputation import Reputation
 from . import report
 from .config import RunConfig
+from .evaluation.evaluator import EvalResult
+from .evaluation.online import Evaluated
 from .roles.desk import Worker
-from .roles.evaluation import EvalResult
 from .roles.progress import Progress
 from .rundir import RunDocuments
 
@@ -27,6 +28,7 @@ def write(
     progress: Progress,
     before: EvalResult,
     after: EvalResult,
+    evaluations: Sequence[Evaluated] = (),
     delta_bytes: int,
     full_bytes: int,
     workers: Mapping[bytes, Worker],
@@ -48,6 +50,7 @@ def write(
         "reward_before": before.reward,
         "reward_after": after.reward,
         "eval_prompts": after.prompts,
+        "evaluations": _evaluations(evaluations),
         "mismatch_kl": sum(window) / len(window) if window else 0.0,
         "staleness_max": progress.staleness_max,
         "accepted": progress.accepted,
@@ -69,6 +72,15 @@ def write(
     }
     (config.run_dir / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
     report.write_picture(document, picture)
+
+
+def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, float]]]:
+    """Environment -> what each version was measured to be, oldest first."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for one in evaluated:
+        for name, figures in one.environments.items():
+            found.setdefault(name, []).append({"version": one.version, **figures.flat()})
+    return found
 
 
 def _worker(worker: Worker, reputation: Reputation | None) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -13,11 +13,14 @@ from ..protocol.leases import LeaseBook
 from ..protocol.manifests import Ticket
 from . import rundir, summary
 from .config import RunConfig
+from .contests import online_evaluation, open_contests
 from .control import PeerRow, Status
 from .engines.adapted import adapted
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import UsageError
+from .evaluation.evaluator import Contest, EvalResult, Evaluator
+from .evaluation.online import OnlineEvaluation
 from .leasing import lease_policy
 from .ledger import Arrived, Ledger
 from .metrics import MetricsLog, PhaseClock
@@ -25,14 +28,13 @@ from .opening import Opening
 from .parts import Parts
 from .restarts import Restarts, until_done
 from .roles.desk import LeaseDesk
-from .roles.evaluation import EvalResult, Evaluator
 from .roles.inbox import Inbox
 from .roles.progress import Progress
 from .roles.publisher import Publisher
 from .roles.terms import LEASES_PER_BOOT
 from .roles.trainer import TrainerRole
-from .rows import peer_rows, total_bytes
-from .run_files import CHECKPOINTS
+from .rows import show_training, total_bytes, trainer_rows
+from .run_files import CHECKPOINTS, weights_dir
 from .serving import Node
 from .stack import Stack, open_stack, open_store
 from .training.backend import TrainBackend
@@ -71,6 +73,7 @@ class TrainerNode(Node):
         self._desk: LeaseDesk | None = None
         self._role: TrainerRole | None = None
         self._publisher: Publisher | None = None
+        self._online: OnlineEvaluation | None = None
         self._encoders = Encoders()
         self._backend = self._parts.backend(config)
 
@@ -164,7 +167,10 @@ class TrainerNode(Node):
             open_things.push_async_callback(verification.close)
             open_things.push_async_callback(engine.close)
             await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
-            work = (stack, documents, environment, metrics, engine, verification)
+            contests = await open_contests(
+                self._config, self._parts, environment, model_dir, open_things
+            )
+            work = (stack, documents, environment, metrics, engine, verification, contests)
             await until_done(
                 lambda again: self._learn(*work, again),
                 Restarts(self._config.training.fsdp.max_restarts),
@@ -191,6 +197,7 @@ class TrainerNode(Node):
         metrics: MetricsLog,
         engine: Engine,
         verification: Verification,
+        contests: Sequence[Contest],
         again: bool,
     ) -> None:
         """All of a run, or, `again`, what is left of it after the newest checkpoint."""
@@ -201,12 +208,12 @@ class TrainerNode(Node):
             max_tokens=self._config.sampling.max_tokens,
             temperature=self._config.sampling.temperature,
             stop_token_ids=documents.manifest.model.stop_token_ids,
+            at_once=2 * self._config.engine.max_batch,
         )
         opening = Opening(self._config, environment, backend, evaluator, self._clock, self._enter)
-        role, publisher, desk = self._build(
-            stack, documents, environment, backend, metrics, verification
-        )
-        async with asyncio.TaskGroup() as tasks:
+        role, publisher, desk = self._build(stack, documents, environment, metrics, verification)
+        online = self._online = online_evaluation(self._config, evaluator, contests, metrics)
+        async with online, asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(stack.router(desk.handle).run()),
                 tasks.create_task(stack.watch_fraud()),
@@ -217,11 +224,14 @@ class TrainerNode(Node):
             step, before = await opening.first_version(
                 role, publisher, stack.ledger, self._boot, restarted=again
             )
+            await asyncio.to_thread(online.book.open, step)
+            online.begin(step, publisher.states[step])
             self.phase = "running"
             with self._clock.phase("training"):
                 await role.run(step)
             self.phase = "finishing"
             await stack.heads.end("the run has reached its last step")
+            await online.finish(role.progress.step, publisher.states[role.progress.step])
             after = await opening.evaluate()
             await self._finish(documents, role, publisher, backend, desk, before, after)
             await stack.head_server.wait_unwatched(FAREWELL_S)
@@ -233,7 +243,6 @@ class TrainerNode(Node):
         stack: Stack,
         documents: rundir.RunDocuments,
         environment: Environment,
-        backend: TrainBackend,
         metrics: MetricsLog,
         verification: Verification,
     ) -> tuple[TrainerRole, Publisher, LeaseDesk]:
@@ -279,15 +288,21 @@ class TrainerNode(Node):
             inbox=inbox,
             buffer=buffer,
             progress=progress,
-            backend=backend,
+            backend=self._backend,
             publisher=publisher,
             checkpoints=self._make_checkpoints(),
             metrics=metrics,
             clock=self._clock,
             gossip=stack.discovery.publish if stack.discovery else _nowhere,
+            published=self._evaluate,
         )
         self._role, self._publisher, self._desk = role, publisher, desk
         return role, publisher, desk
+
+    def _evaluate(self, version: int) -> None:
+        """A version was published: evaluate it beside training, if it is due."""
+        if self._online is not None and self._publisher is not None:
+            self._online.begin(version, self._publisher.states[version])
 
     def _make_publisher(self, stack: Stack, documents: rundir.RunDocuments) -> Publisher:
         return Publisher(
@@ -332,7 +347,7 @@ class TrainerNode(Node):
         after: EvalResult,
     ) -> None:
         self.phase = "finishing"
-        weights = self._config.run_dir / "weights" / f"step_{role.progress.step}"
+        weights = weights_dir(self._config.run_dir, role.progress.step)
         with self._clock.phase("export"):
             await backend.export(weights)
         await asyncio.to_thread(
@@ -342,6 +357,7 @@ class TrainerNode(Node):
             progress=role.progress,
             before=before,
             after=after,
+            evaluations=self._online.book.held if self._online else (),
             delta_bytes=publisher.delta_bytes,
             full_bytes=publisher.full_bytes,
             workers=desk.workers,
@@ -365,31 +381,17 @@ class TrainerNode(Node):
         status.peers = sum(1 for peer in stack.peers.rows() if peer.path() is not None)
         status.neighbours = stack.discovery.neighbours() if stack.discovery else 0
         if role is not None and publisher is not None and desk is not None:
-            progress = role.progress
-            status.step, status.reward = progress.step, progress.reward
-            status.staleness, status.history = progress.staleness, progress.history
-            status.version = status.newest_version = publisher.version
-            status.leases = len(desk.book.held)
-            status.waiting_groups = role.waiting_groups()
-            status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
+            show_training(status, role, publisher, desk)
+        if self._online is not None:
+            status.evaluating = self._online.version
+            status.evaluations = self._online.book.latest()
         return status
 
     async def _peers(self) -> list[PeerRow]:
         stack, desk, publisher = self._stack, self._desk, self._publisher
         if stack is None or desk is None or publisher is None:
             return []
-        leases: dict[bytes, int] = {}
-        for held in desk.book.held.values():
-            leases[held.node] = leases.get(held.node, 0) + 1
-        return peer_rows(
-            stack.peers,
-            newest=publisher.version,
-            leases=leases,
-            stats={node: worker.stats for node, worker in desk.workers.items()},
-            reputations=desk.reputations,
-            validators=desk.audits.records(),
-            own=self.key.node_id,
-        )
+        return trainer_rows(stack.peers, desk, newest=publisher.version, own=self.key.node_id)
 
 
 async def _nowhere(sealed: bytes) -> None:

@@ -4,15 +4,19 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
+
 from ..crypto.keys import SecretKey
 from . import rundir
 from .config import EnvironmentConfig, JoinConfig
 from .control import Status
 from .engines.adapted import adapted
+from .engines.concurrency import Concurrency
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import NodeError, UsageError
 from .joined_node import Joined, JoinedNode
+from .looplag import LoopLag
 from .parts import Parts
 from .roles.inference import InferenceRole
 from .roles.verdicts import VerdictBox
@@ -26,6 +30,7 @@ class WorkerNode(JoinedNode):
     ) -> None:
         super().__init__(config, key, data_dir, parts)
         self._role: InferenceRole | None = None
+        self._lag = LoopLag()
 
     async def _take_part(self, joined: Joined) -> None:
         run = joined.documents.manifest
@@ -37,7 +42,7 @@ class WorkerNode(JoinedNode):
                 environment.start(),
             )
             role = self._role = self._build(joined, engine, environment)
-            await self._follow_while(joined, role.run)
+            await self._follow_while(joined, lambda: self._measured(role))
         except EnvironmentFailed as error:
             raise NodeError(f"the environment does not start: {error}") from error
         finally:
@@ -46,6 +51,12 @@ class WorkerNode(JoinedNode):
             await environment.close()
             await engine.close()
             self._write_last_status()
+
+    async def _measured(self, role: InferenceRole) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            lag = tasks.create_task(self._lag.run())
+            await role.run()
+            lag.cancel()
 
     def _environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
         contract = documents.manifest.environment
@@ -85,6 +96,15 @@ class WorkerNode(JoinedNode):
             verdicts=verdicts,
             upstreams=joined.upstreams,
             leases=self._config.leases,
+            concurrency=self._concurrency(),
+        )
+
+    def _concurrency(self) -> Concurrency:
+        config = self._config.engine
+        return Concurrency(
+            config.concurrency,
+            max_batch=config.max_batch * config.dp,
+            max_model_len=config.max_model_len,
         )
 
     async def _status(self) -> Status:
@@ -93,6 +113,8 @@ class WorkerNode(JoinedNode):
             status.leases = self._role.held
             status.accepted = self._role.verdicts.accepted
             status.rejected = dict(self._role.verdicts.rejected)
+            status.engine = self._role.engine_row()
+            status.event_loop_lag = self._lag.read()
         return status
 
     def _write_last_status(self) -> None:
@@ -103,6 +125,8 @@ class WorkerNode(JoinedNode):
             "accepted": self._role.verdicts.accepted,
             "rejected": dict(self._role.verdicts.rejected),
             "chunk_bytes_by_source": self._role.chunk_sources(),
+            "engine": msgspec.structs.asdict(self._role.engine_row()),
+            "event_loop_lag": self._lag.read(),
             "versions_loaded": self._catchup.versions_loaded if self._catchup else 0,
         }
         (self.data_dir / "last_status.json").write_text(json.dumps(last))

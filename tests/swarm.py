@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
@@ -43,6 +43,8 @@ from primerl.node.worker_node import WorkerNode
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.manifests import PolicyHead, Ticket
+
+T = TypeVar("T")
 
 VOCABULARY = 96
 RUN = "r"
@@ -101,6 +103,21 @@ async def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
             if true():
                 return
             await asyncio.sleep(0.01)
+
+
+async def side_by_side(case: Callable[[T], Awaitable[None]], cases: Sequence[T]) -> None:
+    """All cases at once: most of the time of each is waiting. One that fails is named."""
+
+    async def named(one: T) -> None:
+        try:
+            await case(one)
+        except BaseException as error:
+            error.add_note(f"in the case {one!r}")
+            raise
+
+    async with asyncio.TaskGroup() as tasks:
+        for one in cases:
+            tasks.create_task(named(one))
 
 
 def shaky(seed: int, longest_s: float) -> Callable[[bytes, bytes], Awaitable[None]]:
@@ -286,6 +303,7 @@ class Swarm:
         *,
         engine: WitnessEngine | None = None,
         ledger: MakeLedger = Ledger,
+        engine_section: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Running:
         """Start a worker, or start one again in its old directory."""
@@ -294,6 +312,7 @@ class Swarm:
         worker = known or Running(SecretKey.from_seed(seed), self.directory / name)
         worker.engine = engine or WitnessEngine(self.fakes, name)
         base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False}
+        base["engine"] = dict(engine_section or {})
         config = JoinConfig.model_validate(merged(base, overrides))
         parts = self._parts(worker, ledger)
         node = WorkerNode(config, worker.key, worker.data_dir, parts)

@@ -20,11 +20,13 @@ MAX_TEST_LINES = 450
 MAX_FUNCTION = 60
 
 # Floors from the ground up. On one floor, rooms (inner lists) do not know each other.
-PLUMBING = """config control engine_config errors frames ledger load logs metrics processes registry report run_files
-    sft_config store toml training_config watch"""
+PLUMBING = """config control engine_config errors eval_config frames gpu_memory gpus json_files ledger load
+    logs looplag metrics processes own_run_config registry report run_files sft_config store toml
+    training_config watch serve_config"""
 MODELS = "model_files models tensors"
-COMPOSITION = """base_weights daemon explaining joined_node launcher leasing opening parts restarts rows
-    rundir serving sft_run stack summary trainer_node validator_node verification worker_node"""
+COMPOSITION = """base_weights beside_trainer contests daemon doctor engine_check eval_run explaining joined_node
+    gpu_choice launch_commands launcher leasing opening parts placement restarts rows rundir serving sft_run
+    stack summary trainer_node validator_node verification worker_node inference_node"""
 FLOORS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],
@@ -32,11 +34,13 @@ FLOORS: list[list[list[str]]] = [
     [["node.weights"], ["node.network"]],
     [[f"node.{name}" for name in MODELS.split()]],
     [["node.fingerprints"]],
+    [["node.planning"]],
     [["node.engines"]],
     [["node.environments"], ["node.training"]],
-    [["node.audits"], ["node.sft"]],
+    [["node.api"], ["node.audits"], ["node.sft"]],
     [["node.proofs"]],
     [["node.calibration"]],
+    [["node.evaluation"]],
     [["node.roles"]],
     [[f"node.{name}" for name in COMPOSITION.split()]],
     [["cli"]],
@@ -133,7 +137,7 @@ def test_crypto_imports_nothing_of_ours() -> None:
 
 
 HEAVY = {
-    "aiohttp": {"node.network.seeds"},
+    "aiohttp": {"node.network.seeds", "node.api.server", "node.evaluation.endpoint"},
     "iroh": {"node.network.iroh"},
     "libp2p": {"node.network.libp2p"},
     "multiaddr": {"node.network.libp2p"},
@@ -188,7 +192,8 @@ LOADED_LAZILY = {
         node.training.export.device node.training.export.gathering node.training.learner
         node.training.losses.by_name node.training.losses.custom node.training.losses.formulas
         node.training.meter node.training.model.attention node.training.model.expert_parallel
-        node.training.model.experts node.training.model.head node.training.model.lora
+        node.training.model.experts node.training.model.head node.training.model.kernels
+        node.training.model.lora
         node.training.model.masters node.training.model.trained_model node.training.optimizer
         node.training.rank node.training.ranks.share node.training.ranks.wire
         node.training.saving.agreement node.training.saving.saved node.training.saving.shards
@@ -233,12 +238,12 @@ def test_the_command_line_and_the_lower_floors_load_no_numbers() -> None:
             ("node.roles.desk", "node.roles.publisher"),
             ("node.roles.inference", "node.roles.trainer"),
         ),
-        (("node.roles.catchup", "node.roles.evaluation"), ("node.roles.inference",)),
+        (("node.roles.catchup", "node.evaluation"), ("node.roles.inference",)),
         (
             ("node.roles.validator",),
             ("node.roles.inference", "node.roles.trainer", "node.roles.desk", "node.roles.inbox"),
         ),
-        (("node.roles.catchup", "node.roles.evaluation"), ("node.roles.trainer",)),
+        (("node.roles.catchup", "node.evaluation"), ("node.roles.trainer",)),
         (("cli",), ("node.roles", "node.network.iroh", "node.training", "node.engines")),
     ],
     ids=str,

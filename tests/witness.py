@@ -154,6 +154,8 @@ class WitnessEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Engine. A load in the middle shows from the next token on."""
         self._note("generate", request.prompt)
+        assert request.temperature > 0  # what every lease promises, and audits draw again
+        assert (request.top_k, request.top_p) == (0, 1.0)
         if self._version < 0:
             raise EngineError("the engine holds no weights: load a policy version first")
         tokens: list[int] = []

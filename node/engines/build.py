@@ -1,15 +1,15 @@
 """From config to engine: the only place that knows every engine by name."""
 
-from ..config import EngineConfig
+from ..engine_config import EngineConfig
 from .engine import Engine
 
 
 def build_engine(config: EngineConfig) -> Engine:
     """The engine that `config.type` names, not started. Heavy libraries load when it starts."""
     if config.type == "vllm":
-        from .vllm import VllmEngine
+        from .hosted import HostedEngine
 
-        return VllmEngine(config)
+        return HostedEngine(config)
     if config.type == "scripted":
         from .scripted import ScriptedEngine
 

@@ -14,7 +14,8 @@ from ..errors import EngineError
 from .engine import GenerateRequest
 from .network import Network, Session
 from .output import Output
-from .sampling import Drawn, draw
+from .requests import narrowing
+from .sampling import Drawn, Narrowed, draw
 
 COMPACT_AT = 0.75
 """Share of unfinished rows at which finished ones are dropped; copying the cache costs about a step."""
@@ -44,6 +45,8 @@ class Rows:
     requests: Tensor
     seeds: Tensor
     temperatures: Tensor
+    top_ks: Tensor
+    top_ps: Tensor
     positions: Tensor
     ends: Tensor
     stops: Tensor
@@ -52,6 +55,11 @@ class Rows:
     def select(self, rows: Tensor) -> "Rows":
         """The rows `rows` [N]."""
         return Rows(**{name: values[rows] for name, values in vars(self).items()})
+
+    def narrowed(self) -> Narrowed | None:
+        """The rows that may draw from their likeliest tokens only; None if all may draw any."""
+        rows = ((self.top_ks > 0) | (self.top_ps < 1)).nonzero()[:, 0]
+        return Narrowed(rows, self.top_ks[rows], self.top_ps[rows]) if len(rows) else None
 
 
 def decode(
@@ -71,13 +79,15 @@ def decode(
     trail = Trail()
     with torch.inference_mode():
         rows = _rows(requests, network.device, max_length)
+        narrow = rows.narrowed() is not None
         session, output = _prefill(network, requests)
         while True:
             if cancelled():
                 raise EngineError("the engine was closed while it generated: start it again")
             if keep_hidden:
                 trail.add(output, rows)
-            drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions)
+            narrowed = rows.narrowed() if narrow else None
+            drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
             stopped = (drawn.tokens[:, None] == rows.stops).any(1)
             _record(replies, rows, drawn, stopped)
             rows.positions += 1
@@ -124,18 +134,23 @@ class Trail:
 
 
 def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length: int) -> Rows:
-    def column(values: list[int]) -> Tensor:
+    def column(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def numbers(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
     lengths = [len(request.prompt) for request in requests]
     limits = [length + one.max_tokens for length, one in zip(lengths, requests, strict=True)]
     widest = max(len(request.stop_token_ids) for request in requests) or 1
     stops = [[*one.stop_token_ids, *[-1] * (widest - len(one.stop_token_ids))] for one in requests]
-    temperatures = [request.temperature for request in requests]
+    temperatures, top_ks, top_ps = zip(*map(narrowing, requests), strict=True)
     return Rows(
         requests=column(list(range(len(requests)))),
         seeds=column([request.seed for request in requests]),
-        temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device),
+        temperatures=numbers(temperatures),
+        top_ks=column(top_ks),
+        top_ps=numbers(top_ps),
         positions=column(lengths),
         ends=column([min(limit, max_length) for limit in limits]),
         stops=torch.tensor(stops, dtype=torch.int64, device=device),

@@ -39,8 +39,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled: `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution
-    that it was drawn from (temperature applied)."""
+    """What was sampled: `logprobs[i]` is the log-probability of `token_ids[i]` under
+    softmax(logits / temperature) over the whole vocabulary, whatever top_k and top_p left out."""
 
     token_ids: list[int]
     logprobs: list[float]

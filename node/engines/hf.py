@@ -157,7 +157,7 @@ class HfEngine:
         while True:
             batch = await self._next_batch()
             try:
-                completions = await thread.run(self._generate, [job.request for job in batch])
+                completions = await thread.run(self._generate, batch)
             except EngineError as error:  # of this batch only: the engine goes on
                 _fail([job.done for job in batch], str(error), error)
                 continue
@@ -215,18 +215,23 @@ class HfEngine:
         self._loaded = Loaded(version, loaded.network)
         return True
 
-    def _generate(self, requests: list[GenerateRequest]) -> list[Completion]:
+    def _generate(self, batch: list[Job]) -> list[Completion]:
         from .decoding import decode
 
         self._check_open()
         loaded = self._loaded
-        if loaded is None or not requests:
+        if loaded is None or not batch:
             return []
+
+        def cancelled() -> bool:
+            """Nobody waits for any of it: all have given up, or the engine is closed."""
+            return self._closing.is_set() or all(job.done.done() for job in batch)
+
         replies = decode(
             loaded.network,
-            requests,
+            [job.request for job in batch],
             max_length=self._config.max_model_len,
-            cancelled=self._closing.is_set,
+            cancelled=cancelled,
             keep_hidden=self._fingerprint is not None,
         )
         return [self._complete(reply, loaded.version) for reply in replies]

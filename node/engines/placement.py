@@ -100,8 +100,11 @@ class Placement:
         shapes: dict[str, tuple[int, ...]],
         parts: dict[str, list[Part]],
         addresses: dict[str, int],
+        absent: frozenset[str] = frozenset(),
     ) -> None:
         self.shapes = shapes
+        self.absent = absent
+        """Tensors that this part of the model does not hold; another rank has to."""
         self._parts = parts
         self._addresses = addresses
         self._device = next((p.flat.device for found in parts.values() for p in found), "cpu")
@@ -109,7 +112,7 @@ class Placement:
     @property
     def placeless(self) -> list[str]:
         """Tensors whose elements cannot be written one by one."""
-        return sorted(self.shapes.keys() - self._parts.keys())
+        return sorted(self.shapes.keys() - self._parts.keys() - self.absent)
 
     def still_holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether the model's parameters are where they were: else what is written is lost."""
@@ -129,7 +132,7 @@ class Placement:
         for name, count in spans:
             where, what = positions[at : at + count], values[at : at + count]
             at += count
-            for part in self._parts[name]:
+            for part in () if name in self.absent else self._parts[name]:
                 offsets, inside = part.locate(where)
                 found = what if inside is None else what[inside]
                 if len(offsets):
@@ -144,9 +147,11 @@ def trace(
 ) -> Placement | str:
     """Send all `tensors` through `load` without writing: their places, or what is wrong with them.
 
-    Each tensor must be copied somewhere, unbroadcast, and together they must fill every parameter.
+    Each tensor that is copied must be copied unbroadcast, and together they must fill every parameter.
+    What is copied nowhere is `absent`: no model's where no other rank holds it either.
     """
     shapes: dict[str, tuple[int, ...]] = {}
+    absent: set[str] = set()
     parts: dict[str, list[Part]] = {}
     recorder = _Recorder()
     for name, tensor in tensors:
@@ -157,18 +162,19 @@ def trace(
         except _FAULTS as error:
             kind = type(error).__name__
             return f"tensor {name!r} of shape {list(tensor.shape)} does not fit: {kind} {error}"
+        shapes[name] = tuple(tensor.shape)
         if not recorder.copies:
-            return f"tensor {name!r} is not the model's"
+            absent.add(name)
+            continue
         if any(target.shape != source.shape for target, source in recorder.copies):
             return f"tensor {name!r} has shape {list(tensor.shape)}, which the model does not want"
-        shapes[name] = tuple(tensor.shape)
         found = [_part(tensor, *copy) for copy in recorder.copies if copy[1].numel()]
         if all(found):
             parts[name] = [part for part in found if part]
     for name, parameter in parameters.items():
         if recorder.written.get(_address(parameter), 0) < parameter.numel():
             return f"what fills the parameter {name!r} is missing"
-    return Placement(shapes, parts, _addresses(parameters))
+    return Placement(shapes, parts, _addresses(parameters), frozenset(absent))
 
 
 def write(flat: Tensor, tensor: StateTensor, positions: NDArray[np.int64] | None) -> None:

@@ -26,10 +26,21 @@ def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int)
         )
     if request.max_tokens < 1:
         raise EngineError(f"max_tokens is {request.max_tokens}: ask for one token or more")
-    if not 0 < request.temperature < float("inf"):
-        raise EngineError(f"temperature is {request.temperature}: give a number above 0")
+    if not 0 <= request.temperature < float("inf"):
+        raise EngineError(f"temperature is {request.temperature}: give 0 or a number above")
+    if not 0 <= request.top_k < 2**31:
+        raise EngineError(f"top_k is {request.top_k}: give the number of tokens, or 0 for all")
+    if not 0 < request.top_p <= 1:
+        raise EngineError(f"top_p is {request.top_p}: give a number above 0 and at most 1")
     if not 0 <= request.seed < 2**63:
         raise EngineError(f"seed {request.seed} is outside 0..2**63-1: reduce it")
+
+
+def narrowing(request: GenerateRequest) -> tuple[float, int, float]:
+    """(temperature, top_k, top_p) that a request is drawn by: temperature 0 is the likeliest token at 1."""
+    if request.temperature == 0:
+        return 1.0, 1, 1.0
+    return request.temperature, request.top_k, request.top_p
 
 
 def find_fingerprint(name: str) -> Fingerprint:

@@ -1,6 +1,7 @@
-"""vLLM behind the engine seam: one AsyncLLM in this process, its engine core in a process of its own.
+"""vLLM in this process, which is one that a node has started for it (host.py): one AsyncLLM, its engine
+core in yet another one.
 
-The weights never change under a running step: load() and update() pause generation, write them in
+The weights never change under a running step: load() and write() pause generation, write them in
 place, empty the prefix cache and resume, so a token belongs to exactly one policy version.
 
 This file and vllm_worker.py (in vLLM's worker) are the only ones that import vLLM. Only what is the
@@ -19,64 +20,49 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import logging
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ..config import EngineConfig
-from ..errors import EngineError, UsageError
-from ..weights.state import Changed, State
+from ..engine_config import EngineConfig
+from ..errors import EngineError, EngineLost, UsageError
 from .engine import Completion, EngineStats, GenerateRequest
-from .handover import make_delta, shared_file
-from .requests import check_request, check_update, find_fingerprint
+from .replica import Finding, Written
+from .requests import find_fingerprint
 from .vllm_collector import Collector
+from .vllm_features import check_installed, check_names, check_overrides, keeps_elsewhere
+from .vllm_meter import Meter
 from .vllm_options import (
     check_device,
-    check_overrides,
     engine_arguments,
-    head_size,
-    read_shape,
     sampling_arguments,
     set_environment,
 )
+from .vllm_ranks import judge
+from .vllm_shape import check_cpu, head_size, read_shape
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-UNSTARTED = "is not started: call start() first"
-STARTING = "is starting: wait for start()"
-LOAD_TIMEOUT_S, CLOSE_TIMEOUT_S, STAGING_POLL_S = 600.0, 10.0, 0.005
+CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
 _START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
 """What vLLM raises for a model, an argument or a machine that it cannot use."""
 
 
-class VllmEngine:
-    """Implements Engine. `engine.vllm` of the config is laid over vLLM's engine arguments."""
+class VllmCore:
+    """Implements Replica. `engine.vllm` of the config is laid over vLLM's engine arguments.
+
+    Whoever calls it replaces its weights one call after the other. After an EngineLost it is of no use.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._building: asyncio.Future[None] | None = None
         self._llm: Any = None
-        self._vocab_size = 0
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._placeless: frozenset[str] = frozenset()
         self._pids: list[int] = []
-        self._version = -1
         self._collector: Collector | None = None
-        self._pending: set[asyncio.Task[Any]] = set()
-        self._loading = asyncio.Lock()
+        self._meter = Meter()
         self._serial = itertools.count()
-        self._fault = UNSTARTED
-
-    @property
-    def policy_version(self) -> int:
-        """The loaded version; -1 before the first load()."""
-        return self._version
+        self._fault = ""
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM on the config of `model_dir` with dummy weights: 10-30 s on a CPU.
@@ -84,187 +70,49 @@ class VllmEngine:
         Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say.
         """
         fingerprint = fingerprint and find_fingerprint(fingerprint).name
-        if self._fault is not UNSTARTED:
-            raise EngineError("the vLLM engine was started before: make a new one")
-        self._fault = STARTING
-        started = time.monotonic()
         shape = read_shape(model_dir)
-        # In a thread: it takes many seconds. Kept: close() ends it even if this start() is cancelled.
-        self._building = asyncio.ensure_future(asyncio.to_thread(self._build, model_dir, shape))
         try:
-            await asyncio.shield(self._building)
+            await asyncio.to_thread(
+                self._build, model_dir, shape, bool(fingerprint)
+            )  # it takes many seconds
         except _START_FAULTS as error:
             raise EngineError(
                 f"vLLM did not start on {model_dir} ({_line(error)}): see its log lines above"
             ) from error
-        if self._fault is not STARTING:
-            raise EngineError(f"the vLLM engine {self._fault}")
-        self._vocab_size = int(shape["vocab_size"])
         self._pids = await self._rpc("primerl_attach", os.getpid())
         if fault := next(filter(None, await self._rpc("primerl_record", fingerprint)), ""):
             raise EngineError(fault)
         self._collector = Collector(self._ask, fingerprint)
-        self._fault = ""
-        logger.info("vLLM started in %.1f s", time.monotonic() - started)
 
-    async def load(self, version: int, state: State) -> None:
+    async def check(self, path: str) -> Finding:
+        """See Replica."""
+        fit = judge(await self._rpc("primerl_check", path))
+        return Finding(fit.fault, [] if fit.fault else sorted(fit.placeless))
+
+    async def load(self, version: int, path: str) -> Written:
         """Replace the weights in place; requests in flight go on under the new ones.
 
         Their keys and values are computed anew, so what they draw next is what the new policy would
-        draw after the same tokens. Raises EngineError: for a state that does not fit, the old
-        weights stay; for anything else, the engine is unusable.
+        draw after the same tokens.
         """
-        await self._owned(self._load(version, state))
+        return await self._replace("primerl_load", version, path)
 
-    async def update(self, version: int, state: State, changed: Changed) -> None:
-        """As load(), but only what changed goes to vLLM, where it is got ready beside generation.
-
-        Generation pauses only while it is written. What cannot be got ready is loaded whole.
-        """
-        check_update(state, changed)
-        await self._owned(self._update(version, state, changed))
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion; see the seam. Raises EngineError."""
-        self._require_alive()
-        if self._version < 0:
-            raise EngineError("the vLLM engine holds no weights: call load() first")
-        check_request(request, self._vocab_size, self._config.max_model_len)
-        return await self._owned(self._complete(request))
-
-    def stats(self) -> EngineStats:
-        """See Engine."""
-        return EngineStats(running=len(self._pending))
-
-    async def close(self) -> None:
-        """End the engine process, by force if need be; pending generate() calls raise EngineError."""
-        self._fault = "was closed: start another"
-        for task in self._pending:
-            task.cancel()
-        if self._pending:
-            await asyncio.wait(self._pending, timeout=CLOSE_TIMEOUT_S)
-        if self._building is None:
-            return
-        with contextlib.suppress(*_START_FAULTS, EngineError, UsageError):
-            await self._building
-        if self._llm is not None:
-            if self._llm.output_handler is not None:
-                self._llm.output_handler.cancel()  # it would log the end of its engine as an error
-            # vLLM leaves its message context open, with two threads; by then its sockets are closed
-            context = self._llm.engine_core.resources.ctx
-            await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
-            await asyncio.to_thread(context.destroy, linger=0)
-        self._llm = None
-        await asyncio.to_thread(_kill_children, self._pids)
-
-    def _build(self, model_dir: Path, shape: dict[str, Any]) -> None:
-        """Import vLLM and start an engine: the slow part of start(), outside the event loop."""
-        import torch
-
-        config, cpu = self._config, torch.version.cuda is None and torch.version.hip is None
-        check_device(config.device, cpu=cpu)
-        check_overrides(config.vllm)
-        set_environment(cpu=cpu)
-        vllm = _library()
-        if cpu:
-            _check_head_size(head_size(shape))
-        arguments = engine_arguments(config, model_dir, shape, cpu=cpu)
-        if unknown := arguments.keys() - vllm.AsyncEngineArgs.__dataclass_fields__.keys():
-            raise UsageError(f"engine.vllm.{min(unknown)} is no engine argument of vLLM: remove it")
-        # kept here and not in the thread's result, which would outlive close()
-        self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
-
-    async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` in a task of its own, so that close() can end it without cancelling its caller."""
-        task = asyncio.create_task(work)
-        self._pending.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if self._fault and task.cancelled() and not _cancelling():
-                raise EngineError(f"the vLLM engine {self._fault}") from None
-            raise
-        finally:
-            self._pending.discard(task)
-
-    # -- loading -----------------------------------------------------------------------------------
-
-    async def _load(self, version: int, state: State) -> None:
-        async with self._loading, _deadline(LOAD_TIMEOUT_S, "replacing vLLM's weights"):
-            self._require_alive()
-            await self._load_whole(version, state)
-
-    async def _load_whole(self, version: int, state: State) -> None:
-        async with shared_file(state) as path:
-            await self._check(path)
-            await self._replace(version, "primerl_load", path)
-        self._shapes = {name: tensor.shape for name, tensor in state.items()}
-
-    async def _update(self, version: int, state: State, changed: Changed) -> None:
-        async with self._loading, _deadline(LOAD_TIMEOUT_S, "updating vLLM's weights"):
-            self._require_alive()
-            shapes = {name: tensor.shape for name, tensor in state.items()}
-            if self._version < 0 or shapes != self._shapes:
-                await self._load_whole(version, state)  # which says what does not fit
-                return
-            delta = await asyncio.to_thread(make_delta, state, changed, self._placeless)
-            async with shared_file(delta.tensors, delta.spans) as path:
-                fault = await self._stage(path)
-                if not fault:
-                    await self._replace(version, "primerl_write")
-                    return
-            logger.warning("policy %d is loaded whole: %s", version, fault)
-            await self._load_whole(version, state)
-
-    async def _check(self, path: str) -> None:
-        if faults := [fault for fault in await self._rpc("primerl_check", path) if fault]:
-            raise EngineError(f"the state does not fit the model: {faults[0]}")
-        if self._version < 0:
-            found = await self._rpc("primerl_placeless")
-            if placeless := sorted(set(itertools.chain(*found))):
-                logger.info("vLLM keeps these in forms of its own: %s", placeless)
-            self._placeless = frozenset(placeless)
-
-    async def _stage(self, path: str) -> str:
-        """Have every worker get an update ready; what went wrong, "" if nothing."""
+    async def stage(self, path: str) -> Finding:
+        """Have every worker get an update ready."""
         await self._rpc("primerl_stage", path)
         while True:
             faults = await self._rpc("primerl_staged")
             if None not in faults:
-                return next(filter(None, faults), "")
+                return Finding(next(filter(None, faults), ""), [])
             await asyncio.sleep(STAGING_POLL_S)
 
-    @contextlib.asynccontextmanager
-    async def _paused(self) -> AsyncGenerator[None]:
-        """No step runs inside. Entering waits for the step that does and drops all keys and values."""
-        core = self._llm.engine_core  # AsyncLLM's own method would add a sleep of 20 ms
-        try:
-            await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
-            yield
-        finally:
-            await self._call(self._llm.resume_generation())
+    async def write(self, version: int) -> Written:
+        """See Replica; generation pauses only for it."""
+        return await self._replace("primerl_write", version)
 
-    async def _replace(self, version: int, method: str, *arguments: Any) -> None:
-        """Have `method` of the workers write the weights of `version` while nothing is generated."""
-        started = time.monotonic()
-        async with self._paused():
-            paused = time.monotonic()
-            try:
-                emptied = self._call(self._llm.reset_prefix_cache())
-                _, empty = await asyncio.gather(self._rpc(method, version, *arguments), emptied)
-                if not empty:  # pausing emptied it, and nothing ran since
-                    raise EngineError("vLLM could not empty its prefix cache: restart the engine")
-            except BaseException:
-                # also when cancelled: nobody knows any more which weights are in there
-                self._fault = "was interrupted while its weights were replaced: restart it"
-                raise
-            self._version, written = version, time.monotonic()
-        pause, writing = time.monotonic() - started, written - paused
-        logger.info("policy %d loaded, paused for %.4f s, %.4f s to write", version, pause, writing)
-
-    # -- generating --------------------------------------------------------------------------------
-
-    async def _complete(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion of a request that was checked."""
+        self._require_alive()
         key, collector = next(self._serial), self._collector
         assert collector is not None  # start() makes it
         try:
@@ -275,6 +123,7 @@ class VllmEngine:
             raise
         token_ids = list(output.token_ids)
         drawn = await collector.collect(key, len(token_ids))
+        self._meter.drew(len(request.prompt), len(token_ids))
         return Completion(
             token_ids=token_ids,
             logprobs=drawn.logprobs,
@@ -285,6 +134,96 @@ class VllmEngine:
             proof=drawn.proof,
         )
 
+    def stats(self) -> EngineStats:
+        """How busy it is."""
+        return self._meter.stats()
+
+    def stuck_s(self) -> float:
+        """How long vLLM has given nothing though there is work."""
+        return self._meter.stuck_s()
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory away, the weights to the host's; nothing may be under way."""
+        await self._call(self._llm.sleep(level=1))
+
+    async def wake(self) -> None:
+        """Undo sleep()."""
+        await self._call(self._llm.wake_up())
+        await self._call(self._llm.resume_generation())
+
+    async def close(self) -> None:
+        """End vLLM's processes, by force if need be."""
+        self._fault = "was closed"
+        if self._llm is not None:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # it would log the end of its engine as an error
+            # vLLM leaves its message context open, with two threads; by then its sockets are closed
+            context = self._llm.engine_core.resources.ctx
+            await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
+            await asyncio.to_thread(context.destroy, linger=0)
+        self._llm = None
+        await asyncio.to_thread(_kill_children, self._pids)
+
+    def _build(self, model_dir: Path, shape: dict[str, Any], proven: bool) -> None:
+        """Import vLLM and start an engine: the slow part of start(), outside the event loop."""
+        check_overrides(self._config.vllm, proven=proven)
+        check_installed()
+        import torch
+
+        config, cpu = self._config, torch.version.cuda is None and torch.version.hip is None
+        check_device(config.device, cpu=cpu)
+        if cpu and config.sleep_after_s:
+            raise UsageError(
+                "engine.sleep_after_s gives GPU memory away, and this vLLM computes on the CPU: set it to 0"
+            )
+        set_environment(cpu=cpu)
+        vllm = _library()
+        if cpu:
+            check_cpu(shape)
+            _check_head_size(head_size(shape))
+        arguments = engine_arguments(config, model_dir, shape, cpu=cpu)
+        if config.sleep_after_s:
+            arguments["enable_sleep_mode"] = True
+        check_names(arguments, frozenset(vllm.AsyncEngineArgs.__dataclass_fields__))
+        arguments["disable_log_stats"] = False  # only what Meter wants of them
+        self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+        self._meter.watch(self._llm, vllm.preempted)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncGenerator[None]:
+        """No step runs inside. Entering waits for the step that does and drops all keys and values."""
+        core, began = self._llm.engine_core, time.monotonic()
+        try:
+            # AsyncLLM's own method would add a sleep of 20 ms
+            await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
+            yield
+        finally:
+            self._meter.paused(began, time.monotonic())
+            await self._call(self._llm.resume_generation())
+
+    async def _replace(self, method: str, version: int, *arguments: Any) -> Written:
+        """Have `method` of the workers write the weights of `version` while nothing is generated."""
+        self._require_alive()
+        started = time.monotonic()
+        async with self._paused():
+            paused = time.monotonic()
+            try:
+                elsewhere = keeps_elsewhere(self._config.vllm)
+                emptied = self._call(self._llm.reset_prefix_cache(reset_connector=elsewhere))
+                _, empty = await asyncio.gather(self._rpc(method, version, *arguments), emptied)
+                if not empty:  # pausing emptied it, and nothing ran since
+                    raise self._lost("could not empty its prefix cache")
+            except BaseException:
+                # also when cancelled: nobody knows any more which weights are in there
+                self._fault = self._fault or "was interrupted while its weights were replaced"
+                raise
+            written = time.monotonic()
+        return Written(time.monotonic() - started, written - paused)
+
+    # -- talking to vLLM ---------------------------------------------------------------------------
+
     async def _drawn(self, request: GenerateRequest, key: int) -> Any:
         """vLLM's output for a request: its tokens, and why they ended."""
         vllm = _library()
@@ -294,14 +233,19 @@ class VllmEngine:
             f"{key}",
         )
         final: Any = None
+        self._meter.begin()
         try:
             async for output in stream:
                 final = output
-        except (vllm.EngineDeadError, vllm.EngineGenerateError, ValueError) as error:
-            raise EngineError(f"vLLM failed ({_line(error)}): restart the engine") from error
+        except ValueError as error:
+            raise EngineError(f"vLLM refuses a request ({_line(error)}): shorten it") from error
+        except (vllm.EngineDeadError, vllm.EngineGenerateError) as error:
+            raise self._lost(_line(error)) from error
+        finally:
+            self._meter.end()
         output = final.outputs[0]
         if output.finish_reason not in ("stop", "length"):
-            raise EngineError(f"vLLM ended a request with {output.finish_reason!r}: restart it")
+            raise self._lost(f"ended a request with {output.finish_reason!r}")
         return output
 
     async def _ask(self, wanted: list[list[int]], forgotten: list[int]) -> list[list[Any]]:
@@ -309,11 +253,13 @@ class VllmEngine:
         answers = await self._rpc("primerl_collect", wanted, forgotten)
         return list(itertools.chain(*answers))
 
-    # -- talking to vLLM ---------------------------------------------------------------------------
-
     def _require_alive(self) -> None:
         if self._fault:
-            raise EngineError(f"the vLLM engine {self._fault}")
+            raise EngineLost(f"vLLM {self._fault}")
+
+    def _lost(self, fault: str) -> EngineLost:
+        self._fault = self._fault or fault
+        return EngineLost(f"vLLM {fault}")
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension in every worker."""
@@ -323,7 +269,7 @@ class VllmEngine:
         try:
             return await call
         except Exception as error:  # vLLM turns whatever happens in its processes into a bare one
-            raise EngineError(f"vLLM failed ({_line(error)}): restart the engine") from error
+            raise self._lost(f"failed ({_line(error)})") from error
 
 
 # -- starting and ending ---------------------------------------------------------------------------
@@ -335,6 +281,7 @@ class _Library:
     def __init__(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
         from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore
+        from vllm.v1.engine import EngineCoreEventType  # pyright: ignore
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore
         from vllm.v1.engine.exceptions import (  # pyright: ignore
             EngineDeadError,
@@ -345,6 +292,7 @@ class _Library:
         self.AsyncLLM: Any = AsyncLLM
         self.SamplingParams: Any = SamplingParams
         self.final_only: Any = RequestOutputKind.FINAL_ONLY
+        self.preempted: Any = EngineCoreEventType.PREEMPTED
         self.EngineDeadError: type[Exception] = EngineDeadError
         self.EngineGenerateError: type[Exception] = EngineGenerateError
 
@@ -377,27 +325,8 @@ def _kill_children(pids: Sequence[int]) -> None:
     """vLLM has ended its processes by now; make sure of it."""
     for child in multiprocessing.active_children():
         if child.pid in pids:
-            logger.warning("vLLM's process %d did not end: killing it", child.pid)
             child.kill()
             child.join(CLOSE_TIMEOUT_S)
-
-
-# -- small parts -----------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def _deadline(seconds: float, what: str) -> AsyncGenerator[None]:
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise EngineError(f"{what} took more than {seconds:.0f} s: restart the engine") from error
-
-
-def _cancelling() -> bool:
-    """Whether the running task itself was cancelled, and not only what it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _line(error: BaseException) -> str:

@@ -1,26 +1,28 @@
-"""What the vLLM engine is started with: environment, arguments, and what a config may not override.
+"""What the vLLM engine is started with: environment and arguments.
 
-Pure data: nothing here imports vLLM. An override that would change what a logprob or a policy stamp
-means is refused, never merged.
+Pure data: nothing here imports vLLM. What `engine.vllm` may say is in vllm_features.py, what
+tp, pp and dp may be in vllm_shape.py.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import EngineConfig
-from ..errors import EngineError, UsageError
+from ..errors import UsageError
+from ..planning.worker import rank_cache_bytes, tensor_parallel
 from .engine import GenerateRequest
+from .requests import narrowing
+from .vllm_shape import has_experts, head_size, kv_heads
 
 SAMPLING = "primerl"
-"""Key of SamplingParams.extra_args: [key of the request, seed, temperature]; see vllm_sampling.py."""
+"""Key of SamplingParams.extra_args, which are read by vllm_sampling.py:
+[key of the request, seed, temperature, top_k, top_p]."""
 
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
 _CPU_STEP_TOKENS = 4096
-_MIN_CPU_CACHE = 64 << 20
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -57,6 +59,12 @@ ENVIRONMENT = (
     ),
     Variable("OMP_NUM_THREADS", "1", "cpu", "threads that spin on shared cores cost 10x; raise it"),
     Variable(
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "nobind",
+        "cpu",
+        "several ranks would each want a NUMA node of their own",
+    ),
+    Variable(
         "TORCHDYNAMO_DISABLE",
         "1",
         "cpu",
@@ -70,43 +78,6 @@ ENVIRONMENT = (
     ),
 )
 
-REFUSED = {
-    "model": "the run's manifest names the model",
-    "tokenizer": "the run's manifest names the model",
-    "skip_tokenizer_init": "the engine takes and gives token ids",
-    "trust_remote_code": "code that comes with a model is never run",
-    "generation_config": "the sampling contract is the run's",
-    "load_format": "weights come by load() only",
-    "worker_cls": "weights are replaced through this package's worker extension",
-    "worker_extension_cls": "weights are replaced through this package's worker extension",
-    "quantization": "weights are replaced bit for bit, and other weights would fail every audit",
-    "kv_cache_dtype": "keys and values of another precision would fail every audit",
-    "logprobs_mode": "this package's sampler makes the logprobs",
-    "logits_processors": "the contract is softmax(logits / temperature)",
-    "speculative_config": "each step draws one token, from the noise of its own position",
-    "use_fp64_gumbel": "this package's sampler draws",
-    "pipeline_parallel_size": "a worker must see every tensor of a state",
-    "data_parallel_size": "start one node per replica",
-    "dtype": "set engine.dtype",
-    "max_model_len": "set engine.max_model_len",
-    "max_num_seqs": "set engine.max_batch",
-}
-"""Engine argument -> why `engine.vllm` may not set it."""
-
-
-def read_shape(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json. Raises EngineError if it does not describe a causal language model."""
-    path = model_dir / "config.json"
-    try:
-        shape = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{path} cannot be read ({error}): fetch the model again") from error
-    wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    for name in wanted:
-        if not isinstance(shape, dict) or not isinstance(shape.get(name), int):
-            raise EngineError(f"{path} has no {name}: use a causal language model")
-    return shape
-
 
 def check_device(device: str, *, cpu: bool) -> None:
     """Raise UsageError if `engine.device` is not what this vLLM computes on."""
@@ -116,13 +87,6 @@ def check_device(device: str, *, cpu: bool) -> None:
             f"engine.device is {device!r} but this vLLM is built for {built}: set it to auto, and "
             "choose among GPUs with CUDA_VISIBLE_DEVICES"
         )
-
-
-def check_overrides(overrides: Mapping[str, Any]) -> None:
-    """Raise UsageError if `engine.vllm` holds an argument that this engine must set itself."""
-    for name in overrides:
-        if name in REFUSED:
-            raise UsageError(f"engine.vllm.{name} cannot be set ({REFUSED[name]}): remove it")
 
 
 def set_environment(*, cpu: bool) -> None:
@@ -135,9 +99,9 @@ def set_environment(*, cpu: bool) -> None:
 def engine_arguments(
     config: EngineConfig, model_dir: Path, shape: Mapping[str, Any], *, cpu: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of AsyncEngineArgs. `shape` is the model's config.json.
+    """Keyword arguments of AsyncEngineArgs, for one engine. `shape` is the model's config.json.
 
-    `engine.vllm` is laid over them: call check_overrides() first.
+    `engine.vllm` is laid over them: call check_overrides() first, and resolve_parallel().
     """
     arguments: dict[str, Any] = {
         "model": str(model_dir),
@@ -150,6 +114,8 @@ def engine_arguments(
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_batch,
+        "tensor_parallel_size": config.tp,
+        "pipeline_parallel_size": config.pp,
         "seed": 0,
     }
     if cpu:
@@ -159,6 +125,8 @@ def engine_arguments(
             # without it vLLM takes most of the machine's memory
             "kv_cache_memory_bytes": _cache_bytes(config, shape),
         }
+    elif has_experts(shape):
+        arguments["moe_backend"] = "triton"  # others turn the weights into a form of their own
     return arguments | config.vllm
 
 
@@ -173,23 +141,13 @@ def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
         "detokenize": False,
-        "extra_args": {SAMPLING: [key, request.seed, request.temperature]},
+        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
     }
 
 
-def head_size(shape: Mapping[str, Any]) -> int:
-    """Elements of one attention head, by config.json."""
-    return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
-
-
 def _cache_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
-    """Room for max_batch sequences of max_model_len, at most an eighth of the machine's memory.
-
-    Bytes of a token = 2 (key and value) x layers x key-value heads x head size x element size.
-    """
-    kv_heads = int(shape.get("num_key_value_heads") or shape["num_attention_heads"])
-    layers = int(shape["num_hidden_layers"])
-    token = 2 * layers * kv_heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
+    """Of one rank. Bytes of a token in a layer = 2 (key and value) x heads x head size x element size."""
+    heads = -(-kv_heads(shape) // tensor_parallel(config))
+    token = 2 * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = token * config.max_batch * config.max_model_len
-    return max(_MIN_CPU_CACHE, min(most, machine // 8))
+    return rank_cache_bytes(config, int(shape["num_hidden_layers"]), token, machine)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..fingerprints.projection import NUMBERS, signs
-from .sampling import draw
+from .sampling import Narrowed, draw
 from .vllm_largest import Largest, upload
 from .vllm_sampling import Step
 
@@ -39,6 +39,8 @@ class Slots:
     def __post_init__(self) -> None:
         self.seeds = np.zeros(self.size, np.int64)
         self.temperatures = np.ones(self.size, np.float64)
+        self.top_ks = np.zeros(self.size, np.int64)
+        self.top_ps = np.ones(self.size, np.float64)
         self.prompts = np.zeros(self.size, np.int64)
         self.drawn = np.zeros(self.size, np.int64)
         """Tokens whose drawing was begun."""
@@ -69,8 +71,9 @@ class Slots:
     def grow(self) -> None:
         """Twice as many slots."""
         more = Slots(self.size)
-        for name in ("seeds", "temperatures", "prompts", "drawn", "filed", "versions"):
-            setattr(self, name, np.concatenate([getattr(self, name), getattr(more, name)]))
+        for name, column in list(vars(self).items()):
+            if isinstance(column, np.ndarray):
+                setattr(self, name, np.concatenate([column, getattr(more, name)]))
         self.spans += more.spans
         self._free = list(range(2 * self.size - 1, self.size - 1, -1))
         self.size *= 2
@@ -97,6 +100,7 @@ class Batch:
     seeds: Tensor
     temperatures: Tensor
     positions: Tensor
+    narrowed: Narrowed | None
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,16 @@ class Recorder:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def admit(self, request_id: str, prompt: int, key: int, seed: int, temperature: float) -> None:
+    def admit(
+        self,
+        request_id: str,
+        prompt: int,
+        key: int,
+        seed: int,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+    ) -> None:
         """See Recording."""
         slots = self._slots
         if request_id in slots.of:
@@ -160,6 +173,7 @@ class Recorder:
             self._grow()
         slot = slots.take(request_id, key)
         slots.seeds[slot], slots.temperatures[slot] = seed, temperature
+        slots.top_ks[slot], slots.top_ps[slot] = top_k, top_p
         slots.prompts[slot] = prompt
         if self._largest is not None:
             self._largest.start(slot)
@@ -185,7 +199,7 @@ class Recorder:
             raise RuntimeError("vLLM sampled other rows than it computed: use vLLM 0.25 to 0.33")
         self._step = None
         with torch.inference_mode():
-            drawn = draw(logits, batch.temperatures, batch.seeds, batch.positions)
+            drawn = draw(logits, batch.temperatures, batch.seeds, batch.positions, batch.narrowed)
             self._record(batch, step, drawn.logprobs)
         return drawn.tokens
 
@@ -212,7 +226,18 @@ class Recorder:
             seeds=seeds,
             temperatures=temperatures.view(torch.float64).float(),
             positions=positions,
+            narrowed=self._narrowed(where),
         )
+
+    def _narrowed(self, where: Ints) -> Narrowed | None:
+        """The rows whose requests may not draw any token; no lease has such."""
+        top_ks, top_ps = self._slots.top_ks[where], self._slots.top_ps[where]
+        rows = np.flatnonzero((top_ks > 0) | (top_ps < 1))
+        if not len(rows):
+            return None
+        columns = np.stack([rows, top_ks[rows], top_ps[rows].view(np.int64)])
+        places, ks, ps = upload(columns, self._device)
+        return Narrowed(places, ks, ps.view(torch.float64).float())
 
     def _record(self, batch: Batch, step: Step, logprobs: Tensor) -> None:
         slots = self._slots

@@ -39,8 +39,17 @@ class Step(NamedTuple):
 class Recording(Protocol):
     """What Hooks tells of each step; see vllm_recorder.py."""
 
-    def admit(self, request_id: str, prompt: int, key: int, seed: int, temperature: float) -> None:
-        """A request of `prompt` tokens starts, or goes on after it was preempted."""
+    def admit(
+        self,
+        request_id: str,
+        prompt: int,
+        key: int,
+        seed: int,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+    ) -> None:
+        """A request of `prompt` tokens starts, or goes on after it was preempted. `temperature` > 0."""
         ...
 
     def begin(self, step: Step) -> None:
@@ -88,8 +97,7 @@ class Hooks:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if SAMPLING not in extra:
                 continue  # of vLLM's own dummy runs; a real one is missed by begin()
-            key, seed, temperature = extra[SAMPLING]
-            self._recording.admit(new.req_id, len(new.prompt_token_ids), key, seed, temperature)
+            self._recording.admit(new.req_id, len(new.prompt_token_ids), *extra[SAMPLING])
         return self._execute(scheduler_output, *arguments, **named)
 
     def _wrapped_tokens(self, *arguments: Any, **named: Any) -> Any:

@@ -25,12 +25,11 @@ from .handover import (
     read_spans,
 )
 from .placement import Placement, Write, trace
+from .vllm_ranks import Place, Shapes, difference
 from .vllm_recorder import Recorder
 from .vllm_sampling import Hooks
 
 logger = logging.getLogger(__name__)
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def _keep_plain_weights() -> None:
@@ -60,8 +59,10 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     rank: int
-    _primerl_recorder: Recorder
+    _primerl_recorder: Recorder | None
     _primerl_placement: Placement
+    """Of the weights that were loaded last; until then, of those that were checked last."""
+    _primerl_loaded: bool
     _primerl_staging: "Future[Staged]"
 
     def primerl_attach(self, node_pid: int) -> int:
@@ -73,9 +74,17 @@ class WorkerExtension:
     def primerl_record(self, fingerprint: str) -> str:
         """Draw tokens with this node's sampler from now on, and keep what the fingerprint needs.
 
-        Returns what speaks against it; "" if nothing.
+        Returns what speaks against it; "" if nothing. Of a pipeline only the last stage draws.
         """
         runner, model = self.model_runner, self.vllm_config.model_config
+        self._primerl_recorder, self._primerl_loaded = None, False
+        if fault := _outlives(self.vllm_config.kv_transfer_config):
+            return fault
+        place = Place.of(self.rank, self.vllm_config.parallel_config)
+        if not place.first:
+            _make_room(runner)
+        if not place.last:
+            return ""
         width = model.get_hidden_size()
         recorder = Recorder(
             runner.device,
@@ -85,8 +94,8 @@ class WorkerExtension:
             requests=self.vllm_config.scheduler_config.max_num_seqs,
             length=model.max_model_len,
         )
-        # every rank draws the same tokens from the same logits; one of them keeps what was drawn
-        recorder.collecting = self.rank == 0
+        # every rank of a stage draws the same tokens from the same logits; one of them keeps them
+        recorder.collecting = place.collecting
         hooks = Hooks(runner, recorder)
         try:
             hooks.install()
@@ -103,31 +112,30 @@ class WorkerExtension:
 
     def primerl_collect(self, wanted: list[list[int]], forget: list[int]) -> list[list[Any]]:
         """See Recorder.collect(); nothing on the ranks that keep nothing."""
+        if self._primerl_recorder is None:
+            return []
         found = self._primerl_recorder.collect(wanted, forget)
         return found if self._primerl_recorder.collecting else []
 
-    def primerl_check(self, path: str) -> str:
-        """Say what is wrong with the weights in a safetensors file; "" if nothing. Writes nothing."""
-        known: Placement | None = getattr(self, "_primerl_placement", None)
-        if known is not None:
-            return _difference(known.shapes, _file_shapes(path))
+    def primerl_check(self, path: str) -> list[Any]:
+        """What this rank finds in a safetensors file of weights; see judge(). Writes nothing."""
+        if self._primerl_loaded:
+            known = self._primerl_placement
+            fault = difference(known.shapes, _file_shapes(path))
+            return [fault, sorted(known.absent), known.placeless]
         model = self.model_runner.get_model()
         found = trace(model.load_weights, dict(model.named_parameters()), _tensors(path))
         if isinstance(found, str):
-            return found
+            return [found, [], []]
         self._primerl_placement = found
-        return ""
-
-    def primerl_placeless(self) -> list[str]:
-        """The tensors that an update must bring whole, once primerl_check() found a state right."""
-        return self._primerl_placement.placeless
+        return ["", sorted(found.absent), found.placeless]
 
     def primerl_load(self, version: int, path: str) -> None:
         """Copy the weights of a file that primerl_check() found right into the model."""
         with torch.no_grad():
             self.model_runner.get_model().load_weights(_tensors(path))
-        _synchronize()
-        self._primerl_recorder.version = version
+        self._primerl_loaded = True
+        self._primerl_written(version)
 
     def primerl_stage(self, path: str) -> None:
         """Begin to get an update ready, in a thread beside generation; see primerl_staged()."""
@@ -151,9 +159,14 @@ class WorkerExtension:
                 write.run()
             if staged.whole:
                 self.model_runner.get_model().load_weights(staged.whole)
-        _synchronize()
-        self._primerl_recorder.version = version
+        self._primerl_written(version)
         return sum(len(write.offsets) for write in staged.writes)
+
+    def _primerl_written(self, version: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if self._primerl_recorder is not None:
+            self._primerl_recorder.version = version
 
     def _primerl_prepare(self, path: str) -> "Staged":
         placement = self._primerl_placement
@@ -190,9 +203,32 @@ def _stage(placement: Placement, reader: Any) -> Staged:
     return Staged(writes, whole)
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _outlives(transfer: Any) -> str:
+    """Why keys and values that vLLM keeps elsewhere would outlive an update; "" if they do not."""
+    if transfer is None or transfer.kv_connector is None:
+        return ""
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # pyright: ignore
+        KVConnectorFactory,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore
+        KVConnectorBase_V1,
+    )
+
+    kind: Any = KVConnectorFactory.get_connector_class(transfer)
+    if kind.reset_cache is not KVConnectorBase_V1.reset_cache:
+        return ""
+    return (
+        f"this vLLM's {transfer.kv_connector} cannot be emptied, and would give keys and values of an old "
+        "policy to a new one: remove kv_offloading_size and kv_transfer_config"
+    )
+
+
+def _make_room(runner: Any) -> None:
+    """Buffers for what the stage before sends: vLLM makes them when it profiles, which on a CPU it does not."""
+    if getattr(runner, "intermediate_tensors", "none") is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
 
 
 def _end_with(pid: int) -> None:
@@ -220,14 +256,3 @@ def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt") as reader:
         for name in reader.keys():
             yield name, reader.get_tensor(name)
-
-
-def _difference(known: Shapes, shapes: Shapes) -> str:
-    if missing := known.keys() - shapes.keys():
-        return f"tensor {min(missing)!r} is missing"
-    if extra := shapes.keys() - known.keys():
-        return f"tensor {min(extra)!r} is not the model's"
-    for name, shape in shapes.items():
-        if shape != known[name]:
-            return f"tensor {name!r} has shape {list(shape)}, the model wants {list(known[name])}"
-    return ""

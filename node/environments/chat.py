@@ -6,8 +6,9 @@ template came with the model, so it runs in jinja's sandbox.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .environment import EnvironmentFailed
 
@@ -19,6 +20,7 @@ Message = Mapping[str, Any]
 """`role` and `content`, as chat templates know them."""
 
 UNREADABLE = "\ufffd"
+NO_TEMPLATE = "{{ raise_exception('the model has none') }}"
 _MARK = "primerl-reply-ends-here"
 _TEMPLATE_FAULTS = (
     ArithmeticError,
@@ -30,6 +32,31 @@ _TEMPLATE_FAULTS = (
 )
 """What a foreign template's own mistakes raise, besides jinja's errors."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Chat(Protocol):
+    """Between messages and the token ids that a policy is asked with and answers in."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a reply, ascending."""
+        ...
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a whole conversation up to where the model speaks. Raises EnvironmentFailed."""
+        ...
+
+    def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """Ids between a reply that ended with `last_token` and the next one. Raises EnvironmentFailed."""
+        ...
+
+    def text(self, reply: Sequence[int]) -> str:
+        """What a reply says."""
+        ...
+
+    def reply(self, text: str) -> list[int]:
+        """Ids of a reply that says `text`, stop token included."""
+        ...
 
 
 class ChatFormat:
@@ -47,12 +74,15 @@ class ChatFormat:
         self._template = template
         self._variables = dict(variables)
         self._known = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids: tuple[int, ...] = stop_token_ids
         """Ascending; the ids that models.stop_token_ids() finds."""
 
     @classmethod
-    def load(cls, model_dir: Path) -> "ChatFormat":
-        """Read tokenizer.json, the chat template and the stop tokens. Raises EnvironmentFailed."""
+    def load(cls, model_dir: Path, *, needs_template: bool = True) -> "ChatFormat":
+        """Read tokenizer.json, the chat template and the stop tokens. Raises EnvironmentFailed.
+
+        Without `needs_template` a model may lack one: then it is prompt() that raises.
+        """
         from tokenizers import Tokenizer
 
         path = model_dir / "tokenizer.json"
@@ -67,7 +97,7 @@ class ChatFormat:
         variables = {name: _text(settings.get(name)) for name in _SPECIAL_NAMES}
         return cls(
             tokenizer,
-            _compile(_template_text(model_dir, settings)),
+            _compile(_template_text(model_dir, settings, needed=needs_template)),
             variables=variables,
             stop_token_ids=_stop_token_ids(model_dir, tokenizer, variables["eos_token"]),
         )
@@ -101,10 +131,17 @@ class ChatFormat:
     def text(self, reply: Sequence[int]) -> str:
         """What a reply says, its final stop token left out. Special tokens elsewhere stay visible and
         ids that no token has show as U+FFFD: neither may hide in a right answer."""
-        ids = list(reply[:-1] if reply and reply[-1] in self.stop_token_ids else reply)
-        if self._known.issuperset(ids):
-            return self._tokenizer.decode(ids, skip_special_tokens=False)
-        parts = [self.text([token]) if token in self._known else UNREADABLE for token in ids]
+        ended = reply and reply[-1] in self.stop_token_ids
+        return self.shown(reply[:-1] if ended else reply, special=True)
+
+    def shown(self, token_ids: Sequence[int], *, special: bool) -> str:
+        """The text of any tokens, with or without the `special` ones; U+FFFD for ids that no token has."""
+        parts = [
+            self._tokenizer.decode(list(run), skip_special_tokens=not special)
+            if known
+            else UNREADABLE * len(list(run))
+            for known, run in groupby(token_ids, self._known.__contains__)
+        ]
         return "".join(parts)
 
     def reply(self, text: str) -> list[int]:
@@ -169,7 +206,7 @@ def _text(token: object) -> str:
     return token if isinstance(token, str) else ""
 
 
-def _template_text(model_dir: Path, settings: Mapping[str, Any]) -> str:
+def _template_text(model_dir: Path, settings: Mapping[str, Any], *, needed: bool) -> str:
     path = model_dir / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -177,6 +214,8 @@ def _template_text(model_dir: Path, settings: Mapping[str, Any]) -> str:
     if isinstance(template, list):  # several, by name
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
+    if not isinstance(template, str) and not needed:
+        return NO_TEMPLATE
     if not isinstance(template, str):
         raise EnvironmentFailed(
             f"{model_dir} has no chat template: add chat_template.jinja, or use an instruct model"

@@ -37,7 +37,7 @@ from verifiers.v1.utils.generic import concrete_type
 from ..config import EnvironmentConfig
 from ..engines.engine import Completion
 from . import outcome
-from .chat import ChatFormat
+from .chat import Chat
 from .environment import EnvironmentFailed, Episode, Split
 from .exchange import Exchange
 from .indexing import TaskIndex
@@ -69,7 +69,7 @@ class Player:
         self,
         config: EnvironmentConfig,
         *,
-        chat: ChatFormat,
+        chat: Chat,
         tasks: TaskIndex,
         env: vf.Env | None,
         agent: vf.AgentConfig,
@@ -220,7 +220,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    def __init__(self, chat: ChatFormat, exchange: Exchange) -> None:
+    def __init__(self, chat: Chat, exchange: Exchange) -> None:
         vf.Harness.__init__(self, vf.HarnessConfig.model_validate({"id": "null"}))
         Interception.__init__(self)
         self._chat = chat
@@ -328,7 +328,7 @@ class BorrowingAgent(vf.Agent):
 
 
 def open_player(
-    config: EnvironmentConfig, *, chat: ChatFormat, seed: int, max_tokens: int, temperature: float
+    config: EnvironmentConfig, *, chat: Chat, seed: int, max_tokens: int, temperature: float
 ) -> Player:
     """Find the taskset and how to play it. Raises EnvironmentFailed."""
     tasksets = load_tasksets(config, seed, _find)
@@ -386,7 +386,7 @@ def _wire(messages: Sequence[Any]) -> list[dict[str, str]]:
     return [{"role": it.role, "content": content_text(it.content or "")} for it in messages]
 
 
-def _say(chat: ChatFormat, completion: Completion) -> vf.AssistantMessage:
+def _say(chat: Chat, completion: Completion) -> vf.AssistantMessage:
     return vf.AssistantMessage(content=chat.text(completion.token_ids) or None)
 
 

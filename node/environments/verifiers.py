@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import EnvironmentConfig
-from .chat import ChatFormat
+from .chat import Chat, ChatFormat
 from .environment import (
     Branch,
     EnvironmentFailed,
@@ -45,9 +45,11 @@ class VerifiersEnvironment:
         max_tokens: int,
         temperature: float,
         deadline: float = 60.0,
+        chat: Chat | None = None,
     ) -> None:
         """`seed` is the taskset's, unless its own options name one; `max_tokens` bounds one turn;
-        `deadline` bounds the taskset's own code between two turns, in seconds."""
+        `deadline` bounds the taskset's own code between two turns, in seconds; `chat` stands in for
+        what `model_dir` holds."""
         self._config = config
         self._model_dir = model_dir
         self._seed = seed
@@ -55,7 +57,8 @@ class VerifiersEnvironment:
         self._temperature = temperature
         self._deadline = deadline
         self._prepare = lru_cache(PREPARED_TASKS)(self._load)
-        self._chat: ChatFormat | None = None
+        self._given = chat
+        self._chat: Chat | None = None
         self._player: Player | None = None
 
     @property
@@ -67,7 +70,7 @@ class VerifiersEnvironment:
         """Read the tokenizer, import verifiers, find the taskset. Raises EnvironmentFailed."""
         from .playing import open_player
 
-        self._chat = ChatFormat.load(self._model_dir)
+        self._chat = self._given or ChatFormat.load(self._model_dir)
         self._player = open_player(
             self._config,
             chat=self._chat,
@@ -145,7 +148,7 @@ class VerifiersEnvironment:
         return self._player
 
     @property
-    def _format(self) -> ChatFormat:
+    def _format(self) -> Chat:
         if self._chat is None:
             raise EnvironmentFailed(f"environment {self.name!r} is not running: call start() first")
         return self._chat

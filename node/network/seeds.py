@@ -1,7 +1,7 @@
 """HTTP(S) seeds: chunks from any static web server that serves a copy of a node's `chunks` folder.
 
-The only file that imports aiohttp. A seed is believed in nothing: not in its headers, its lengths, nor its
-redirects; and no URL is ever logged or shown, for it may hold a password.
+A seed is believed in nothing: not in its headers, its lengths, nor its redirects; and no URL is ever logged
+or shown, for it may hold a password.
 """
 
 import asyncio

@@ -124,19 +124,31 @@ class CatchUp:
             head = self._book.latest()
             if head is None or head.order <= loaded:
                 continue
-            try:
-                loaded = await self._reach(head)
-            except (NetworkError, TransportError, Refused, NoPath) as error:
-                logger.info("version %d is not here yet: %s", head.head.version, error)
-                await self._way.look_again()
-                await asyncio.sleep(RETRY_S)
-            except (WeightsError, RemoteProtocolError) as error:
-                logger.warning("version %d is refused: %s", head.head.version, error)
-                await self._start_over()
-            except StorageError as error:
-                logger.error("version %d cannot be kept: %s", head.head.version, error)
-                await self._drop_old()
-                await asyncio.sleep(RETRY_S)
+            loaded = await self._try(head) or loaded
+
+    async def reach_last(self) -> None:
+        """After the end of the run: try to load its last version until that is here."""
+        head = self._book.latest()
+        while head is not None and head.order > self._order:
+            await self._try(head)
+            head = self._book.latest()
+
+    async def _try(self, head: AdmittedHead) -> tuple[int, int] | None:
+        """The (term, version) that was loaded; None, after a pause, if that could not be done now."""
+        try:
+            return await self._reach(head)
+        except (NetworkError, TransportError, Refused, NoPath) as error:
+            logger.info("version %d is not here yet: %s", head.head.version, error)
+            await self._way.look_again()
+            await asyncio.sleep(RETRY_S)
+        except (WeightsError, RemoteProtocolError) as error:
+            logger.warning("version %d is refused: %s", head.head.version, error)
+            await self._start_over()
+        except StorageError as error:
+            logger.error("version %d cannot be kept: %s", head.head.version, error)
+            await self._drop_old()
+            await asyncio.sleep(RETRY_S)
+        return None
 
     async def wait_order(self, order: tuple[int, int], timeout: float) -> bool:
         """Wait until the engine holds the (term, version) `order` or a newer one."""

@@ -20,6 +20,7 @@ from ..errors import RunFailed
 from ..ledger import Ledger
 from ..metrics import MetricsLog, PhaseClock
 from ..network.heads import HeadBook
+from ..run_files import weights_dir
 from ..training.advantages import CreditedBatch, credit
 from ..training.backend import Batch, TrainBackend
 from ..training.buffer import (
@@ -43,6 +44,10 @@ PATIENCE = 1 / 12
 """Share of a lease's time that a full buffer waits for other workers' groups."""
 
 
+def _nobody(version: int) -> None:
+    """Nobody has to hear of a version."""
+
+
 class TrainerRole:
     """One trainer's loops."""
 
@@ -62,7 +67,9 @@ class TrainerRole:
         metrics: MetricsLog,
         clock: PhaseClock,
         gossip: Callable[[bytes], Awaitable[None]],
+        published: Callable[[int], None] = _nobody,
     ) -> None:
+        """`published` is told of every version that a step made, once others know it; it returns at once."""
         self._config = config
         self._ledger = ledger
         self._heads = heads
@@ -75,6 +82,7 @@ class TrainerRole:
         self._metrics = metrics
         self._clock = clock
         self._gossip = gossip
+        self._published = published
         self._empty = 0
         self._full_since = math.inf
         """Monotonic seconds since when the buffer has held enough groups for the next batch."""
@@ -194,8 +202,17 @@ class TrainerRole:
             head = self._heads.latest()
             assert head is not None
             await self._gossip(head.sealed)
+        self._published(step)
+        await self._keep_weights(step)
         told = {"time/broadcast_weights": round(time.monotonic() - began, 4)}
         self._write_metrics(step, batch, staleness.max, waited, figures.values | told)
+
+    async def _keep_weights(self, step: int) -> None:
+        """Write weights/step_N where they are wanted; those of the last step come with the summary."""
+        interval = self._config.checkpoint.weights_interval
+        if interval and step % interval == 0 and step < self._config.max_steps:
+            with self._clock.phase("export"):
+                await self._backend.export(weights_dir(self._config.run_dir, step))
 
     def _note(
         self,

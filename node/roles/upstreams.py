@@ -1,15 +1,25 @@
 """Who else may have chunks, as the trainer tells us: a hint, and each record is signed by its node."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...protocol.errors import RemoteProtocolError
+from ...protocol.messages import SyncRecords
+from ...protocol.version import ALPN_CONTROL
 from ..network.exchange import BlobFetcher
 from ..network.gossip import read_record
+from ..network.links import Links
 from ..network.peers import PeerTable
+from ..network.rpc import Refused
+from ..network.transport import TransportError
 
 logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 20.0
+SYNC_S = 10.0
+"""Between two questions about who else has chunks."""
 
 
 class Upstreams:
@@ -26,6 +36,23 @@ class Upstreams:
         before = self._learn(records)
         self._fetcher.place = len(before)
         self.nodes = before + self._learn(later)
+
+    async def keep_asking(self, links: Links, trainer: bytes, record: Callable[[], bytes]) -> None:
+        """Keep knowing who else has chunks, for a node that asks for no leases; `record` makes our own
+        sealed peer record."""
+        while True:
+            try:
+                reply = await links.request(
+                    trainer,
+                    ALPN_CONTROL,
+                    SyncRecords((record(),)),
+                    SyncRecords,
+                    deadline=ASK_TIMEOUT_S,
+                )
+                self.learn(reply.records)
+            except (TransportError, Refused, RemoteProtocolError) as error:
+                logger.debug("no peer records: %s", error)
+            await asyncio.sleep(SYNC_S)
 
     def _learn(self, records: Sequence[bytes]) -> list[bytes]:
         nodes: list[bytes] = []

@@ -23,7 +23,6 @@ from ...protocol.messages import (
     AuditJob,
     AuditRequest,
     AuditWait,
-    SyncRecords,
     WorkerStats,
 )
 from ...protocol.reports import (
@@ -66,8 +65,6 @@ PAUSE_S = 0.2
 PAUSE_MAX_S = 3.0
 REFUSED_PAUSE_S = 30.0
 """After the trainer said that this node is no validator: its operator may add it."""
-SYNC_S = 10.0
-"""Between two questions about who else has chunks."""
 PIECE_BYTES = 256 * 1024
 MIN_RATE = 32 * 1024
 """Bytes per second below which a submission is given up."""
@@ -120,27 +117,13 @@ class ValidatorRole:
         async with asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(self._catchup.run()),
-                tasks.create_task(self._sync_loop()),
+                tasks.create_task(
+                    self._upstreams.keep_asking(self._links, self._run.trainer, self._record)
+                ),
             ]
             await self._audit_loop()
             for task in loops:
                 task.cancel()
-
-    async def _sync_loop(self) -> None:
-        """Keep knowing who else has chunks."""
-        while True:
-            try:
-                reply = await self._links.request(
-                    self._run.trainer,
-                    ALPN_CONTROL,
-                    SyncRecords((self._record(),)),
-                    SyncRecords,
-                    deadline=ASK_TIMEOUT_S,
-                )
-                self._upstreams.learn(reply.records)
-            except (TransportError, Refused, RemoteProtocolError) as error:
-                logger.debug("no peer records: %s", error)
-            await asyncio.sleep(SYNC_S)
 
     async def _audit_loop(self) -> None:
         pause = PAUSE_S

@@ -9,7 +9,7 @@ from collections import Counter
 
 from ...crypto.hashing import short
 from ...protocol.envelope import Purpose, unseal
-from ...protocol.errors import RemoteProtocolError
+from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import GetVerdicts, Verdicts
 from ...protocol.rollouts import Verdict
 from ...protocol.version import ALPN_CONTROL
@@ -54,7 +54,7 @@ class VerdictBox:
         self.accepted = 0
         self.rejected: Counter[str] = Counter()
 
-    def take(self, sealed: bytes) -> None:
+    async def take(self, sealed: bytes) -> None:
         """Take in a verdict; one that was here before counts for nothing.
 
         Raises:
@@ -71,7 +71,7 @@ class VerdictBox:
             recipient=self._node,
         ).body
         try:
-            news = self._ledger.add_verdict(self._node, sealed)
+            news = await self._ledger.beside(self._ledger.add_verdict, self._node, sealed)
         except StorageError as error:
             logger.warning("a verdict is not kept for `explain`: %s", error)
             news = True
@@ -91,7 +91,7 @@ class VerdictBox:
                     deadline=ASK_TIMEOUT_S,
                 )
                 for sealed in reply.verdicts:
-                    self.take(sealed)
+                    await self.take(sealed)
                 if reply.next <= after:
                     return
                 after = reply.next
@@ -111,6 +111,10 @@ class VerdictBox:
             pause,
         )
         return pause
+
+    def count_refusal(self, reason: Reason) -> None:
+        """A whole submission was refused for good, with no verdict on it."""
+        self.rejected[reason.value] += 1
 
     def welcome(self) -> None:
         """The trainer leases us something again."""

@@ -10,13 +10,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from ..errors import RunFailed
 from ..metrics import MetricsLog, PhaseClock
 from ..own_run_config import ResumeConfig
-from ..run_files import CHECKPOINTS, METRICS
+from ..run_files import CHECKPOINTS, METRICS, weights_dir
 from ..sft_config import SftConfig
 from ..training.backend import Batch, TrainBackend
 from ..training.saving.checkpoints import Checkpoints
@@ -143,6 +144,8 @@ class SftLoop:
             values |= await self._measured()
         if last or self._due(self._config.checkpoint.interval):
             values["time/save_ckpt"] = await self._save()
+        if not last and self._due(self._config.checkpoint.weights_interval):
+            await self._export()
         metrics.write(self._step, values)
         self._tell(values)
 
@@ -241,10 +244,7 @@ class SftLoop:
         if self._data.validation and saved.validation[-1][0] != self._step:
             await self._measured()
         await self._save_last()
-        weights = config.run_dir / "weights" / f"step_{self._step}"
-        with self._clock.phase("export"):
-            await self._backend.export(weights)
-        logger.info("exported to %s", weights)
+        weights = await self._export()
         saved = self._saved
         measured = [loss for _, loss in saved.validation] or [None]
         return {
@@ -272,8 +272,16 @@ class SftLoop:
             max_epochs=self._config.max_epochs,
         )
 
+    async def _export(self) -> Path:
+        """Write the weights of this step; returns where."""
+        weights = weights_dir(self._config.run_dir, self._step)
+        with self._clock.phase("export"):
+            await self._backend.export(weights)
+        logger.info("exported to %s", weights)
+        return weights
+
     def _due(self, interval: int) -> bool:
-        return self._step % interval == 0
+        return interval > 0 and self._step % interval == 0
 
     def _epoch(self, cursor: Cursor) -> float:
         size = self._data.training.size

@@ -273,6 +273,7 @@ class Learner:
     def close(self, *, keep_world: bool = False) -> None:
         """End the threads of the exporter, and the ranks' connection unless another learner goes on with it."""
         self._exporter.close()
+        self._model.release()
         if not keep_world:
             self._world.close()
 

@@ -14,6 +14,7 @@ With `--ranks` more than one it starts itself under torchrun and compares with o
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -49,6 +50,7 @@ def measure(
     lengths = row.lengths(tokens)
     changes: dict[str, Any] = {"seq_len": tokens, "threads": 0 if ON_CUDA else 1, **row.options}
     config = TrainingConfig().model_copy(update=changes)
+    gc.collect()  # layers of the row before are in circles: uncollected they count as this row's memory
     if ON_CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -90,6 +92,7 @@ def measure_plain(
     model_dir: Path, tokens: int, steps: int, *, recompute: bool, tuned: bool
 ) -> dict[str, Any]:
     """The same for the plain loop."""
+    gc.collect()
     if ON_CUDA:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -29,11 +29,12 @@ from shapes import SHAPES
 
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.engines.engine import GenerateRequest
+from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.hf import HfEngine
+from primerl.node.engines.hosted_weights import Weights
 from primerl.node.engines.network import build_network
 from primerl.node.engines.qwen3 import shapes
-from primerl.node.engines.vllm import VllmEngine
+from primerl.node.engines.vllm import VllmCore
 from primerl.node.engines.vllm_options import sampling_arguments
 from primerl.node.weights.state import Changed, State, Tensor
 
@@ -123,6 +124,34 @@ class Watched:
         return session, logits
 
 
+class Here:
+    """vLLM in this process, so that its tokens are seen when they come; fed as where it is hosted."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.core = VllmCore(config)
+        self._weights = Weights()
+
+    async def start(self, model_dir: Path) -> None:
+        """See VllmCore."""
+        await self.core.start(model_dir)
+
+    async def load(self, version: int, state: State) -> None:
+        """See Weights."""
+        await self._weights.load([self.core], version, state)
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Weights."""
+        await self._weights.update([self.core], version, state, changed)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See VllmCore."""
+        return await self.core.generate(request)
+
+    async def close(self) -> None:
+        """See VllmCore."""
+        await self.core.close()
+
+
 @dataclass
 class Bench:
     """One engine under load."""
@@ -145,7 +174,7 @@ class Bench:
     async def generate(self, seed: int) -> None:
         """One completion, its tokens noted as they come."""
         request = GenerateRequest(PROMPT, self.length, 1.0, seed, ())
-        if not isinstance(self.engine, VllmEngine):
+        if not isinstance(self.engine, Here):
             await self.engine.generate(request)
             return
         from vllm import SamplingParams
@@ -156,7 +185,7 @@ class Bench:
         arguments = sampling_arguments(request, seed)
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         prompt = {"prompt_token_ids": list(PROMPT)}
-        stream = self.engine._llm.generate(prompt, params, f"bench-{seed}")
+        stream = self.engine.core._llm.generate(prompt, params, f"bench-{seed}")
         async for output in stream:
             times.extend([time.monotonic()] * len(output.outputs[0].token_ids))
 
@@ -195,8 +224,8 @@ def make_bench(options: argparse.Namespace) -> Bench:
         torch.set_num_threads(options.threads)
         engine: Any = HfEngine(EngineConfig(**common), build=build)
     else:
-        engine = VllmEngine(EngineConfig(type="vllm", **common, vllm=ON_CUDA if cuda else {}))
-        log = logging.getLogger("primerl.node.engines.vllm")
+        engine = Here(EngineConfig(type="vllm", **common, vllm=ON_CUDA if cuda else {}))
+        log = logging.getLogger("primerl.node.engines.hosted_weights")
         log.addHandler(Frozen(frozen))
         log.setLevel(logging.INFO)
     return Bench(engine, options.requests, options.length, [steps], frozen)

@@ -16,7 +16,7 @@ from primerl.node.engines.engine import Completion, Engine, GenerateRequest
 from primerl.node.engines.hf import HfEngine
 from primerl.node.environments.environment import Environment, Task
 from primerl.node.fingerprints.build import find
-from primerl.node.roles.inference import rollout_record
+from primerl.node.roles.generating import rollout_record
 from primerl.node.weights.state import State
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
 from primerl.protocol.manifests import RunManifest, encode, run_id

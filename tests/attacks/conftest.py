@@ -20,7 +20,7 @@ async def siege(
     directory = tmp_path_factory.mktemp("siege")
     async with Swarm(directory, model_dir, max_steps=3, rollouts=rollouts) as swarm:
         await swarm.start_trainer()
-        swarm.add_worker("honest")
+        swarm.add_worker("honest", leases=2)  # it leaves few tasks to be leased again
         await swarm.wait_step(1)
         await swarm.stop_worker("honest")
         yield swarm

@@ -13,7 +13,7 @@ import zstandard
 from hostile import HostileTrainer, policy, tensor_table
 from msgspec.structs import replace
 from rogue import Rogue
-from swarm import Swarm, until
+from swarm import Swarm, side_by_side, until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
@@ -89,11 +89,18 @@ async def bad_neighbour(
 # -- against a run with an honest trainer ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["flipped", "short", "long", "huge", "refusal of form"])
+TAMPERED = ["flipped", "short", "long", "huge", "refusal of form"]
+
+
 async def test_a_tampered_chunk_costs_its_sender_and_not_the_run(
-    tmp_path: Path, model_dir: Path, kind: str
+    tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000, weights=KEEP) as swarm:
+    await side_by_side(lambda kind: tampered(tmp_path, model_dir, kind), TAMPERED)
+
+
+async def tampered(tmp_path: Path, model_dir: Path, kind: str) -> None:
+    directory = tmp_path / f"{TAMPERED.index(kind)}"
+    async with Swarm(directory, model_dir, max_steps=10_000, weights=KEEP) as swarm:
         await swarm.start_trainer()
         await swarm.wait_step(0)
 
@@ -133,14 +140,18 @@ def chunk_sizes(swarm: Swarm) -> dict[bytes, int]:
     return {bytes.fromhex(f.name): f.stat().st_size for f in files if len(f.name) == 64}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["another key", "noise", "nothing", "garbage", "the end", "an old one", "a replayed one"],
-)
+LIES = ["another key", "noise", "nothing", "garbage", "the end", "an old one", "a replayed one"]
+
+
 async def test_lies_about_heads_from_a_neighbour_neither_mislead_nor_stop_a_late_joiner(
-    tmp_path: Path, model_dir: Path, kind: str
+    tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000, weights=KEEP) as swarm:
+    await side_by_side(lambda kind: lied_to(tmp_path, model_dir, kind), LIES)
+
+
+async def lied_to(tmp_path: Path, model_dir: Path, kind: str) -> None:
+    directory = tmp_path / f"{LIES.index(kind)}"
+    async with Swarm(directory, model_dir, max_steps=10_000, weights=KEEP) as swarm:
         await swarm.start_trainer()
         await swarm.wait_step(0)
         run = swarm.read_ticket().run

@@ -196,8 +196,9 @@ async def test_who_says_no_or_nothing_or_garbage_is_passed_over(
 
 
 async def test_who_promises_chunks_and_gives_none_is_given_up(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("primerl.node.roles.shortcuts.FETCH_S", 0.5)
     promise = telling(lambda trainer, request: honest(trainer, request, request.version))
     async with under(tmp_path, model_dir, promise) as (swarm, trainer, liar, _):
         liar.silent = True

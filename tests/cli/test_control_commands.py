@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from primerl.node.control import PeerRow, Status
+from primerl.node.control import EngineRow, PeerRow, Status
 from primerl.node.errors import NodeError
 from primerl.node.registry import register
 
@@ -100,6 +100,20 @@ async def test_status_fits_a_screen_and_says_what_matters(cli: Cli, serve: Serve
         *("7 rejected (bad_reward 5, stale 2)", "ababababab 75 B (75%), trainer 25 B (25%)"),
     ):
         assert part in ran.out
+
+
+async def test_status_of_a_worker_says_how_its_engine_does(cli: Cli, serve: Serve) -> None:
+    engine = EngineRow("vllm", inflight=250, cap=256, running=240, waiting=10, kv_use=0.43)
+    worker = msgspec.structs.replace(STATUS, role="inference", engine=engine)
+    worker.event_loop_lag = {"mean": 0.0012, "max": 0.03}
+    node = await serve(status=worker)
+    shown = (await asyncio.to_thread(cli, "status", "--data-dir", str(node))).out
+    assert "vllm: 250 of 256 in flight, 240 running, 10 waiting, cache 43%" in shown
+    assert "mean 1.2 ms, max 30.0 ms" in shown
+    assert "Down" not in shown
+    worker.engine = msgspec.structs.replace(engine, restarts=2, fault="out of memory: lower it")
+    shown = (await asyncio.to_thread(cli, "status", "--data-dir", str(node))).out
+    assert "restarted 2 times. Down: out of memory: lower it" in " ".join(shown.split())
 
 
 async def test_json_is_exactly_the_data(cli: Cli, serve: Serve) -> None:

@@ -27,6 +27,8 @@ COMMANDS = (
     "rl",
     "sft",
     "calibrate",
+    "doctor",
+    "inference",
     "peers",
     "explain",
     "status",

@@ -35,9 +35,9 @@ def _wide_qwen3(directory: Path, seed: int) -> State:
 
 def _vllm() -> Engine:
     pytest.importorskip("vllm")
-    from primerl.node.engines.vllm import VllmEngine
+    from primerl.node.engines.hosted import HostedEngine
 
-    return VllmEngine(EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=32))
+    return HostedEngine(EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=32))
 
 
 FACTORIES: dict[str, Factory] = {

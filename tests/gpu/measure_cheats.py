@@ -24,7 +24,7 @@ import torch
 
 from primerl.node.audits.auditor import Auditor
 from primerl.node.config import EngineConfig
-from primerl.node.engines.vllm import VllmEngine
+from primerl.node.engines.hosted import HostedEngine
 from primerl.tests.attacks.cheat_book import BOOK, audited_by_content
 from primerl.tests.attacks.cheat_run import (
     learning_material,
@@ -77,7 +77,7 @@ def say(line: str) -> None:
 class Bench:
     """What stays the same over all settings."""
 
-    engine: VllmEngine
+    engine: HostedEngine
     world: World
     options: argparse.Namespace
 
@@ -198,7 +198,7 @@ async def measure(worlds: Sequence[World], out: Path, options: argparse.Namespac
     config = world.engine.model_copy(
         update={"type": "vllm", "vllm": VLLM if torch.cuda.is_available() else {}}
     )
-    bench = Bench(VllmEngine(config), world, options)
+    bench = Bench(HostedEngine(config), world, options)
     auditors = await start_auditors(world, options.audit)
     settings: list[Setting] = []
     try:

@@ -27,10 +27,11 @@ import torch
 from primerl.node import models
 from primerl.node.config import EngineConfig
 from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.vllm import VllmEngine
-from primerl.node.engines.vllm_options import engine_arguments, read_shape
+from primerl.node.engines.hosted import HostedEngine
+from primerl.node.engines.vllm_options import engine_arguments
 from primerl.node.engines.vllm_recorder import Recorder
 from primerl.node.engines.vllm_sampling import Step
+from primerl.node.engines.vllm_shape import read_shape
 from primerl.node.fingerprints.build import find
 from primerl.node.weights.state import Changed, State
 
@@ -113,7 +114,7 @@ def bare(llm: Any, **options: Any) -> Generate:
     return generate
 
 
-def ours(engine: VllmEngine) -> Generate:
+def ours(engine: HostedEngine) -> Generate:
     async def generate(seed: int, tokens: int) -> int:
         return len((await engine.generate(request(seed, tokens))).token_ids)
 
@@ -252,7 +253,7 @@ def hidden_states(model: Any, found: list[tuple[GenerateRequest, Completion]]) -
 
 
 async def correctness(
-    engine: VllmEngine, name: str, directory: Path, policies: list[Any]
+    engine: HostedEngine, name: str, directory: Path, policies: list[Any]
 ) -> dict[str, Any]:
     """Distances of proofs to a prefill under the right policy and the other; seeds; an update."""
     state, new, changed = policies
@@ -324,7 +325,7 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
     names = ["", "projection"] if options.skip_toploc else ["", "projection", "toploc"]
     most = max(options.sequences)
     began = time.perf_counter()
-    engines = {name: VllmEngine(config(most)) for name in names}
+    engines = {name: HostedEngine(config(most)) for name in names}
     llm, *_ = await asyncio.gather(
         asyncio.to_thread(start_bare, directory, most),
         *(engine.start(directory, fingerprint=name) for name, engine in engines.items()),

@@ -17,7 +17,7 @@ from update_cases import blended
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.vllm import VllmEngine
+from primerl.node.engines.hosted import HostedEngine
 from primerl.node.errors import EngineError
 from primerl.node.fingerprints.projection import Projection
 from primerl.node.weights.state import State
@@ -73,8 +73,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(case: Case) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(CONFIG)
+async def engine(case: Case) -> AsyncIterator[HostedEngine]:
+    engine = HostedEngine(CONFIG)
     try:
         await engine.start(case.model_dir, fingerprint="projection")
         yield engine
@@ -91,7 +91,7 @@ def requests(max_tokens: int = 32) -> list[GenerateRequest]:
     ]
 
 
-async def generate_all(engine: VllmEngine, wanted: list[GenerateRequest]) -> list[Completion]:
+async def generate_all(engine: HostedEngine, wanted: list[GenerateRequest]) -> list[Completion]:
     async with asyncio.timeout(DEADLINE_S):
         return await asyncio.gather(*map(engine.generate, wanted))
 
@@ -108,7 +108,7 @@ def differences(case: Case, which: int, one: GenerateRequest, completion: Comple
 
 
 async def test_logprobs_follow_the_weights_through_updates_in_place(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     for version, which in ((0, 0), (1, 1), (2, 0)):
         await engine.load(version, case.states[which])
@@ -119,7 +119,7 @@ async def test_logprobs_follow_the_weights_through_updates_in_place(
 
 
 async def test_proofs_are_of_the_hidden_states_that_led_to_the_tokens(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     await engine.load(5, case.states[0])
     found = await generate_all(engine, requests())
@@ -134,7 +134,7 @@ async def test_proofs_are_of_the_hidden_states_that_led_to_the_tokens(
             assert distance < DISTANCE if which == 0 else distance > 10 * DISTANCE
 
 
-async def test_a_seed_gives_the_same_tokens_again(engine: VllmEngine, case: Case) -> None:
+async def test_a_seed_gives_the_same_tokens_again(engine: HostedEngine, case: Case) -> None:
     await engine.load(10, case.states[0])
     first = await generate_all(engine, requests())
     again = await generate_all(engine, requests())
@@ -142,7 +142,7 @@ async def test_a_seed_gives_the_same_tokens_again(engine: VllmEngine, case: Case
 
 
 async def test_loads_in_mid_generation_keep_requests_alive_and_stamp_both_versions(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     await engine.load(20, case.states[0])
     one = GenerateRequest((1, 2, 3), 400, 1.0, 5, ())
@@ -164,13 +164,13 @@ async def test_loads_in_mid_generation_keep_requests_alive_and_stamp_both_versio
 
 
 async def test_after_updates_in_place_logprobs_are_those_of_a_whole_load(
-    engine: VllmEngine, case: Case, caplog: pytest.LogCaptureFixture
+    engine: HostedEngine, case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To the last bit, request by request; nothing fell back to a load."""
     await engine.load(100, case.states[0])
     state = case.states[0]
     before = [await engine.generate(one) for one in requests()]
-    with caplog.at_level(logging.INFO, "primerl.node.engines.vllm"):
+    with caplog.at_level(logging.INFO, "primerl.node.engines.hosted_weights"):
         for seed in range(4):
             state, changed = blended(state, case.states[1], 0.05, seed)
             await engine.update(104, state, changed)
@@ -182,7 +182,7 @@ async def test_after_updates_in_place_logprobs_are_those_of_a_whole_load(
 
 
 async def test_a_hundred_updates_beside_generation_lose_no_request(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     other, changed = blended(case.states[0], case.states[1], 0.1)
     states = [case.states[0], other]
@@ -208,7 +208,7 @@ async def test_a_hundred_updates_beside_generation_lose_no_request(
     assert any(one.policy_first < one.policy_last for one in itertools.chain(*found))
 
 
-async def test_a_state_that_does_not_fit_is_refused(engine: VllmEngine, case: Case) -> None:
+async def test_a_state_that_does_not_fit_is_refused(engine: HostedEngine, case: Case) -> None:
     await engine.load(1000, case.states[0])
     [before] = await generate_all(engine, requests()[:1])
     missing = dict(case.states[1])

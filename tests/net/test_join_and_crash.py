@@ -25,6 +25,7 @@ def accepted(run: Nodes, worker: str) -> int:
     return int(run.status(worker).get("accepted", 0))
 
 
+@pytest.mark.slow
 def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_leases(
     tmp_path: Path,
 ) -> None:
@@ -54,21 +55,21 @@ def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_l
 
 def test_a_killed_trainer_resumes_the_same_chain_and_the_workers_come_back(tmp_path: Path) -> None:
     with nodes(tmp_path) as run:
-        first = run.trainer("--max-steps", "100")
+        first = run.trainer("--max-steps", "40")
         run.until("ticket", run.has_ticket)
         worker = run.worker("worker")
         run.until("steps", lambda: run.status().get("step", 0) >= 8)
         first.kill()
         signed = heads(run)
-        second = run.trainer("--resume", "--max-steps", "100")
+        second = run.trainer("--resume", "--max-steps", "40")
         assert second.wait() == 0, run.logs()
         assert worker.wait(60) == 0, run.logs()
         again = heads(run)
         assert {term for term, _ in again} == {0}, "the chain went on without a new term"
-        assert again[-1] == (0, 100)
+        assert again[-1] == (0, 40)
         # Nothing that was signed was signed again: the retained part of the chain is unbroken.
         assert set(signed) & set(again) or signed[-1][1] < again[0][1]
         steps = [line["step"] for line in run.metrics()]
-        assert steps[-1] == 100
+        assert steps[-1] == 40
         assert steps == sorted(set(steps)), "no step was trained twice"
         assert "equivocation" not in run.logs()

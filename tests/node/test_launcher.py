@@ -21,15 +21,13 @@ from primerl.node.config import (
     TrainingConfig,
 )
 from primerl.node.errors import BusyError, EngineError, NodeError, UsageError
-from primerl.node.launcher import (
+from primerl.node.launch_commands import (
     NodeCommands,
-    Pace,
-    launch,
-    prepare,
     trainer_environment,
     worker_environment,
     write_worker_config,
 )
+from primerl.node.launcher import Pace, launch, prepare
 from primerl.node.load import load
 from primerl.node.own_run_config import ResumeConfig
 from primerl.node.processes import Child
@@ -188,12 +186,14 @@ async def test_a_worker_is_given_up_after_three_restarts_and_the_run_goes_on(
     await launch(config, [], view=view, commands=Programs(trainer, worker), pace=QUICK)
     assert (config.run_dir / "lives").read_text() == "xxxx"
     assert sum("starting it again" in line for line in view.said) == 3
-    assert "given up" in view.said[-1]
+    assert "given up. 1 of 2 workers are left, and the run goes on" in view.said[-1]
     assert any(note == "failed" for _, note in view.notes)
 
 
 async def test_when_every_worker_fails_the_run_is_stopped(config: RunConfig, view: Notes) -> None:
-    with pytest.raises(EngineError, match=r"every worker failed: see .*worker_1\.log"):
+    with pytest.raises(
+        EngineError, match=r"every worker failed; the last: worker_\d ended with code 7 \(.*log"
+    ):
         await launch(
             config,
             [],

@@ -1,6 +1,7 @@
 """Models as files: the same seed gives the same bytes, and what we write transformers reads."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,19 @@ def test_the_chat_template_spends_one_token_a_role(model_dir: Path) -> None:
     assert len(tokenizer(text).input_ids) == 3 + 3
     for markup in ("<think>", "</tool_call>", "<|im_start|>"):
         assert len(tokenizer(markup).input_ids) == 1
+
+
+def test_several_threads_may_be_the_first_to_need_the_library(model_dir: Path) -> None:
+    """A trainer starts its environment and its backend side by side."""
+    program = (
+        "import sys; from concurrent.futures import ThreadPoolExecutor; from pathlib import Path;"
+        "from primerl.node import models; directory = Path(sys.argv[1]);"
+        "print(len(list(ThreadPoolExecutor(6).map(models.load_tokenizer, [directory] * 6))))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(model_dir)], capture_output=True, text=True, timeout=100
+    )
+    assert found.stdout.strip() == "6", found.stderr[-2000:]
 
 
 def test_completions_stop_at_im_end(model_dir: Path) -> None:
@@ -261,3 +275,23 @@ def test_a_companion_that_breaks_on_import_is_hidden_and_others_are_left(
 def test_floats_become_bf16_by_rounding_to_nearest_even() -> None:
     values = torch.tensor([1.0, 1.00390625, 1.01171875, -0.0, float("inf")])  # two exact ties
     assert from_torch(values, "BF16").data.tolist() == [0x3F80, 0x3F80, 0x3F82, 0x8000, 0x7F80]
+
+
+def test_a_config_that_was_fetched_before_is_taken_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache: models--OWNER--NAME/refs/main says which snapshot."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    home = tmp_path / "models--some--model"
+    (home / "snapshots" / "abc").mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc")
+    (home / "snapshots" / "abc" / "config.json").write_text('{"vocab_size": 7}')
+    assert models.fetch_config("some/model") == {"vocab_size": 7}
+    with pytest.raises(EngineError, match="the hub cannot be asked for 'some/other'"):
+        models.fetch_config("some/other")
+    with pytest.raises(EngineError, match="neither a directory nor a hub id"):
+        models.fetch_config("not a name")

@@ -2,6 +2,7 @@ import pytest
 from lease_cases import STRANGER, A, B, C, grant, granted, policy
 from protocol_cases import NOW
 
+from primerl.node.config import RolloutsConfig
 from primerl.protocol.leases import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, Share
 from primerl.protocol.reputation import Reputation
 
@@ -68,6 +69,20 @@ def test_a_restart_costs_no_cooling_off() -> None:
     assert granted(book, A, now=NOW + 2)
 
 
+@pytest.mark.parametrize("most", [2, 16])
+def test_what_a_restart_costs_does_not_depend_on_how_many_leases_were_out(most: int) -> None:
+    book, now = LeaseBook(policy(leases_per_worker=most)), float(NOW)
+    for _ in range(2):  # nothing comes back in between
+        out = 0
+        while grant(book, A, now=now):
+            out += 1
+        assert out >= 0.8 * most
+        now += 1
+        assert len(book.release_lost(A, (), now)) == out
+        assert not book.resting(A, now)
+    assert book.record(A).reliability == pytest.approx(0.78, abs=0.01)
+
+
 @pytest.mark.parametrize("how", ["expire", "give back"])
 def test_whole_leases_cannot_be_picked_by_dropping_those_with_bad_luck(how: str) -> None:
     """Attack: a lease takes 10 s; every other one is dropped when it is done. In an hour the picker settles
@@ -109,6 +124,13 @@ def test_a_node_that_loses_one_lease_in_ten_is_steady() -> None:
 
 
 # -- shares ------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_starts_with_one_lease_whatever_the_default_allows_others() -> None:
+    most = RolloutsConfig().leases_per_worker
+    book = LeaseBook(policy(leases_per_worker=most))
+    assert book.quota(A, STRANGER.trust)[0] == 1
+    assert book.quota(A, 1.0)[0] == most > 8
 
 
 def test_a_newcomer_starts_with_one_lease() -> None:

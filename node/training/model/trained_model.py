@@ -128,6 +128,12 @@ class TrainedModel(nn.Module):
         )
         return TokenInputs(logprobs, behaviour, advantages, entropy, sequences)
 
+    def release(self) -> None:
+        """Compute no more: what stands before a layer's own forward holds the layer, a circle that keeps its
+        weights until garbage is collected."""
+        for module in self.causal.modules():
+            module.__dict__.pop("forward", None)
+
     def masters(self) -> dict[str, Tensor]:
         """What is learned, fp32, by name; a tied weight appears once. Ask before the first forward pass."""
         if self._masters is not None:

@@ -235,6 +235,35 @@ async def test_more_requests_than_the_queue_holds_are_refused(tied: tuple[Path, 
     assert "max_batch" in str(refused[0])
 
 
+async def test_a_batch_that_nobody_waits_for_any_more_ends_at_its_next_step(
+    tied: tuple[Path, State],
+) -> None:
+    made: list[CountingNetwork] = []
+
+    def build(*arguments: Any, **named: Any) -> Any:
+        made.append(CountingNetwork(build_network(*arguments, **named)))
+        return made[-1]
+
+    engine = await started(HfEngine(FP32, build=build), *tied)
+    try:
+        long = [request(seed=seed, max_tokens=250, stop=()) for seed in (1, 2)]
+        tasks = [asyncio.create_task(engine.generate(one)) for one in long]
+        async with asyncio.timeout(30.0):
+            while True:
+                if made[0].stepped:
+                    break
+                await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        found = await engine.generate(request(max_tokens=2, stop=()))
+    finally:
+        await engine.close()
+    assert len(found.token_ids) == 2
+    assert made[0].stepped.count(2) < 249  # of the two, and then one of the other
+    assert made[0].stepped[-1] == 1
+
+
 async def test_a_load_is_not_starved_by_generation(tied: tuple[Path, State]) -> None:
     directory, state = tied
     engine = await started(HfEngine(FP32), directory, state)

@@ -172,6 +172,29 @@ def test_a_loader_that_is_not_given_what_it_wants_is_a_fault() -> None:
     assert "'norm'" in fault({**state, "norm": short})
 
 
+class StagedModel(ShardedModel):
+    """As a stage of a pipeline, which is not the one that has the norm."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        del self.parameters["norm"]
+
+    def _norm(self, tensor: Tensor) -> None:
+        pass
+
+
+def test_a_tensor_that_another_stage_has_is_absent_and_updates_of_it_write_nothing() -> None:
+    state = random_state(0)
+    placement = places(StagedModel(0), state)
+    assert placement.absent == {"norm"}
+    assert placement.shapes["norm"] == (HIDDEN,)
+    assert placement.placeless == PLACELESS
+    assert places(ShardedModel(0), state).absent == frozenset()
+    spans, at, values = [("norm", 2), ("k", 1)], torch.tensor([0, 1, 0]), torch.ones(3)
+    writes = placement.prepare(spans, at, values)
+    assert sum(len(write.offsets) for write in writes) == 1
+
+
 def test_much_that_changed_and_what_has_no_place_goes_whole() -> None:
     state = {"a": from_torch(torch.zeros(80), "BF16"), "b": from_torch(torch.zeros(80), "F32")}
     few, many = np.arange(80 // WHOLE_FROM), np.arange(80 // WHOLE_FROM + 1)

@@ -6,28 +6,30 @@ The behaviours that every engine shares are in tests/conformance/test_engine.py.
 import asyncio
 import logging
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 import pytest_asyncio
 import torch
 from update_cases import blended
+from vllm_cases import (
+    CONFIG,
+    DEADLINE_S,
+    TOLERANCE,
+    Case,
+    expect_same,
+    generate_all,
+    make_case,
+    near,
+    request,
+)
 
 from primerl.node import models
-from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.vllm import VllmEngine
-from primerl.node.errors import EngineError, UsageError
-from primerl.node.tensors import from_torch, to_torch
+from primerl.node.engines.hosted import HostedEngine
+from primerl.node.errors import EngineError
 from primerl.node.weights.state import State, Tensor
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
@@ -41,64 +43,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-DEADLINE_S = 60.0
-TOLERANCE = 1e-4
-CONFIG = EngineConfig(
-    type="vllm", max_batch=8, max_model_len=512, vllm={"kv_cache_memory_bytes": 64 << 20}
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model directory without weights, and two policies for it."""
-
-    model_dir: Path
-    states: tuple[State, State]
-
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    torch.set_num_threads(1)
-    contract = tmp_path_factory.mktemp("contract")
-    states: list[State] = []
-    for seed in range(2):
-        full = tmp_path_factory.mktemp("full")
-        models.create(full, ModelCreateConfig(), seed)
-        for name in models.contract_files(full):
-            shutil.copyfile(full / name, contract / name)
-        states.append(sharp(models.policy_state(models.load_model(full))))
-    return Case(contract, (states[0], states[1]))
-
-
-def sharp(state: State) -> State:
-    """Matrices times 8: policies that differ, and a distribution that depends on its prompt."""
-    return {
-        name: from_torch(to_torch(tensor) * 8) if len(tensor.shape) == 2 else tensor
-        for name, tensor in state.items()
-    }
+    return make_case(tmp_path_factory)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(case: Case) -> AsyncIterator[VllmEngine]:
+async def engine(case: Case) -> AsyncIterator[HostedEngine]:
     """One engine for all tests of this file; each loads what it needs."""
-    engine = VllmEngine(CONFIG)
+    engine = HostedEngine(CONFIG)
     try:
         await engine.start(case.model_dir)
         yield engine
     finally:
         await engine.close()
-
-
-def request(
-    length: int = 20,
-    *,
-    seed: int = 1,
-    max_tokens: int = 12,
-    temperature: float = 1.0,
-    stop: tuple[int, ...] = (),
-) -> GenerateRequest:
-    prompt = tuple((7 * index + 3) % 256 for index in range(length))
-    return GenerateRequest(prompt, max_tokens, temperature, seed, stop)
 
 
 def bad_states(state: State) -> dict[str, State]:
@@ -129,24 +88,8 @@ def forward_logprobs(
     return logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
 
 
-async def generate_all(engine: VllmEngine, requests: list[GenerateRequest]) -> list[Completion]:
-    async with asyncio.timeout(DEADLINE_S):
-        return await asyncio.gather(*map(engine.generate, requests))
-
-
-def near(values: list[float]) -> Any:
-    return pytest.approx(values, abs=TOLERANCE, rel=0)
-
-
-def expect_same(found: list[Completion], wanted: list[Completion]) -> None:
-    """The same tokens under the same versions; how requests met in batches rounds the logprobs."""
-    for one, other in zip(found, wanted, strict=True):
-        assert replace(one, logprobs=[]) == replace(other, logprobs=[])
-        assert one.logprobs == near(other.logprobs)
-
-
 async def test_the_first_state_is_checked_by_the_model_s_own_loader(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     """Runs first: later states are compared with the first one that was right."""
     with pytest.raises(EngineError, match="holds no weights"):
@@ -158,7 +101,7 @@ async def test_the_first_state_is_checked_by_the_model_s_own_loader(
 
 
 async def test_logprobs_are_processed_and_equal_a_plain_forward_pass(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     await engine.load(1, case.states[0])
     requests = [
@@ -172,7 +115,7 @@ async def test_logprobs_are_processed_and_equal_a_plain_forward_pass(
 
 
 async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_in_another_order(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     await engine.load(2, case.states[0])
     requests = [request(5 + 40 * seed, seed=seed) for seed in range(8)]
@@ -185,7 +128,7 @@ async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_in_another_orde
 
 
 async def test_only_the_request_s_stop_tokens_end_a_completion(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     await engine.load(3, case.states[0])
     [ends] = models.stop_token_ids(case.model_dir)
@@ -204,7 +147,7 @@ async def test_only_the_request_s_stop_tokens_end_a_completion(
 
 
 async def test_loads_in_mid_generation_keep_requests_alive_and_the_stamps_true(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     """Versions alternate between two policies; every token must be explained by one of them."""
     await engine.load(10, case.states[0])
@@ -234,11 +177,11 @@ async def test_loads_in_mid_generation_keep_requests_alive_and_the_stamps_true(
 
 
 async def test_a_load_of_the_same_weights_does_not_change_what_is_being_drawn(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     """The noise of a seed goes on where it was when the keys and values are computed anew."""
     await engine.load(1000, case.states[0])
-    requests = [request(10 * seed + 1, seed=seed, max_tokens=300) for seed in range(8)]
+    requests = [request(10 * seed + 1, seed=seed, max_tokens=420) for seed in range(8)]
     undisturbed = await generate_all(engine, requests)
     tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
     version = 1000
@@ -253,10 +196,10 @@ async def test_a_load_of_the_same_weights_does_not_change_what_is_being_drawn(
 
 
 async def test_a_request_that_waited_for_its_turn_is_stamped_by_the_weights_it_met(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     await engine.load(2000, case.states[0])
-    requests = [request(seed=seed, max_tokens=200) for seed in range(2 * CONFIG.max_batch)]
+    requests = [request(seed=seed, max_tokens=450) for seed in range(2 * CONFIG.max_batch)]
     tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
     await asyncio.sleep(0.1)
     await engine.load(2001, case.states[1])
@@ -268,7 +211,7 @@ async def test_a_request_that_waited_for_its_turn_is_stamped_by_the_weights_it_m
 
 
 async def test_no_cached_prefix_outlives_the_weights_that_made_it(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     one = request(400)  # vLLM caches whole blocks of 128 tokens
     for version, which in ((3000, 0), (3001, 1), (3002, 0)):
@@ -279,13 +222,13 @@ async def test_no_cached_prefix_outlives_the_weights_that_made_it(
 
 
 async def test_no_cached_prefix_outlives_an_update_in_place(
-    engine: VllmEngine, case: Case, caplog: pytest.LogCaptureFixture
+    engine: HostedEngine, case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
     await engine.load(3100, case.states[0])
     one = request(400)
     await generate_all(engine, [one])
     new, changed = blended(case.states[0], case.states[1], 0.1)
-    with caplog.at_level(logging.INFO, "primerl.node.engines.vllm"):
+    with caplog.at_level(logging.INFO, "primerl.node.engines.hosted_weights"):
         await engine.update(3101, new, changed)
     assert "whole" not in caplog.text  # it went element by element
     [updated] = await generate_all(engine, [one])
@@ -294,7 +237,7 @@ async def test_no_cached_prefix_outlives_an_update_in_place(
 
 
 async def test_a_state_that_does_not_fit_is_refused_and_the_old_weights_stay(
-    engine: VllmEngine, case: Case
+    engine: HostedEngine, case: Case
 ) -> None:
     await engine.load(4000, case.states[0])
     [before] = await generate_all(engine, [request()])
@@ -306,7 +249,7 @@ async def test_a_state_that_does_not_fit_is_refused_and_the_old_weights_stay(
     expect_same([after], [before])
 
 
-async def test_a_caller_that_gives_up_frees_its_place(engine: VllmEngine, case: Case) -> None:
+async def test_a_caller_that_gives_up_frees_its_place(engine: HostedEngine, case: Case) -> None:
     await engine.load(5000, case.states[0])
     [wanted] = await generate_all(engine, [request()])
     for _ in range(3 * CONFIG.max_batch):
@@ -318,119 +261,12 @@ async def test_a_caller_that_gives_up_frees_its_place(engine: VllmEngine, case: 
     expect_same(await generate_all(engine, [request()]), [wanted])
 
 
-async def test_no_weights_are_left_in_shared_memory(engine: VllmEngine, case: Case) -> None:
+async def test_no_weights_are_left_in_shared_memory(
+    engine: HostedEngine, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def there(_: int) -> str:
+        return str(tmp_path)
+
+    monkeypatch.setattr("primerl.node.engines.handover._shared_memory", there)
     await engine.load(6000, case.states[0])
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("primerl-")]
-
-
-async def test_after_a_load_an_engine_equals_a_fresh_one_until_its_process_is_killed(
-    engine: VllmEngine, case: Case
-) -> None:
-    requests = [request(5 + 40 * seed, seed=seed) for seed in range(8)]
-    await engine.load(7000, case.states[0])
-    await engine.load(7001, case.states[1])
-    updated = await generate_all(engine, requests)
-    fresh = VllmEngine(CONFIG)
-    try:
-        await fresh.start(case.model_dir)
-        await fresh.load(7001, case.states[1])
-        expect_same(await generate_all(fresh, requests), updated)
-        pending = asyncio.create_task(fresh.generate(request(max_tokens=400)))
-        await asyncio.sleep(0.1)
-        [process] = engine_processes(but=engine)
-        process.kill()
-        async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(EngineError):
-                await pending
-            with pytest.raises(EngineError):
-                await fresh.generate(request())
-            with pytest.raises(EngineError):
-                await fresh.load(7002, case.states[0])
-    finally:
-        await fresh.close()
-    assert not engine_processes(but=engine)
-    expect_same(await generate_all(engine, requests), updated)
-
-
-async def test_close_ends_a_start_and_a_load_that_are_under_way(
-    engine: VllmEngine, case: Case
-) -> None:
-    cancelled = VllmEngine(CONFIG)
-    starting = asyncio.create_task(cancelled.start(case.model_dir))
-    await asyncio.sleep(1)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    await cancelled.close()
-    assert not engine_processes(but=engine)
-
-    closed = VllmEngine(CONFIG)
-    starting = asyncio.create_task(closed.start(case.model_dir))
-    await asyncio.sleep(1)
-    await closed.close()
-    with pytest.raises(EngineError, match="closed"):
-        await starting
-    assert not engine_processes(but=engine)
-
-    loaded = VllmEngine(CONFIG)
-    await loaded.start(case.model_dir)
-    loads = [asyncio.create_task(loaded.load(which, case.states[which])) for which in range(2)]
-    await asyncio.sleep(0)
-    async with asyncio.timeout(DEADLINE_S):
-        await loaded.close()
-        results = await asyncio.gather(*loads, return_exceptions=True)
-    assert [type(result) for result in results] == [EngineError] * 2
-    assert not engine_processes(but=engine)
-
-
-def engine_processes(*, but: VllmEngine) -> list[psutil.Process]:
-    others = psutil.Process().children(recursive=True)
-    mine = but._pids  # pyright: ignore[reportPrivateUsage]
-    return [child for child in others if "EngineCore" in child.name() and child.pid not in mine]
-
-
-async def test_an_unknown_argument_and_an_unknown_head_size_are_refused(
-    case: Case, tmp_path: Path
-) -> None:
-    unknown = VllmEngine(CONFIG.model_copy(update={"vllm": {"no_such_thing": 1}}))
-    with pytest.raises(UsageError, match="no_such_thing"):
-        await unknown.start(case.model_dir)
-    await unknown.close()
-    models.create(tmp_path, ModelCreateConfig(head_dim=48), 0)
-    odd = VllmEngine(CONFIG)
-    with pytest.raises(EngineError, match="48"):
-        await odd.start(tmp_path)
-    await odd.close()
-
-
-NODE = """
-    import asyncio, sys
-    from pathlib import Path
-    from primerl.node.config import EngineConfig
-    from primerl.node.engines.vllm import VllmEngine
-
-    async def main():
-        engine = VllmEngine(EngineConfig(type="vllm", vllm={"kv_cache_memory_bytes": 64 << 20}))
-        await engine.start(Path(sys.argv[1]))
-        print(*engine._pids, flush=True)
-        await asyncio.sleep(600)
-
-    if __name__ == "__main__":
-        asyncio.run(main())
-"""
-
-
-async def test_a_killed_node_takes_its_engine_process_with_it(case: Case, tmp_path: Path) -> None:
-    script = tmp_path / "a_node.py"
-    script.write_text(textwrap.dedent(NODE))
-    node = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(case.model_dir), stdout=subprocess.PIPE
-    )
-    assert node.stdout is not None
-    async with asyncio.timeout(DEADLINE_S):
-        engines = [psutil.Process(int(pid)) for pid in (await node.stdout.readline()).split()]
-        assert engines
-        os.kill(node.pid, signal.SIGKILL)
-        await node.wait()
-    _, left = psutil.wait_procs(engines, timeout=DEADLINE_S)
-    assert not left
+    assert not os.listdir(tmp_path)

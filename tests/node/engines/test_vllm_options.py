@@ -10,19 +10,16 @@ import pytest
 
 from primerl.node.config import EngineConfig
 from primerl.node.engines.engine import GenerateRequest
-from primerl.node.engines.vllm import VllmEngine
+from primerl.node.engines.vllm import VllmCore
 from primerl.node.engines.vllm_options import (
     ENVIRONMENT,
-    REFUSED,
     SAMPLING,
     check_device,
-    check_overrides,
     engine_arguments,
-    head_size,
-    read_shape,
     sampling_arguments,
     set_environment,
 )
+from primerl.node.engines.vllm_shape import head_size, read_shape
 from primerl.node.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {
@@ -42,17 +39,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.setenv(variable.name, "")
         monkeypatch.delenv(variable.name)
     return monkeypatch
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_override_that_would_break_the_contract_is_refused_with_its_reason(name: str) -> None:
-    with pytest.raises(UsageError, match=name):
-        check_overrides({"gpu_memory_utilization": 0.5, name: 1})
-
-
-@pytest.mark.parametrize("name", ["kv_cache_dtype", "quantization", "speculative_config"])
-def test_what_would_fail_every_audit_is_refused(name: str) -> None:
-    assert name in REFUSED
 
 
 def test_other_overrides_win_over_our_arguments() -> None:
@@ -84,7 +70,7 @@ def test_for_vllm_a_request_is_greedy_and_the_worker_reads_how_it_is_sampled() -
     request = GenerateRequest((1, 2), 3, 0.7, 2**63 - 1, (5,))
     arguments = sampling_arguments(request, 17)
     assert arguments["temperature"] == 0
-    assert arguments["extra_args"] == {SAMPLING: [17, 2**63 - 1, 0.7]}
+    assert arguments["extra_args"] == {SAMPLING: [17, 2**63 - 1, 0.7, 0, 1.0]}
     assert not {"seed", "logprobs"} & set(arguments)
 
 
@@ -97,6 +83,29 @@ def test_the_cpu_cache_holds_every_sequence_but_never_the_whole_machine() -> Non
     capped = engine_arguments(large, Path("m"), SHAPE, cpu=True)["kv_cache_memory_bytes"]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert wanted < capped <= machine // 8
+
+
+def test_the_shape_of_an_engine_is_what_vllm_is_told() -> None:
+    arguments = engine_arguments(EngineConfig(tp=4, pp=2), Path("m"), SHAPE, cpu=False)
+    assert (arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (4, 2)
+    assert "data_parallel_size" not in arguments
+
+
+def test_experts_stay_in_the_form_that_updates_are_written_to() -> None:
+    def backend(shape: dict[str, Any], *, cpu: bool) -> object:
+        return engine_arguments(EngineConfig(), Path("m"), shape, cpu=cpu).get("moe_backend")
+
+    assert backend(SHAPE | {"num_experts": 4}, cpu=False) == "triton"
+    assert backend(SHAPE, cpu=False) is None
+
+
+def test_several_ranks_share_what_one_would_keep_of_the_memory() -> None:
+    def cache(**shape: Any) -> int:
+        config = EngineConfig(max_batch=256, max_model_len=1024, **shape)
+        return engine_arguments(config, Path("m"), SHAPE, cpu=True)["kv_cache_memory_bytes"]
+
+    assert cache(tp=2) == cache(pp=2) == cache() // 2
+    assert cache(tp=4) == cache(tp=2)  # of two heads of keys and values, each is on two ranks
 
 
 def test_the_head_size_is_the_config_s_or_follows_from_the_hidden_size() -> None:
@@ -145,18 +154,17 @@ async def test_without_vllm_the_error_says_how_to_install_it(
     tmp_path: Path, environment: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    engine = VllmEngine(EngineConfig(type="vllm"))
+    engine = VllmCore(EngineConfig(type="vllm"))
     with pytest.raises(EngineError, match="install_vllm_cpu"):
         await engine.start(tmp_path)
     await engine.close()
-    assert engine.policy_version == -1
 
 
 async def test_a_refused_override_stops_the_start(
     tmp_path: Path, environment: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    engine = VllmEngine(EngineConfig(type="vllm", vllm={"logprobs_mode": "raw_logprobs"}))
+    engine = VllmCore(EngineConfig(type="vllm", vllm={"logprobs_mode": "raw_logprobs"}))
     with pytest.raises(UsageError, match="logprobs_mode"):
         await engine.start(tmp_path)
     await engine.close()

@@ -159,7 +159,10 @@ async def test_what_the_origin_keeps_no_longer_ends_the_fetch_at_once() -> None:
         assert worker.holds(refs(chunks[:2]))
 
 
-async def test_without_anybody_a_fetch_gives_up_and_says_so() -> None:
+async def test_without_anybody_a_fetch_gives_up_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("primerl.node.network.origin.GIVE_UP_S", 1.0)
     chunks = payload(3)
     async with World() as world:
         origin, worker = world.add("origin"), world.add("w0")

@@ -375,7 +375,7 @@ class Idle:
         """See BlobFetcher."""
         return {}
 
-    def learn(self, records: Sequence[bytes]) -> None:
+    async def keep_asking(self, links: Any, trainer: bytes, record: Any) -> None:
         """See Upstreams."""
 
 

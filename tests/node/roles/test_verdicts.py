@@ -75,18 +75,18 @@ def kept(ledger: Ledger) -> list[bytes]:
     return [sealed for _, sealed in found]
 
 
-def test_a_verdict_is_kept_and_counted_once_however_often_it_comes(ledger: Ledger) -> None:
+async def test_a_verdict_is_kept_and_counted_once_however_often_it_comes(ledger: Ledger) -> None:
     mine = box(ledger)
     for sealed in (signed(VERDICT), signed(CLEAN), signed(VERDICT)):
-        mine.take(sealed)
+        await mine.take(sealed)
     assert mine.accepted == 6
     assert dict(mine.rejected) == {"wrong_model": 1, "missing_index": 1}
     assert kept(ledger) == [signed(VERDICT), signed(CLEAN)]
 
 
-def test_rejections_that_the_verdict_has_no_room_for_are_counted(ledger: Ledger) -> None:
+async def test_rejections_that_the_verdict_has_no_room_for_are_counted(ledger: Ledger) -> None:
     mine = box(ledger)
-    mine.take(signed(msgspec.structs.replace(VERDICT, rejected=10)))
+    await mine.take(signed(msgspec.structs.replace(VERDICT, rejected=10)))
     assert dict(mine.rejected) == {"wrong_model": 1, "missing_index": 9}
 
 
@@ -106,19 +106,19 @@ def test_rejections_that_the_verdict_has_no_room_for_are_counted(ledger: Ledger)
     ],
     ids=["a stranger's", "on another's work", "changed", "of another run", "noise"],
 )
-def test_what_is_no_verdict_of_the_trainer_on_our_work_is_not_kept(
+async def test_what_is_no_verdict_of_the_trainer_on_our_work_is_not_kept(
     ledger: Ledger, sealed: bytes, reason: Reason
 ) -> None:
     mine = box(ledger)
     with refuses(reason):
-        mine.take(sealed)
+        await mine.take(sealed)
     assert (kept(ledger), mine.accepted) == ([], 0)
 
 
 async def test_verdicts_that_were_missed_are_asked_for_and_only_those(ledger: Ledger) -> None:
     talk = Talk(signed(VERDICT), signed(CLEAN))
     mine = box(ledger, talk)
-    mine.take(signed(VERDICT))
+    await mine.take(signed(VERDICT))
     await mine.fetch()
     assert (mine.accepted, talk.asked) == (6, [0, 1, 2])
     again = box(ledger, talk)  # the node was started again

@@ -1,0 +1,86 @@
+"""`primerl-node inference`: serve a policy to OpenAI clients."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .configured import (
+    AsJson,
+    Dp,
+    DryRun,
+    Pp,
+    Tp,
+    arguments,
+    check_engine,
+    environment,
+    options,
+    parallel,
+    show_config,
+)
+
+if TYPE_CHECKING:
+    from ..node.serve_config import ServeConfig
+
+
+def run(
+    ctx: typer.Context,
+    ticket: Annotated[
+        str | None,
+        typer.Option(
+            "--ticket",
+            "-t",
+            help="Follow the run of this join ticket (or of a file that holds it, or - for standard input).",
+        ),
+    ] = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    dp: Dp = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a policy over HTTP, as OpenAI's API: chats, completions, and token ids in and out.
+
+    Weights come from a directory (a model, weights/step_N of a run, LoRA adapters) or the hub, or, with a
+    ticket, from a run: then it is always the newest version. It listens on 127.0.0.1 only; for other machines
+    set api.host and a key.
+
+    \b
+    Examples:
+      primerl-node inference --model.name outputs/demo/weights/step_200
+      primerl-node inference --ticket run.ticket --engine.type vllm --tp auto
+      primerl-node inference --model.name Qwen/Qwen3-0.6B --api.host 0.0.0.0 --api.key-variable API_KEY
+      curl http://127.0.0.1:8000/v1/models
+    """
+    from ..node.load import load
+    from ..node.serve_config import ServeConfig
+
+    given = options(ticket=ticket) + parallel(tp=tp, pp=pp, dp=dp)
+    config = load(ServeConfig, arguments(ctx, given), environment())
+    check_engine(config, proven=False)
+    if dry_run:
+        show_config(config, as_json=as_json)
+        return
+    config = checked(config)
+    from ..node.daemon import serve
+    from .signals import run as run_to_end
+
+    def announce(url: str, name: str) -> None:
+        typer.echo(f"serving {name} on {url}/v1")
+
+    run_to_end(serve(config, announce=announce))
+
+
+def checked(config: "ServeConfig") -> "ServeConfig":
+    """The config with the ticket's text in it. Raises UsageError, TicketError; needs no network."""
+    from ..node.api.server import read_key
+    from ..node.errors import UsageError
+    from .join import checked_ticket
+
+    read_key(config.api)
+    if config.ticket:
+        return config.model_copy(update={"ticket": checked_ticket(config.ticket)})
+    if not config.model.name:
+        raise UsageError(
+            "nothing to serve: give --model.name with a directory or a hub id, or --ticket with a run's"
+        )
+    return config

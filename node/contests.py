@@ -1,0 +1,56 @@
+"""What a run plays beside training: the configured environments, started, as contests of its evaluations."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from .config import RunConfig
+from .environments.environment import Environment
+from .evaluation.evaluator import Contest, Evaluator
+from .evaluation.online import EvaluationBook, OnlineEvaluation
+from .metrics import MetricsLog
+from .parts import Parts
+
+FILE = "evaluations.jsonl"
+
+
+async def open_contests(
+    config: RunConfig,
+    parts: Parts,
+    own: Environment,
+    model_dir: Path,
+    open_things: AsyncExitStack,
+) -> list[Contest]:
+    """The contests of `config`, closed with `open_things`; `own` is the run's environment, started.
+
+    Raises EnvironmentFailed.
+    """
+    told, sampling = config.evaluation, config.sampling
+    if not told.interval:
+        return []
+    if not told.environments:
+        return [Contest(own.name, own, told.prompts, told.samples)]
+    found: list[Contest] = []
+    for one in told.environments:
+        environment = parts.environment(
+            one, model_dir, config.seed, sampling.max_tokens, sampling.temperature
+        )
+        open_things.push_async_callback(environment.close)
+        await environment.start()
+        found.append(Contest(one.title, environment, one.prompts, one.samples, one.success))
+    return found
+
+
+def online_evaluation(
+    config: RunConfig, evaluator: Evaluator, contests: Sequence[Contest], metrics: MetricsLog
+) -> OnlineEvaluation:
+    """Evaluations beside the training of `config`."""
+    return OnlineEvaluation(
+        evaluator,
+        contests,
+        EvaluationBook(config.run_dir / FILE),
+        metrics,
+        interval=config.evaluation.interval,
+        last=config.max_steps,
+        seed=config.seed,
+    )

@@ -1,0 +1,268 @@
+"""The composition of `primerl-node eval`: every environment with every model; no node, no run.
+
+Models that differ in nothing but their weights share an engine, which starts only if a cell has to be measured.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import EnvironmentConfig, EvaluatedEnvironment
+from .engine_config import EngineConfig
+from .engines.build import build_engine
+from .engines.engine import Engine
+from .environments.build import build_environment
+from .environments.chat import ChatFormat
+from .environments.environment import Environment
+from .environments.transcript import Transcript
+from .errors import StorageError, UsageError
+from .eval_config import EndpointConfig, EvalConfig
+from .evaluation.candidates import (
+    Candidate,
+    candidates,
+    contract,
+    identity,
+    read,
+    run_config,
+)
+from .evaluation.cells import Cell, CellStore, cell_key
+from .evaluation.endpoint import open_endpoint
+from .evaluation.measuring import Entrant, Measurer, Watch
+from .evaluation.pinned import EnginePlayer
+from .evaluation.rollouts import Player
+from .logs import configure
+from .parts import make_environment
+from .run_files import held
+
+MAX_TOKENS = 512
+MAX_CHARACTERS = 1 << 22
+"""Of a reply of an API, whose own limit counts tokens."""
+BATCHES = 2
+"""Rollouts in flight, in batches of the engine: the next one waits while one is generated."""
+
+
+def make_text_environment(config: EnvironmentConfig, seed: int, temperature: float) -> Environment:
+    """An environment for models that take and give text, not started."""
+    return build_environment(
+        config,
+        model_dir=Path(),
+        seed=seed,
+        max_tokens=MAX_CHARACTERS,
+        temperature=temperature,
+        chat=Transcript(),
+    )
+
+
+@dataclass(frozen=True)
+class EvalParts:
+    """Factories of what computes: the real ones by default, fakes in tests."""
+
+    engine: Callable[[EngineConfig], Engine] = build_engine
+    environment: Callable[[EnvironmentConfig, Path, int, int, float], Environment] = (
+        make_environment
+    )
+    text_environment: Callable[[EnvironmentConfig, int, float], Environment] = make_text_environment
+
+
+async def evaluate(
+    config: EvalConfig,
+    *,
+    watch: Watch,
+    parts: EvalParts | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[Cell]:
+    """Measure every cell, or find it; results.json and the rollouts are in config.directory.
+
+    `environ` holds the keys of endpoints. Raises NodeError; what was finished before is kept.
+    """
+    variables = os.environ if environ is None else environ
+    keys = [_key(one, variables) for one in config.endpoints]
+    config = completed(config)
+    local = await asyncio.to_thread(candidates, config)
+    with held(config.directory):
+        _begin(config)
+        cells = CellStore(config.directory)
+        measurer = Measurer(config, cells, watch, len(local) + len(keys))
+        evaluation = _Evaluation(config, measurer, parts or EvalParts())
+        await evaluation.local(local)
+        for endpoint, key in zip(config.endpoints, keys, strict=True):
+            await evaluation.endpoint(endpoint, key)
+        return measurer.found
+
+
+def completed(config: EvalConfig) -> EvalConfig:
+    """With what the run of weights_dir says where `config` says nothing. Raises UsageError."""
+    run = run_config(config.weights_dir) if config.weights_dir else {}
+    environments = config.environments
+    if not environments:
+        told = run.get("environment")
+        if not isinstance(told, dict):
+            raise UsageError(
+                f"{config.weights_dir} is of no run that names an environment: add [[environments]]"
+            )
+        known = {name: told[name] for name in EnvironmentConfig.model_fields if name in told}
+        environments = [EvaluatedEnvironment.model_validate(known)]
+    sampled = run.get("sampling") or {}
+    length = config.sampling.max_tokens or sampled.get("max_tokens") or MAX_TOKENS
+    sampling = config.sampling.model_copy(update={"max_tokens": int(length)})
+    return config.model_copy(update={"environments": environments, "sampling": sampling})
+
+
+def _begin(config: EvalConfig) -> None:
+    directory = config.directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(config.model_dump_json(indent=2))
+        configure(config.log, directory / "logs" / "eval.jsonl")
+    except OSError as error:
+        raise StorageError(f"cannot write to {directory} ({error}): set --output-dir") from error
+
+
+def _key(endpoint: EndpointConfig, environ: Mapping[str, str]) -> str:
+    name = endpoint.key_variable
+    key = environ.get(name, "").strip() if name else ""
+    if name and not (key and key.isascii() and key.isprintable()):
+        raise UsageError(
+            f"the key for {endpoint.url} is to be in the environment variable {name}, which holds none: "
+            f"export {name}=..."
+        )
+    return key
+
+
+class _Evaluation:
+    """Makes entrants of models and endpoints, and has them measured."""
+
+    def __init__(self, config: EvalConfig, measurer: Measurer, parts: EvalParts) -> None:
+        self._config = config
+        self._measurer = measurer
+        self._parts = parts
+
+    async def local(self, models: Sequence[Candidate]) -> None:
+        """Models that generate here: those with the same files but for the weights on one engine."""
+        groups: dict[str, list[Candidate]] = {}
+        for one in models:
+            groups.setdefault(await asyncio.to_thread(contract, one), []).append(one)
+        for group in groups.values():
+            async with AsyncExitStack() as open_things:
+                loader = _Loader(self._config, self._parts, group[0].model_dir, open_things)
+                environments = _Started(self._environment(group[0].model_dir), open_things)
+                for one in group:
+                    await self._measurer.measure(await self._entrant(one, loader, environments))
+
+    async def _entrant(
+        self, one: Candidate, loader: "_Loader", environments: "_Started"
+    ) -> Entrant:
+        engine = self._config.engine
+        return Entrant(
+            name=one.name,
+            kind="local",
+            identity=await asyncio.to_thread(identity, one),
+            how=engine.model_dump(mode="json", include={"type", "dtype", "max_model_len", "vllm"}),
+            at_once=BATCHES * engine.max_batch * engine.dp,
+            player=lambda: loader.player(one),
+            environment=environments.get,
+            step=one.step,
+        )
+
+    def _environment(self, model_dir: Path) -> Callable[[EvaluatedEnvironment], Environment]:
+        sampling, make = self._config.sampling, self._parts.environment
+        limits = (self._config.seed, sampling.max_tokens, sampling.temperature)
+        return lambda one: make(one, model_dir, *limits)
+
+    async def endpoint(self, endpoint: EndpointConfig, key: str) -> None:
+        """A model behind an API."""
+        config, make = self._config, self._parts.text_environment
+        sampling = config.sampling
+        asked = {"url", "model", "max_tokens_field", "send_seed", "options"}
+        how = endpoint.model_dump(mode="json", include=asked)
+        async with AsyncExitStack() as open_things:
+            opened = await open_things.enter_async_context(
+                open_endpoint(endpoint, sampling, sampling.max_tokens, key)
+            )
+
+            async def player() -> Player:
+                return opened
+
+            environments = _Started(
+                lambda one: make(one, config.seed, sampling.temperature), open_things
+            )
+            entrant = Entrant(
+                name=endpoint.name or endpoint.model,
+                kind="api",
+                identity=cell_key(endpoint=how),
+                how=how,
+                at_once=endpoint.concurrency,
+                player=player,
+                environment=environments.get,
+            )
+            await self._measurer.measure(entrant)
+
+
+class _Started:
+    """Environments that are started when they are needed first, and stay until the block ends."""
+
+    def __init__(
+        self, make: Callable[[EvaluatedEnvironment], Environment], open_things: AsyncExitStack
+    ) -> None:
+        self._make = make
+        self._open_things = open_things
+        self._held: dict[str, Environment] = {}
+
+    async def get(self, config: EvaluatedEnvironment) -> Environment:
+        """The environment of that title. Raises EnvironmentFailed."""
+        if config.title not in self._held:
+            environment = self._make(config)
+            self._open_things.push_async_callback(environment.close)
+            await environment.start()
+            self._held[config.title] = environment
+        return self._held[config.title]
+
+
+class _Loader:
+    """One engine for several models, whose weights follow one another in it."""
+
+    def __init__(
+        self, config: EvalConfig, parts: EvalParts, model_dir: Path, open_things: AsyncExitStack
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._model_dir = model_dir
+        self._open_things = open_things
+        self._engine: Engine | None = None
+        self._player: tuple[Candidate, Player] | None = None
+        self._loads = 0
+
+    async def player(self, candidate: Candidate) -> Player:
+        """Whoever plays with the weights of `candidate`, which are loaded now. Raises EngineError."""
+        if self._player is None or self._player[0] != candidate:
+            self._player = (candidate, await self._load(candidate))
+        return self._player[1]
+
+    async def _load(self, candidate: Candidate) -> Player:
+        from . import models
+
+        engine = self._engine or await self._start()
+        self._loads += 1
+        await engine.load(self._loads, await asyncio.to_thread(read, candidate))
+        sampling = self._config.sampling
+        return EnginePlayer(
+            engine,
+            self._loads,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=await asyncio.to_thread(models.stop_token_ids, self._model_dir),
+            max_model_len=self._config.engine.max_model_len,
+            decode=(await asyncio.to_thread(ChatFormat.load, self._model_dir)).text,
+        )
+
+    async def _start(self) -> Engine:
+        engine = self._parts.engine(self._config.engine)
+        self._open_things.push_async_callback(engine.close)
+        await engine.start(self._model_dir)
+        self._engine = engine
+        return engine

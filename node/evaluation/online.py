@@ -1,0 +1,200 @@
+"""Evaluations beside training: a published version is played while the next ones are learned.
+
+Each evaluation is of one version, that which was the newest when it began, and says which. It never holds up a
+step: what comes due while one still runs is left out, and said to be.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from ..environments.environment import EnvironmentFailed
+from ..errors import NodeError, StorageError
+from ..metrics import MetricsLog
+from ..weights.state import State
+from .evaluator import Contest, Evaluator
+from .figures import Figures, figures
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluated(msgspec.Struct, frozen=True):
+    """What one version was measured to be, by environment."""
+
+    version: int
+    seconds: float
+    environments: dict[str, Figures]
+
+
+class EvaluationBook:
+    """evaluations.jsonl: a line for each version that was evaluated, in the order of the versions."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.held: list[Evaluated] = []
+
+    def open(self, version: int) -> None:
+        """Read what was evaluated up to `version`, where the run goes on; what came later is void.
+
+        Raises StorageError.
+        """
+        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        found = [one for line in lines if (one := _read(line)) and one.version <= version]
+        self.held = sorted(found, key=lambda one: one.version)
+        if len(found) < len(lines):
+            self._write()
+
+    def add(self, one: Evaluated) -> None:
+        """Keep what was measured. Raises StorageError."""
+        self.held = [*self.held, one]
+        self._write()
+
+    def has(self, version: int) -> bool:
+        """Whether that version was evaluated."""
+        return any(one.version == version for one in self.held)
+
+    def latest(self) -> dict[str, dict[str, float]]:
+        """Environment -> the newest version's figures, by the names that metrics have."""
+        if not self.held:
+            return {}
+        newest = self.held[-1]
+        return {
+            name: {"version": newest.version, **one.flat()}
+            for name, one in newest.environments.items()
+        }
+
+    def _write(self) -> None:
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        try:
+            partial.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in self.held))
+            partial.replace(self._path)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self._path}: {error.strerror or error}: make room there"
+            ) from error
+
+
+def _read(line: bytes) -> Evaluated | None:
+    """None for a line that is none: it is measured again if it comes due."""
+    try:
+        return msgspec.json.decode(line, type=Evaluated)
+    except msgspec.DecodeError:
+        logger.warning("a line of the evaluations cannot be read and is left out")
+        return None
+
+
+class OnlineEvaluation:
+    """Evaluates versions as they come due. A context: whatever still runs at its end is cancelled."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        contests: Sequence[Contest],
+        book: EvaluationBook,
+        metrics: MetricsLog,
+        *,
+        interval: int,
+        last: int,
+        seed: int,
+    ) -> None:
+        """`interval` 0 evaluates nothing; `last` is the last version of the run."""
+        self._evaluator = evaluator
+        self._contests = contests
+        self.book = book
+        self._metrics = metrics
+        self._interval = interval
+        self._last = last
+        self._seed = seed
+        self._task: asyncio.Task[None] | None = None
+        self._begun = False
+        self.version = -1
+        """That is being evaluated; -1 while none is."""
+        self.left_out = 0
+        """Versions that came due too early."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def begin(self, version: int, state: State) -> None:
+        """Evaluate `version`, which was just published, if it is due; returns at once.
+
+        Raises StorageError if what was measured before could not be kept.
+        """
+        if not self._due(version):
+            return
+        if self._task is not None and not self._task.done():
+            if version != self._last:  # finish() sees to that one
+                self.left_out += 1
+                logger.warning(
+                    "version %d is not evaluated, version %d still is: raise evaluation.interval",
+                    version,
+                    self.version,
+                )
+            return
+        self._settle()
+        self._begun = True
+        self._task = asyncio.create_task(self._evaluate(version, state), name="evaluation")
+
+    async def finish(self, version: int, state: State) -> None:
+        """The run is over: wait for what runs, and evaluate the last version. Raises StorageError."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            self._settle()
+        if self._due(version):
+            await self._evaluate(version, state)
+
+    def _due(self, version: int) -> bool:
+        """The first version of all, every so many, and the last; none twice."""
+        if not self._interval or self.book.has(version) or version == self.version:
+            return False
+        first = not self.book.held and not self._begun
+        return first or version % self._interval == 0 or version == self._last
+
+    def _settle(self) -> None:
+        """Raise what the last evaluation, which has ended, could not answer."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.result()
+
+    async def _evaluate(self, version: int, state: State) -> None:
+        self.version, began = version, time.monotonic()
+        try:
+            found = await self._evaluator.contest(state, self._contests, seed=self._seed)
+        except (NodeError, EnvironmentFailed) as error:
+            # training does not hang on it: the run goes on, and this version has no figures
+            logger.error("version %d could not be evaluated: %s", version, error)
+            return
+        finally:
+            self.version = -1
+        measured = {
+            one.name: figures(found[one.name], samples=one.samples, success=one.success)
+            for one in self._contests
+        }
+        one = Evaluated(version, round(time.monotonic() - began, 3), measured)
+        self.book.add(one)
+        self._tell(one)
+
+    def _tell(self, one: Evaluated) -> None:
+        values: dict[str, float] = {"time/eval": one.seconds}
+        for name, told in one.environments.items():
+            flat = {"version": one.version, **told.flat()}
+            values |= {f"eval/{name}/{key}": value for key, value in flat.items()}
+            shown = ", ".join(f"{key} {value:.3f}" for key, value in told.flat().items())
+            logger.info("version %d on %s | %s | %.1f s", one.version, name, shown, one.seconds)
+        self._metrics.write(one.version, values)

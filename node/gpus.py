@@ -1,0 +1,120 @@
+"""Which GPUs this process may use, by the names that CUDA_VISIBLE_DEVICES takes; CUDA itself is never started.
+
+A name is passed on as it was found: a position, a UUID or a MIG slice means the same to a child only so.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+LIST = ("nvidia-smi", "-L")
+LIST_S = 20.0
+DEVICES = Path("/dev")
+_GPU = re.compile(r"GPU (\d+): (.*?) ?\(UUID: ([^)\s]+)\)")
+_SLICE = re.compile(r"\s+MIG .*\(UUID: ([^)\s]+)\)")
+
+
+class Gpu(NamedTuple):
+    """A GPU, or a slice of one, as a process of its own may be given it."""
+
+    name: str
+    """For CUDA_VISIBLE_DEVICES: its number, or the UUID of a MIG slice."""
+    uuid: str = ""
+    """Empty where only the device files could be counted."""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether `name` is this one: its number, or its UUID, or the beginning of it."""
+        if name.isdigit():
+            return self.name == str(int(name))
+        return bool(self.uuid) and self.uuid.startswith(name)
+
+
+Installed = Callable[[], Sequence[Gpu]]
+
+
+def installed() -> list[Gpu]:
+    """The GPUs of this machine, or of this container. Where a GPU is cut into MIG slices: these.
+
+    Asks nvidia-smi, about 0.1 s; without it the device files are counted. Empty where there is none.
+    """
+    try:
+        done = subprocess.run(LIST, capture_output=True, text=True, timeout=LIST_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return device_files(DEVICES)
+    return parse(done.stdout) if done.returncode == 0 else []
+
+
+def parse(listing: str) -> list[Gpu]:
+    """What `nvidia-smi -L` prints."""
+    found: list[Gpu] = []
+    whole: Gpu | None = None
+    for line in listing.splitlines():
+        if gpu := _GPU.match(line):
+            whole = Gpu(gpu[1], gpu[3])
+            found.append(whole)
+        elif part := _SLICE.match(line):
+            if whole is not None and whole in found:
+                found.remove(whole)  # CUDA does not give it to anybody whole
+            found.append(Gpu(part[1], part[1]))
+    return found
+
+
+def device_files(directory: Path) -> list[Gpu]:
+    """One for each /dev/nvidia0, nvidia1 ..: containers see those that they were given."""
+    count = sum(path.name[6:].isdigit() for path in directory.glob("nvidia[0-9]*"))
+    return [Gpu(str(index)) for index in range(count)]
+
+
+def visible(environ: Mapping[str, str], installed: Installed = installed) -> tuple[str, ...]:
+    """Names of the GPUs that a process with this environment sees, in torch's order: the first is cuda:0.
+
+    As CUDA reads the variable: the list ends before the first name that there is no GPU for. Nothing is asked
+    where the variable hides all of them.
+    """
+    listed = environ.get(VARIABLE)
+    if listed is None:
+        return tuple(gpu.name for gpu in installed())
+    wanted = [name.strip() for name in listed.split(",")]
+    if wanted[0] in ("", "-1"):
+        return ()
+    there = installed()
+    found: list[str] = []
+    for name in wanted:
+        if not _exists(name, there):
+            break
+        found.append(name)
+    return tuple(found)
+
+
+def usable(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """As visible(), but none where the installed torch is one for CPUs, which could not use them.
+
+    Its version says so ("+cpu"); nothing is imported.
+    """
+    try:
+        release = version("torch")
+    except PackageNotFoundError:
+        return visible(environ)
+    return () if release.endswith("+cpu") else visible(environ)
+
+
+def _exists(name: str, there: Sequence[Gpu]) -> bool:
+    if any(gpu.answers_to(name) for gpu in there):
+        return True
+    # of device files the UUIDs are not known, and older drivers name slices MIG-GPU-<uuid>/1/0
+    unknown = bool(there) and not any(gpu.uuid for gpu in there)
+    return bool(there) and (name.startswith("MIG-GPU-") or (unknown and not name.isdigit()))
+
+
+def shown(names: Sequence[str]) -> str:
+    """The value of CUDA_VISIBLE_DEVICES that shows these and no others."""
+    return ",".join(names)
+
+
+def is_slice(name: str) -> bool:
+    """Whether it is a part of a GPU, which CUDA does not join with others in one process."""
+    return name.startswith("MIG-")

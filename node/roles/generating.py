@@ -1,0 +1,165 @@
+"""From a lease to the records of its groups: rollouts are played and scored, groups packed when they are whole.
+
+Every sample is drawn from the lease's own seed; what a rollout said is never changed on the way.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+from ...crypto.hashing import derive
+from ...protocol.leases import Lease, TaskRef, sample_seed
+from ...protocol.manifests import RunManifest
+from ...protocol.rollouts import (
+    BranchRecord,
+    GroupRecord,
+    RolloutRecord,
+    Span,
+    pack_f32,
+    pack_u32,
+)
+from ..engines.engine import Completion, GenerateRequest
+from ..environments.environment import Branch, Environment, Episode, Task
+from ..errors import first_cause
+from .admission import Admission, Order
+
+LARGE = 32_768
+"""Tokens of a group from which on it is packed beside the event loop: some milliseconds of work."""
+
+
+class Generation:
+    """Plays leases, several at a time."""
+
+    def __init__(
+        self,
+        *,
+        run_id: bytes,
+        run: RunManifest,
+        node: bytes,
+        environment: Environment,
+        admission: Admission,
+        rollout_ended: Callable[[int], None] = lambda lease_id: None,
+    ) -> None:
+        """`rollout_ended` is told the lease of every rollout that has ended."""
+        self._run_id = run_id
+        self._run = run
+        self._node = node
+        self._environment = environment
+        self._admission = admission
+        self._rollout_ended = rollout_ended
+
+    async def play(self, lease: Lease) -> tuple[GroupRecord, ...]:
+        """The groups of a lease. Raises EngineError, EngineLost; then nothing of it goes on."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                groups = [
+                    tasks.create_task(self._group(lease, task, (lease.lease_id, place)))
+                    for place, task in enumerate(lease.tasks)
+                ]
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        return tuple(group.result() for group in groups)
+
+    async def _group(self, lease: Lease, reference: TaskRef, order: Order) -> GroupRecord:
+        task = self._environment.task(reference.index)
+        if task.digest != reference.digest:
+            detail = "this node's environment makes another task of that index"
+            failed = RolloutRecord((), 0.0, detail)
+            return GroupRecord(reference.index, reference.digest, (failed,) * lease.group_size)
+        async with asyncio.TaskGroup() as tasks:
+            rollouts = [
+                tasks.create_task(self._rollout(lease, task, index, order))
+                for index in range(lease.group_size)
+            ]
+        episodes = [rollout.result() for rollout in rollouts]
+        if sum(map(tokens, episodes)) > LARGE:
+            records = await asyncio.to_thread(pack, episodes)
+        else:
+            records = pack(episodes)
+        return GroupRecord(reference.index, reference.digest, records)
+
+    async def _rollout(self, lease: Lease, task: Task, index: int, order: Order) -> Episode:
+        group = group_name(lease, task)
+
+        async def policy(prompt: Sequence[int], turn: int) -> Completion:
+            seed = sample_seed(self._run_id, lease, self._node, task.digest, index, turn)
+            request = GenerateRequest(
+                prompt=tuple(prompt),
+                max_tokens=self._run.sampling.max_tokens,
+                temperature=self._run.sampling.temperature,
+                seed=seed,
+                stop_token_ids=self._run.model.stop_token_ids,
+                group=group,
+            )
+            return await self._admission.generate(request, order)
+
+        episode = await self._environment.run(task, policy)
+        self._rollout_ended(lease.lease_id)
+        return episode
+
+
+class GenerationClock:
+    """How long a worker has worked, and how much of that at least one lease was being rolled out."""
+
+    def __init__(self) -> None:
+        self._first = 0.0
+        self._begun = 0.0
+        self._leases = 0
+        self._total = 0.0
+
+    @contextmanager
+    def generating(self) -> Generator[None, None, None]:
+        """Count the time inside; several leases at once count once."""
+        now = time.monotonic()
+        self._first = self._first or now
+        self._begun = self._begun if self._leases else now
+        self._leases += 1
+        try:
+            yield
+        finally:
+            self._leases -= 1
+            if not self._leases:
+                self._total += time.monotonic() - self._begun
+
+    def read(self, now: float) -> tuple[float, float]:
+        """(seconds since the first lease, seconds of these spent generating)."""
+        if not self._first:
+            return 0.0, 0.0
+        return now - self._first, self._total + (now - self._begun if self._leases else 0.0)
+
+
+def group_name(lease: Lease, task: Task) -> bytes:
+    """What the rollouts of one task of one lease have in common, for the engine."""
+    return derive("group", lease.lease_id.to_bytes(8, "big"), task.digest)[:16]
+
+
+def tokens(episode: Episode) -> int:
+    """Tokens of an episode."""
+    return sum(len(branch.token_ids) for branch in episode.branches)
+
+
+def pack(episodes: Sequence[Episode]) -> tuple[RolloutRecord, ...]:
+    """Episodes as they travel."""
+    return tuple(rollout_record(episode) for episode in episodes)
+
+
+def rollout_record(episode: Episode) -> RolloutRecord:
+    """An episode as it travels."""
+    branches = tuple(branch_record(branch) for branch in episode.branches)
+    return RolloutRecord(branches, episode.score.reward, episode.error[:500])
+
+
+def branch_record(branch: Branch) -> BranchRecord:
+    """A branch as it travels."""
+    drawn = [value for value, flag in zip(branch.logprobs, branch.sampled, strict=True) if flag]
+    return BranchRecord(
+        tokens=pack_u32(branch.token_ids),
+        sampled=bytes(branch.sampled),
+        logprobs=pack_f32(drawn),
+        policy_first=branch.policy_first,
+        policy_last=branch.policy_last,
+        finish=branch.finish,
+        spans=tuple(Span(start, version) for start, version in branch.spans),
+        proof=branch.proof,
+    )

@@ -1,0 +1,367 @@
+"""Output tokens/s of a whole worker against bare vLLM, in one run and in turns; and how a worker starts.
+
+    python scripts/bench/worker.py [--sequences N ...] [--shape tiny|50m|0.6b] [--rounds N] [--window SECONDS]
+        [--engine vllm|hf] [--quick] [--json FILE]
+
+Full worker: a real `WorkerNode` over iroh that leases, generates with seeds and proofs, scores by the
+reverse-text taskset, signs and uploads; a real trainer on this machine leases out, verifies, and publishes a
+version per batch. The trainer trains nothing and audits nothing (worker_nodes.py): the engine has the GPU to
+itself.
+Bare: AsyncLLM.generate on the prompts that the worker got, same lengths, as many at a time (worker_bare.py).
+Both engines are up all the time and work in turns. Random weights of the shape, made here; tokens of the
+bytes are made likely, so that there is text to score.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES
+from worker_child import Child
+from worker_goals import FULL, MODES, judge, rates
+from worker_settings import RUN, engine, join_settings, make_model, run_settings
+
+from primerl.node import control
+from primerl.node.errors import NetworkError
+
+HERE = Path(__file__).parent
+START_S = 400.0
+IDLE_S = 90.0
+FULL_S = 30.0
+PHASES = {
+    "begin of the process": "begun",
+    "imports": "up",
+    "join: transport, hello, model files": "joined",
+    "engine (vLLM) starts": "engine",
+    "weights fetched and proved": "fetched",
+    "weights loaded": "loaded",
+    "first lease": "leased",
+    "first completion": "generated",
+    "first group scored, packed, uploaded": "arrived",
+    "first verdict: accepted": "accepted",
+}
+
+
+class Bench:
+    """All processes of one benchmark."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
+        self.options, self.directory = options, directory
+        self.children: list[Child] = []
+        self.rounds: list[dict[str, Any]] = []
+        self.starts: list[dict[str, Any]] = []
+        self.ends: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.bare: Child | None = None
+        self.trainer = Child("trainer", directory / "trainer.log")
+        self.worker = Child("worker", directory / "worker.log")
+
+    async def run(self) -> None:
+        """Everything, whatever happens ended."""
+        try:
+            if self.options.engine == "vllm":
+                self.bare = await self.start_bare()
+            ticket = await self.start_trainer()
+            for sequences in self.options.sequences:
+                await self.measure(sequences, ticket)
+        finally:
+            for child in reversed(self.children):
+                await child.end()
+
+    # -- processes -------------------------------------------------------------------------------
+
+    async def start_bare(self) -> Child:
+        """Bare vLLM, ready."""
+        child = await self.child(
+            "bare",
+            "worker_bare.py",
+            str(self.directory / "model"),
+            json.dumps(engine(self.options)),
+        )
+        ready = await child.event("ready", START_S)
+        self.notes.append(f"bare vLLM was ready after {ready['at'] - child.begun:.1f} s")
+        return child
+
+    async def start_trainer(self) -> str:
+        """The trainer with version 0 published; its ticket."""
+        settings = json.dumps(run_settings(self.options, self.directory))
+        self.trainer = await self.child("trainer", "worker_nodes.py", "trainer", settings)
+        ticket = await self.trainer.event("ticket", START_S)
+        await self.until(lambda: self.status("trainer").get("version", -1) >= 0, START_S, "version")
+        await self.trainer.ask("go")
+        return ticket["ticket"]
+
+    async def start_worker(self, sequences: int, ticket: str) -> None:
+        """A worker that has had its first rollout accepted; how it came there."""
+        before = self.status("trainer").get("accepted", 0)
+        home = self.directory / f"worker{sequences}"
+        settings = json.dumps(join_settings(self.options, home, ticket, sequences))
+        self.worker = await self.child(f"worker{sequences}", "worker_nodes.py", "worker", settings)
+        await self.worker.event("leased", START_S)
+        accepted = lambda: self.status("trainer").get("accepted", 0) > before  # noqa: E731
+        await self.until(accepted, START_S, "first accepted rollout", every_s=0.02)
+        self.starts.append(self.breakdown(sequences, time.time()))
+
+    async def child(self, name: str, script: str, *arguments: str) -> Child:
+        """A process that is ended with us."""
+        child = Child(name, self.directory / f"{name}.log")
+        self.children.append(child)
+        await child.start(sys.executable, str(HERE / script), *arguments)
+        return child
+
+    # -- measuring -------------------------------------------------------------------------------
+
+    async def measure(self, sequences: int, ticket: str) -> None:
+        """Rounds of the full worker and bare vLLM in turns."""
+        await self.start_worker(sequences, ticket)
+        for number in range(self.options.rounds):
+            await self.full_round(sequences, number)
+            await self.trainer.ask("hold")
+            await self.idle()
+            await self.bare_rounds(sequences, number)
+            await self.trainer.ask("go")
+        await self.trainer.ask("hold")
+        await self.idle()
+        await self.end_worker(sequences)
+        await self.trainer.ask("go")
+
+    async def full_round(self, sequences: int, number: int) -> None:
+        """One window of the worker while it is full."""
+        await asyncio.sleep(self.options.warm)
+        await self.full(sequences)
+        first = await self.worker.ask("count")
+        await asyncio.sleep(self.options.window)
+        last = await self.worker.ask("count")
+        seconds = last["clock"] - first["clock"]
+        found = {
+            name: last[name] - first[name] for name in ("tokens", "completions", "updates", "cpu")
+        }
+        self.add(FULL, sequences, number, seconds, found)
+        self.rounds[-1] |= {
+            "versions": found["updates"],
+            "inflight": (first["inflight"] + last["inflight"]) / 2,
+            "worker_cpu": (last["own_cpu"] - first["own_cpu"]) / seconds,
+        }
+
+    async def bare_rounds(self, sequences: int, number: int) -> None:
+        """The same for every kind of bare vLLM."""
+        if self.bare is None:
+            return
+        asked = await self.worker.ask("asked")
+        command = {name: asked[name] for name in ("max_tokens", "temperature", "stop_token_ids")}
+        command |= {
+            "sequences": sequences,
+            "group": self.options.group,
+            "prompts": asked["prompts"],
+        }
+        command |= {"warm_s": self.options.warm, "window_s": self.options.window}
+        for row, mode in MODES.items():
+            found = await self.bare.ask("measure", START_S, mode=mode, **command)
+            self.add(row, sequences, number, found["seconds"], found)
+
+    def add(
+        self, row: str, sequences: int, number: int, seconds: float, found: dict[str, Any]
+    ) -> None:
+        """Note a round and show it."""
+        one = {
+            "row": row,
+            "sequences": sequences,
+            "round": number,
+            "tokens_per_s": found["tokens"] / seconds,
+            "completions_per_s": found["completions"] / seconds,
+            "cpu_ms_per_token": 1e3 * found["cpu"] / max(1, found["tokens"]),
+        }
+        self.rounds.append(one)
+        print(
+            f"  round {number + 1} | {sequences:4} | {row:26} | {one['tokens_per_s']:10,.0f} tokens/s",
+            flush=True,
+        )
+
+    async def full(self, sequences: int) -> None:
+        """Wait until the worker has all that it may have: a newcomer is given few leases at first."""
+        deadline = time.monotonic() + FULL_S
+        while (await self.worker.ask("count"))["inflight"] < 0.9 * sequences:
+            if time.monotonic() > deadline:
+                self.notes.append(f"{sequences} sequences: never more than 90 % of them in flight")
+                return
+            await asyncio.sleep(0.2)
+
+    async def idle(self) -> None:
+        """Wait until the worker has nothing to do: the trainer holds its next batch."""
+        deadline = time.monotonic() + IDLE_S
+        quiet = 0
+        while quiet < 3:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the worker is not idle after {IDLE_S:.0f} s")
+            await asyncio.sleep(0.3)
+            quiet = quiet + 1 if not (await self.worker.ask("count"))["inflight"] else 0
+
+    async def end_worker(self, sequences: int) -> None:
+        """What became of what it generated, once the trainer has looked at everything."""
+        made = (await self.worker.ask("count"))["completions"]
+        name = self.worker.name
+        seen = lambda: self.status(name).get("accepted", 0) >= made  # noqa: E731
+        try:
+            await self.until(seen, 15.0, "verdicts")
+        except RuntimeError:
+            pass  # then the goal says so
+        status = self.status(name)
+        self.ends.append(
+            {
+                "sequences": sequences,
+                "generated": made,
+                "accepted": status.get("accepted", 0) / max(1, made),
+                "rejected": status.get("rejected", {}),
+                "lag": status.get("event_loop_lag", {}),
+            }
+        )
+        await self.worker.end()
+
+    def breakdown(self, sequences: int, accepted: float) -> dict[str, Any]:
+        """Seconds of each phase, from the begin of the process to the first accepted rollout."""
+        at = {one["event"]: one["at"] for one in reversed(self.worker.events)}
+        arrived = [one["at"] for one in self.trainer.events if one["event"] == "arrived"]
+        at |= {"begun": self.worker.begun, "accepted": accepted}
+        if arrived and arrived[0] >= self.worker.begun:
+            at["arrived"] = arrived[0]
+        found: dict[str, Any] = {"sequences": sequences, "total": accepted - self.worker.begun}
+        last = self.worker.begun
+        for phase, event in PHASES.items():
+            if event in at:
+                found[phase] = at[event] - last
+                last = at[event]
+        return found
+
+    async def until(self, true: Any, timeout_s: float, what: str, every_s: float = 0.1) -> None:
+        """Wait for something that a node says of itself."""
+        deadline = time.monotonic() + timeout_s
+        while not await asyncio.to_thread(true):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {what} within {timeout_s:.0f} s:\n{self.trainer.tail()}")
+            await asyncio.sleep(every_s)
+
+    def status(self, name: str) -> dict[str, Any]:
+        """What a node says of itself; empty while it does not answer."""
+        where = self.directory / RUN / "trainer" if name == "trainer" else self.directory / name
+        try:
+            return control.ask(where, "status")
+        except NetworkError:
+            return {}
+
+
+def show(rows: list[dict[str, Any]], bench: Bench) -> None:
+    """The tables."""
+    print(
+        f"\n{'row':28} {'sequences':>9} {'tokens/s':>10} {'lowest':>10} {'highest':>10} {'CPU ms/token':>13}"
+    )
+    for row in rows:
+        if "skipped" in row:
+            print(f"{row['row']:28} skipped ({row['skipped']})")
+            continue
+        print(
+            f"{row['row']:28} {row['sequences']:9} {row['tokens_per_s']:10,.0f} {row['lowest']:10,.0f}"
+            f" {row['highest']:10,.0f} {row['cpu_ms_per_token']:13.3f}"
+        )
+    for one in bench.rounds:
+        if one["row"] == FULL:
+            print(
+                f"round {one['round'] + 1}, {one['sequences']} sequences: {one['versions']} versions, "
+                f"{one['inflight']:.0f} in flight, the node's own process took {one['worker_cpu']:.2f} cores"
+            )
+    for start in bench.starts:
+        print(f"\ncold start to the first accepted rollout, {start['sequences']} sequences")
+        for phase, seconds in start.items():
+            if phase != "sequences":
+                print(f"  {phase:40} {seconds:7.2f} s")
+    for end in bench.ends:
+        lag = {name: round(value, 4) for name, value in end["lag"].items()}
+        print(
+            f"\n{end['sequences']} sequences: {end['generated']} completions, {end['accepted']:.1%} accepted, "
+            f"rejected {end['rejected'] or 'none'}, event loop late by {lag} s"
+        )
+    for note in bench.notes:
+        print(note)
+
+
+def parse() -> argparse.Namespace:
+    """What to measure; defaults by what this machine has."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 512] if cuda else [16])
+    parser.add_argument("--shape", default="0.6b" if cuda else "tiny", choices=list(SHAPES))
+    parser.add_argument("--engine", default="", choices=["", "vllm", "hf"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--inflight", type=int, default=0, help="fixed; 0: as the worker finds out")
+    parser.add_argument("--window", type=float, default=8.0, help="seconds of a measurement")
+    parser.add_argument("--warm", type=float, default=3.0, help="seconds before each")
+    parser.add_argument(
+        "--tokens", type=int, default=128 if cuda else 32, help="of a completion, at most"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=64 if cuda else 24, help="letters of a prompt"
+    )
+    parser.add_argument(
+        "--group", type=int, default=16 if cuda else 4, help="completions of a prompt"
+    )
+    parser.add_argument("--lease", type=int, default=4 if cuda else 2, help="groups of a lease")
+    parser.add_argument(
+        "--length", type=int, default=1024 if cuda else 256, help="engine.max_model_len"
+    )
+    parser.add_argument("--memory", type=float, default=0.35, help="of the GPU, for each engine")
+    parser.add_argument("--quick", action="store_true", help="two short rounds")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave the logs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    options = parser.parse_args()
+    options.cuda = cuda
+    options.engine = options.engine or ("vllm" if find_spec("vllm") else "hf")
+    if options.quick:
+        options.rounds, options.window = min(options.rounds, 2), min(options.window, 4.0)
+        options.warm = min(options.warm, 2.0)
+    return options
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether every goal was met."""
+    options = parse()
+    if not options.cuda:
+        os.environ["OMP_NUM_THREADS"] = "1"  # the other core is for everything beside vLLM
+    with tempfile.TemporaryDirectory() as name:
+        directory = (options.keep or Path(name)).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        bench = Bench(options, directory)
+        make_model(directory / "model", options.shape, options.length, options.tokens)
+        print(
+            f"shape {options.shape}, engine {options.engine} on {'cuda' if options.cuda else 'the CPU'}, "
+            f"completions of {options.tokens} tokens at most",
+            flush=True,
+        )
+        asyncio.run(bench.run())
+    rows = rates(bench.rounds)
+    if bench.bare is None:
+        why = "the engine is hf" if find_spec("vllm") else "vLLM is not installed"
+        rows += [{"row": row, "skipped": why} for row in MODES]
+    goals = judge(rows, bench.ends, cuda=options.cuda)
+    show(rows, bench)
+    for goal in goals:
+        mark = "ok  " if goal["ok"] else "MISS"
+        print(
+            f"{mark} {goal['name']}: {goal['value']:,.4g} {goal['unit']} (goal {goal['goal']:,g})"
+        )
+    if options.json:
+        found = {"rows": rows, "goals": goals, "rounds": bench.rounds}
+        found |= {"starts": bench.starts, "ends": bench.ends, "notes": bench.notes}
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0 if all(goal["ok"] for goal in goals) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

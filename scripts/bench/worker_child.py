@@ -1,0 +1,160 @@
+"""Processes of worker.py: each takes commands as JSON lines on its stdin and tells events on its stdout.
+
+A child ends when its stdin does: a killed benchmark leaves no process behind. Whatever else a child or its
+libraries print goes to its log, for stdout is the wire.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LINE_BYTES = 2**24
+END_S = 30.0
+
+Event = dict[str, Any]
+Handler = Callable[[Event], Awaitable[Event]]
+
+
+def cpu_seconds(root: int) -> float:
+    """CPU time of a process and of all that descend from it and live, vLLM's too; from /proc."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        pid = int(path.parent.name)
+        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+
+    def below(pid: int) -> bool:
+        while pid > 1 and pid != root:
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return sum(used for pid, used in ticks.items() if below(pid)) / os.sysconf("SC_CLK_TCK")
+
+
+class Wire:
+    """A child's end. Take it before anything prints."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # what libraries print, vLLM's own children too, is for the log
+
+    def tell(self, event: str, **more: Any) -> None:
+        """Say that something happened, and when (seconds of the wall clock)."""
+        print(json.dumps({"event": event, "at": time.time(), **more}), file=self._out)
+
+    async def serve(self, handlers: Mapping[str, Handler]) -> None:
+        """Answer commands until `stop` or the parent's end."""
+        reader = asyncio.StreamReader(limit=LINE_BYTES)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            command = json.loads(line)
+            if command["do"] == "stop":
+                return
+            self.tell("answer", **await handlers[command["do"]](command))
+
+
+class Child:
+    """The parent's end of one process."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name, self.log = name, log
+        self.events: list[Event] = []
+        self.begun = 0.0
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._news = asyncio.Condition()
+
+    async def start(self, *command: str) -> None:
+        """Start it in a process group of its own."""
+        self.begun = time.time()
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=LINE_BYTES,
+                start_new_session=True,
+            )
+        self._reading = asyncio.create_task(self._read(), name=self.name)
+
+    async def event(self, name: str, timeout_s: float) -> Event:
+        """The first event of that name. Raises RuntimeError when the process ends or time is up."""
+        return await self._wait(lambda: self._found(name, 0), name, timeout_s)
+
+    async def ask(self, do: str, timeout_s: float = 60.0, **more: Any) -> Event:
+        """Send a command and wait for its answer, which is the next one."""
+        assert self._process is not None, "start() comes first"
+        assert self._process.stdin is not None
+        before = len(self.events)
+        self._process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
+        await self._process.stdin.drain()
+        return await self._wait(lambda: self._found("answer", before), do, timeout_s)
+
+    async def end(self) -> None:
+        """Have it stop, by force if need be."""
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await process.wait()
+        except TimeoutError:
+            pass
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    def _found(self, name: str, after: int) -> Event | None:
+        return next((one for one in self.events[after:] if one["event"] == name), None)
+
+    async def _wait(self, found: Callable[[], Event | None], what: str, timeout_s: float) -> Event:
+        try:
+            async with asyncio.timeout(timeout_s), self._news:
+                while (event := found()) is None:
+                    if self._reading is None or self._reading.done():
+                        raise RuntimeError(f"{self.name} ended before {what!r}:\n{self.tail()}")
+                    await self._news.wait()
+        except TimeoutError:
+            raise RuntimeError(
+                f"{self.name}: no {what!r} within {timeout_s:.0f} s:\n{self.tail()}"
+            ) from None
+        return event
+
+    async def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        try:
+            async for line in self._process.stdout:
+                await self._add(json.loads(line))
+        finally:
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._waking = asyncio.ensure_future(self._add(None))
+
+    async def _add(self, event: Event | None) -> None:
+        async with self._news:
+            if event is not None:
+                self.events.append(event)
+            self._news.notify_all()
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""

@@ -1,0 +1,282 @@
+"""The two nodes of worker.py: a trainer that does not train, and a worker whose engine is watched.
+
+    python worker_nodes.py trainer|worker CONFIG_JSON      (commands: worker_child.py)
+
+Both are the real nodes over iroh. Of the trainer is replaced what would cost the engine its GPU: the backend
+(the weights stay as they are, though every batch makes a version) and the auditor (always content). Of the
+worker nothing is replaced: its engine is passed through an observer that counts.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from worker_child import Event, Wire, cpu_seconds
+
+from primerl.node import rundir
+from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
+from primerl.node.config import EngineConfig, JoinConfig, RunConfig
+from primerl.node.daemon import load_key
+from primerl.node.engines.build import build_engine
+from primerl.node.engines.engine import Completion, Engine, EngineStats, GenerateRequest
+from primerl.node.engines.scripted import ScriptedEngine
+from primerl.node.ledger import Ledger
+from primerl.node.logs import configure
+from primerl.node.model_files import read_state
+from primerl.node.parts import Parts
+from primerl.node.trainer_node import TrainerNode
+from primerl.node.training.backend import Batch, Sample, Snapshot, StepMetrics
+from primerl.node.weights.state import Changed, State
+from primerl.node.worker_node import WorkerNode
+from primerl.protocol.manifests import RunManifest
+
+PROMPTS = 512
+"""Different prompts that are kept for bare vLLM."""
+
+
+class IdleBackend:
+    """TrainBackend that learns nothing: each step waits until it may pass, and leaves the weights alone."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self._state: State = {}
+        self._seen = False
+
+    async def start(self, model_dir: Path) -> None:
+        """Read the weights."""
+        self._state = await asyncio.to_thread(read_state, model_dir)
+        self._seen = False
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        """Wait at the gate."""
+        await self.gate.wait()
+        return StepMetrics({"optim/skipped": 0.0})
+
+    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Nothing is measured."""
+        return {"loss/mean": 0.0, "tokens": 0.0}
+
+    async def state(self) -> State:
+        """The weights."""
+        return self._state
+
+    async def snapshot(self) -> Snapshot:
+        """The weights; nothing changed since the last time."""
+        if not self._seen:
+            self._seen = True
+            return Snapshot(self._state)
+        return Snapshot(self._state, self._state, {})
+
+    async def save(self, directory: Path) -> None:
+        """A checkpoint of nothing."""
+        await asyncio.to_thread(_write_empty, directory)
+
+    async def load(self, directory: Path) -> None:
+        """Nothing was saved."""
+
+    async def export(self, directory: Path) -> None:
+        """Nothing was learned."""
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def _write_empty(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "idle.json").write_text("{}")
+
+
+class ContentAuditor:
+    """Auditor that finds every branch to be what it claims: audits are the trainer's load, not the worker's."""
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """Nothing is read."""
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """Nothing differs."""
+        return [Measured(len(item.logprobs), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for item in items]
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class WatchedLedger(Ledger):
+    """A ledger that says when the first submission came."""
+
+    wire: Wire | None = None
+
+    def receive(self, *arguments: Any, **more: Any) -> Any:
+        """See Ledger."""
+        wire, self.wire = self.wire, None
+        if wire is not None:
+            wire.tell("arrived")
+        return super().receive(*arguments, **more)
+
+
+class WatchedEngine:
+    """An Engine that counts what another one does, and says when it did what first."""
+
+    def __init__(self, engine: Engine, wire: Wire) -> None:
+        self._engine, self._wire = engine, wire
+        self._told: set[str] = set()
+        self.tokens = self.completions = self.inflight = self.updates = 0
+        self.prompts: dict[tuple[int, ...], None] = {}
+        self.request: GenerateRequest | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """See Engine."""
+        return self._engine.policy_version
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """See Engine."""
+        self._wire.tell("joined")
+        await self._engine.start(model_dir, fingerprint=fingerprint)
+        self._wire.tell("engine")
+
+    async def load(self, version: int, state: State) -> None:
+        """See Engine."""
+        self._first("fetched")
+        await self._engine.load(version, state)
+        self._first("loaded")
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Engine."""
+        self.updates += 1
+        await self._engine.update(version, state, changed)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine."""
+        self._first("leased")
+        self.request = request
+        if len(self.prompts) < PROMPTS:
+            self.prompts[request.prompt] = None
+        self.inflight += 1
+        try:
+            completion = await self._engine.generate(request)
+        finally:
+            self.inflight -= 1
+        self._first("generated")
+        self.tokens += len(completion.token_ids)
+        self.completions += 1
+        return completion
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        """See Engine."""
+        await self._engine.close()
+
+    def _first(self, name: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._wire.tell(name)
+
+
+async def trainer(wire: Wire, settings: dict[str, Any]) -> None:
+    """A run that hands out leases until its parent ends it."""
+    config = RunConfig.model_validate(settings)
+    directory = rundir.prepare(config)
+    configure(config.log, directory / "logs" / "trainer.jsonl")
+    data_dir = directory / "trainer"
+    backend = IdleBackend()
+
+    def ledger(path: Path, *, fsync: bool) -> Ledger:
+        found = WatchedLedger(path, fsync=fsync)
+        found.wire = wire
+        return found
+
+    parts = Parts(
+        backend=lambda config: backend,
+        auditor=lambda config, timeout_s: ContentAuditor(),
+        evaluation_engine=lambda config: ScriptedEngine(),
+        ledger=ledger,
+    )
+    node = TrainerNode(
+        config, load_key(data_dir), data_dir, lambda text: wire.tell("ticket", ticket=text), parts
+    )
+
+    async def hold(command: Event) -> Event:
+        backend.gate.clear()
+        return {}
+
+    async def go(command: Event) -> Event:
+        backend.gate.set()
+        return {}
+
+    await until_told(wire, node, {"hold": hold, "go": go})
+
+
+async def worker(wire: Wire, settings: dict[str, Any]) -> None:
+    """A worker that works until its parent ends it."""
+    config = JoinConfig.model_validate(settings)
+    data_dir = Path(config.data_dir or ".")
+    configure(config.log, data_dir / "logs" / "worker.jsonl")
+    engines: list[WatchedEngine] = []
+
+    def watched(engine: EngineConfig) -> Engine:
+        engines.append(WatchedEngine(build_engine(engine), wire))
+        return engines[-1]
+
+    node = WorkerNode(config, load_key(data_dir), data_dir, Parts(engine=watched))
+
+    async def count(command: Event) -> Event:
+        one = engines[0]
+        return {
+            "tokens": one.tokens,
+            "completions": one.completions,
+            "inflight": one.inflight,
+            "updates": one.updates,
+            "clock": time.perf_counter(),
+            "own_cpu": time.process_time(),
+            "cpu": cpu_seconds(os.getpid()),
+        }
+
+    async def asked(command: Event) -> Event:
+        one = engines[0].request
+        assert one is not None
+        return {
+            "prompts": [list(prompt) for prompt in engines[0].prompts],
+            "max_tokens": one.max_tokens,
+            "temperature": one.temperature,
+            "stop_token_ids": list(one.stop_token_ids),
+        }
+
+    wire.tell("up")
+    await until_told(wire, node, {"count": count, "asked": asked})
+
+
+async def until_told(
+    wire: Wire, node: TrainerNode | WorkerNode, handlers: Mapping[str, Any]
+) -> None:
+    """Run a node until the parent has enough of it."""
+    running = asyncio.create_task(node.run())
+    serving = asyncio.create_task(wire.serve(handlers))
+    await asyncio.wait({running, serving}, return_when=asyncio.FIRST_COMPLETED)
+    serving.cancel()
+    if not running.done():
+        await node.request_stop()
+    await running
+
+
+def main() -> None:
+    """Be the node that the first argument names."""
+    wire = Wire()
+    work = {"trainer": trainer, "worker": worker}[sys.argv[1]]
+    asyncio.run(work(wire, json.loads(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# On a CUDA machine with GPU vLLM: what `primerl-node doctor` plans beside what the GPU really gives.
+#
+#   [PYTHON=python3] [OUT=directory of the report] bash tests/gpu/measure_plan.sh [ARGUMENTS]...
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+cd "$root"
+mkdir -p build && ln -sfn .. build/primerl
+export PYTHONPATH="$root/build:$root/tests${PYTHONPATH:+:$PYTHONPATH}"
+export VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
+
+timeout 570 "${PYTHON:-python3}" tests/gpu/measure_plan.py --json "${OUT:-.}/plan.json" "$@"

@@ -1,0 +1,331 @@
+"""Models behind an API: played by real tasksets against a real server on this machine."""
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from openai_server import Answer, Server, openai_server, refused, said
+
+from primerl.node.environments.environment import EnvironmentFailed
+from primerl.node.environments.replay import PlayFailed
+from primerl.node.environments.transcript import CUT, END, Transcript
+from primerl.node.errors import NetworkError, UsageError
+from primerl.node.eval_config import EndpointConfig, EvalConfig, EvalSamplingConfig
+from primerl.node.eval_run import evaluate
+from primerl.node.evaluation.endpoint import ApiPlayer, open_endpoint
+from primerl.node.evaluation.measuring import Progress
+from primerl.node.evaluation.rollouts import Asked
+
+KEY = "sk-very-secret"
+
+
+def asked(text: str = "hello", seed: int = 5) -> Asked:
+    prompt = Transcript().prompt([{"role": "user", "content": text}])
+    return Asked(tuple(prompt), seed, b"")
+
+
+@asynccontextmanager
+async def player(
+    answer: Answer, **settings: Any
+) -> AsyncGenerator[tuple[ApiPlayer, Server, list[float]]]:
+    """A player without patience, its server, and how long it would have waited."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async with openai_server(answer) as server:
+        config = EndpointConfig.model_validate({"url": server.url, "model": "m", **settings})
+        sampling = EvalSamplingConfig(temperature=0.5, top_p=0.9, top_k=7)
+        async with open_endpoint(config, sampling, 20, KEY) as opened:
+            opened._sleep = sleep  # pyright: ignore[reportPrivateUsage]
+            yield opened, server, waits
+
+
+async def test_a_conversation_is_asked_as_openai_asks_it() -> None:
+    settings = {
+        "max_tokens_field": "max_completion_tokens",
+        "options": {"reasoning_effort": "low", "top_k": 9},
+    }
+    async with player(lambda _: said("good day"), **settings) as (api, server, _):
+        reply = await api.reply(asked(seed=(1 << 40) + 5))
+    assert server.bodies == [
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "hello"}],
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 9,
+            "max_completion_tokens": 20,
+            "seed": 5,
+            "reasoning_effort": "low",
+        }
+    ]
+    assert server.keys == {f"Bearer {KEY}"}
+    assert api.text(reply.completion.token_ids) == "good day"
+    assert (reply.prompt_tokens, reply.completion_tokens) == (7, 3)
+    assert reply.completion.finish == "stop"
+
+
+async def test_a_reply_that_was_cut_is_truncated_even_if_it_is_empty() -> None:
+    for text in ("half of", None):
+        async with player(lambda _, text=text: said(text, "length")) as (api, _, _):
+            completion = (await api.reply(asked())).completion
+        assert completion.finish == "length"
+        assert completion.token_ids[-1] == CUT
+        assert api.text(completion.token_ids) == (text or "")
+
+
+async def test_trouble_is_met_by_asking_again_later_and_later() -> None:
+    answers = [
+        refused(429, "slow down", **{"Retry-After": "7"}),
+        refused(503, "overloaded"),
+        web.Response(status=500, text="<html>oops</html>"),
+        said("there"),
+    ]
+    async with player(lambda _: answers.pop(0)) as (api, server, waits):
+        await api.reply(asked())
+    assert waits == [7.0, 2.0, 4.0]
+    assert len({json.dumps(body) for body in server.bodies}) == 1
+
+
+async def test_an_api_that_is_down_ends_the_evaluation_with_advice() -> None:
+    async with player(lambda _: refused(503, "overloaded"), retries=2) as (api, server, waits):
+        with pytest.raises(
+            NetworkError, match=r"does not work: it answers 503: overloaded, 3 times"
+        ):
+            await api.reply(asked())
+    assert len(server.bodies) == 3
+    assert waits == [1.0, 2.0]
+    api._session = await _open()  # pyright: ignore[reportPrivateUsage] - the server is gone now
+    try:
+        with pytest.raises(NetworkError, match=r"cannot be reached \(ClientConnectorError\)"):
+            await api.reply(asked())
+    finally:
+        await api._session.close()  # pyright: ignore[reportPrivateUsage]
+
+
+async def _open() -> Any:
+    from aiohttp import ClientSession
+
+    return ClientSession()
+
+
+async def test_a_conversation_that_breaks_the_api_fails_alone_while_others_work() -> None:
+    def answer(body: dict[str, Any]) -> web.StreamResponse:
+        poison = body["messages"][0]["content"] == "poison"
+        return refused(500, "cannot") if poison else said("fine")
+
+    async with player(answer, retries=1) as (api, _, _):
+
+        async def sleep(seconds: float) -> None:
+            await api.reply(asked())  # somebody else is answered meanwhile
+
+        api._sleep = sleep  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(PlayFailed, match="500: cannot, 2 times"):
+            await api.reply(asked("poison"))
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (
+            refused(401, f"bad key {KEY}"),
+            r"refuses the key in MY_KEY \(401: bad key \(key\)\).*key_variable",
+        ),
+        (refused(403, "no"), "refuses the key in MY_KEY"),
+        (
+            refused(404, "no model m"),
+            r"knows no chat completions of the model 'm' \(404: no model m\)",
+        ),
+        (web.Response(status=302, headers={"Location": "http://x/"}), "usually ends with /v1"),
+    ],
+    ids=["key", "forbidden", "model", "redirect"],
+)
+async def test_what_no_attempt_can_mend_is_said_at_once(
+    response: web.Response, message: str
+) -> None:
+    async with player(lambda _: response, key_variable="MY_KEY") as (api, server, _):
+        with pytest.raises(UsageError, match=message) as raised:
+            await api.reply(asked())
+    assert len(server.bodies) == 1
+    assert KEY not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (refused(400, "context too long"), "400: context too long"),
+        (web.json_response({"choices": []}), "without a choice"),
+        (web.json_response({"choices": [{"message": 3}]}), "another form"),
+        (web.Response(text="hello"), "another form"),
+        (said("x", "content_filter"), "content_filter"),
+        (web.Response(body=b"[" * 100_000), "another form"),
+    ],
+    ids=["too long", "no choice", "no message", "no JSON", "filter", "nested"],
+)
+async def test_an_answer_that_is_none_fails_its_rollout(
+    response: web.Response, message: str
+) -> None:
+    async with player(lambda _: response) as (api, server, _):
+        with pytest.raises(PlayFailed, match=message):
+            await api.reply(asked())
+    assert len(server.bodies) == 1
+
+
+# -- whole evaluations ----------------------------------------------------------------------------
+
+
+def reversing(body: dict[str, Any]) -> web.StreamResponse:
+    """Reverses what it is told to; gives up at long words, and rambles about words with an `e`."""
+    word = body["messages"][-1]["content"].split()[-1]
+    if len(word) > 3:
+        return refused(400, "too long a word")
+    return said("e" * 30, "length") if "e" in word else said(word[::-1])
+
+
+def config(directory: Path, server: Server, **settings: Any) -> EvalConfig:
+    endpoint = {"url": server.url, "model": "m", "concurrency": 4, "key_variable": "MY_KEY"}
+    environment = {
+        "id": "reverse-text",
+        "args": {"min_len": 1, "max_len": 4},
+        "prompts": 20,
+        "samples": 2,
+    }
+    return EvalConfig.model_validate(
+        {
+            "output_dir": directory,
+            "endpoints": [endpoint],
+            "environments": [environment],
+            **settings,
+        }
+    )
+
+
+async def test_an_api_is_evaluated_and_not_asked_twice(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    async with openai_server(reversing) as server:
+        wanted = config(tmp_path, server)
+        (cell,) = await evaluate(wanted, watch=seen.append, environ={"MY_KEY": KEY})
+        again = await evaluate(wanted, watch=seen.append, environ={"MY_KEY": KEY})
+        assert again == [cell]
+        assert len(server.bodies) == 40
+        assert server.most <= 4
+        other = config(tmp_path, server, sampling={"temperature": 0.0})
+        await evaluate(other, watch=seen.append, environ={"MY_KEY": KEY})
+        assert len(server.bodies) == 80
+    told = cell.figures
+    assert (told.prompts, told.samples) == (20, 2)
+    assert 0 < told.failed < 1
+    assert told.reasons == {
+        "the API refuses the conversation, 400: too long a word": round(told.failed * 40)
+    }
+    rows = [
+        json.loads(line) for line in (tmp_path / "eval" / cell.rollouts).read_text().splitlines()
+    ]
+    solved = [row for row in rows if row["metrics"].get("exact")]
+    assert told.passes["1"].value == len(solved) / 40 > 0
+    assert all(row["completion_tokens"] == 3 for row in rows if not row["error"])
+    assert told.truncated == sum(row["reply"].startswith("eee") for row in rows) / 40 > 0
+    assert [one.found for one in seen].count(True) == 1
+    files = "".join(p.read_text() for p in (tmp_path / "eval").rglob("*") if p.is_file())
+    assert KEY not in files
+
+
+def guessing(body: dict[str, Any]) -> web.StreamResponse:
+    """Counts up as long as it is told `higher`."""
+    hints = [one["content"] for one in body["messages"] if one["role"] == "user"][1:]
+    assert hints == ["higher"] * len(hints)
+    said_before = [one["content"] for one in body["messages"] if one["role"] == "assistant"]
+    assert said_before == [str(3 + number) for number in range(len(hints))]
+    return said(str(3 + len(hints)))
+
+
+async def test_an_api_plays_games_of_several_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "environments" / "tasksets")
+    game = {"id": "guess_game", "prompts": 2, "samples": 3}
+    async with openai_server(guessing) as server:
+        (cell,) = await evaluate(
+            config(tmp_path, server, environments=[game]),
+            watch=_nothing,
+            environ={"MY_KEY": KEY},
+        )
+    assert cell.figures.reasons == {}
+    assert cell.figures.passes["1"].value == 1.0
+    assert cell.figures.metrics == {"guesses": 3.0, "solved": 1.0}
+    assert cell.figures.completion_mean == 9.0
+    assert cell.figures.prompts == 1, "of 30 games, one is held out"
+    assert len(server.bodies) == 9
+
+
+async def test_an_evaluation_that_broke_off_goes_on_where_it_was(tmp_path: Path) -> None:
+    down = False
+
+    def answer(body: dict[str, Any]) -> web.StreamResponse:
+        return refused(404, "gone") if down and body["model"] == "b" else reversing(body)
+
+    async with openai_server(answer) as server:
+        endpoints = [{"url": server.url, "model": name} for name in ("a", "b")]
+        wanted = config(tmp_path, server, endpoints=endpoints)
+        down = True
+        with pytest.raises(UsageError, match="'b'"):
+            await evaluate(wanted, watch=_nothing, environ={})
+        results = json.loads((tmp_path / "eval" / "results.json").read_text())
+        assert [cell["model"] for cell in results["cells"]] == ["a"]
+        down, before = False, len(server.bodies)
+        cells = await evaluate(wanted, watch=_nothing, environ={})
+    assert [cell.model for cell in cells] == ["a", "b"]
+    assert len(server.bodies) == before + 40
+
+
+async def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:
+    async with openai_server(reversing) as server:
+        for environ in ({}, {"MY_KEY": ""}, {"MY_KEY": "two\nlines"}):
+            with pytest.raises(UsageError, match="environment variable MY_KEY"):
+                await evaluate(config(tmp_path, server), watch=_nothing, environ=environ)
+    assert server.bodies == []
+
+
+def _nothing(progress: Progress) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x/v1", "http://user:pass@x/v1", "http://x/v1?key=1", "x/v1", "http://x:0/v1"]
+)
+def test_a_url_that_is_none_or_holds_a_secret_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="an endpoint is http"):
+        EndpointConfig(url=url, model="m")
+
+
+# -- transcripts ----------------------------------------------------------------------------------
+
+
+def test_a_transcript_is_read_back_as_it_was_written() -> None:
+    chat = Transcript()
+    opening = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "h\u00e9 \U0001f600?"},
+    ]
+    prompt = chat.prompt(opening)
+    assert chat.messages(prompt) == opening
+    reply = chat.reply("yes")
+    more = [{"role": "user", "content": ""}]
+    longer = [*prompt, *reply, *chat.continuation(more, reply[-1])]
+    assert chat.messages(longer) == [*opening, {"role": "assistant", "content": "yes"}, *more]
+    cut: Sequence[int] = [*map(ord, "ye"), CUT]
+    assert chat.messages([*prompt, *cut, *chat.continuation(more, CUT)])[2]["content"] == "ye"
+    assert chat.text(reply) == "yes"
+    assert chat.stop_token_ids == (END,)
+
+
+def test_what_an_api_cannot_be_sent_is_refused() -> None:
+    for message in ({"role": "oracle", "content": "x"}, {"role": "user", "content": [1]}):
+        with pytest.raises(EnvironmentFailed, match="text messages"):
+            Transcript().prompt([message])

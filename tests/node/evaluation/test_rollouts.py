@@ -1,0 +1,243 @@
+"""Playing tasks k times, and what is counted of it."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from primerl.node.engines.engine import Completion, GenerateRequest
+from primerl.node.engines.scripted import ScriptedEngine
+from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.node.environments.environment import EnvironmentFailed, Split, Task
+from primerl.node.environments.replay import PlayFailed
+from primerl.node.errors import EngineError, EngineLost, NetworkError
+from primerl.node.evaluation.evaluator import Contest, Evaluator
+from primerl.node.evaluation.figures import figures
+from primerl.node.evaluation.pinned import EnginePlayer
+from primerl.node.evaluation.rollouts import Asked, Rollout, Said, held_out, play, turn_seed
+from primerl.node.weights.state import State
+
+NOTHING: State = {}
+
+
+class Clever:
+    """A Player that answers right for even seeds; notes how many rollouts run."""
+
+    def __init__(self, fails: Sequence[int] = (), error: Exception | None = None) -> None:
+        self.fails = set(fails)
+        self.error = error
+        self.asked: list[Asked] = []
+        self.running = self.most = 0
+
+    async def reply(self, asked: Asked) -> Said:
+        """See Player."""
+        self.asked.append(asked)
+        if len(self.asked) in self.fails:
+            raise self.error or PlayFailed("no mood")
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        number = asked.prompt[-1] + (asked.seed + 1) % 2
+        ids = [number, STOP] if asked.seed % 5 else [number] * 4
+        finish = "stop" if asked.seed % 5 else "length"
+        return Said(Completion(ids, [0.0] * len(ids), finish, 0, 0), 10, len(ids))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """See Player."""
+        return " ".join(map(str, ids))
+
+
+async def played(player: Clever, samples: int = 4, concurrency: int = 8) -> list[Rollout]:
+    environment = CountingEnvironment()
+    return await play(
+        environment,
+        held_out(environment, 6),
+        player,
+        samples=samples,
+        seed=3,
+        concurrency=concurrency,
+    )
+
+
+async def test_every_task_is_played_k_times_in_a_fixed_order() -> None:
+    for concurrency in (1, 7):
+        found = await played(Clever(), concurrency=concurrency)
+        assert [one.task for one in found] == [task for task in range(6) for _ in range(4)]
+        assert [one.sample for one in found] == [0, 1, 2, 3] * 6
+    told = figures(found, samples=4, success=1.0)
+    assert (told.prompts, told.samples, told.failed) == (6, 4, 0.0)
+    assert told.avg.value == sum(one.reward for one in found) / 24 == told.passes["1"].value
+    assert 0 < told.passes["1"].value < told.passes["2"].value <= told.passes["4"].value
+    assert told.truncated == sum(one.truncated for one in found) / 24 > 0
+    assert told.prompt_tokens == 240
+    assert told.completion_tokens == sum(one.completion_tokens for one in found)
+    assert told.metrics["exact"] == told.avg.value
+
+
+async def test_no_more_rollouts_run_than_are_allowed() -> None:
+    player = Clever()
+    await played(player, concurrency=3)
+    assert player.most == 3
+
+
+async def test_seeds_hang_on_task_sample_and_turn_alone() -> None:
+    first, again = Clever(), Clever()
+    await played(first, concurrency=1)
+    await played(again, concurrency=5)
+    assert sorted(one.seed for one in first.asked) == sorted(one.seed for one in again.asked)
+    assert len({one.seed for one in first.asked}) == 24
+    assert len({one.group for one in first.asked}) == 6
+    task = CountingEnvironment().task(0, "eval")
+    seeds = [turn_seed(3, task, sample, turn) for sample in range(3) for turn in range(3)]
+    assert len(set(seeds)) == 9
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_a_failed_rollout_counts_as_unsolved_and_says_why() -> None:
+    found = await played(Clever(fails=[2, 5]), concurrency=1)
+    failed = [one for one in found if one.error]
+    assert [(one.error, one.reward, one.truncated) for one in failed] == [
+        ("no mood", 0.0, False)
+    ] * 2
+    told = figures(found, samples=4, success=1.0)
+    assert told.failed == pytest.approx(2 / 24)
+    assert told.reasons == {"no mood": 2}
+    assert told.reward == pytest.approx(sum(one.reward for one in found) / 22)
+    assert told.avg.value == pytest.approx(sum(one.reward for one in found) / 24)
+
+
+async def test_what_ends_everything_is_raised_as_it_is() -> None:
+    with pytest.raises(NetworkError, match=r"^gone$"):
+        await played(Clever(fails=[3], error=NetworkError("gone")))
+
+
+class FewTasks(CountingEnvironment):
+    """Three tasks, over and over."""
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        """See Environment."""
+        return super().task(index % 3, split)
+
+
+def test_a_task_that_comes_again_is_not_counted_twice() -> None:
+    assert len(held_out(FewTasks(), 10)) == 3
+
+
+def test_success_is_a_threshold_of_the_reward() -> None:
+    rollouts = [
+        Rollout(task=0, digest="a", sample=sample, reward=reward)
+        for sample, reward in enumerate((0.2, 0.6))
+    ]
+    assert figures(rollouts, samples=2, success=1.0).passes["1"].value == 0.0
+    assert figures(rollouts, samples=2, success=0.5).passes["1"].value == 0.5
+    assert figures(rollouts, samples=2, success=0.5).passes["2"].value == 1.0
+    with pytest.raises(ValueError, match="every prompt"):
+        figures(rollouts, samples=4, success=1.0)
+
+
+Scripted = TypeVar("Scripted", bound=ScriptedEngine)
+
+
+# -- an engine that plays -------------------------------------------------------------------------
+
+
+def right(request: GenerateRequest, version: int) -> list[int]:
+    return [request.prompt[-1] + 1, STOP]
+
+
+async def loaded(engine: Scripted) -> Scripted:
+    await engine.start(Path())
+    await engine.load(1, NOTHING)
+    return engine
+
+
+def pinned(engine: ScriptedEngine, **options: object) -> EnginePlayer:
+    rest: dict[str, object] = {"max_tokens": 4, "temperature": 1.0, "stop_token_ids": (STOP,)}
+    return EnginePlayer(engine, 1, **{**rest, **options})  # pyright: ignore[reportArgumentType]
+
+
+ASKED = Asked((2, 5), 1, b"task")
+
+
+async def test_weights_that_change_meanwhile_are_noticed() -> None:
+    engine = await loaded(ScriptedEngine(right))
+    player = pinned(engine)
+    assert (await player.reply(ASKED)).completion.token_ids == [6, STOP]
+    await engine.load(2, NOTHING)
+    with pytest.raises(EngineError, match="changed its weights"):
+        await player.reply(ASKED)
+    await engine.close()
+
+
+async def test_a_conversation_that_is_too_long_fails_alone() -> None:
+    engine = await loaded(ScriptedEngine(right, max_model_len=8))
+    with pytest.raises(PlayFailed, match=r"raise engine\.max_model_len \(8\)"):
+        await pinned(engine, max_model_len=8).reply(Asked((2,) * 8, 1, b""))
+    await engine.close()
+
+
+class Dying(ScriptedEngine):
+    """Lost for the first `times` requests."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(right)
+        self.times = times
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine."""
+        self.times -= 1
+        if self.times >= 0:
+            raise EngineLost("the process died")
+        return await super().generate(request)
+
+
+async def test_a_lost_engine_is_asked_again_later() -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    engine = await loaded(Dying(3))
+    said = await pinned(engine, sleep=sleep).reply(ASKED)
+    assert said.completion.token_ids == [6, STOP]
+    assert waits == [1.0, 3.0, 9.0]
+    engine.times = 1000
+    with pytest.raises(EngineLost):
+        await pinned(engine, sleep=sleep).reply(ASKED)
+    await engine.close()
+
+
+async def test_two_evaluations_of_one_engine_take_turns() -> None:
+    engine = ScriptedEngine(
+        lambda request, version: [request.prompt[-1] + version, STOP], delay_s=0.005
+    )
+    await engine.start(Path())
+    environment = CountingEnvironment()
+    evaluator = Evaluator(
+        engine, environment, max_tokens=4, temperature=1.0, stop_token_ids=(STOP,)
+    )
+    contests = [Contest("a", environment, 3, 2), Contest("b", environment, 5, 1)]
+    before, found = await asyncio.gather(
+        evaluator.evaluate(NOTHING, split="eval", first=0, prompts=4, seed=0),
+        evaluator.contest(NOTHING, contests, seed=0),
+    )
+    assert (before.prompts, before.exact, before.reward) == (4, 1.0, 1.0)  # load 1 says n + 1
+    assert {name: len(rollouts) for name, rollouts in found.items()} == {"a": 6, "b": 5}
+    assert all(one.reward == 0.0 and not one.error for one in found["a"])  # load 2 says n + 2
+    await engine.close()
+
+
+class Broken(CountingEnvironment):
+    """Has no held-out tasks."""
+
+    def task(self, index: int, split: Split = "train") -> Task:
+        """See Environment."""
+        raise EnvironmentFailed("no tasks")
+
+
+async def test_an_environment_without_tasks_says_so() -> None:
+    with pytest.raises(EnvironmentFailed):
+        held_out(Broken(), 1)

@@ -1,0 +1,240 @@
+"""Plans of engines: their arithmetic by hand, and against what this package really allocates on a CPU."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from primerl.node.config import EngineConfig, ModelCreateConfig
+from primerl.node.errors import UsageError
+from primerl.node.planning.bill import GIB, Bill, Line, gib
+from primerl.node.planning.fit import advise, longest
+from primerl.node.planning.shape import read_shape
+from primerl.node.planning.worker import (
+    Device,
+    plan_worker,
+    sequence_bytes,
+    token_bytes,
+)
+
+Q8B = read_shape(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
+    }
+)
+TINY = read_shape({"model_type": "qwen3", **ModelCreateConfig().model_dump()})
+CARD = Device("cuda", 24 * GIB)
+
+
+def vllm(**more: Any) -> EngineConfig:
+    fields: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8192, **more}
+    return EngineConfig(type="vllm", **fields)
+
+
+def test_a_token_takes_two_vectors_of_each_key_head_in_each_layer() -> None:
+    assert token_bytes(vllm(), Q8B) == 2 * 36 * 8 * 128 * 2
+    assert token_bytes(vllm(dtype="float32"), Q8B) == 2 * 36 * 8 * 128 * 4
+    assert token_bytes(vllm(tp=4), Q8B) == 2 * 36 * 2 * 128 * 2
+    assert token_bytes(vllm(tp=16), Q8B) == 2 * 36 * 1 * 128 * 2  # a head is not cut
+    assert token_bytes(vllm(pp=2), Q8B) == 2 * 18 * 8 * 128 * 2
+    assert token_bytes(vllm(vllm={"kv_cache_dtype": "fp8"}), Q8B) == 2 * 36 * 8 * 128
+
+
+def test_a_sequence_takes_whole_blocks() -> None:
+    one = token_bytes(vllm(), Q8B)
+    assert sequence_bytes(vllm(), Q8B, 1, "cuda") == 16 * one
+    assert sequence_bytes(vllm(), Q8B, 17, "cuda") == 32 * one
+    assert sequence_bytes(vllm(), Q8B, 1, "cpu") == 128 * one
+    assert sequence_bytes(vllm(vllm={"block_size": 32}), Q8B, 33, "cuda") == 64 * one
+
+
+def test_a_layer_with_a_window_holds_the_window_only() -> None:
+    shape = read_shape(
+        {
+            "model_type": "gemma3_text",
+            "hidden_size": 64,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "vocab_size": 128,
+            "sliding_window": 512,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        }
+    )
+    layer = 2 * 2 * 16 * 2
+    held = 512 - 1 + 2048  # the window, and a step's tokens
+    blocks = -(-held // 16) + 1
+    assert sequence_bytes(vllm(), shape, 65536, "cuda") == layer * (65536 + 5 * 16 * blocks)
+    assert sequence_bytes(vllm(), shape, 128, "cuda") == layer * (128 + 5 * (128 + 16))
+
+
+def test_what_is_left_of_the_budget_is_the_cache() -> None:
+    plan = plan_worker(vllm(), Q8B, CARD)
+    assert plan.budget == int(0.92 * 24 * GIB)
+    assert plan.room == plan.budget - plan.engine.total
+    assert plan.engine.lines[0] == Line("weights", 2 * Q8B.parameters, "8,191 M x 2 bytes")
+    assert plan.at_once == plan.room // (8192 * token_bytes(vllm(), Q8B)) == 4
+    assert plan.fits
+    assert not plan.holds_all
+
+
+def test_a_share_that_is_set_is_the_budget() -> None:
+    plan = plan_worker(vllm(vllm={"gpu_memory_utilization": 0.5}), Q8B, CARD)
+    assert plan.budget == 12 * GIB
+    assert not plan.fits
+    assert plan.missing == plan.sequence - plan.room > 0
+
+
+def test_a_cache_that_is_set_is_taken_as_it_is() -> None:
+    plan = plan_worker(vllm(vllm={"kv_cache_memory_bytes": 3 * GIB}), Q8B, CARD)
+    assert plan.room == 3 * GIB
+    assert plan.fits
+    assert not plan_worker(vllm(vllm={"kv_cache_memory_bytes": 9 * GIB}), Q8B, CARD).fits
+
+
+def test_beside_others_vllm_gets_what_they_leave() -> None:
+    taken = Device("cuda", 24 * GIB, taken=4 * GIB)
+    plan = plan_worker(vllm(), TINY, taken)
+    assert plan.utilization is not None
+    assert 0.8 < plan.utilization < 20 / 24
+    assert plan.fits
+    few = plan_worker(vllm(), TINY, Device("cuda", 24 * GIB, taken=GIB))
+    assert few.utilization == 0.92  # vLLM's own, as long as so much is free
+    greedy = plan_worker(vllm(vllm={"gpu_memory_utilization": 0.9}), TINY, taken)
+    assert not greedy.fits  # vLLM refuses to start where less is free than it may take
+    assert greedy.missing == greedy.overdrawn > 0
+    assert plan_worker(vllm(), TINY, Device("cuda", 24 * GIB, 24 * GIB)).utilization == 0
+
+
+def test_proofs_take_what_the_recorder_keeps() -> None:
+    """The ring of vllm_largest.py: bf16, 64 states of each slot, and slots for what waits to be collected."""
+    plan = plan_worker(vllm(max_batch=64), Q8B, CARD, fingerprint="toploc")
+    (ring,) = [line.nbytes for line in plan.beside if line.name == "proofs"]
+    import torch
+
+    from primerl.node.engines.vllm_largest import RING, Largest
+
+    real: Any = Largest(torch.device("cpu"), 64, 4096)
+    assert real._ring.nbytes == 65 * RING * 4096 * 2  # pyright: ignore[reportPrivateUsage]
+    assert ring == 2 * real._ring.nbytes  # pyright: ignore[reportPrivateUsage]
+    none = plan_worker(vllm(), Q8B, CARD, fingerprint="")
+    assert [line.name for line in none.beside] == ["an update on its way in"]
+
+
+def test_a_large_update_finds_no_room_beside_a_full_gpu() -> None:
+    assert plan_worker(vllm(), Q8B, CARD).tight
+    assert not plan_worker(vllm(), Q8B, CARD, changed=0.001).tight
+
+
+def test_auto_has_to_be_a_number_first() -> None:
+    with pytest.raises(UsageError, match="auto"):
+        plan_worker(vllm(tp="auto"), Q8B, CARD)
+
+
+# -- advice ----------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_said_without_advice() -> None:
+    advice = advise(vllm(max_batch=4), Q8B, CARD)
+    assert advice.verdict == "fits: 4 sequences of 8192 tokens at once"
+    assert advice.ways == ()
+
+
+def test_every_way_that_is_proposed_fits() -> None:
+    for gpu in (8, 12, 16, 20, 24, 40, 80):
+        for dtype in ("float32", "bfloat16"):
+            config = vllm(dtype=dtype, max_model_len=32768)
+            advice = advise(config, Q8B, Device("cuda", gpu * GIB))
+            assert all(way.plan.fits for way in advice.ways), (gpu, dtype, advice)
+            assert advice.ways, (gpu, dtype)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "config", "flags"),
+    [
+        (24, vllm(), "--engine.max-batch 4"),
+        (24, vllm(dtype="float32"), "--engine.dtype bfloat16 --engine.max-batch 4"),
+        (20, vllm(max_model_len=32768), "--engine.max-model-len"),
+        (16, vllm(), "--engine.tp 2"),
+    ],
+)
+def test_the_nearest_that_fits_comes_first(gpu: int, config: EngineConfig, flags: str) -> None:
+    advice = advise(config, Q8B, Device("cuda", gpu * GIB))
+    assert advice.ways[0].flags.startswith(flags)
+
+
+def test_stages_are_proposed_where_heads_cannot_be_shared() -> None:
+    odd = dataclasses.replace(Q8B, heads=33, kv_heads=11)
+    advice = advise(vllm(), odd, Device("cuda", 16 * GIB))
+    assert advice.ways[-1].flags.startswith("--engine.pp 2")
+    assert advice.ways[-1].gpus == 2
+
+
+def test_the_longest_length_is_the_last_that_fits() -> None:
+    plan = plan_worker(vllm(), Q8B, CARD)
+    length = longest(vllm(), Q8B, CARD, plan.room, 4)
+    assert 4 * sequence_bytes(vllm(), Q8B, length, "cuda") <= plan.room
+    assert 4 * sequence_bytes(vllm(), Q8B, length + 16, "cuda") > plan.room
+    assert longest(vllm(), Q8B, CARD, 0, 1) == 0
+
+
+# -- the embedded engine ---------------------------------------------------------------------------
+
+
+def test_the_embedded_engine_needs_room_for_two_networks() -> None:
+    plan = plan_worker(EngineConfig(), Q8B, Device("cpu", 96 * GIB))
+    assert [line.nbytes for line in plan.engine][:2] == [4 * Q8B.parameters] * 2
+    assert plan.fits
+    assert not plan_worker(EngineConfig(), Q8B, Device("cpu", 60 * GIB)).fits
+
+
+def test_the_embedded_engines_cache_is_what_a_session_holds() -> None:
+    """At most twice keys and values, while it grows; and hidden states: held, joined, and in fp32."""
+    import torch
+
+    from primerl.node.engines.qwen3 import Qwen3Session
+
+    torch.set_num_threads(1)
+
+    class Sizes:
+        """What a session asks a network for."""
+
+        layers, kv_heads, head_dim = 2, 2, 32
+
+        def empty_cache(self, rows: int, slots: int) -> torch.Tensor:
+            return torch.empty(self.layers, rows, self.kv_heads, slots, self.head_dim)
+
+    session: Any = Qwen3Session(Sizes(), torch.ones(3, 100, dtype=torch.bool))  # pyright: ignore[reportArgumentType]
+    used = 100
+    while used < 1024:  # as step() does it
+        if used == session._keys.shape[3]:
+            before = session._keys.nbytes + session._values.nbytes
+            session._grow(max(64, used // 2))
+            peak = before // 2 + session._keys.nbytes + session._values.nbytes
+            plan = plan_worker(EngineConfig(max_model_len=used + 1), TINY, Device("cpu", GIB))
+            assert peak <= 3 * plan.sequence * 1.02
+        used += 1
+
+
+# -- bills -----------------------------------------------------------------------------------------
+
+
+def test_a_bill_adds_up_and_leaves_out_what_is_nothing() -> None:
+    bill = Bill.of([Line("a", 3), Line("b", 0), Line("c", 4)])
+    assert [line.name for line in bill] == ["a", "c"]
+    assert (bill + bill).total == 14
+
+
+def test_sizes_are_said_in_people_s_units() -> None:
+    assert (gib(1.5 * GIB), gib(3 << 20)) == ("1.5 GiB", "3 MiB")

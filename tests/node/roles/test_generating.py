@@ -1,0 +1,161 @@
+"""From a lease to its groups: a group has one name, a sample one seed, and nothing goes on of what failed."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lease_cases import granted, policy
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.engine_config import ConcurrencyConfig
+from primerl.node.engines.concurrency import Concurrency
+from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.node.errors import EngineError, EngineLost
+from primerl.node.roles import generating
+from primerl.node.roles.admission import Admission
+from primerl.node.roles.generating import Generation, rollout_record
+from primerl.node.weights.state import Changed, State
+from primerl.protocol.leases import Lease, LeaseBook, sample_seed
+
+NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
+RUN_ID = bytes(32)
+RUN: Any = SimpleNamespace(
+    sampling=SimpleNamespace(max_tokens=4, temperature=0.5),
+    model=SimpleNamespace(stop_token_ids=(STOP,)),
+)
+
+
+class Engine:
+    """Says the next number, after a look at what it is asked; may die at a certain request."""
+
+    policy_version = 3
+
+    def __init__(self, fails_at: int = -1, error: Exception | None = None) -> None:
+        self.asked: list[GenerateRequest] = []
+        self.now = 0
+        self._fails_at = fails_at
+        self._error = error or EngineError("dead")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.asked.append(request)
+        number = len(self.asked)
+        self.now += 1
+        try:
+            await asyncio.sleep(0.001 if number == self._fails_at else 0.01)
+            if number == self._fails_at:
+                raise self._error
+        finally:
+            self.now -= 1
+        return Completion([request.prompt[-1] + 1, STOP], [-1.0, -2.0], "stop", 3, 3)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(fault="down")
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None: ...
+    async def load(self, version: int, state: State) -> None: ...
+    async def update(self, version: int, state: State, changed: Changed) -> None: ...
+    async def close(self) -> None: ...
+
+
+def generation(engine: Engine, ended: "Counter[int] | None" = None) -> Generation:
+    counted: Counter[int] = Counter() if ended is None else ended
+    cap = Concurrency(ConcurrencyConfig(), max_batch=64, max_model_len=8)
+    return Generation(
+        run_id=RUN_ID,
+        run=RUN,
+        node=NODE,
+        environment=CountingEnvironment(),
+        admission=Admission(engine, cap),
+        rollout_ended=lambda lease_id: counted.update([lease_id]),
+    )
+
+
+def lease_of(*indices: int) -> Lease:
+    """A lease of these tasks, four rollouts each."""
+    environment, book = CountingEnvironment(), LeaseBook(policy(groups_per_lease=len(indices)))
+    book.requeued.extend(indices)
+    lease = granted(book)
+    assert [task.index for task in lease.tasks] == list(indices)
+    digests = [environment.task(index).digest for index in indices]
+    refs = zip(lease.tasks, digests, strict=True)
+    tasks = tuple(type(task)(task.index, digest) for task, digest in refs)
+    return Lease(
+        lease.lease_id, tasks, 4, lease.seed, lease.min_version, lease.deadline, lease.max_bytes
+    )
+
+
+@pytest.mark.parametrize("large", [generating.LARGE, 1], ids=["packed here", "packed in a thread"])
+async def test_every_rollout_is_there_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, large: int
+) -> None:
+    monkeypatch.setattr(generating, "LARGE", large)
+    engine, ended = Engine(), Counter[int]()
+    lease = lease_of(5, 9)
+    groups = await generation(engine, ended).play(lease)
+    environment = CountingEnvironment()
+    for group, task in zip(groups, lease.tasks, strict=True):
+        assert (group.task_index, group.task_digest) == (task.index, task.digest)
+        prompt = environment.prompt(environment.task(task.index))
+        assert [one.reward for one in group.rollouts] == [1.0] * 4
+        said = [prompt[-1] + 1, STOP]
+        expected = b"".join(token.to_bytes(4, "little") for token in [*prompt, *said])
+        assert {one.branches[0].tokens for one in group.rollouts} == {expected}
+    assert ended == {lease.lease_id: 8}
+
+
+async def test_a_task_has_one_name_for_the_engine_and_each_sample_its_own_seed() -> None:
+    engine = Engine()
+    lease = lease_of(5, 9)
+    await generation(engine).play(lease)
+    names = Counter(request.group for request in engine.asked)
+    assert sorted(names.values()) == [4, 4]
+    assert all(len(name) == 16 for name in names)
+    wanted = {
+        sample_seed(RUN_ID, lease, NODE, task.digest, index)
+        for task in lease.tasks
+        for index in range(4)
+    }
+    assert {request.seed for request in engine.asked} == wanted
+    assert {(one.temperature, one.top_k, one.top_p) for one in engine.asked} == {(0.5, 0, 1.0)}
+
+
+async def test_a_task_that_is_another_one_here_is_reported_and_not_played() -> None:
+    engine = Engine()
+    lease = lease_of(5)
+    foreign = type(lease.tasks[0])(6, lease.tasks[0].digest)
+    groups = await generation(engine).play(
+        Lease(1, (foreign,), 4, lease.seed, 0, lease.deadline, 1000)
+    )
+    assert [one.error for one in groups[0].rollouts] == [
+        "this node's environment makes another task of that index"
+    ] * 4
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("error", [EngineError("dead"), EngineLost("dead")], ids=repr)
+async def test_when_the_engine_fails_nothing_of_the_lease_goes_on(error: EngineError) -> None:
+    engine = Engine(fails_at=6, error=error)
+    with pytest.raises(type(error), match="dead"):
+        await generation(engine).play(lease_of(5, 9))
+    assert engine.now == 0
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_lease_that_runs_out_of_time_leaves_nothing_behind() -> None:
+    engine = Engine()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.002):
+            await generation(engine).play(lease_of(5, 9))
+    assert engine.now == 0
+    assert len(asyncio.all_tasks()) == 1
+
+
+def test_a_failed_rollout_travels_with_its_reason() -> None:
+    from primerl.node.environments.environment import Episode, Score
+
+    record = rollout_record(Episode([], Score(0.0), "x" * 1000))
+    assert (record.branches, record.reward, record.error) == ((), 0.0, "x" * 500)

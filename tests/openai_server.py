@@ -1,0 +1,73 @@
+"""An OpenAI-like server on this machine, whose answers a test decides."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+Answer = Callable[[dict[str, Any]], web.StreamResponse]
+
+
+def said(
+    text: str | None, finish: str = "stop", *, prompt: int = 7, completion: int = 3
+) -> web.Response:
+    """A chat completion."""
+    message = {"role": "assistant", "content": text}
+    return web.json_response(
+        {
+            "id": "x",
+            "object": "chat.completion",
+            "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": completion},
+        }
+    )
+
+
+def refused(status: int, message: str, **headers: str) -> web.Response:
+    """An error as OpenAI tells it."""
+    error = {"error": {"message": message, "type": "x", "code": None}}
+    return web.json_response(error, status=status, headers=headers)
+
+
+@dataclass
+class Server:
+    """What was asked, and with which key."""
+
+    answer: Answer
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    keys: set[str] = field(default_factory=set[str])
+    running: int = 0
+    most: int = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.add(request.headers.get("Authorization", ""))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.002)
+        self.running -= 1
+        return self.answer(body)
+
+
+@asynccontextmanager
+async def openai_server(answer: Answer) -> AsyncGenerator[Server]:
+    """A server that answers with `answer(body)` while the block lasts."""
+    server = Server(answer)
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        server.url = f"http://127.0.0.1:{port}/v1"
+        yield server
+    finally:
+        await runner.cleanup()
