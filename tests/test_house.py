@@ -24,8 +24,8 @@ PLUMBING = """config control engine_config errors eval_config frames gpu_memory 
     logs looplag metrics processes own_run_config registry report run_files sft_config store toml
     training_config watch serve_config"""
 MODELS = "model_files models tensors"
-COMPOSITION = """base_weights beside_trainer contests daemon doctor engine_check eval_run explaining joined_node
-    gpu_choice launch_commands launcher leasing opening parts placement restarts rows rundir serving sft_run
+COMPOSITION = """base_weights contests daemon doctor engine_check eval_run explaining joined_node
+    launching leasing opening parts restarts rows rundir serving sft_run
     stack summary trainer_node validator_node verification worker_node inference_node"""
 FLOORS: list[list[list[str]]] = [
     [["crypto"]],

@@ -146,7 +146,7 @@ class Bench:
         self.add(FULL, sequences, number, seconds, found)
         self.rounds[-1] |= {
             "versions": found["updates"],
-            "inflight": (first["inflight"] + last["inflight"]) / 2,
+            "inflight": (last["filled"] - first["filled"]) / seconds,
             "worker_cpu": (last["own_cpu"] - first["own_cpu"]) / seconds,
         }
 
@@ -273,7 +273,7 @@ def show(rows: list[dict[str, Any]], bench: Bench) -> None:
         if one["row"] == FULL:
             print(
                 f"round {one['round'] + 1}, {one['sequences']} sequences: {one['versions']} versions, "
-                f"{one['inflight']:.0f} in flight, the node's own process took {one['worker_cpu']:.2f} cores"
+                f"{one['inflight']:.1f} in flight, the node's own process took {one['worker_cpu']:.2f} cores"
             )
     for start in bench.starts:
         print(f"\ncold start to the first accepted rollout, {start['sequences']} sequences")

@@ -129,6 +129,7 @@ class WatchedEngine:
     def __init__(self, engine: Engine, wire: Wire) -> None:
         self._engine, self._wire = engine, wire
         self._told: set[str] = set()
+        self._changed, self.filled = time.perf_counter(), 0.0
         self.tokens = self.completions = self.inflight = self.updates = 0
         self.prompts: dict[tuple[int, ...], None] = {}
         self.request: GenerateRequest | None = None
@@ -161,11 +162,11 @@ class WatchedEngine:
         self.request = request
         if len(self.prompts) < PROMPTS:
             self.prompts[request.prompt] = None
-        self.inflight += 1
+        self.note(1)
         try:
             completion = await self._engine.generate(request)
         finally:
-            self.inflight -= 1
+            self.note(-1)
         self._first("generated")
         self.tokens += len(completion.token_ids)
         self.completions += 1
@@ -178,6 +179,12 @@ class WatchedEngine:
     async def close(self) -> None:
         """See Engine."""
         await self._engine.close()
+
+    def note(self, change: int = 0) -> None:
+        """So many more are in flight from now on; `filled` is their number, summed over the time."""
+        now = time.perf_counter()
+        self.filled += self.inflight * (now - self._changed)
+        self._changed, self.inflight = now, self.inflight + change
 
     def _first(self, name: str) -> None:
         if name not in self._told:
@@ -234,7 +241,9 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
 
     async def count(command: Event) -> Event:
         one = engines[0]
+        one.note()
         return {
+            "filled": one.filled,
             "tokens": one.tokens,
             "completions": one.completions,
             "inflight": one.inflight,

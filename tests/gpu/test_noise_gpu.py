@@ -33,6 +33,14 @@ def arguments(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return temperatures, seeds, torch.randint(0, 40_000, (rows,), generator=generator)
 
 
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def on_gpu(columns: Columns) -> Columns:
+    temperatures, seeds, positions = columns
+    return temperatures.cuda(), seeds.cuda(), positions.cuda()
+
+
 def random_logits(rows: int, vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(vocabulary)
     return (torch.randn(rows, vocabulary, generator=generator) * 3).to(dtype)
@@ -65,9 +73,9 @@ def test_noise_has_the_same_bits_on_every_device(rows: int, vocabulary: int) -> 
 @pytest.mark.parametrize(("rows", "vocabulary"), SHAPES)
 def test_draws_are_the_same_on_every_device(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     logits = random_logits(rows, vocabulary, dtype)
-    there = [one.cuda() for one in (logits, *arguments(rows))]
+    there, columns = logits.cuda(), on_gpu(arguments(rows))
     wanted = draw(logits, *arguments(rows))
-    for found in (draw(*there), draw_eager(*there)):
+    for found in (draw(there, *columns), draw_eager(there, *columns)):
         assert_same(found, wanted)
 
 
@@ -85,7 +93,7 @@ def test_rows_of_a_wider_tensor_and_masked_tokens_are_drawn_alike() -> None:
     wide[1, 50:11_000] = -torch.inf
     wide[2, :9_000] = -torch.inf
     wide[2] -= 300.0
-    there = [one.cuda() for one in arguments(6)]
+    there = on_gpu(arguments(6))
     assert_same(draw(wide.cuda()[:, :10_001], *there), draw(wide[:, :10_001], *arguments(6)))
     turned = wide.t().contiguous().t()
     assert_same(draw(turned.cuda(), *there), draw(wide, *arguments(6)))
@@ -99,14 +107,14 @@ def test_logits_that_are_not_numbers_show_and_lead_nowhere() -> None:
         -torch.inf,
         torch.nan,
     )
-    drawn = draw(logits, *(one.cuda() for one in arguments(5)))
+    drawn = draw(logits, *on_gpu(arguments(5)))
     assert drawn.logprobs.isfinite().tolist() == [False] * 4 + [True]
     assert 0 <= int(drawn.tokens.min()) <= int(drawn.tokens.max()) < 9_000
 
 
 def test_a_draw_never_waits_for_the_device() -> None:
-    there = [one.cuda() for one in (random_logits(8, 4_000, torch.bfloat16), *arguments(8))]
-    draw(*there)  # compiles
+    logits, columns = random_logits(8, 4_000, torch.bfloat16).cuda(), on_gpu(arguments(8))
+    draw(logits, *columns)  # compiles
     with no_waiting():
-        draw(*there)
-        draw_eager(*there)
+        draw(logits, *columns)
+        draw_eager(logits, *columns)

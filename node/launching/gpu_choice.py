@@ -4,8 +4,8 @@ Named ones are given first; then numbers of them are counted off from what is le
 workers'.
 """
 
-from .config import RunConfig
-from .errors import UsageError
+from ..config import RunConfig
+from ..errors import UsageError
 
 Names = tuple[str, ...]
 

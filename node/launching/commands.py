@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from . import toml
-from .config import RunConfig
-from .gpus import VARIABLE, shown
-from .run_files import TICKET
+from .. import toml
+from ..config import RunConfig
+from ..gpus import VARIABLE, shown
+from ..run_files import TICKET
 
 TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .config import ModelConfig, RunConfig
-from .errors import EngineError, UsageError
-from .gpu_memory import GpuMemory, visible
-from .json_files import read_json
-from .planning.shape import ModelShape, read_shape
-from .planning.shared import worker_share
+from ..config import ModelConfig, RunConfig
+from ..errors import EngineError, UsageError
+from ..gpu_memory import GpuMemory, visible
+from ..json_files import read_json
+from ..planning.shape import ModelShape, read_shape
+from ..planning.shared import worker_share
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ say instead. Without GPUs nothing is decided and nothing of the environment chan
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .config import LaunchConfig, RunConfig
-from .errors import UsageError
+from ..config import LaunchConfig, RunConfig
+from ..errors import UsageError
+from ..gpus import is_slice
 from .gpu_choice import Choice, Names
-from .gpus import is_slice
 
 CPU_WORKERS = 2
 MEMORY_BESIDE_TRAINER = 0.4

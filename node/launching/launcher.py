@@ -12,11 +12,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import RunConfig
+from ..errors import (
+    EngineError,
+    NodeError,
+    TicketError,
+    UsageError,
+)
+from ..gpus import usable
+from ..processes import Child
+from ..run_files import (
+    LOGS,
+    TICKET,
+    check_free,
+    clean,
+    held,
+)
+from ..watch import NodeState, View, follow
 from .beside_trainer import planned_share
-from .config import RunConfig
-from .errors import EngineError, NodeError, TicketError, UsageError
-from .gpus import usable
-from .launch_commands import (
+from .commands import (
     TRAINER,
     Commands,
     NodeCommands,
@@ -25,9 +39,6 @@ from .launch_commands import (
     worker_environment,
 )
 from .placement import Names, Placement, place
-from .processes import Child
-from .run_files import LOGS, TICKET, check_free, clean, held
-from .watch import NodeState, View, follow
 
 logger = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from primerl.node.config import (
     TrainingConfig,
 )
 from primerl.node.errors import BusyError, EngineError, NodeError, UsageError
-from primerl.node.launch_commands import (
+from primerl.node.launching.commands import (
     NodeCommands,
     trainer_environment,
     worker_environment,
     write_worker_config,
 )
-from primerl.node.launcher import Pace, launch, prepare
+from primerl.node.launching.launcher import Pace, launch, prepare
 from primerl.node.load import load
 from primerl.node.own_run_config import ResumeConfig
 from primerl.node.processes import Child

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from primerl.node.beside_trainer import LEAST, MOST, planned_share, shape_of
 from primerl.node.config import ModelConfig, ModelCreateConfig, RunConfig
 from primerl.node.errors import UsageError
 from primerl.node.gpu_memory import GpuMemory
+from primerl.node.launching.beside_trainer import LEAST, MOST, planned_share, shape_of
+from primerl.node.launching.placement import MEMORY_BESIDE_TRAINER, Placement, place
 from primerl.node.load import load
-from primerl.node.placement import MEMORY_BESIDE_TRAINER, Placement, place
 
 EIGHT = tuple("01234567")
 

@@ -10,8 +10,8 @@ import pytest
 
 from primerl.node.config import RunConfig
 from primerl.node.errors import BusyError, EngineError, StorageError
-from primerl.node.launcher import Pace, launch
-from primerl.node.placement import Placement
+from primerl.node.launching.launcher import Pace, launch
+from primerl.node.launching.placement import Placement
 from primerl.node.run_files import held
 from primerl.node.watch import NodeState
 
