@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 FETCHES = 4
 """Chunks that are fetched at a time: more streams are slower, and each holds a chunk."""
+AGAIN_S = (0.0, 0.05, 0.2)
+"""Pauses before a peer whose connection broke is asked again."""
 BACKOFF_S = (1.0, 60.0)
 """First and longest pause after a peer was not reached."""
 KNOWN_FAILURES = 1024
@@ -81,13 +83,15 @@ class Libp2pChunks:
         return data
 
     async def _converse(self, peer: bytes, chunk: ChunkRef) -> bytes:
-        """Ask once, and once more where the stream broke: whoever cancels a get cuts the connection under it,
-        and the next one may still meet its remains."""
+        """Ask, and again where the stream broke: whoever cancels a get cuts the connection under it, and the
+        next ones may still meet its remains."""
         talk = partial(_fetch, chunk=chunk)
-        try:
-            return await self._carrier.converse(peer, self._addresses(peer), talk)
-        except StreamClosed as error:
-            logger.debug("asking %s once more over TCP: %s", short(peer), error)
+        for pause in AGAIN_S:
+            try:
+                return await self._carrier.converse(peer, self._addresses(peer), talk)
+            except StreamClosed as error:
+                logger.debug("asking %s again over TCP in %g s: %s", short(peer), pause, error)
+                await asyncio.sleep(pause)
         return await self._carrier.converse(peer, self._addresses(peer), talk)
 
     def _addresses(self, peer: bytes) -> tuple[str, ...]:

@@ -6,12 +6,10 @@ The behaviours that every engine shares are in tests/conformance/test_engine.py.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 from update_cases import blended
 from vllm_cases import (
@@ -21,7 +19,6 @@ from vllm_cases import (
     Case,
     expect_same,
     generate_all,
-    make_case,
     near,
     request,
 )
@@ -42,22 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(case: Case) -> AsyncIterator[HostedEngine]:
-    """One engine for all tests of this file; each loads what it needs."""
-    engine = HostedEngine(CONFIG)
-    try:
-        await engine.start(case.model_dir)
-        yield engine
-    finally:
-        await engine.close()
 
 
 def bad_states(state: State) -> dict[str, State]:

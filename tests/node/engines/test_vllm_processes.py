@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
-import pytest_asyncio
 from update_cases import blended
 from vllm_cases import (
     CONFIG,
@@ -21,7 +19,6 @@ from vllm_cases import (
     Case,
     expect_same,
     generate_all,
-    make_case,
     request,
 )
 
@@ -41,22 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(case: Case) -> AsyncIterator[HostedEngine]:
-    """One engine for all tests of this file; each loads what it needs."""
-    engine = HostedEngine(CONFIG)
-    try:
-        await engine.start(case.model_dir)
-        yield engine
-    finally:
-        await engine.close()
 
 
 @pytest.mark.parametrize("victim", ["host", "core"])
