@@ -166,8 +166,7 @@ NODE = """
     import asyncio, sys
     from pathlib import Path
     from primerl.node.config import EngineConfig
-    from primerl.node.engines.engine import Completion
-from primerl.node.engines.hosted import HostedEngine
+    from primerl.node.engines.hosted import HostedEngine
 
     async def main():
         engine = HostedEngine(EngineConfig(type="vllm", vllm={"kv_cache_memory_bytes": 64 << 20}))
