@@ -113,6 +113,24 @@ class Child:
             return []
 
 
+async def start_piped(
+    program: Sequence[str], environment: Mapping[str, str], *, buffer: int = 1 << 16
+) -> asyncio.subprocess.Process:
+    """Start a process that is talked to by pipes, and that leads a group. `buffer` bytes of each wait unread.
+
+    Raises OSError.
+    """
+    return await asyncio.create_subprocess_exec(
+        *program,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=dict(environment),
+        start_new_session=True,  # a terminal's ctrl-C is not for it
+        limit=buffer,
+    )
+
+
 def signal_process(pid: int, number: signal.Signals) -> None:
     """Signal one process; one that has gone is fine."""
     try:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ..errors import EngineError
 from ..frames import HEAD_BYTES, body_length, frame
-from ..processes import PARENT_VARIABLE, LogTail, kill_group, to_the_end
+from ..processes import PARENT_VARIABLE, LogTail, kill_group, start_piped, to_the_end
 from .frames import (
     MAX_FRAME,
     Answer,
@@ -73,14 +73,8 @@ class AuditChild:
     async def start(self) -> None:
         """Start it. Raises EngineError."""
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._program,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=os.environ | {PARENT_VARIABLE: str(os.getpid())},
-                start_new_session=True,  # a terminal's ctrl-C is not for it
-            )
+            environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+            self._process = await start_piped(self._program, environment)
         except OSError as error:
             raise EngineError(
                 f"the process that audits cannot be started ({error}): free memory or processes"

@@ -18,7 +18,7 @@ from typing import TypeVar
 from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, UsageError
 from ..frames import HEAD_BYTES, body_length, frame
-from ..processes import LogTail, end_process, kill_group, to_the_end
+from ..processes import LogTail, kill_group, start_piped, to_the_end
 from .engine import Completion, GenerateRequest
 from .host_frames import (
     LOST,
@@ -120,15 +120,7 @@ class EngineChild:
     async def start(self, config: EngineConfig, model_dir: Path, fingerprint: str) -> None:
         """Start it and its vLLM. Raises EngineError, UsageError; kill() it then."""
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._program,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=dict(self._environment),
-                start_new_session=True,  # a terminal's ctrl-C is not for it
-                limit=BUFFER,
-            )
+            self._process = await start_piped(self._program, self._environment, buffer=BUFFER)
         except OSError as error:
             raise EngineError(
                 f"the process for vLLM cannot be started ({error}): free memory or processes"
@@ -197,7 +189,7 @@ class EngineChild:
             await to_the_end(self._bury(self._process))
 
     async def _bury(self, process: asyncio.subprocess.Process) -> None:
-        await end_process(process, 0.0)
+        await process.wait()
         for task in self._tasks[1:]:
             task.cancel()
         if self._tasks:

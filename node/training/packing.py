@@ -6,6 +6,7 @@ work in lockstep, row by row, so rows of the same turn cost about the same.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -78,7 +79,7 @@ class Packed:
         """What a rank reads."""
         return [_row(row, self.multiple) for row in self.dealt[rank]]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Trained tokens of the step, of all ranks: what losses are divided by."""
         return sum(_trained(one) for rows in self.dealt for row in rows for one in row)
