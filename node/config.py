@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
 from .engine_config import EngineConfig as EngineConfig
+from .engine_config import PipelineConfig as PipelineConfig
 from .own_run_config import CheckpointConfig, OwnRunConfig
 from .training_config import TrainingConfig
 
@@ -311,6 +312,19 @@ class JoinConfig(NodeConfig):
     """The join ticket that the trainer printed."""
     leases: Annotated[int, Field(ge=0)] = 0
     """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
+    pp: PipelineConfig = PipelineConfig()
+
+    @model_validator(mode="after")
+    def _is_one_kind_of_many(self) -> "JoinConfig":
+        if self.pp.wanted and self.engine.dp > 1:
+            raise ValueError(
+                "engine.dp and pp cannot be combined: start one node per pipeline, each with its own pp"
+            )
+        if self.pp.wanted and self.engine.pp > 1:
+            raise ValueError(
+                "engine.pp splits layers over this host's GPUs, pp over nodes: use one of them"
+            )
+        return self
 
 
 class RunConfig(NodeConfig, OwnRunConfig):

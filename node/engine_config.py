@@ -24,6 +24,40 @@ class ConcurrencyConfig(BaseConfig):
         return self
 
 
+class PipelineConfig(BaseConfig):
+    """Holding a model together with other nodes, each some of its layers."""
+
+    mode: Literal["auto", "on", "off"] = "auto"
+    """`auto`: offer this machine's memory where the model does not fit into it; `on`: always; `off`: never."""
+    rank: Annotated[int, Field(ge=-1, lt=16)] = -1
+    """Which stage to be, with world_size; -1 leaves it to the trainer."""
+    world_size: Annotated[int, Field(ge=0, le=16)] = 0
+    """So many stages; 0 leaves it to the trainer."""
+    name: Annotated[str, Field(max_length=64)] = ""
+    """Only nodes that give the same name are put together."""
+    memory_gib: Annotated[float, Field(ge=0)] = 0.0
+    """Memory to offer; 0: what this machine's GPU, or without one the machine itself, has free."""
+    encoding: Literal["raw", "fp8", "int8"] = "raw"
+    """How hidden states travel: as they are, or 8 bits a number with one scale a token."""
+    stall_s: Annotated[float, Field(gt=0)] = 20.0
+    """Seconds without an answer after which a stage counts as lost."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the operator asked for it in so many words."""
+        return self.mode == "on" or (
+            self.mode == "auto" and (self.rank >= 0 or self.world_size > 0)
+        )
+
+    @model_validator(mode="after")
+    def _is_a_place(self) -> Self:
+        if self.rank >= 0 and not 2 <= self.world_size:
+            raise ValueError("pp.rank wants pp.world_size, 2 or more")
+        if self.world_size == 1 or (self.rank >= self.world_size > 0):
+            raise ValueError("pp.world_size must be 2 or more, and above pp.rank")
+        return self
+
+
 class EngineConfig(BaseConfig):
     """What generates."""
 

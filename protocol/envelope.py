@@ -40,6 +40,8 @@ class Purpose(StrEnum):
     EQUIVOCATION = "equivocation"
     HOLDING = "holding"
     AUDIT = "audit"
+    PIPELINE = "pipeline"
+    BOUNDARY = "boundary"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..crypto.hashing import Digest
+from ..crypto.hashing import NO_DIGEST, Digest
 from ..crypto.keys import NodeId
 from .errors import Reason
 from .manifests import (
@@ -16,8 +16,9 @@ from .manifests import (
     Role,
     Version,
 )
+from .pipelines import MAX_STAGES, StageOffer
 from .reports import MAX_CHOSEN, MAX_REPORT, Place
-from .version import MAX_GOSSIP, MAX_SUBMISSION
+from .version import KIB, MAX_GOSSIP, MAX_SUBMISSION
 
 MAX_SEALED = 64 * 1024
 Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_SEALED)]
@@ -29,6 +30,8 @@ MAX_LEASES = 64
 MAX_HELD = 4096
 MAX_SHELF = 256
 """Policy versions that a validator may say it holds."""
+MAX_PROBE = 512 * KIB
+"""Bytes of a probe, one way."""
 MAX_WATCHED = 4096
 """Chunks of one watch or one choice; a larger artifact is fetched a window at a time."""
 Digests = Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=MAX_WATCHED)]
@@ -220,6 +223,66 @@ class AuditDone(Message, frozen=True):
     report: Annotated[bytes, msgspec.Meta(max_length=MAX_REPORT)]
 
 
+class OfferStage(Message, frozen=True):
+    """I have memory for some layers; or, with a plan that I am in, I tell that it does not work."""
+
+    offer: StageOffer
+    group: Digest = NO_DIGEST
+    """Of the plan that I am in; zeros for none."""
+    generation: Version = 0
+    lost: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
+    """Stages of it that I cannot reach, or that stall."""
+
+
+class StageWait(Message, frozen=True):
+    """No plan yet. Measure the way to these, and offer again."""
+
+    retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
+    others: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
+    """Sealed PeerRecords of who offers too."""
+
+
+class StagePlanned(Message, frozen=True):
+    """You are in this plan."""
+
+    plan: Sealed
+    """The sealed PipelinePlan."""
+    records: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)]
+    """Sealed PeerRecords of the other stages."""
+    retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)] = 10_000
+    """Offer again then, with this plan's group and generation, to hear of a newer one."""
+
+
+class OpenLine(Message, frozen=True):
+    """First on a stream of ALPN_PIPELINE: frames of that plan follow, from me to you, once you accept."""
+
+    plan: Sealed
+    epoch: Version
+    """Rises with each line between us two; an older one is closed for it."""
+
+
+class PrepareVersion(Message, frozen=True):
+    """Stage 0 to the others: get your part of this policy version ready, and tell me when it is."""
+
+    group: Digest
+    generation: Version
+    term: Version
+    version: Version
+
+
+class Prepared(Message, frozen=True):
+    """It is ready; it takes effect where the switch comes by between two micro-batches."""
+
+    version: Version
+
+
+class Probe(Message, frozen=True):
+    """Answer with a Probe that has `answer` bytes: to measure the way between two that may share a model."""
+
+    payload: Annotated[bytes, msgspec.Meta(max_length=MAX_PROBE)] = b""
+    answer: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROBE)] = 0
+
+
 class SyncRecords(Message, frozen=True):
     """Anti-entropy of peer records: these are mine, tell me yours."""
 
@@ -299,7 +362,10 @@ ControlRequest = (
     | AuditDone
     | SyncRecords
     | Goodbye
+    | OfferStage
 )
 """What may open a stream on ALPN_CONTROL."""
+PipelineRequest = OpenLine | PrepareVersion | Probe
+"""What may open a stream on ALPN_PIPELINE."""
 BlobRequest = GetChunk | GetAnyChunk | WatchChunks
 """What may open a stream on ALPN_BLOBS."""

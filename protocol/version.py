@@ -7,6 +7,8 @@ ALPN_CONTROL = b"primerl/control/1"
 """Requests and replies: hello, leases, submissions, heads, peers."""
 ALPN_BLOBS = b"primerl/blobs/1"
 """Chunks by digest, on their own connection so that bulk never delays a lease."""
+ALPN_PIPELINE = b"primerl/pipeline/1"
+"""What the stages of one model say to each other."""
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -120,7 +120,8 @@ class Concurrency:
         self._sized = True
         self._sure = max(1, stats.kv_tokens // self._max_model_len)
         if not self._config.initial_inflight:
-            self.cap = self._clamp(min(self._sure, self._max_batch))
+            # What has been drawn is in flight until its logprobs are here: others take its place meanwhile.
+            self.cap = self._clamp(min(self._sure, int((1 + QUEUED) * self._max_batch)))
 
     def _disturbed(self, stats: EngineStats, version: int, now: float) -> bool:
         """Whether the engine rests, is down, or has just got another policy: then its figures say nothing."""

@@ -1,0 +1,1 @@
+"""Engines of which every node computes some layers."""

@@ -1,0 +1,1 @@
+"""Stages of one model: what travels between them. Knows no network and no models."""

@@ -1,0 +1,36 @@
+"""The port seam: where what computes a stage sends to the next one and gets from the one before.
+
+Blocking, for threads that compute; whoever holds the network serves the other end. Implementations: a socket to
+the node's process (socket_port.py), a pair in memory (memory_port.py). Suite: tests/conformance/port.py.
+"""
+
+from typing import Protocol
+
+from .frame import Frame
+
+
+class PortClosed(Exception):
+    """The other end is gone, or close() was called."""
+
+
+class PortTimeout(Exception):
+    """Nothing came in time."""
+
+
+class Port(Protocol):
+    """Frames in order, each way; send() and receive() may be called by different threads."""
+
+    def send(self, frame: Frame) -> None:
+        """Hand `frame` on; returns before it has left. Waits while too much waits. Raises PortClosed.
+
+        Its tensors must not be written to afterwards.
+        """
+        ...
+
+    def receive(self, timeout_s: float | None = None) -> Frame:
+        """The next frame. Raises PortTimeout, PortClosed."""
+        ...
+
+    def close(self) -> None:
+        """Wake everybody up with PortClosed. Never raises."""
+        ...
