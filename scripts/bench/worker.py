@@ -27,6 +27,7 @@ from shapes import SHAPES
 from worker_child import Child
 from worker_goals import FULL, MODES, judge, rates
 from worker_settings import RUN, engine, join_settings, make_model, run_settings
+from worker_watch import cores, follow
 
 from primerl.node import control
 from primerl.node.errors import NetworkError
@@ -136,8 +137,9 @@ class Bench:
         """One window of the worker while it is full."""
         await asyncio.sleep(self.options.warm)
         await self.full(sequences)
+        before = [await child.ask("where") for child in (self.worker, self.trainer)]
         first = await self.worker.ask("count")
-        await asyncio.sleep(self.options.window)
+        said = await follow(lambda: self.status(self.worker.name), self.options.window)
         last = await self.worker.ask("count")
         seconds = last["clock"] - first["clock"]
         found = {
@@ -148,7 +150,13 @@ class Bench:
             "versions": found["updates"],
             "inflight": (last["filled"] - first["filled"]) / seconds,
             "worker_cpu": (last["own_cpu"] - first["own_cpu"]) / seconds,
+            "said": said,
         }
+        for child, then in zip((self.worker, self.trainer), before, strict=True):
+            now = await child.ask("where")
+            taken = cores(then["processes"], now["processes"], seconds)
+            name = "trainer" if child is self.trainer else "worker"
+            self.rounds[-1] |= {f"{name}_does": now["does"], f"{name}_cores": taken}
 
     async def bare_rounds(self, sequences: int, number: int) -> None:
         """The same for every kind of bare vLLM."""
@@ -275,6 +283,8 @@ def show(rows: list[dict[str, Any]], bench: Bench) -> None:
                 f"round {one['round'] + 1}, {one['sequences']} sequences: {one['versions']} versions, "
                 f"{one['inflight']:.1f} in flight, the node's own process took {one['worker_cpu']:.2f} cores"
             )
+            for name in ("said", "worker_cores", "worker_does", "trainer_cores", "trainer_does"):
+                print(f"    {name:14} " + ", ".join(f"{k} {v}" for k, v in one[name].items()))
     for start in bench.starts:
         print(f"\ncold start to the first accepted rollout, {start['sequences']} sequences")
         for phase, seconds in start.items():

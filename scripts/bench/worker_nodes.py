@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from worker_child import Event, Wire, cpu_seconds
+from worker_watch import Sampler, cpu_by_process
 
 from primerl.node import rundir
 from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
@@ -215,6 +216,11 @@ async def trainer(wire: Wire, settings: dict[str, Any]) -> None:
         config, load_key(data_dir), data_dir, lambda text: wire.tell("ticket", ticket=text), parts
     )
 
+    sampler = Sampler()
+
+    async def where(command: Event) -> Event:
+        return {"does": sampler.read(), "processes": cpu_by_process(os.getpid())}
+
     async def hold(command: Event) -> Event:
         backend.gate.clear()
         return {}
@@ -223,7 +229,7 @@ async def trainer(wire: Wire, settings: dict[str, Any]) -> None:
         backend.gate.set()
         return {}
 
-    await until_told(wire, node, {"hold": hold, "go": go})
+    await until_told(wire, node, {"hold": hold, "go": go, "where": where})
 
 
 async def worker(wire: Wire, settings: dict[str, Any]) -> None:
@@ -238,6 +244,7 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
         return engines[-1]
 
     node = WorkerNode(config, load_key(data_dir), data_dir, Parts(engine=watched))
+    sampler = Sampler()
 
     async def count(command: Event) -> Event:
         one = engines[0]
@@ -253,6 +260,9 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
             "cpu": cpu_seconds(os.getpid()),
         }
 
+    async def where(command: Event) -> Event:
+        return {"does": sampler.read(), "processes": cpu_by_process(os.getpid())}
+
     async def asked(command: Event) -> Event:
         one = engines[0].request
         assert one is not None
@@ -264,7 +274,7 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
         }
 
     wire.tell("up")
-    await until_told(wire, node, {"count": count, "asked": asked})
+    await until_told(wire, node, {"count": count, "asked": asked, "where": where})
 
 
 async def until_told(

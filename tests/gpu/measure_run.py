@@ -23,7 +23,6 @@ from typing import Any
 HERE = Path(__file__).parent
 ENDS = 10
 """Steps at either end whose rewards are compared."""
-LIMIT_S = 540.0
 TOY = {
     "model.create.hidden-size": 96,
     "model.create.num-hidden-layers": 2,
@@ -105,24 +104,29 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
         command += ["--trainer-gpus", "1", "--inference-gpus", str(options.gpus - 1)]
         command += ["--launch.workers", str(options.gpus - 1)]
     began = time.monotonic()
-    with (directory / "rl.log").open("wb") as log:
-        done = subprocess.run(
-            [*command, *more],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            timeout=LIMIT_S,
-            check=False,
-        )
+    try:
+        with (directory / "rl.log").open("wb") as log:
+            done = subprocess.run(
+                [*command, *more],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=options.limit,
+                check=False,
+            )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"not over after {options.limit:.0f} s\n{tail(directory)}") from None
+    finally:
+        (options.out / f"run_{options.gpus}.log").write_text(tail(directory, 200_000))
     if done.returncode:
         raise SystemExit(tail(directory))
     return time.monotonic() - began
 
 
-def tail(directory: Path) -> str:
+def tail(directory: Path, length: int = 2500) -> str:
     """The ends of all logs."""
     logs = [directory / "rl.log", *directory.glob("run/logs/*.log")]
-    return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-2500:]}" for log in logs)
+    return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-length:]}" for log in logs)
 
 
 def figures(directory: Path, wall: float, watch: Watch) -> dict[str, Any]:
@@ -228,12 +232,15 @@ def main() -> int:
     parser.add_argument("--engine", default="vllm", choices=["vllm", "hf"])
     parser.add_argument("--toy", action="store_true", help="a small model on the CPU")
     parser.add_argument("--out", type=Path, default=Path("."), help="where the figures go")
+    parser.add_argument(
+        "--limit", type=float, default=540.0, help="seconds after which it is ended"
+    )
     options, more = parser.parse_known_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name, Watch() as watch:
         directory = Path(name)
         wall = run(options, more, directory)
         found = figures(directory, wall, watch)
-        options.out.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / "run" / "reward.png", options.out / f"run_{options.gpus}.png")
     goals = judge(found, toy=options.toy)
     show(found, goals)
