@@ -102,14 +102,12 @@ def find_file(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    if path.parent in (Path(), Path("configs")):
-        bundled = BUNDLED / path.with_suffix(".toml").name
-        if bundled.is_file():
-            return bundled
-    shipped = ", ".join(sorted(file.stem for file in BUNDLED.glob("*.toml")))
-    raise UsageError(
-        f"no config file {name}: give a path, or the name of a bundled one ({shipped})"
-    )
+    inside = path.relative_to("configs") if path.is_relative_to("configs") else path
+    shipped = {file.relative_to(BUNDLED).with_suffix(""): file for file in BUNDLED.rglob("*.toml")}
+    if (bundled := shipped.get(inside.with_suffix(""))) is not None:
+        return bundled
+    names = ", ".join(sorted(map(str, shipped)))
+    raise UsageError(f"no config file {name}: give a path, or the name of a bundled one ({names})")
 
 
 def _split_equals(args: Sequence[str]) -> list[str]:

@@ -48,6 +48,16 @@ def test_bundled_configs_are_found_by_name(name: str, home: Path) -> None:
     assert load(RunConfig, ["@", name], {}).name == "demo"
 
 
+@pytest.mark.parametrize("name", ["inference/pp_2", "configs/inference/pp_2.toml"])
+def test_bundled_configs_in_folders_are_found_too(name: str, home: Path) -> None:
+    assert load(JoinConfig, ["@", name, "--pp.rank", "1"], {}).pp.rank == 1
+
+
+def test_a_name_leads_to_no_file_outside_the_bundled_ones(home: Path) -> None:
+    with pytest.raises(UsageError, match="inference/pp_2"):
+        load(JoinConfig, ["@", "inference/../../pyproject"], {})
+
+
 def test_a_file_of_the_user_goes_before_a_bundled_one(home: Path) -> None:
     written(home / "demo.toml", 'name = "mine"')
     assert load(RunConfig, ["@", "demo.toml"], {}).name == "mine"
