@@ -18,6 +18,7 @@ from . import registry
 from .config import NodeConfig
 from .control import Command, ControlServer, Status
 from .errors import first_cause
+from .looplag import LoopLag
 
 
 class Node:
@@ -29,6 +30,7 @@ class Node:
         self.data_dir = data_dir
         self.role = role
         self.phase = "starting"
+        self.lag = LoopLag()
         self._started = time.monotonic()
         self._stop = asyncio.Event()
 
@@ -43,6 +45,7 @@ class Node:
             uptime_s=round(time.monotonic() - self._started, 1),
             data_dir=str(self.data_dir.resolve()),
             phase=self.phase,
+            event_loop_lag=self.lag.read(),
         )
 
     async def request_stop(self) -> dict[str, Any]:
@@ -60,11 +63,14 @@ class Node:
         control = ControlServer(self.data_dir, {**commands, "stop": self.request_stop})
         await control.start()
         entry = registry.register(self.data_dir, self.role, run)
+        lag = asyncio.create_task(self.lag.run(), name="event loop lag")
         try:
             await self._until_done(work)
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         finally:
+            lag.cancel()
+            await asyncio.wait([lag])
             registry.unregister(entry)
             await control.close()
 
