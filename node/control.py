@@ -53,6 +53,8 @@ class PeerRow(msgspec.Struct):
     """Why it is leased nothing, or its audits count no more; empty while all is well."""
     audits: int = 0
     """Audits that it made for the trainer, as a validator."""
+    stage: str = ""
+    """Which stage of a pipeline it is, and its layers; empty for none."""
 
 
 class EngineRow(msgspec.Struct):
@@ -74,6 +76,54 @@ class EngineRow(msgspec.Struct):
     restarts: int = 0
     fault: str = ""
     """Why it does not work just now, with what to do; empty while it does."""
+
+
+class GroupRow(msgspec.Struct):
+    """A pipeline that the trainer has planned."""
+
+    group: str
+    generation: int
+    stages: list[str]
+    """Short ids of its nodes, in order."""
+    layers: list[str]
+    """Of each: first-last."""
+    spares: int
+    round_trip_ms: float | None
+    """Of the whole ring, as its stages measured it; None while one of them is silent."""
+    kv_tokens: int
+    """Tokens that it has room for at a time."""
+    state: str
+    """planned, or waiting: for a node in place of one that is lost."""
+
+
+class StageRow(msgspec.Struct):
+    """The stage that a worker is of a pipeline."""
+
+    group: str
+    generation: int
+    rank: int
+    stages: int
+    layers: str
+    """The first and the last, both held: 0-13."""
+    state: str
+    """What is wrong, or `whole`."""
+    epoch: int = -1
+    """Of the chain; higher after every break."""
+    breaks: int = 0
+    bytes_out: int = 0
+    """To the next stage, since this ring began."""
+    bytes_in: int = 0
+    """From the one before."""
+    rtt_ms: float | None = None
+    """To the next stage and back."""
+    round_ms: float | None = None
+    """Once round the ring (stage 0)."""
+    stall_share: float | None = None
+    """Share of its time that this stage waits for the others; at stage 0 of the slowest stage."""
+    lanes: int = 0
+    """Micro-batches that the sequences are cut into (stage 0)."""
+    in_flight: int = 0
+    """Of these, on their way round (stage 0)."""
 
 
 class Status(msgspec.Struct, kw_only=True):
@@ -115,8 +165,12 @@ class Status(msgspec.Struct, kw_only=True):
     detail: str = ""
     engine: EngineRow | None = None
     """What generates (worker)."""
+    stage: StageRow | None = None
+    """Of a worker that holds the model together with others."""
     event_loop_lag: dict[str, float] = {}
     """How late this process does what is due: mean, p90 and max, seconds, over the last ten (worker)."""
+    pipelines: list[GroupRow] = []
+    """Of nodes that hold the model together (trainer)."""
     evaluating: int = -1
     """Version that is being evaluated beside training; -1 while none is (trainer)."""
     evaluations: dict[str, dict[str, float]] = {}
@@ -139,6 +193,7 @@ class ControlServer:
         self._path = socket_path(data_dir)
         self._commands = commands
         self._server: asyncio.AbstractServer | None = None
+        self._callers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
         """Listen. Raises BusyError if a node already answers there."""
@@ -153,13 +208,17 @@ class ControlServer:
         self._path.chmod(0o600)
 
     async def close(self) -> None:
-        """Stop listening and remove the socket."""
+        """Stop listening, hang up on whoever is being answered, and remove the socket."""
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
             self._server = None
+            await asyncio.sleep(0)  # who was let in just now is a caller by then
+            for caller in self._callers:
+                caller.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._callers.add(writer)
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 reply = await self._answer(await reader.readline())
@@ -168,6 +227,7 @@ class ControlServer:
         except (TimeoutError, ConnectionError, ValueError):
             pass  # a local caller that hung up, stalled or sent an endless line
         finally:
+            self._callers.discard(writer)
             writer.close()
 
     async def _answer(self, line: bytes) -> dict[str, Any]:

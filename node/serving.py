@@ -70,9 +70,9 @@ class Node:
             raise first_cause(group) from group
         finally:
             lag.cancel()
-            await asyncio.wait([lag])
             registry.unregister(entry)
             await control.close()
+            await asyncio.wait([lag])
 
     async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
         working = asyncio.ensure_future(work())
