@@ -4,6 +4,7 @@ The `*_node.py` files build the parts of a role; only they and this file know th
 """
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,14 @@ from .serve_config import ServeConfig
 
 KEY_FILE = "key.pem"
 PASSPHRASE = "PRIMERL_PASSPHRASE"
+SWITCH_S = 0.0005
+"""How long a thread may keep Python while others want it; by itself 5 ms. The network's single thread wants it
+some thousand times a second: beside threads that compute in Python, chunks would hardly move for waiting."""
+
+
+def share_python() -> None:
+    """Have the threads of this process take turns quickly."""
+    sys.setswitchinterval(SWITCH_S)
 
 
 def load_key(data_dir: Path) -> SecretKey:
@@ -36,6 +45,7 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
     directory = rundir.prepare(config)
     data_dir = config.data_dir or directory / "trainer"
     configure(config.log, directory / "logs" / "trainer.jsonl")
+    share_python()
     node = TrainerNode(config, load_key(data_dir), data_dir, announce)
     await node.run()
     return directory
@@ -49,6 +59,7 @@ async def join(config: JoinConfig) -> None:
     data_dir = config.data_dir or Path.home() / ".primerl"
     name = "validator" if config.role == "validator" else "worker"
     configure(config.log, data_dir / "logs" / f"{name}.jsonl")
+    share_python()
     node = ValidatorNode if config.role == "validator" else WorkerNode
     await node(config, load_key(data_dir), data_dir).run()
 
@@ -62,5 +73,6 @@ async def serve(config: ServeConfig, *, announce: Callable[[str, str], None]) ->
 
     data_dir = config.directory
     configure(config.log, data_dir / "logs" / "inference.jsonl")
+    share_python()
     node = FollowedPolicy if config.ticket else OwnPolicy
     await node(config, load_key(data_dir), announce).run()

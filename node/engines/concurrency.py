@@ -161,7 +161,10 @@ class Concurrency:
         calm = now >= self._cut_at + CALM_S
         if full or not binding or not calm or self._finished < self.cap:
             return NOTHING
-        before, self.cap = self.cap, self._clamp(max(int(GROWTH * self.cap), self.cap + 1))
+        # beyond that they only wait: an engine whose sequences end all at once shows no queue for a moment
+        most = max(self.cap, int((1 + OVERLOAD) * self._max_batch))
+        grown = min(most, max(int(GROWTH * self.cap), self.cap + 1))
+        before, self.cap = self.cap, self._clamp(grown)
         self._finished = 0
         return Decision(why="the engine has room") if self.cap > before else NOTHING
 

@@ -157,6 +157,7 @@ class Bench:
             taken = cores(then["processes"], now["processes"], seconds)
             name = "trainer" if child is self.trainer else "worker"
             self.rounds[-1] |= {f"{name}_does": now["does"], f"{name}_cores": taken}
+        show_where(self.rounds[-1])
 
     async def bare_rounds(self, sequences: int, number: int) -> None:
         """The same for every kind of bare vLLM."""
@@ -264,6 +265,17 @@ class Bench:
             return {}
 
 
+def show_where(one: dict[str, Any]) -> None:
+    """Where the time of a round of the full worker went, at once: what is ended too early has told it."""
+    print(
+        f"    {one['versions']} versions, {one['inflight']:.1f} in flight, "
+        f"the node's own process took {one['worker_cpu']:.2f} cores"
+    )
+    for name in ("said", "worker_cores", "worker_does", "trainer_cores", "trainer_does"):
+        found = ", ".join(f"{key} {value}" for key, value in one[name].items())
+        print(f"    {name:14} {found}", flush=True)
+
+
 def show(rows: list[dict[str, Any]], bench: Bench) -> None:
     """The tables."""
     print(
@@ -277,14 +289,6 @@ def show(rows: list[dict[str, Any]], bench: Bench) -> None:
             f"{row['row']:28} {row['sequences']:9} {row['tokens_per_s']:10,.0f} {row['lowest']:10,.0f}"
             f" {row['highest']:10,.0f} {row['cpu_ms_per_token']:13.3f}"
         )
-    for one in bench.rounds:
-        if one["row"] == FULL:
-            print(
-                f"round {one['round'] + 1}, {one['sequences']} sequences: {one['versions']} versions, "
-                f"{one['inflight']:.1f} in flight, the node's own process took {one['worker_cpu']:.2f} cores"
-            )
-            for name in ("said", "worker_cores", "worker_does", "trainer_cores", "trainer_does"):
-                print(f"    {name:14} " + ", ".join(f"{k} {v}" for k, v in one[name].items()))
     for start in bench.starts:
         print(f"\ncold start to the first accepted rollout, {start['sequences']} sequences")
         for phase, seconds in start.items():

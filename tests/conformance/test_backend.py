@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from training_cases import FAST, batch, make_model
+from training_cases import DEVICE, FAST, batch, make_model
 
 from primerl.node.errors import EngineError, StorageError
 from primerl.node.model_files import contract_files, read_state
@@ -22,6 +22,8 @@ from primerl.node.weights.state import digests
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Make = Callable[[], TrainBackend]
+SAME = 1e-3 if DEVICE == "cpu" else 2e-2
+"""How far the figures of ranks may be from those of one process: a GPU computes in bf16."""
 SHARDED = FAST.model_copy(update={"fsdp": FsdpConfig(timeout_s=60.0)})
 
 
@@ -174,7 +176,7 @@ async def test_the_figures_of_a_step_are_those_of_one_process(
     for step in (1, 2):
         ours, theirs = (await backend.step(batch(step))).values, (await alone.step(batch(step)))
         for name in ("loss/mean", "optim/grad_norm", "entropy/all/mean", "tokens", "optim/lr"):
-            assert ours[name] == pytest.approx(theirs.values[name], rel=1e-3), name
+            assert ours[name] == pytest.approx(theirs.values[name], rel=SAME), name
     await alone.close()
 
 

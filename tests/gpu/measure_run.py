@@ -4,7 +4,8 @@
 
 Model, data and settings: run.toml. With one GPU trainer and worker share it; with two each has its own.
 --toy is a small model on the CPU, to see that this script works. Writes DIR/run_N.json (figures, reward and
-mismatch curves) and DIR/run_N.png.
+mismatch curves), DIR/run_N.png and DIR/run_N.log; of a run that comes to a stop DIR/hang_N.txt: what it
+waits for.
 """
 
 import argparse
@@ -20,9 +21,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import what_hangs
+
 HERE = Path(__file__).parent
 ENDS = 10
 """Steps at either end whose rewards are compared."""
+PUBLISHED = "policy 0 published"
+STALL_S = 90.0
+"""Once the policy is out a step comes within this time, a cold start of vLLM included, or something hangs."""
 TOY = {
     "model.create.hidden-size": 96,
     "model.create.num-hidden-layers": 2,
@@ -93,7 +99,7 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
     """`primerl-node rl` to its end; the seconds that it took, start and warm-up included."""
     command = [sys.executable, "-m", "primerl.cli.main", "rl", "@", str(HERE / "run.toml")]
     command += ["--output-dir", str(directory), "--engine.type", options.engine]
-    environment = dict(os.environ)
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     if options.toy:
         for name, value in TOY.items():
             command += [f"--{name}", str(value)]
@@ -106,21 +112,39 @@ def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
     began = time.monotonic()
     try:
         with (directory / "rl.log").open("wb") as log:
-            done = subprocess.run(
-                [*command, *more],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                timeout=options.limit,
-                check=False,
+            rl = subprocess.Popen(
+                [*command, *more], stdout=log, stderr=subprocess.STDOUT, env=environment
             )
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"not over after {options.limit:.0f} s\n{tail(directory)}") from None
+        why = wait(rl, directory, began + options.limit)
+        if why:
+            (options.out / f"hang_{options.gpus}.txt").write_text(what_hangs.report(rl.pid))
+            what_hangs.abort(rl.pid, "primerl.cli.main")
+            time.sleep(2.0)
+            rl.kill()
+            rl.wait()
     finally:
         (options.out / f"run_{options.gpus}.log").write_text(tail(directory, 200_000))
-    if done.returncode:
-        raise SystemExit(tail(directory))
+    if why or rl.returncode:
+        raise SystemExit(f"{why}\n{tail(directory)}")
     return time.monotonic() - began
+
+
+def wait(rl: "subprocess.Popen[bytes]", directory: Path, deadline: float) -> str:
+    """Until the run ends: empty, or why it was not waited for any longer."""
+    trainer, metrics = directory / "run/logs/trainer.log", directory / "run/metrics.jsonl"
+    seen, since = 0, float("inf")
+    while rl.poll() is None:
+        time.sleep(0.5)
+        now = time.monotonic()
+        size = metrics.stat().st_size if metrics.exists() else 0
+        training = trainer.exists() and PUBLISHED in trainer.read_text(errors="replace")
+        if training and (size != seen or since > now):
+            seen, since = size, now
+        if now > deadline:
+            return "not over in time"
+        if now - since > STALL_S:
+            return f"no step for {STALL_S:.0f} s"
+    return ""
 
 
 def tail(directory: Path, length: int = 2500) -> str:

@@ -39,6 +39,8 @@ LAYOUTS = {
 }
 NEAR = 0.02
 """Of bf16 kernels, relative and root mean square."""
+SAME = 2e-3
+"""Of one bf16 kernel with itself."""
 DENSE = ModelCreateConfig(
     hidden_size=256,
     num_hidden_layers=2,
@@ -106,20 +108,21 @@ def test_kernels_mix_what_the_mathematics_mixes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["long ones", "short ones"])
-def test_a_neighbour_s_tokens_change_no_bit(name: str) -> None:
+def test_a_neighbour_s_tokens_change_nothing(name: str) -> None:
     lengths = LAYOUTS[name]
     parts = drawn(sum(lengths))
-    start = lengths[0]
-    own = slice(start, start + lengths[1])
+    own = slice(lengths[0], lengths[0] + lengths[1])
     hostile = [one.detach().clone() for one in parts]
     for one in hostile:
         one[own] = 60.0
-    before = pulled(packed(parts, lengths), parts)
     hostile = [one.requires_grad_() for one in hostile]
+    before = pulled(packed(parts, lengths), parts)
     after = pulled(packed(hostile, lengths), hostile)
-    for one, other in zip(before, after, strict=True):
-        assert torch.equal(one[:start], other[:start])
-        assert torch.equal(one[own.stop :], other[own.stop :])
+    for at, (one, other) in enumerate(zip(before, after, strict=True)):
+        for place in (slice(None, own.start), slice(own.stop, None)):
+            # what is read changes in no bit; gradients are added up in an order that varies from run to run
+            assert torch.equal(one[place], other[place]) or at
+            assert apart(one[place], other[place]) < SAME
 
 
 @pytest.mark.parametrize("name", ["long and short", "short ones"])

@@ -67,6 +67,15 @@ def test_it_begins_with_what_the_cache_holds_at_full_length() -> None:
     assert World(min_inflight=200).cap == 200
 
 
+def test_it_grows_no_further_than_half_as_many_again_as_the_engine_computes() -> None:
+    world = World(max_batch=60)
+    for _ in range(9):
+        world.finish(1000)
+        world.look(QUIET)
+    assert world.cap == 90
+    assert World(max_batch=60, initial_inflight=200).cap == 200
+
+
 def test_it_grows_by_a_quarter_when_all_have_come_and_gone() -> None:
     world = World()
     world.finish(99)

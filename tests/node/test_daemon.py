@@ -1,0 +1,26 @@
+"""What every node process does before its role begins."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primerl.node import daemon
+from primerl.node.config import JoinConfig
+from primerl.node.errors import NodeError
+
+
+@pytest.fixture
+def patience() -> Iterator[float]:
+    before = sys.getswitchinterval()
+    yield before
+    sys.setswitchinterval(before)
+
+
+def test_threads_of_a_node_take_turns_quickly(patience: float, tmp_path: Path) -> None:
+    config = JoinConfig(ticket="no ticket at all", data_dir=tmp_path)
+    with pytest.raises(NodeError, match="ticket"):
+        asyncio.run(daemon.join(config))
+    assert sys.getswitchinterval() < patience / 5
