@@ -5,9 +5,11 @@ start(), because that takes seconds. A score is always the outcome of playing: r
 policy, score() plays again with what a rollout says the policy answered.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,9 +70,11 @@ class VerifiersEnvironment:
 
     async def start(self) -> None:
         """Read the tokenizer, import verifiers, find the taskset. Raises EnvironmentFailed."""
+        # Seconds, and more while another thread imports too: peers are to hear from us meanwhile.
+        await asyncio.to_thread(import_module, ".playing", __package__)
         from .playing import open_player
 
-        self._chat = self._given or ChatFormat.load(self._model_dir)
+        self._chat = self._given or await asyncio.to_thread(ChatFormat.load, self._model_dir)
         self._player = open_player(
             self._config,
             chat=self._chat,
