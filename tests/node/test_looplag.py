@@ -1,8 +1,7 @@
 """The loop's lateness: what blocks it is seen."""
 
 import asyncio
-import sys
-import threading
+import inspect
 import time
 
 from swarm import until
@@ -52,7 +51,8 @@ def test_a_lock_that_holds_up_every_thread_is_told_from_a_loop_that_blocks() -> 
 
 
 def test_it_is_said_in_what_the_loop_s_thread_stands_and_what_others_do_beside_it() -> None:
-    here = sys._current_frames()[threading.get_ident()]
+    here = inspect.currentframe()
+    assert here is not None
     words = scene({1: here, 2: here}, 1)
     assert words.count("test_looplag.py") == 2
     assert "beside it" in words
