@@ -56,11 +56,15 @@ def run(
     Come and go as you like; needs no open port. The ticket is checked before anything is sent. A validator
     measures instead what other nodes sent in; the trainer's verification.validators has to name it.
 
+    A machine that cannot hold the model offers its memory, and holds some layers of it together with others
+    (--pp.mode on does so anyway, off never).
+
     \b
     Examples:
       primerl-node join --ticket primerl1-... --data-dir worker
       ssh trainer primerl-node ticket | primerl-node join --ticket -
       primerl-node join --ticket run.ticket --engine.type vllm --tp auto
+      primerl-node join --ticket run.ticket --pp.rank 0 --pp.world-size 2
       primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
     from ..node.config import JoinConfig

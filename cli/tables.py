@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..node.control import EngineRow, PeerRow, Status
+from ..node.control import EngineRow, GroupRow, PeerRow, StageRow, Status
 
 NONE = "-"
 MAX_STATE = 48
@@ -61,6 +61,8 @@ def _state(row: PeerRow) -> str:
         return why if len(why) <= MAX_STATE else f"{why[: MAX_STATE - 3]}..."
     if row.suspicion >= SUSPICIOUS:
         return f"suspicious, {row.suspicion:.0%} of the way to a ban"
+    if row.stage:
+        return f"stage {row.stage}"
     return f"{row.audits} audits made" if row.audits else ""
 
 
@@ -88,10 +90,13 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         lines.append(("reward", f"{number(status.reward)}  {sparkline(rewards(status), 40)}"))
         lines.append(("staleness", number(status.staleness)))
         lines.extend(("eval", line) for line in _evaluations(status))
+        lines.extend(("pipeline", group(row)) for row in status.pipelines)
     lines.append(("policy", _policy(status)))
     lines.append(("leases", f"{status.leases}, {status.waiting_groups} groups waiting"))
     if status.engine is not None:
         lines.append(("engine", engine(status.engine)))
+    if status.stage is not None:
+        lines.append(("stage", stage(status.stage)))
     lines.append(("rollouts", f"{status.accepted} accepted, {rejected(status.rejected)}"))
     lines.append(
         ("bytes", f"{size(status.bytes_sent)} sent, {size(status.bytes_received)} received")
@@ -138,6 +143,27 @@ def engine(row: EngineRow) -> str:
     said += f", cache {row.kv_use:.0%}" if row.kv_use else ""
     said += f", restarted {row.restarts} times" if row.restarts else ""
     return f"{said}. Down: {row.fault}" if row.fault else said
+
+
+def group(row: GroupRow) -> str:
+    """A pipeline: its stages with their layers, and what it has room for."""
+    stages = ", ".join(
+        f"{node} {layers}" for node, layers in zip(row.stages, row.layers, strict=True)
+    )
+    around = "" if row.round_trip_ms is None else f", {row.round_trip_ms:.0f} ms round"
+    said = f"{row.group} {row.state}, generation {row.generation}: {stages}{around}"
+    return f"{said}, room for {row.kv_tokens} tokens, {row.spares} spares"
+
+
+def stage(row: StageRow) -> str:
+    """Our own stage: where it is, and how the ring does."""
+    said = f"{row.rank} of {row.stages}, layers {row.layers}, {row.state}"
+    said += f", {row.in_flight} of {row.lanes} micro-batches under way" if row.lanes else ""
+    said += f", {row.rtt_ms:.0f} ms to the next" if row.rtt_ms is not None else ""
+    said += f", {row.round_ms:.0f} ms round" if row.round_ms is not None else ""
+    said += f", stalled {row.stall_share:.0%}" if row.stall_share is not None else ""
+    said += f", broke {row.breaks} times" if row.breaks else ""
+    return f"{said}, {size(row.bytes_out)} out, {size(row.bytes_in)} in"
 
 
 def rewards(status: Status) -> list[float]:

@@ -15,6 +15,7 @@ from ..node.explaining import (
     Explanation,
     Finding,
     Line,
+    Stages,
 )
 from .tables import NONE
 
@@ -66,6 +67,8 @@ def explanation(found: Explanation) -> Any:
     if found.evidence:
         parts += ["", _evidence(found)]
         parts += ["", *(_wrapped(line) for line in _reading(found))]
+    if found.stages:
+        parts += ["", *_stages(found.stages)]
     return Group(*parts)
 
 
@@ -139,6 +142,33 @@ def _evidence(found: Explanation) -> Any:
     ):
         table.add_row(label, "", "", *(f"{bound:.4g} " for bound in bounds), style="dim")
     return table
+
+
+def _stages(found: Stages) -> list[Any]:
+    """Who made it together, and which of them the audits name."""
+    head = f"made by {len(found.nodes)} stages of pipeline {found.group[:SHORT]}:{found.generation}"
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("STAGE", "NODE", "CAN BE OF IT", "OF IT ALONE"):
+        table.add_column(name, justify="left" if name == "NODE" else "right", no_wrap=True)
+    for rank, node in enumerate(found.nodes):
+        laid = [one.stages for one in found.blamed if rank in one.stages]
+        alone = sum(len(stages) == 1 for stages in laid)
+        table.add_row(str(rank), node[:SHORT], str(len(laid)), str(alone))
+    lines: list[Any] = [Text(head, style="bold"), table]
+    for one in found.blamed[:MAX_ROWS]:
+        where = ", ".join(f"{distance:.4g}" for distance in one.distances)
+        whose = " or ".join(map(str, one.stages))
+        said = f"distances behind stages 0.. are {where}: {whose}"
+        said = said if one.stages else "no boundaries are stated: it cannot be told whose it is"
+        lines.append(_wrapped(f"  {one.group}/{one.rollout}: {said}"))
+    lines.append(
+        _wrapped(
+            f"What a stage sent is off where its distance is above {found.reject:.4g}, odd above "
+            f"{found.suspect:.4g}. The first that is off, after one that is right, is of the stage that "
+            "computed something else. Stage 0 vouches for what is said of all."
+        )
+    )
+    return lines
 
 
 def _why(row: AuditedRollout, found: Explanation) -> str:

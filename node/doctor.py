@@ -23,6 +23,8 @@ from .config import NodeConfig
 from .engines.vllm_features import check_release, installed_release
 from .errors import EngineError
 from .gpu_memory import GpuMemory
+from .machine_memory import Memory as Memory
+from .machine_memory import machine_memory as machine_memory
 from .planning.bill import GIB, MIB, gib
 
 State = Literal["ok", "warning", "problem"]
@@ -155,34 +157,6 @@ def check_cpu(cores: int, load: float) -> Check:
     if load > BUSY * cores:
         return Check("CPU", "warning", text, "others are busy here: what is measured will be slow")
     return Check("CPU", "ok", text)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of the machine, or of the container."""
-
-    total: int
-    available: int
-
-
-def machine_memory(
-    meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
-) -> Memory:
-    """What there is; a container's limit counts where it is lower."""
-    try:
-        text = meminfo.read_text(encoding="utf-8")
-    except OSError:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Memory(total, total)
-    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB", text, re.M)}
-    total, available = sizes["MemTotal"], sizes["MemAvailable"]
-    try:
-        most = limit.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        most = ""
-    if most.isdigit():
-        total, available = min(total, int(most)), min(available, int(most))
-    return Memory(total, available)
 
 
 def check_memory(memory: Memory) -> Check:

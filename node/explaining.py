@@ -12,8 +12,8 @@ import msgspec
 from ..protocol.audits import draw, is_audited
 from ..protocol.envelope import Envelope, Purpose, unseal
 from ..protocol.errors import RemoteProtocolError
-from ..protocol.manifests import RunManifest, run_id
-from ..protocol.rollouts import Evidence, Verdict
+from ..protocol.manifests import ProofContract, RunManifest, run_id
+from ..protocol.rollouts import Evidence, PipelineVerdict, Verdict
 from ..protocol.session import decode
 from .errors import NodeError, StorageError, UsageError
 from .ledger import MANIFEST, KeptVerdict, LedgerView
@@ -69,6 +69,29 @@ class Finding(msgspec.Struct, frozen=True):
     look_at: list[str]
 
 
+class BlamedRollout(msgspec.Struct, frozen=True):
+    """One rollout of a pipeline that was not clean."""
+
+    group: int
+    rollout: int
+    distances: list[float]
+    """At the boundaries, from the lowest on."""
+    stages: list[int]
+    """It can be of any of these."""
+
+
+class Stages(msgspec.Struct, frozen=True):
+    """What a verdict says of the stages of the pipeline that made the submission."""
+
+    group: str
+    generation: int
+    nodes: list[str]
+    blamed: list[BlamedRollout]
+    suspect: float
+    reject: float
+    """Bounds of the distances."""
+
+
 class Explanation(msgspec.Struct, frozen=True):
     """A verdict of the run's trainer, signature checked."""
 
@@ -92,6 +115,8 @@ class Explanation(msgspec.Struct, frozen=True):
     """Where the bounds come from."""
     honest_rollouts: int
     honest_tokens: int
+    stages: Stages | None = None
+    """None if one node made it, or did not say who made it with it."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -268,6 +293,21 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
         bounds=_printable(proofs.source),
         honest_rollouts=proofs.honest_rollouts,
         honest_tokens=proofs.honest_tokens,
+        stages=_stages(verdict.pipeline, proofs) if verdict.pipeline else None,
+    )
+
+
+def _stages(said: PipelineVerdict, proofs: ProofContract) -> Stages:
+    return Stages(
+        said.group.hex(),
+        said.generation,
+        [node.hex() for node in said.stages],
+        [
+            BlamedRollout(one.group, one.rollout, list(one.distances), list(one.stages))
+            for one in said.blamed
+        ],
+        proofs.suspect.fingerprint,
+        proofs.reject.fingerprint,
     )
 
 

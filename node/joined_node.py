@@ -24,6 +24,7 @@ from ..protocol.messages import (
     WatchHeads,
     Welcome,
 )
+from ..protocol.trust import AdmittedHead
 from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
 from . import base_weights, rundir
 from .config import JoinConfig
@@ -32,6 +33,7 @@ from .engines.engine import Engine
 from .errors import TicketError, UsageError
 from .ledger import MANIFEST, Ledger
 from .network.heads import HeadFollower
+from .network.router import Handler, no_pipelines
 from .network.rpc import Refused, receive
 from .network.transport import Stream, TransportError
 from .parts import Parts
@@ -42,6 +44,7 @@ from .rows import peer_rows, total_bytes
 from .serving import Node
 from .stack import Stack, open_stack, open_store
 from .weights.mirror import Policy
+from .weights.partial import Share, everything
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,10 @@ class JoinedNode(Node):
         """Do what the role does until the run ends."""
         raise NotImplementedError
 
+    def _pipelines(self, stack: Stack) -> Handler:
+        """What answers those who share a model with this node."""
+        return no_pipelines
+
     def _read_ticket(self) -> Ticket:
         try:
             ticket = tickets.read(self._config.ticket, now=int(time.time()))
@@ -118,7 +125,11 @@ class JoinedNode(Node):
             stack.peers.hint(ticket.trainer, ticket.addresses)
             async with asyncio.TaskGroup() as tasks:
                 background = [
-                    tasks.create_task(stack.router(Neighbour(stack, self._merges).handle).run()),
+                    tasks.create_task(
+                        stack.router(
+                            Neighbour(stack, self._merges).handle, self._pipelines(stack)
+                        ).run()
+                    ),
                     tasks.create_task(stack.watch_fraud()),
                 ]
                 gossip = stack.gossip()
@@ -196,6 +207,8 @@ class JoinedNode(Node):
         joined: Joined,
         engine: Engine,
         on_policy: Callable[[Policy], None] = lambda policy: None,
+        share: Share = everything,
+        goal: Callable[[], AdmittedHead | None] | None = None,
     ) -> CatchUp:
         stack = joined.stack
         self._catchup = CatchUp(
@@ -213,6 +226,8 @@ class JoinedNode(Node):
             announce=stack.holdings.tell,
             on_fraud=stack.report_fraud,
             on_policy=on_policy,
+            share=share,
+            goal=goal,
         )
         return self._catchup
 

@@ -1,11 +1,13 @@
 """What a trainer leases out, as its configuration says."""
 
 from ..protocol.leases import LeasePolicy
+from ..protocol.pipelines import MAX_STAGES
 from ..protocol.version import MIB
 from .config import RunConfig
 
-BYTES_PER_TOKEN = 64
-"""Generous: tokens, mask, logprobs and framing of one token in a submission."""
+BYTES_PER_TOKEN = 64 + 8 * (MAX_STAGES - 1)
+"""Generous: of one token in a submission its id, mask, logprob, proof and framing, and what the stages of the
+longest pipeline say of it."""
 MAX_SUBMISSION = 256 * MIB
 
 

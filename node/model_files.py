@@ -54,6 +54,13 @@ def vocab_size(directory: Path) -> int:
     return size
 
 
+def layer_count(directory: Path) -> int:
+    """Layers of the model (config.json); 0 where it does not say."""
+    config = read_json(directory / "config.json")
+    layers = (config.get("text_config") or config).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else 0
+
+
 def one_line(error: object) -> str:
     """A foreign error's text, short enough for a message of ours."""
     return " ".join(str(error).split())[:300]

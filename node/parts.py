@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..crypto.keys import SecretKey
-from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
+from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from .audits.auditor import Auditor
 from .config import (
     EngineConfig,
@@ -19,11 +19,14 @@ from .config import (
 )
 from .engines.build import build_engine
 from .engines.engine import Engine
+from .engines.pipelined.build import build_head, build_stage
+from .engines.pipelined.seams import HeadEngine, StageEngine
 from .environments.build import build_environment
 from .environments.environment import Environment
 from .ledger import Ledger
 from .network.discovery import Discovery
 from .network.transport import Transport
+from .pipeline.place import Place
 from .sft_config import SftConfig
 from .training.backend import TrainBackend
 
@@ -36,7 +39,7 @@ async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Trans
         key,
         host=network.host,
         port=port,
-        alpns=(ALPN_CONTROL, ALPN_BLOBS),
+        alpns=(ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE),
         relay_urls=network.relay_urls,
     )
     await transport.start()
@@ -116,6 +119,8 @@ class Parts:
         make_environment
     )
     engine: Callable[[EngineConfig], Engine] = build_engine
+    pipeline_head: Callable[[EngineConfig, Place], HeadEngine] = build_head
+    pipeline_stage: Callable[[EngineConfig, Place], StageEngine] = build_stage
     evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
     auditor: Callable[[EngineConfig, float], Auditor] = make_auditor
     backend: Callable[[RunConfig], TrainBackend] = make_backend

@@ -45,7 +45,7 @@ def peer_rows(
 def trainer_rows(peers: PeerTable, desk: LeaseDesk, *, newest: int, own: bytes) -> list[PeerRow]:
     """The rows of a trainer, which knows what is on lease, and to whom."""
     leases = Counter(held.node for held in desk.book.held.values())
-    return peer_rows(
+    rows = peer_rows(
         peers,
         newest=newest,
         leases=leases,
@@ -54,6 +54,9 @@ def trainer_rows(peers: PeerTable, desk: LeaseDesk, *, newest: int, own: bytes) 
         validators=desk.audits.records(),
         own=own,
     )
+    for row in rows:
+        row.stage = desk.pipelines.place(bytes.fromhex(row.id))
+    return rows
 
 
 def show_training(status: Status, role: TrainerRole, publisher: Publisher, desk: LeaseDesk) -> None:
@@ -65,6 +68,7 @@ def show_training(status: Status, role: TrainerRole, publisher: Publisher, desk:
     status.leases = len(desk.book.held)
     status.waiting_groups = role.waiting_groups()
     status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
+    status.pipelines = desk.pipelines.rows()
 
 
 def _row(

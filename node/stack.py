@@ -17,7 +17,7 @@ from ..protocol.envelope import Purpose, seal
 from ..protocol.errors import RemoteProtocolError
 from ..protocol.manifests import PeerRecord, Role
 from ..protocol.trust import Equivocation, EquivocationProof, TrustedRun
-from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL
+from ..protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from .config import NodeConfig
 from .errors import BusyError, RunFailed
 from .ledger import Ledger
@@ -32,7 +32,7 @@ from .network.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
 from .network.limits import Pacer
 from .network.links import Links
 from .network.peers import PeerTable
-from .network.router import Handler, Router
+from .network.router import Handler, Router, no_pipelines
 from .network.seeds import open_seeds
 from .network.transport import AddressInUse, Transport
 from .parts import Parts
@@ -103,13 +103,13 @@ class Stack:
         expires = int(time.time()) + RECORD_TTL_S
         return seal(self.key, Purpose.PEER, self.run_id, record, expires=expires)
 
-    def router(self, control: Handler) -> Router:
-        """The accept loop of this node, with `control` answering ALPN_CONTROL."""
+    def router(self, control: Handler, pipeline: Handler = no_pipelines) -> Router:
+        """The accept loop of this node: `control` answers ALPN_CONTROL, `pipeline` ALPN_PIPELINE."""
         network = self.config.network
         return Router(
             self.transport,
             self.peers,
-            {ALPN_CONTROL: control, ALPN_BLOBS: self.blobs.handle},
+            {ALPN_CONTROL: control, ALPN_BLOBS: self.blobs.handle, ALPN_PIPELINE: pipeline},
             max_streams_per_peer=network.max_streams_per_peer,
             max_peers=network.max_peers,
         )

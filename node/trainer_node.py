@@ -26,6 +26,7 @@ from .ledger import Arrived, Ledger
 from .metrics import MetricsLog, PhaseClock
 from .opening import Opening
 from .parts import Parts
+from .planning.stages import cut_model
 from .restarts import Restarts, until_done
 from .roles.desk import LeaseDesk
 from .roles.inbox import Inbox
@@ -212,6 +213,7 @@ class TrainerNode(Node):
         )
         opening = Opening(self._config, environment, backend, evaluator, self._clock, self._enter)
         role, publisher, desk = self._build(stack, documents, environment, metrics, verification)
+        self._role, self._publisher, self._desk = role, publisher, desk
         online = self._online = online_evaluation(self._config, evaluator, contests, metrics)
         async with online, asyncio.TaskGroup() as tasks:
             background = [
@@ -265,6 +267,7 @@ class TrainerNode(Node):
             order=lambda: publisher.order,
             arrivals=arrivals,
             audits=verification.desk,
+            model=cut_model(documents.manifest, stack.store, self._config.engine.max_batch),
         )
         buffer, progress = self._make_buffer(), Progress()
         inbox = Inbox(
@@ -296,7 +299,6 @@ class TrainerNode(Node):
             gossip=stack.discovery.publish if stack.discovery else _nowhere,
             published=self._evaluate,
         )
-        self._role, self._publisher, self._desk = role, publisher, desk
         return role, publisher, desk
 
     def _evaluate(self, version: int) -> None:

@@ -2,24 +2,37 @@
 
 import asyncio
 import json
+import logging
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 
 from ..crypto.keys import SecretKey
 from . import rundir
-from .config import EnvironmentConfig, JoinConfig
+from .config import EngineConfig, EnvironmentConfig, JoinConfig
 from .control import Status
 from .engines.adapted import adapted
 from .engines.concurrency import Concurrency
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
-from .errors import NodeError, UsageError
+from .errors import EngineError, NodeError, UsageError
 from .joined_node import Joined, JoinedNode
-from .looplag import LoopLag
+from .json_files import read_json
+from .lines.door import Door
+from .network.router import Handler, no_pipelines
 from .parts import Parts
+from .planning.shape import read_shape
+from .planning.stages import cannot_cut, cannot_hold
+from .roles.catchup import stand
 from .roles.inference import InferenceRole
+from .roles.pipelined import PipelinedEngine
 from .roles.verdicts import VerdictBox
+from .stack import Stack
+from .stage_node import StageNode
+from .weights.partial import Share, everything
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerNode(JoinedNode):
@@ -30,33 +43,112 @@ class WorkerNode(JoinedNode):
     ) -> None:
         super().__init__(config, key, data_dir, parts)
         self._role: InferenceRole | None = None
-        self._lag = LoopLag()
+        self._verdicts: VerdictBox | None = None
+        """Of all seats that this node ever has."""
+        self._door: Door | None = None
+        self._stages: StageNode | None = None
 
     async def _take_part(self, joined: Joined) -> None:
+        run, config = joined.documents.manifest, self._config.engine
+        try:
+            if await self._is_split(joined):
+                stages = self._stages = self._make_stages(joined)
+                await self._follow_while(joined, stages.run)
+                return
+            engine = adapted(self._parts.engine(config), run)
+            await self._infer(
+                joined,
+                engine,
+                config,
+                lambda role: self._follow_while(joined, role.run),
+            )
+        finally:
+            self._write_last_status()
+
+    async def _infer(
+        self,
+        joined: Joined,
+        engine: Engine,
+        config: EngineConfig,
+        work: Callable[[InferenceRole], Awaitable[None]],
+        share: Share = everything,
+    ) -> None:
+        """Start what an inference worker needs, and do its work."""
         run = joined.documents.manifest
-        engine = adapted(self._parts.engine(self._config.engine), run)
         environment = self._environment(joined.documents, joined.model_dir)
         try:
             await asyncio.gather(
                 engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
                 environment.start(),
             )
-            role = self._role = self._build(joined, engine, environment)
-            await self._follow_while(joined, lambda: self._measured(role))
+            role = self._role = self._build(joined, engine, config, environment, share)
+            await work(role)
         except EnvironmentFailed as error:
             raise NodeError(f"the environment does not start: {error}") from error
         finally:
-            if self._role is not None and not joined.stack.heads.ended:
+            # whoever only changes its seat in a pipeline stays
+            if self._stages is None and self._role is not None and not joined.stack.heads.ended:
                 await self._role.leave()
             await environment.close()
             await engine.close()
-            self._write_last_status()
 
-    async def _measured(self, role: InferenceRole) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            lag = tasks.create_task(self._lag.run())
-            await role.run()
-            lag.cancel()
+    # -- pipelines -----------------------------------------------------------------------------------
+
+    def _pipelines(self, stack: Stack) -> Handler:
+        if self._config.pp.mode == "off":
+            return no_pipelines
+        self._door = Door(self.key.node_id, stack.run_id, stack.trainer)
+        return self._door.handle
+
+    async def _is_split(self, joined: Joined) -> bool:
+        """Whether to hold the model together with others. Raises UsageError if that is wanted and cannot be."""
+        config, run = self._config, joined.documents.manifest
+        splits = config.engine.type != "scripted" and run.adapters is None
+        if config.pp.wanted:
+            if splits:
+                return True
+            raise UsageError(
+                "a model with adapters, or engine.type scripted, cannot be shared by nodes: remove pp"
+            )
+        if config.pp.mode == "off" or not splits or config.engine.dp * config.engine.pp > 1:
+            return False
+        try:
+            shape = read_shape(read_json(joined.model_dir / "config.json"))
+            if cannot_cut(shape, config.engine.type):
+                return False
+            why = await asyncio.to_thread(
+                cannot_hold, config.engine, shape, fingerprint=run.proofs.fingerprint
+            )
+        except EngineError as error:
+            logger.info("whether the model fits is not known: %s", error)
+            return False
+        if why:
+            logger.warning("this node offers to hold a part of the model: %s", why)
+        return bool(why)
+
+    def _make_stages(self, joined: Joined) -> StageNode:
+        assert self._door is not None  # made with the router, before anything is joined
+
+        async def infer(engine: PipelinedEngine, config: EngineConfig, share: Share) -> None:
+            await self._infer(joined, engine, config, InferenceRole.run, share)
+
+        def enter(phase: str) -> None:
+            self.phase = phase
+
+        return StageNode(
+            config=self._config,
+            key=self.key,
+            data_dir=self.data_dir,
+            parts=self._parts,
+            joined=joined,
+            door=self._door,
+            infer=infer,
+            make_catchup=lambda engine, share: self._make_catchup(
+                joined, engine, share=share, goal=stand
+            ),
+            writing=lambda: self._catchup.writing if self._catchup else None,
+            enter=enter,
+        )
 
     def _environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
         contract = documents.manifest.environment
@@ -71,16 +163,24 @@ class WorkerNode(JoinedNode):
             config, model_dir, contract.seed, sampling.max_tokens, sampling.temperature
         )
 
-    def _build(self, joined: Joined, engine: Engine, environment: Environment) -> InferenceRole:
+    def _build(
+        self,
+        joined: Joined,
+        engine: Engine,
+        config: EngineConfig,
+        environment: Environment,
+        share: Share,
+    ) -> InferenceRole:
         stack, documents = joined.stack, joined.documents
-        verdicts = VerdictBox(
-            node=self.key.node_id,
-            run_id=documents.run_id,
-            trainer=stack.trainer,
-            links=stack.links,
-            ledger=stack.ledger,
-            explain=f"primerl-node explain --data-dir {self.data_dir}",
-        )
+        if self._verdicts is None:
+            self._verdicts = VerdictBox(
+                node=self.key.node_id,
+                run_id=documents.run_id,
+                trainer=stack.trainer,
+                links=stack.links,
+                ledger=stack.ledger,
+                explain=f"primerl-node explain --data-dir {self.data_dir}",
+            )
         return InferenceRole(
             key=self.key,
             run_id=documents.run_id,
@@ -88,33 +188,29 @@ class WorkerNode(JoinedNode):
             links=stack.links,
             book=stack.heads,
             fetcher=stack.fetcher,
-            catchup=self._make_catchup(joined, engine),
+            catchup=self._make_catchup(joined, engine, share=share),
             engine=engine,
             engine_name=self._config.engine.type,
             environment=environment,
             ledger=stack.ledger,
-            verdicts=verdicts,
+            verdicts=self._verdicts,
             upstreams=joined.upstreams,
             leases=self._config.leases,
-            concurrency=self._concurrency(),
-        )
-
-    def _concurrency(self) -> Concurrency:
-        config = self._config.engine
-        return Concurrency(
-            config.concurrency,
-            max_batch=config.max_batch * config.dp,
-            max_model_len=config.max_model_len,
+            concurrency=_concurrency(config),
         )
 
     async def _status(self) -> Status:
         status = await super()._status()
-        if self._role is not None:
+        if self._role is not None and (self._stages is None or self._stages.leads):
             status.leases = self._role.held
             status.accepted = self._role.verdicts.accepted
             status.rejected = dict(self._role.verdicts.rejected)
             status.engine = self._role.engine_row()
-            status.event_loop_lag = self._lag.read()
+        if self._stages is not None:
+            status.stage = self._stages.row()
+            status.detail = self._stages.words or status.detail
+            if self._stages.words:
+                status.phase = self.phase
         return status
 
     def _write_last_status(self) -> None:
@@ -126,7 +222,15 @@ class WorkerNode(JoinedNode):
             "rejected": dict(self._role.verdicts.rejected),
             "chunk_bytes_by_source": self._role.chunk_sources(),
             "engine": msgspec.structs.asdict(self._role.engine_row()),
-            "event_loop_lag": self._lag.read(),
+            "event_loop_lag": self.lag.read(),
             "versions_loaded": self._catchup.versions_loaded if self._catchup else 0,
         }
         (self.data_dir / "last_status.json").write_text(json.dumps(last))
+
+
+def _concurrency(config: EngineConfig) -> Concurrency:
+    return Concurrency(
+        config.concurrency,
+        max_batch=config.max_batch * config.dp,
+        max_model_len=config.max_model_len,
+    )

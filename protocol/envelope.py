@@ -41,7 +41,6 @@ class Purpose(StrEnum):
     HOLDING = "holding"
     AUDIT = "audit"
     PIPELINE = "pipeline"
-    BOUNDARY = "boundary"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -173,7 +173,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     digest: Digest
 
 
-class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One way to reach a version: a full anchor, or a delta on a named base."""
 
     kind: Literal["anchor", "delta"]
@@ -184,6 +184,11 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec: Name
     size: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
     chunks: Annotated[tuple[ChunkRef, ...], msgspec.Meta(max_length=2**20)]
+    offsets: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**48)], ...], msgspec.Meta(max_length=2**18)
+    ] = ()
+    """Bytes of the payload before the first block of each tensor, by name: who needs some tensors only fetches
+    the chunks that hold them. Empty where nobody says."""
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from msgspec.structs import astuple
 from ..crypto.hashing import Digest
 from .errors import Reason, RemoteProtocolError
 from .manifests import Name, Version
+from .pipelines import MAX_STAGES
 
 MAX_CHOSEN = 2048
 """Rollouts of one job; a report on so many stays below MAX_REPORT."""
@@ -54,6 +55,14 @@ class UnreadableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     detail: Annotated[str, msgspec.Meta(max_length=MAX_UNREADABLE_DETAIL)]
 
 
+class CrossedRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Distances at the boundaries of one measured rollout of a pipeline."""
+
+    group: Index
+    rollout: Index
+    distances: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
+
+
 class AuditReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row for each chosen rollout, measured or unreadable; none if the validator could not audit."""
 
@@ -64,6 +73,10 @@ class AuditReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unreadable: Annotated[tuple[UnreadableRow, ...], msgspec.Meta(max_length=MAX_CHOSEN)] = ()
     failed: Name = ""
     """Why there are no rows."""
+    crossed: (
+        Annotated[tuple[CrossedRow, ...], msgspec.Meta(max_length=MAX_CHOSEN)] | msgspec.UnsetType
+    ) = msgspec.UNSET
+    """Of measured rollouts, at most one row each; left out where there is none."""
 
 
 def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
@@ -73,7 +86,12 @@ def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
         return
     if sorted((row.group, row.rollout) for row in rows) != sorted(places):
         raise RemoteProtocolError(Reason.MALFORMED, "not one row for each rollout of the job")
-    numbers = (value for row in report.measured for value in astuple(row))
+    crossed = report.crossed or ()
+    of = {(row.group, row.rollout) for row in report.measured}
+    if len({(row.group, row.rollout) for row in crossed} & of) != len(crossed):
+        raise RemoteProtocolError(Reason.MALFORMED, "boundaries of what was not measured, or twice")
+    numbers = [value for row in report.measured for value in astuple(row)]
+    numbers += [value for row in crossed for value in row.distances]
     if not all(isfinite(value) for value in numbers):
         raise RemoteProtocolError(Reason.MALFORMED, "a measurement is not a number")
 

@@ -57,6 +57,18 @@ HALF_LIFE_S = 6 * 3600.0
 FAULT_MEMORY = 64
 """For so many audited rollouts after a fault it is recent."""
 
+VOUCHED = 0.25
+"""Of what a rollout adds to the test of outcomes, the share of those beside the stage that it is laid to: of
+stage 0, which signs for all, and of the one that sent to it."""
+VOUCHED_MOST = 0.125
+"""Of the bar, most that all rollouts of one plan add to such a stage: banned after eight bad ones in a row."""
+DOUBTED_MOST = 0.4
+"""Of the bar, most that they add to a stage that is one of several that it can be of: after three in a row."""
+ALONE_MOST = 0.9
+"""Of the bar, most that the word of a single stage 0 brings another stage to."""
+NAMED_AT = 0.7
+"""Of the bar: once so much can be of one stage, its plan is given up, and it is in no other."""
+
 Outcome = Literal["clean", "suspect", "rejected"]
 HONEST: dict[Outcome, float] = {"clean": 0.9899, "suspect": 0.01, "rejected": 1e-4}
 """What the manifest's thresholds are calibrated to, per audited rollout of an honest worker."""
@@ -86,6 +98,33 @@ class Audited:
     outcome: Outcome
     other_policy: float
     """Evidence.other_policy, nats; NaN tells nothing here (the judgement rejects it)."""
+    share: float = 1.0
+    """Of a pipeline: how much of it is laid to this peer."""
+    vouches: bool = False
+    """Of a pipeline: it is not of this peer, which only dealt with the one that it is of."""
+
+
+@dataclass
+class Room:
+    """Nats that the rollouts of one plan may yet add to a stage that they are not laid to alone."""
+
+    doubted: float
+    vouched: float
+
+    @staticmethod
+    def of(test: "BanTest") -> "Room":
+        """All of it."""
+        return Room(DOUBTED_MOST * test.bar, VOUCHED_MOST * test.bar)
+
+    def take(self, one: Audited, nats: float) -> float:
+        """As much of `nats` as there is room for."""
+        if one.vouches:
+            taken = min(nats, self.vouched)
+            self.vouched -= taken
+        else:
+            taken = min(nats, self.doubted)
+            self.doubted -= taken
+        return taken
 
 
 @dataclass(frozen=True)
@@ -133,6 +172,7 @@ class ReputationSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     other_nats: float
     suspicion: float
     banned: str
+    accusers: tuple[str, ...] = ()
 
 
 @dataclass
@@ -158,6 +198,8 @@ class Reputation:
     """The larger of the two as a share of the bar, as of the last audit."""
     banned: str = ""
     """Why, in a sentence; empty if it is not banned."""
+    accusers: tuple[str, ...] = ()
+    """First stages (hex) of pipelines whose rollouts were laid to this peer alone; two are as good as many."""
 
     def age(self, now: float) -> None:
         """Let the evidence decay until `now` (Unix seconds); else a peer that is leased nothing never heals."""
@@ -166,8 +208,13 @@ class Reputation:
         self.good *= decay
         self.bad *= decay
 
-    def record(self, accepted: int, rejected: Counter[Reason], now: float) -> None:
-        """Count the outcome of one submission. `now` in Unix seconds."""
+    def record(
+        self, accepted: int, rejected: Counter[Reason], now: float, *, spared: int = 0
+    ) -> None:
+        """Count the outcome of one submission. `now` in Unix seconds.
+
+        So many as `spared` of those rejected for FRAUD need not be of this peer: they weigh nothing.
+        """
         self.age(now)
         self.good += accepted
         weight = sum(
@@ -175,7 +222,7 @@ class Reputation:
             for reason, count in rejected.items()
             if reason not in HARMLESS
         )
-        self.bad += weight
+        self.bad += max(0.0, weight - spared * FRAUD_WEIGHT)
         self.accepted += accepted
         self.rejected.update(rejected)
         faults = sum(count for reason, count in rejected.items() if reason in FRAUD)
@@ -186,12 +233,12 @@ class Reputation:
             if rejected[reason]:
                 self._ban(f"{reason.value}: no honest software makes this")
 
-    def observe(self, audits: Iterable[Audited], test: BanTest) -> None:
-        """Add audited rollouts, in order, to the sequential tests; may set `banned`."""
+    def observe(self, audits: Iterable[Audited], test: BanTest, room: Room | None = None) -> None:
+        """Add audited rollouts, in order, to the sequential tests; may set `banned`. `room`: of their plan."""
         for one in audits:
             self.audited += 1
             self.clean_streak = 0 if one.outcome == "rejected" else self.clean_streak + 1
-            self.cheat_nats = max(0.0, self.cheat_nats + INCREMENT[one.outcome])
+            self._add(one, room)
             self.other_nats = max(0.0, self.other_nats + _other(one.other_policy, test))
             if self.cheat_nats >= test.bar:
                 self._ban(self._sentence("rejected and suspect audits", self.cheat_nats, test))
@@ -199,12 +246,43 @@ class Reputation:
                 self._ban(self._sentence("another policy version", self.other_nats, test))
         self.suspicion = max(self.cheat_nats, self.other_nats) / test.bar
 
+    def observe_stage(
+        self, audits: Iterable[Audited], test: BanTest, room: Room, *, accuser: bytes, named: bool
+    ) -> None:
+        """As observe(), of a submission that this peer had a part in as a later stage of a pipeline.
+
+        `accuser` signed it as stage 0; `named`: some of it is laid to this peer alone. A word of one stage 0
+        bans nobody: it could have been made up.
+        """
+        if named and len(self.accusers) < 2:
+            self.accusers = tuple(dict.fromkeys([*self.accusers, accuser.hex()]))
+        before = self.cheat_nats, self.other_nats
+        for one in audits:
+            self._add(one, room)
+            self.other_nats = max(0.0, self.other_nats + _other(one.other_policy, test))
+        if len(self.accusers) < 2:
+            most = ALONE_MOST * test.bar
+            self.cheat_nats = min(self.cheat_nats, max(before[0], most))
+            self.other_nats = min(self.other_nats, max(before[1], most))
+        worst = max(self.cheat_nats, self.other_nats)
+        if worst >= test.bar:
+            self._ban(self._sentence("faults as a stage of pipelines", worst, test))
+        self.suspicion = max(self.cheat_nats, self.other_nats) / test.bar
+
+    def _add(self, one: Audited, room: Room | None) -> None:
+        """Add to the test of outcomes; what is laid to several needs room."""
+        step = INCREMENT[one.outcome]
+        if step > 0 and one.share < 1 and room is not None:
+            step = room.take(one, step * one.share)
+        self.cheat_nats = max(0.0, self.cheat_nats + step)
+
     def pardon(self) -> None:
         """The operator lifts a ban: the peer starts again as a newcomer; its history stays in the counts."""
         self.banned = ""
         self.good = self.bad = 0.0
         self.cheat_nats = self.other_nats = self.suspicion = 0.0
         self.clean_streak = 0
+        self.accusers = ()
 
     @property
     def trust(self) -> float:
@@ -252,6 +330,7 @@ class Reputation:
             other_nats=self.other_nats,
             suspicion=self.suspicion,
             banned=self.banned,
+            accusers=self.accusers,
         )
 
     @staticmethod
@@ -272,6 +351,7 @@ class Reputation:
             other_nats=snapshot.other_nats,
             suspicion=snapshot.suspicion,
             banned=snapshot.banned,
+            accusers=snapshot.accusers,
         )
 
     def _sentence(self, what: str, nats: float, test: BanTest) -> str:

@@ -11,13 +11,16 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from ..crypto.hashing import Digest
+from ..crypto.keys import NodeId
 from .errors import LocalProtocolError, Reason, RemoteProtocolError
 from .manifests import Name, UnixSeconds, Version
+from .pipelines import MAX_STAGES
 
 MAX_BRANCH_TOKENS = 2**20
 MAX_REJECTIONS = 128
 MAX_EVIDENCE = 256
 MAX_SPANS = 64
+MAX_BLAMED = 48
 MAX_DETAIL = 200
 """Bytes of evidence per rejection; a verdict of MAX_REJECTIONS stays below 64 KiB."""
 
@@ -65,13 +68,27 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     rollouts: Annotated[tuple[RolloutRecord, ...], msgspec.Meta(max_length=4096)]
 
 
-class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that one lease produced."""
+class Crossed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the stages of a pipeline said of the states that they sent while a branch was drawn."""
+
+    group: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    rollout: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    branch: Annotated[int, msgspec.Meta(ge=0, le=64)]
+    boundaries: Annotated[tuple[Packed, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
+    """Of each stage but the last, a fingerprint of each sampled token in order."""
+
+
+class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Everything that one lease produced. What has its default is left out."""
 
     lease: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
     """The sealed lease: a trainer that lost its memory still recognises its own signature."""
     groups: Annotated[tuple[GroupRecord, ...], msgspec.Meta(max_length=4096)]
     engine: Name
+    plan: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)] = b""
+    """The sealed pipeline plan that `crossed` was made under; empty if one node computed all."""
+    crossed: Annotated[tuple[Crossed, ...], msgspec.Meta(max_length=2**16)] = ()
+    """Of the branches that were drawn under it alone, in order; others may be missing."""
 
 
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +134,27 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """How much likelier another policy version than the claimed one makes the proof, nats; below 0 is less."""
 
 
+class Blamed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One audited rollout of a pipeline that is not clean, and whose fault that can be."""
+
+    group: int
+    rollout: int
+    distances: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
+    """Of what each stage but the last said that it sent, like Evidence.fingerprint."""
+    stages: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STAGES)]
+    """One of these stages computed something else than it should have; none: it cannot be told."""
+
+
+class PipelineVerdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What audits found out about the stages that made a submission."""
+
+    group: Digest
+    generation: Version
+    stages: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=MAX_STAGES)]
+    blamed: Annotated[tuple[Blamed, ...], msgspec.Meta(max_length=MAX_BLAMED)] = ()
+    """The first of them."""
+
+
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What became of a submission."""
 
@@ -137,6 +175,8 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the first audited rollouts."""
     validator: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     """Who audited, if not the trainer."""
+    pipeline: PipelineVerdict | msgspec.UnsetType = msgspec.UNSET
+    """Of a submission that says what crossed between its stages; else it is left out."""
 
 
 def clipped(detail: str) -> str:

@@ -33,11 +33,26 @@ from primerl.protocol.manifests import (
     encode,
     run_id,
 )
-from primerl.protocol.reports import AuditReport, MeasuredRow, Place, UnreadableRow
+from primerl.protocol.pipelines import (
+    PipelinePlan,
+    PipelineShape,
+    Stage,
+    StageOffer,
+)
+from primerl.protocol.reports import (
+    AuditReport,
+    CrossedRow,
+    MeasuredRow,
+    Place,
+    UnreadableRow,
+)
 from primerl.protocol.rollouts import (
+    Blamed,
     BranchRecord,
+    Crossed,
     Evidence,
     GroupRecord,
+    PipelineVerdict,
     Receipt,
     Rejection,
     RolloutRecord,
@@ -111,6 +126,11 @@ POLICY_MANIFEST = PolicyManifest(
         Artifact("delta", 3, digest(b"state 3"), "xor-zstd-1", 5, (CHUNK,)),
     ),
 )
+LOCATED = structs.replace(
+    POLICY_MANIFEST,
+    artifacts=(structs.replace(POLICY_MANIFEST.artifacts[0], offsets=(21,)),),
+)
+"""A manifest that says where its tensors are."""
 
 TICKET = Ticket(
     run=RUN,
@@ -232,6 +252,38 @@ PROOF = EquivocationProof(
     sealed_head(head(1, state=digest(b"left"))), sealed_head(head(1, state=digest(b"right")))
 )
 
+PLAN = PipelinePlan(
+    group=digest(b"group"),
+    generation=2,
+    stages=(Stage(WORKER.node_id, 0, 14), Stage(STRANGER.node_id, 14, 28)),
+    spares=(TRAINER.node_id,),
+    shape=PipelineShape(
+        engine="vllm",
+        software="0.1.0",
+        dtype="bfloat16",
+        hidden_size=1024,
+        max_model_len=4096,
+        max_sequences=64,
+        max_step_tokens=2048,
+        block_size=16,
+        kv_tokens=65536,
+        micro_batches=4,
+        encoding="fp8",
+        fingerprint="projection",
+    ),
+)
+OFFER = StageOffer(
+    memory_bytes=24 * 2**30,
+    engine="vllm",
+    software="0.1.0",
+    rank=1,
+    world_size=2,
+    name="home",
+    encoding="fp8",
+    round_trips={STRANGER.node_id: 20.5},
+    bandwidths={STRANGER.node_id: 1e7},
+)
+
 TO_WORKER = WORKER.node_id
 ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.RUN: (TRAINER, MANIFEST, bytes(32)),
@@ -245,8 +297,27 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.EQUIVOCATION: (WORKER, PROOF, bytes(32)),
     Purpose.HOLDING: (WORKER, HOLDING, bytes(32)),
     Purpose.AUDIT: (STRANGER, REPORT, TRAINER.node_id),
+    Purpose.PIPELINE: (TRAINER, PLAN, bytes(32)),
 }
 """Purpose -> who signs what to whom."""
+
+
+SPLIT_SUBMISSION = structs.replace(
+    SUBMISSION,
+    plan=seal(TRAINER, Purpose.PIPELINE, RUN, PLAN, sequence=9, expires=NOW + 3600),
+    crossed=(Crossed(0, 0, 0, (bytes(range(16)),)),),
+)
+"""One whose tokens were drawn by a pipeline, and what is found out about it."""
+SPLIT_VERDICT = structs.replace(
+    VERDICT,
+    pipeline=PipelineVerdict(
+        PLAN.group,
+        PLAN.generation,
+        (WORKER.node_id, STRANGER.node_id),
+        (Blamed(0, 0, (0.25,), (1,)),),
+    ),
+)
+SPLIT_REPORT = structs.replace(REPORT, crossed=(CrossedRow(0, 0, (0.25,)),))
 
 
 def sealed(purpose: Purpose) -> bytes:
@@ -292,6 +363,13 @@ MESSAGES: tuple[m.Message, ...] = (
         seconds=120.5,
     ),
     m.AuditDone(sealed(Purpose.AUDIT)),
+    m.OfferStage(OFFER, PLAN.group, 2, (STRANGER.node_id,)),
+    m.StageWait(2000, (SEALED_RECORD,)),
+    m.StagePlanned(sealed(Purpose.PIPELINE), (SEALED_RECORD,), 5000),
+    m.OpenLine(sealed(Purpose.PIPELINE), 3),
+    m.PrepareVersion(PLAN.group, 2, 0, 7),
+    m.Prepared(7),
+    m.Probe(b"how far", 64),
     m.SyncRecords((SEALED_RECORD,)),
     m.Goodbye("stopped by its owner"),
     m.Accepted(),

@@ -21,12 +21,12 @@ MAX_FUNCTION = 60
 
 # Floors from the ground up. On one floor, rooms (inner lists) do not know each other.
 PLUMBING = """config control engine_config errors eval_config frames gpu_memory gpus json_files ledger load
-    logs looplag metrics processes own_run_config registry report run_files sft_config store toml
+    logs looplag machine_memory metrics processes own_run_config registry report run_files sft_config store toml
     training_config watch serve_config"""
 MODELS = "model_files models tensors"
 COMPOSITION = """base_weights contests daemon doctor engine_check eval_run explaining joined_node
     launching leasing opening parts restarts rows rundir serving sft_run
-    stack summary trainer_node validator_node verification worker_node inference_node"""
+    stack stage_node summary trainer_node validator_node verification worker_node inference_node"""
 FLOORS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],
@@ -150,7 +150,15 @@ HEAVY = {
         "node.network.trio_thread",
     },
     "triton": {"node.engines.noise_kernel", "node.engines.qwen3_kernel"},
-    "vllm": {"node.engines.vllm", "node.engines.vllm_worker"},
+    "vllm": {
+        "node.engines.vllm",
+        "node.engines.vllm_worker",
+        "node.engines.pipelined.vllm_executor",
+        "node.engines.pipelined.vllm_group",
+        "node.engines.pipelined.vllm_scheduler",
+        "node.engines.pipelined.vllm_stage",
+        "node.engines.pipelined.vllm_stage_worker",
+    },
     "transformers": {"node.models"},
     "huggingface_hub": {"node.models", "node.sft.hub"},
     "pyarrow": {"node.sft.conversion"},
@@ -179,13 +187,15 @@ def test_a_foreign_library_is_known_by_few_files(library: str) -> None:
 def test_torch_is_where_models_are() -> None:
     users = {name for name in HOUSE.files if "torch" in outside(name)}
     files = ("node.models", "node.tensors", "node.model_files")
-    rooms = ("node.engines", "node.training", "node.audits.replay", "node.calibration.forging")
-    allowed = (*files, *rooms)
+    rooms = ("node.engines", "node.training", "node.calibration.forging")
+    audits = ("node.audits.replay", "node.audits.crossings")
+    allowed = (*files, *rooms, *audits)
     assert {name for name in users if not within(name, *allowed)} == set()
 
 
 LOADED_LAZILY = {
-    "torch": """node.audits.replay node.engines.causal node.engines.decoding node.engines.network
+    "torch": """node.audits.crossings node.audits.replay node.engines.boundary_states
+        node.engines.taps node.engines.causal node.engines.decoding node.engines.network
         node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
         node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
         node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder
@@ -198,9 +208,16 @@ LOADED_LAZILY = {
         node.training.model.masters node.training.model.trained_model node.training.optimizer
         node.training.rank node.training.ranks.share node.training.ranks.wire
         node.training.saving.agreement node.training.saving.saved node.training.saving.shards
-        node.training.saving.staging node.training.world""",
+        node.training.saving.staging node.training.world node.engines.pipelined.vllm_executor
+        node.engines.pipelined.vllm_head_worker node.engines.pipelined.vllm_recorders
+        node.engines.pipelined.vllm_stage_worker node.engines.pipelined.vllm_states
+        node.engines.pipelined.activations node.engines.pipelined.hf_chain
+        node.engines.pipelined.hf_compute node.engines.pipelined.hf_events
+        node.engines.pipelined.hf_lanes node.engines.pipelined.slices""",
     "triton": "node.engines.noise_kernel node.engines.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
+    "vllm": """node.engines.pipelined.vllm_executor node.engines.pipelined.vllm_group
+        node.engines.pipelined.vllm_scheduler node.engines.pipelined.vllm_stage_worker""",
 }
 """The files that may load a heavy library when they are imported: they are imported lazily themselves."""
 LIGHT = {"typer", "rich", "blake3", "cryptography", "zstandard"}

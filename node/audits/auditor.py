@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...protocol.manifests import RunManifest
+from ...protocol.pipelines import Encoding
 from ..weights.state import State
 
 
@@ -22,6 +23,18 @@ class Reply:
     start: int
     end: int
     seed: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What is claimed of the states that crossed from one stage of a pipeline to the next."""
+
+    layers: int
+    """Of the model, below it."""
+    encoding: Encoding
+    """How they travelled: they are compared as they arrived."""
+    proof: bytes
+    """Of each sampled token [S], ROW bytes; they may be anything, and are far off then."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,8 @@ class AuditItem:
     versions: Sequence[int]
     """[S], claimed: the policy version that drew each token; never decreasing."""
     proof: bytes
+    boundaries: Sequence[Boundary] = ()
+    """From the lowest on; empty if one node computed all, or does not say."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,8 @@ class Measured:
     logprob: float
     logprob_max: float
     other_policy: float
+    boundaries: tuple[float, ...] = ()
+    """Distance at each boundary of the item, like `fingerprint`."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class PrefillCore:
             await self._thread.close()
 
     def _open(self, model_dir: Path, run: RunManifest) -> "Replay":
-        from .replay import Replay, terms
+        from .replay import Replay
+        from .terms import terms
 
         replay = Replay(terms(model_dir, run, self._config.device))
         replay.prepare()

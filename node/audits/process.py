@@ -80,7 +80,8 @@ def serve(source: BufferedIOBase, sink: BinaryIO) -> None:
 
 
 def _set_up(setup: Setup) -> "Replay":
-    from .replay import Replay, Terms
+    from .replay import Replay
+    from .terms import Terms
 
     replay = Replay(
         Terms(

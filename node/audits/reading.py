@@ -4,15 +4,19 @@ Whatever an item holds, the answer is about this item only.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ..fingerprints.fingerprint import BadProof, Fingerprint
 from ..fingerprints.parts import split
+from ..fingerprints.projection import TOKEN_BYTES
 from .auditor import AuditItem, Unreadable
 
 
-def check_item(item: AuditItem, vocabulary: int, fingerprint: Fingerprint) -> Unreadable | None:
-    """Why nothing can be measured on `item`; None if something can."""
-    detail = _fault(item, vocabulary)
+def check_item(
+    item: AuditItem, vocabulary: int, layers: int, fingerprint: Fingerprint
+) -> Unreadable | None:
+    """Why nothing can be measured on `item` by a model of `layers` layers; None if something can."""
+    detail = _fault(item, vocabulary) or _boundary_fault(item, layers)
     if detail:
         return Unreadable(detail, proof=False)
     try:
@@ -44,6 +48,17 @@ def _fault(item: AuditItem, vocabulary: int) -> str:
         )
     if sorted(item.versions) != list(item.versions):
         return "its policy versions go back"
+    return ""
+
+
+def _boundary_fault(item: AuditItem, layers: int) -> str:
+    if not item.boundaries:
+        return ""
+    heights = [0, *(one.layers for one in item.boundaries), layers]
+    if any(low >= high for low, high in pairwise(heights)):
+        return f"boundaries behind layers that the model has not, or out of order: {heights[1:-1]}"
+    if any(len(one.proof) != TOKEN_BYTES * len(item.versions) for one in item.boundaries):
+        return "boundaries of another number of tokens"
     return ""
 
 

@@ -7,15 +7,13 @@ What is not a number is never fine: it counts as infinitely far off.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...protocol.manifests import AdapterContract, RunManifest
 from .. import models
 from ..engines.network import Network, build_network
 from ..engines.sampling import draw, gumbel_at
@@ -23,14 +21,16 @@ from ..engines.transfers import Mark, download, upload
 from ..errors import EngineError
 from ..fingerprints.build import find
 from ..fingerprints.projection import Projected, Projection, signs
-from ..model_files import read_base
+from ..model_files import layer_count, read_base
 from ..weights.adapters import merge
 from ..weights.state import State, state_bytes
 from .auditor import AuditItem, Measured, Unreadable
+from .crossings import Lookout, distances, key_of
 from .portions import check_versions, other_versions, wanted_versions
 from .reading import check_item, split_proof
 from .sameness import SameState
 from .summing import summarize
+from .terms import Terms
 
 BATCH_TOKENS = {"cpu": 2**11, "cuda": 2**14}
 """Tokens of a forward pass: what a cache holds, and what keeps a GPU busy."""
@@ -42,36 +42,6 @@ TILE = 128
 """Rows that a GPU multiplies at once: a few more would cost as much as so many."""
 KEEP_BYTES = 2**30
 """Networks are kept for the next audit while their states are smaller than this together; one always is."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What all audits of a run have in common."""
-
-    model_dir: Path
-    fingerprint: str
-    temperature: float
-    dtype: str
-    """The run's numerics class: the prefill rounds as the workers do, so much of the rounding cancels."""
-    device: str
-    adapters: AdapterContract | None = None
-    """Of a run whose states are adapters: the weights in `model_dir` are what they adapt."""
-    base_state: bytes = b""
-    """Digest of these."""
-
-
-def terms(model_dir: Path, run: RunManifest, device: str) -> Terms:
-    """The terms of `run` on `device` ("auto" is cuda where there is one)."""
-    proofs = run.proofs
-    return Terms(
-        model_dir,
-        proofs.fingerprint,
-        run.sampling.temperature,
-        proofs.dtype,
-        device,
-        run.adapters,
-        run.model.base_state,
-    )
 
 
 Integers = NDArray[np.int64]
@@ -91,6 +61,8 @@ class _Branch:
     """Versions whose pass is still to come."""
     found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """version -> what the fingerprint compares [S, ...], on the CPU."""
+    crossed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """The same of its boundaries [S, boundaries, 8]."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +88,8 @@ class _Flight:
     counts: Sequence[int]
     led: Tensor
     """What the fingerprint compares, of the sampled tokens [S, ...] of all `branches`."""
+    crossed: Tensor
+    """And at their boundaries [S, boundaries, 8]."""
     drawn: Integers
     """Which tokens of all claim this version [N]."""
     numbers: Tensor
@@ -179,7 +153,8 @@ class Replay:
         """
         check_versions(items, states, others)
         vocabulary = models.vocab_size(self._terms.model_dir)
-        faults = [check_item(item, vocabulary, self._fingerprint) for item in items]
+        layers = layer_count(self._terms.model_dir)
+        faults = [check_item(item, vocabulary, layers, self._fingerprint) for item in items]
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         branches, tokens = _flatten(sound, others)
         done: dict[int, Measured] = {}
@@ -231,17 +206,20 @@ class Replay:
         own = np.flatnonzero(tokens.versions[chosen] == version)
         drawn = chosen[own]
         pieces = [branch.token_ids for branch in batch]
-        pieces += [before + tokens.places[chosen] - 1, own]
+        leading = before + tokens.places[chosen] - 1
+        pieces += [leading, own]
         pieces += [tokens.seeds[drawn], tokens.places[drawn], tokens.tokens[drawn]]
         there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
-        hidden = network.packed(ids, lengths)[led]
+        lookout = Lookout(key_of(batch[0].item), leading, led)
+        hidden = network.packed(ids, lengths, lookout if lookout.layers else None)[led]
         return _Flight(
             version=version,
             branches=batch,
             counts=counts,
             led=download(self._compared(hidden)),
+            crossed=download(lookout.led()),
             drawn=drawn,
             numbers=download(self._draw(network, hidden[rows], *claims)),
             mark=Mark(network.device),
@@ -319,23 +297,29 @@ class Replay:
         tokens.margins[flight.drawn] = margins
         tokens.logprobs[flight.drawn] = logprobs
         done: dict[int, Measured] = {}
-        for branch, part in zip(flight.branches, flight.led.split(flight.counts), strict=True):
+        parts = (found.split(flight.counts) for found in (flight.led, flight.crossed))
+        for branch, part, crossed in zip(flight.branches, *parts, strict=True):
             branch.found[flight.version] = part
+            branch.crossed[flight.version] = crossed
             branch.waits -= 1
             if not branch.waits:
                 done[branch.number] = self._summarize(branch, tokens)
                 branch.found.clear()
+                branch.crossed.clear()
         return done
 
     def _summarize(self, branch: _Branch, tokens: _Tokens) -> Measured:
-        return summarize(
+        versions = tokens.versions[branch.at]
+        found = summarize(
             margins=tokens.margins[branch.at],
             apart=tokens.logprobs[branch.at] - np.array(branch.item.logprobs),
             fingerprint=self._compares,
             proofs=split_proof(branch.item, self._fingerprint),
-            hidden=_own_states(branch, tokens.versions[branch.at]).float().numpy(),
+            hidden=_own_states(branch.found, versions).float().numpy(),
             others=[branch.found[version].float().numpy() for version in branch.others],
         )
+        crossed = _own_states(branch.crossed, versions).numpy()
+        return replace(found, boundaries=distances(branch.item, crossed))
 
 
 def _flatten(
@@ -361,26 +345,28 @@ def _flatten(
     )
 
 
-def _own_states(branch: _Branch, versions: Integers) -> Tensor:
+def _own_states(found: Mapping[int, Tensor], versions: Integers) -> Tensor:
     """[S, ...]: what was found under the version that each token claims, `versions` [S]."""
     first, *later = sorted(set(versions.tolist()))
-    own = branch.found[first]
+    own = found[first]
     for version in later:
-        own = torch.where(
-            torch.from_numpy(versions == version)[:, None], branch.found[version], own
-        )
+        claims = torch.from_numpy(versions == version)
+        own = torch.where(claims.view(-1, *[1] * (own.ndim - 1)), found[version], own)
     return own
 
 
 def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
-    """Branches of like length together, the longest first, each batch within `limit` tokens."""
+    """Branches of like length together, the longest first, each batch within `limit` tokens.
+
+    All of a batch crossed the same boundaries.
+    """
     batches: list[list[_Branch]] = []
-    room = 0
-    for branch in sorted(branches, key=lambda one: -len(one.item.token_ids)):
+    room, key = 0, None
+    for branch in sorted(branches, key=lambda one: (key_of(one.item), -len(one.item.token_ids))):
         length = len(branch.item.token_ids)
-        if length > room:
+        if length > room or key_of(branch.item) != key:
             batches.append([])
-            room = max(limit, length)
+            room, key = max(limit, length), key_of(branch.item)
         batches[-1].append(branch)
         room -= length
     return batches

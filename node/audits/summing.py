@@ -77,6 +77,11 @@ def _compare(
     return found
 
 
+def root_mean(apart: Numbers) -> float:
+    """Root mean square of the relative distances of tokens [S], FEWEST at least, as _distance()."""
+    return float(np.sqrt((apart**2).sum() / max(len(apart), FEWEST)))
+
+
 def _distance(compared: Sequence[Compared], proofs: Sequence[tuple[bytes, int]]) -> float:
     """Root mean square over tokens, FEWEST at least: of few tokens it scatters, and the honest extremes of
     short replies would set the bound that other weights have to exceed."""

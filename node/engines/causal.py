@@ -18,6 +18,7 @@ from ..tensors import to_torch
 from ..weights.state import Changed, State
 from .output import Output
 from .placement import write
+from .taps import Taps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,20 +69,29 @@ class CausalNetwork:
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """See Network."""
+        return self._seen(tokens, False)[0]
+
+    def _seen(self, tokens: Tensor, between: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        """The states [B, T, d] that feed the head; those before each layer, too, if asked for."""
         self._check_shown()
         with self._tap.cut():  # logits of every position would be large, and nobody asked for them
-            self.read(tokens)
-        return self._tap.taken()
+            output = self._model(
+                input_ids=tokens, use_cache=False, output_hidden_states=between or None
+            )
+        return self._tap.taken(), output.hidden_states if between else ()
 
-    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    def packed(self, tokens: Tensor, lengths: Sequence[int], taps: Taps | None = None) -> Tensor:
         """See Network. Neighbours of like length are padded to one: causal attention sees no padding."""
         found: list[Tensor] = []
         rest = list(tokens.split(list(lengths)))
         while rest:
             count = _alike([len(one) for one in rest])
             batch, rest = rest[:count], rest[count:]
-            hidden = self.hidden(pad_sequence(batch, batch_first=True))
-            found += [row[: len(one)] for row, one in zip(hidden, batch, strict=True)]
+            hidden, between = self._seen(pad_sequence(batch, batch_first=True), taps is not None)
+            found += _unpadded(hidden, batch)
+            if taps is not None:
+                for layer in sorted(taps.layers):
+                    taps.take(layer, torch.cat(_unpadded(between[layer], batch)))
         return torch.cat(found)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -221,6 +231,11 @@ def _shows(network: CausalNetwork, tap: Tap) -> bool:
         near = 1e-3 * float(wanted.abs().max())
         same = torch.allclose(found, wanted, rtol=0.0, atol=near, equal_nan=True)
         return same and network.hidden(tokens).equal(hidden)
+
+
+def _unpadded(padded: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:
+    """The rows [T, d] of `padded` [B, T, d], each as long as its tokens."""
+    return [row[: len(one)] for row, one in zip(padded, batch, strict=True)]
 
 
 def _alike(lengths: Sequence[int]) -> int:

@@ -51,6 +51,11 @@ class Completion:
     """(index of a token, version that drew from it on), ascending; empty if one version drew them all."""
     proof: bytes = b""
     """Fingerprint of the hidden states that led to the tokens; empty if none was asked for at start()."""
+    boundaries: tuple[bytes, ...] = ()
+    """Where stages of a pipeline computed it: of each one but the last, fingerprints of the states that it sent
+    on, 8 bytes a token (pipeline/boundaries.py). Empty is allowed: nobody but stage 0 answers for it then."""
+    plan: bytes = b""
+    """The sealed plan that these stages worked by; without boundaries only the last of several."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -36,6 +36,7 @@ from .host_frames import (
     Load,
     Ping,
     Pong,
+    Rejoin,
     Request,
     SetUp,
     Stage,
@@ -45,6 +46,7 @@ from .host_frames import (
     as_request,
     read_request,
 )
+from .pipelined.vllm_place import decode_place
 from .replica import Replica, Written
 from .sleeping import Sleeper, Sleepy
 
@@ -72,6 +74,19 @@ class Core(Replica, Sleepy, Protocol):
         ...
 
 
+@runtime_checkable
+class Rejoining(Protocol):
+    """A core that is stage 0 of a pipeline."""
+
+    async def rejoin(self, epoch: int) -> None:
+        """Begin a chain. Raises EngineError."""
+        ...
+
+
+Make = Callable[..., Core]
+"""make(config), or make(config, place) for a stage of a pipeline."""
+
+
 class Outbox:
     """Frames on their way out, those of one turn of the event loop together."""
 
@@ -93,7 +108,7 @@ class Outbox:
 class Host:
     """Answers requests until close(); a SetUp comes first."""
 
-    def __init__(self, outbox: Outbox, make: Callable[[EngineConfig], Core]) -> None:
+    def __init__(self, outbox: Outbox, make: Make) -> None:
         self._outbox = outbox
         self._make = make
         self._core: Core | None = None
@@ -157,12 +172,16 @@ class Host:
                     return _wrote(number, await core.load(request.version, request.path))
                 case Write():
                     return _wrote(number, await core.write(request.version))
+                case Rejoin() if isinstance(core, Rejoining):
+                    await core.rejoin(request.epoch)
+                    return Done(number)
                 case _:
                     raise EngineError("this is not to be answered: update primerl-node")
 
     async def _set_up(self, request: SetUp) -> Done:
         config = EngineConfig.model_validate_json(request.config)
-        core = self._core = self._make(config)  # close() ends it also after half a start
+        place = (decode_place(request.place),) if request.place else ()
+        core = self._core = self._make(config, *place)  # close() ends it also after half a start
         await core.start(Path(request.model_dir), fingerprint=request.fingerprint)
         self._sleeper = Sleeper(core, config.sleep_after_s)
         self._sleeper.start()
@@ -174,7 +193,7 @@ class Host:
         told = Busy()
         while True:
             found = core.stats()
-            now = Busy(**{name: getattr(found, name) for name in Busy.__struct_fields__})
+            now = Busy(**{name: getattr(found, name, 0) for name in Busy.__struct_fields__})
             if now != told:
                 self._outbox.put(now)
                 told = now
@@ -185,7 +204,7 @@ def _wrote(number: int, written: Written) -> Wrote:
     return Wrote(number, written.paused_s, written.writing_s)
 
 
-async def serve(source: Any, sink: Any, make: Callable[[EngineConfig], Core]) -> None:
+async def serve(source: Any, sink: Any, make: Make) -> None:
     """Answer at two files of pipes until the input ends."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
@@ -207,7 +226,7 @@ def _end_all(_number: int, _frame: FrameType | None) -> None:
     kill_group(os.getpid())
 
 
-def main(make: Callable[[EngineConfig], Core]) -> None:
+def main(make: Make) -> None:
     """Answer at the standard input and output; what libraries print goes to the standard error."""
     if os.getpgrp() == os.getpid():
         # vLLM's processes watch this one only once they work

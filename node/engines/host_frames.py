@@ -22,6 +22,8 @@ class SetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """EngineConfig as JSON."""
     model_dir: str
     fingerprint: str
+    place: bytes = b""
+    """Of a stage of a pipeline (pipelined/vllm_place.py); empty for a whole engine."""
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True, tag="check"):
@@ -72,13 +74,20 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     number: int
 
 
+class Rejoin(msgspec.Struct, frozen=True, array_like=True, tag="rejoin"):
+    """Begin a chain of that epoch; for stage 0 of a pipeline. Answered by Done."""
+
+    number: int
+    epoch: int
+
+
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Answered by Pong at once."""
 
     number: int
 
 
-Request = SetUp | Check | Load | Stage | Write | Draw | Drop | Ping
+Request = SetUp | Check | Load | Stage | Write | Draw | Drop | Ping | Rejoin
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
@@ -114,6 +123,7 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):
     spans: list[tuple[int, int]]
     """(index of a token, version that drew from it on); the first is (0, ...)."""
     proof: bytes
+    boundaries: tuple[bytes, ...] = ()
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
@@ -141,6 +151,11 @@ class Busy(msgspec.Struct, frozen=True, array_like=True, tag="busy"):
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    lanes: int = 0
+    """Of stage 0 of a pipeline: into how many micro-batches its sequences are cut, how many of them are under
+    way, and which share of its time the slowest stage waits."""
+    in_flight: int = 0
+    stall_share: float = 0.0
 
 
 Answer = Done | Checked | Wrote | Drawn | Pong | Failed
@@ -189,7 +204,15 @@ def as_drawn(number: int, found: Completion) -> Drawn:
     """A completion on its way back."""
     spans = list(found.spans) or [(0, found.policy_first)]
     stopped = found.finish == "stop"
-    return Drawn(number, found.token_ids, found.logprobs, stopped, spans, found.proof)
+    return Drawn(
+        number,
+        found.token_ids,
+        found.logprobs,
+        stopped,
+        spans,
+        found.proof,
+        found.boundaries,
+    )
 
 
 def as_completion(drawn: Drawn) -> Completion:
@@ -202,4 +225,5 @@ def as_completion(drawn: Drawn) -> Completion:
         policy_last=drawn.spans[-1][1],
         spans=tuple(drawn.spans) if len(drawn.spans) > 1 else (),
         proof=drawn.proof,
+        boundaries=drawn.boundaries,
     )

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, UsageError, first_cause
 from ..gpus import VARIABLE, shown, visible
+from ..pipeline.place import Place
 from ..planning.refusal import refuse_here
 from ..processes import PARENT_VARIABLE
 from ..weights.state import Changed, State
@@ -23,6 +24,7 @@ from .engine import Completion, EngineStats, GenerateRequest
 from .hosted_child import PROGRAM, EngineChild, Patience
 from .hosted_seat import Pauses, Seat
 from .hosted_weights import Weights
+from .pipelined.vllm_place import check_placed, encode_place
 from .requests import check_request, check_update, find_fingerprint
 from .vllm_shape import read_shape, resolve_parallel
 
@@ -46,10 +48,14 @@ class HostedEngine:
         program: Sequence[str] = PROGRAM,
         patience: Patience | None = None,
         pauses: Pauses | None = None,
+        *,
+        place: Place | None = None,
     ) -> None:
-        """`program` is what each process runs; the real one is host.py."""
+        """`program` is what each process runs; the real one is host.py. `place`: of the stage that it is, see
+        pipelined/hosted_stage.py."""
         self._config = config
         self._program = program
+        self._place = place
         self._patience = patience
         self._pauses = pauses or Pauses()
         self._seats: list[Seat] = []
@@ -86,12 +92,16 @@ class HostedEngine:
         shape = read_shape(model_dir)
         self._vocab_size = int(shape["vocab_size"])
         whole = await asyncio.to_thread(resolve_parallel, self._config, shape)
-        await asyncio.to_thread(refuse_here, whole, model_dir, fingerprint)
+        if self._place is None:
+            await asyncio.to_thread(refuse_here, whole, model_dir, fingerprint)
+        else:
+            check_placed(whole, self._place, shape)
         environments = await asyncio.to_thread(environments_of, whole, os.environ)
         config = whole.model_copy(update={"dp": 1})
+        place = encode_place(self._place) if self._place else b""
 
         async def start(child: EngineChild) -> None:
-            await child.start(config, model_dir, fingerprint)
+            await child.start(config, model_dir, fingerprint, place)
 
         self._require(STARTING)
         self._seats = [

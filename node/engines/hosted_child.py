@@ -36,6 +36,7 @@ from .host_frames import (
     Load,
     Ping,
     Pong,
+    Rejoin,
     Request,
     SetUp,
     Stage,
@@ -117,8 +118,10 @@ class EngineChild:
         """Why it is lost, with what to do; empty while it is not."""
         return self._fault
 
-    async def start(self, config: EngineConfig, model_dir: Path, fingerprint: str) -> None:
-        """Start it and its vLLM. Raises EngineError, UsageError; kill() it then."""
+    async def start(
+        self, config: EngineConfig, model_dir: Path, fingerprint: str, place: bytes = b""
+    ) -> None:
+        """Start it and its vLLM; `place` is that of a stage. Raises EngineError, UsageError; kill() it then."""
         try:
             self._process = await start_piped(self._program, self._environment, buffer=BUFFER)
         except OSError as error:
@@ -130,7 +133,11 @@ class EngineChild:
         self._log.start()
         self._tasks.append(asyncio.create_task(self._read(), name=f"{self._name} answers"))
         setup = SetUp(
-            next(self._numbers), config.model_dump_json().encode(), str(model_dir), fingerprint
+            next(self._numbers),
+            config.model_dump_json().encode(),
+            str(model_dir),
+            fingerprint,
+            place,
         )
         await self._ask(setup, Done, self._patience.start)
         self._ready = True
@@ -162,6 +169,10 @@ class EngineChild:
         """See Replica. There is no deadline, but a child that gives nothing at all for long is lost."""
         draw = as_draw(next(self._numbers), request)
         return as_completion(await self._ask(draw, Drawn, None))
+
+    async def rejoin(self, epoch: int) -> None:
+        """Stage 0 of a pipeline: begin a chain. Raises EngineError, EngineLost."""
+        await self._ask(Rejoin(next(self._numbers), epoch), Done, self._patience.load)
 
     async def close(self) -> None:
         """End it in peace, by force if it takes too long; what was asked raises EngineError."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import models
 from ..weights.state import Changed, State
 from .output import Output
+from .taps import Taps
 
 
 class Session(Protocol):
@@ -57,10 +58,11 @@ class Network(Protocol):
         """
         ...
 
-    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    def packed(self, tokens: Tensor, lengths: Sequence[int], taps: Taps | None = None) -> Tensor:
         """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
 
         None of them sees another one. On a GPU nothing here waits for it. Raises as hidden().
+        `taps` look between the layers; only `qwen3` goes on with what they give back.
         """
         ...
 

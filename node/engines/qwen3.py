@@ -2,12 +2,13 @@
 
 It must stay equal to transformers' Qwen3ForCausalLM (tests compare every logit); an architecture
 that differs in any detail does not come here, see computes(). Tokens of all sequences are in one row, T;
-only attention knows whose they are. What lies between two products is done by Plain, or on a GPU for
-many tokens by the kernels of qwen3_kernel.py, which round where Plain does.
+only attention knows whose they are. A part of the layers can be held alone, see through(). What lies
+between two products is done by Plain, or on a GPU for many tokens by the kernels of qwen3_kernel.py, which
+round where Plain does.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -16,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import EngineError
 from ..tensors import to_torch, torch_dtype
 from ..weights.state import Changed, State
 from .output import Output
 from .packed import Attend, among
 from .placement import write
+from .qwen3_shapes import check_state, shapes
+from .taps import Taps
 from .transfers import upload
 
 logger = logging.getLogger(__name__)
 
-_FLOATS = ("BF16", "F16", "F32", "F64")
 _SPARE = 32
 """Least cache slots to grow by."""
 _MANY = 1024
@@ -59,12 +60,26 @@ class Layer:
 
 
 class Qwen3Network:
-    """A Network of the weights `state`; raises EngineError if they do not fit `config`."""
+    """A Network of the weights `state`; raises EngineError if they do not fit `config`.
 
-    def __init__(self, config: Any, state: State, *, dtype: str, device: torch.device) -> None:
-        self._shapes = shapes(config)
+    With `layers` it holds these only, and what stands before or behind them at the model's ends.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        state: State,
+        *,
+        dtype: str,
+        device: torch.device,
+        layers: range | None = None,
+    ) -> None:
+        whole = range(config.num_hidden_layers)
+        held = whole if layers is None else layers
+        self._shapes = shapes(config, layers)
         check_state(state, self._shapes)
-        self.layers = config.num_hidden_layers
+        self.layers = len(held)
+        self._first, self._all = held.start, whole.stop
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -72,11 +87,15 @@ class Qwen3Network:
         self._device = device
         self._dtype = torch_dtype(dtype)
         self._places: dict[str, Tensor] = {}  # checkpoint name -> its elements in our weights, flat
-        self._embedding = self._read(state, "model.embed_tokens.weight")
-        self._norm = self._read(state, "model.norm.weight")
+        self._vocabulary = config.vocab_size
         tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else self._read(state, "lm_head.weight")
-        self._blocks = [self._layer(state, index) for index in range(self.layers)]
+        self._embedding = self._head = self._norm = torch.empty(0)
+        if held.start == 0 or (tied and held.stop == whole.stop):
+            self._embedding = self._read(state, "model.embed_tokens.weight")
+        if held.stop == whole.stop:
+            self._norm = self._read(state, "model.norm.weight")
+            self._head = self._embedding if tied else self._read(state, "lm_head.weight")
+        self._blocks = [self._layer(state, index) for index in held]
         exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
         self._frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents
         self._plain: Between = Plain(self._eps, self.kv_heads)
@@ -110,7 +129,12 @@ class Qwen3Network:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return self._embedding.shape[0]
+        return self._vocabulary
+
+    @property
+    def places(self) -> Mapping[str, Tensor]:
+        """Checkpoint name -> its elements in these weights, flat."""
+        return self._places
 
     @property
     def device(self) -> torch.device:
@@ -124,11 +148,14 @@ class Qwen3Network:
         hidden = self.run(tokens.flatten(), positions.flatten(), session.attend_prompt)
         return session, self.output(hidden.unflatten(0, tokens.shape)[:, -1])
 
-    def packed(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    def packed(self, tokens: Tensor, lengths: Sequence[int], taps: Taps | None = None) -> Tensor:
         """See Network."""
         positions = upload(torch.cat([torch.arange(length) for length in lengths]), self._device)
-        attend = among(lengths, device=self._device, dtype=self._dtype, width=self.head_dim)
-        return self.run(tokens, positions, attend)
+        return self.run(tokens, positions, self.among(lengths), taps)
+
+    def among(self, lengths: Sequence[int]) -> Attend:
+        """Attention within each of packed sequences of these lengths."""
+        return among(lengths, device=self._device, dtype=self._dtype, width=self.head_dim)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """See Network."""
@@ -154,23 +181,56 @@ class Qwen3Network:
         """The states [B, d] and what they come to."""
         return Output(hidden, self.logits(hidden))
 
-    def run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The states [T, d] that feed the head, of `tokens` [T] at `positions` [T] of their sequences."""
+    def run(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+    ) -> Tensor:
+        """through(), from `tokens` [T] on: the states [T, d] that feed the head."""
+        return self.through(self.embedded(tokens), positions, attend, taps)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The residual stream [T, d] that goes into the model's first layer."""
+        return F.embedding(tokens, self._embedding)
+
+    def through(
+        self, x: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+    ) -> Tensor:
+        """The residual stream behind our layers, of `x` [T, d] at `positions` [T] of their sequences.
+
+        Where the model ends it is normed: what feeds the head. `x` is overwritten.
+        """
         angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
         turn = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        between = self._kernels if len(tokens) >= _MANY else self._plain
-        x = F.embedding(tokens, self._embedding)
+        between = self._kernels if len(x) >= _MANY else self._plain
         y = F.rms_norm(x, x.shape[1:], self._blocks[0].norm_in, self._eps)
         for index, layer in enumerate(self._blocks):
             qkv = F.linear(y, layer.qkv).unflatten(-1, (-1, self.head_dim))
             mixed = attend(index, *between.turned(qkv, self.heads, layer, turn))
             x, y = between.added(x, F.linear(mixed.flatten(1), layer.out), layer.norm_mlp)
-            gated = between.gated(F.linear(y, layer.gate_up))
-            last = index + 1 == self.layers
-            following = self._norm if last else self._blocks[index + 1].norm_in
-            x, y = between.added(x, F.linear(gated, layer.down), following)
+            more = F.linear(between.gated(F.linear(y, layer.gate_up)), layer.down)
+            following, coming = self._norm_behind(index), self._first + index + 1
+            if following is None:
+                x = y = x.add_(more)
+            else:
+                x, y = between.added(x, more, following)
+            if taps is not None and following is not None and coming in taps.layers:
+                x, y = self._tapped(taps, coming, x, y, following)
         return y
+
+    def _tapped(
+        self, taps: Taps, layer: int, x: Tensor, y: Tensor, following: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The stream that goes on, and its norm."""
+        seen = taps.take(layer, x)
+        if seen is x:
+            return x, y
+        return seen, F.rms_norm(seen, following.shape, following, self._eps)
+
+    def _norm_behind(self, index: int) -> Tensor | None:
+        """The norm before what follows our layer `index`; None if another network holds that."""
+        if index + 1 < self.layers:
+            return self._blocks[index + 1].norm_in
+        return self._norm if len(self._norm) else None
 
     def empty_cache(self, rows: int, slots: int) -> Tensor:
         """Room for keys or values: [layers, rows, KV, slots, D]."""
@@ -310,45 +370,3 @@ def _kernels(plain: Plain, layer: Layer, heads: int, kv_heads: int) -> Between:
     if wrong:
         logger.warning("prefills are slower than they could be: no kernels (%s)", wrong)
     return plain if wrong else kernels
-
-
-def shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Checkpoint names and shapes of a dense Qwen3 model."""
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * width, config.num_key_value_heads * width
-    layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "self_attn.q_norm": (width,),
-        "self_attn.k_norm": (width,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    found: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = (config.vocab_size, hidden)
-    for index in range(config.num_hidden_layers):
-        found |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
-    return found
-
-
-def check_state(state: State, wanted: dict[str, tuple[int, ...]]) -> None:
-    """Raise EngineError unless `state` has exactly the tensors `wanted`, in floating point."""
-    if missing := wanted.keys() - state.keys():
-        raise EngineError(f"the state lacks {min(missing)}: load a state of this model")
-    if extra := state.keys() - wanted.keys():
-        raise EngineError(f"the state has {min(extra)} too many: load a state of this model")
-    for name, shape in wanted.items():
-        if state[name].shape != shape or state[name].dtype not in _FLOATS:
-            raise EngineError(
-                f"the state's {name} is {state[name].dtype} {state[name].shape} where the model has "
-                f"{shape}: load a state of this model"
-            )

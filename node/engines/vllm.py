@@ -45,7 +45,7 @@ from .vllm_ranks import judge
 from .vllm_shape import check_cpu, head_size, read_shape
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
-_START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
+START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
 """What vLLM raises for a model, an argument or a machine that it cannot use."""
 
 
@@ -75,9 +75,9 @@ class VllmCore:
             await asyncio.to_thread(
                 self._build, model_dir, shape, bool(fingerprint)
             )  # it takes many seconds
-        except _START_FAULTS as error:
+        except START_FAULTS as error:
             raise EngineError(
-                f"vLLM did not start on {model_dir} ({_line(error)}): see its log lines above"
+                f"vLLM did not start on {model_dir} ({line_of(error)}): see its log lines above"
             ) from error
         self._pids = await self._rpc("primerl_attach", os.getpid())
         if fault := next(filter(None, await self._rpc("primerl_record", fingerprint)), ""):
@@ -132,6 +132,7 @@ class VllmCore:
             policy_last=drawn.spans[-1][1],
             spans=drawn.spans if len(drawn.spans) > 1 else (),
             proof=drawn.proof,
+            boundaries=drawn.boundaries,
         )
 
     def stats(self) -> EngineStats:
@@ -166,28 +167,14 @@ class VllmCore:
 
     def _build(self, model_dir: Path, shape: dict[str, Any], proven: bool) -> None:
         """Import vLLM and start an engine: the slow part of start(), outside the event loop."""
-        check_overrides(self._config.vllm, proven=proven)
-        check_installed()
-        import torch
-
-        config, cpu = self._config, torch.version.cuda is None and torch.version.hip is None
-        check_device(config.device, cpu=cpu)
-        if cpu and config.sleep_after_s:
-            raise UsageError(
-                "engine.sleep_after_s gives GPU memory away, and this vLLM computes on the CPU: set it to 0"
-            )
-        set_environment(cpu=cpu)
+        arguments = self._arguments(model_dir, shape, proven=proven)
         vllm = _library()
-        if cpu:
-            check_cpu(shape)
-            _check_head_size(head_size(shape))
-        arguments = engine_arguments(config, model_dir, shape, cpu=cpu)
-        if config.sleep_after_s:
-            arguments["enable_sleep_mode"] = True
-        check_names(arguments, frozenset(vllm.AsyncEngineArgs.__dataclass_fields__))
         arguments["disable_log_stats"] = False  # only what Meter wants of them
         self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
         self._meter.watch(self._llm, vllm.preempted)
+
+    def _arguments(self, model_dir: Path, shape: dict[str, Any], *, proven: bool) -> dict[str, Any]:
+        return prepare_library(self._config, model_dir, shape, proven=proven)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -238,9 +225,9 @@ class VllmCore:
             async for output in stream:
                 final = output
         except ValueError as error:
-            raise EngineError(f"vLLM refuses a request ({_line(error)}): shorten it") from error
+            raise EngineError(f"vLLM refuses a request ({line_of(error)}): shorten it") from error
         except (vllm.EngineDeadError, vllm.EngineGenerateError) as error:
-            raise self._lost(_line(error)) from error
+            raise self._lost(line_of(error)) from error
         finally:
             self._meter.end()
         output = final.outputs[0]
@@ -269,7 +256,7 @@ class VllmCore:
         try:
             return await call
         except Exception as error:  # vLLM turns whatever happens in its processes into a bare one
-            raise self._lost(f"failed ({_line(error)})") from error
+            raise self._lost(f"failed ({line_of(error)})") from error
 
 
 # -- starting and ending ---------------------------------------------------------------------------
@@ -309,6 +296,35 @@ def _library() -> _Library:
         ) from error
 
 
+def prepare_library(
+    config: EngineConfig, model_dir: Path, shape: dict[str, Any], *, proven: bool
+) -> dict[str, Any]:
+    """Import vLLM, after everything that it reads from its environment is there: its engine arguments.
+
+    Takes seconds. Raises EngineError, UsageError.
+    """
+    check_overrides(config.vllm, proven=proven)
+    check_installed()
+    import torch
+
+    cpu = torch.version.cuda is None and torch.version.hip is None
+    check_device(config.device, cpu=cpu)
+    if cpu and config.sleep_after_s:
+        raise UsageError(
+            "engine.sleep_after_s gives GPU memory away, and this vLLM computes on the CPU: set it to 0"
+        )
+    set_environment(cpu=cpu)
+    vllm = _library()
+    if cpu:
+        check_cpu(shape)
+        _check_head_size(head_size(shape))
+    arguments = engine_arguments(config, model_dir, shape, cpu=cpu)
+    if config.sleep_after_s:
+        arguments["enable_sleep_mode"] = True
+    check_names(arguments, frozenset(vllm.AsyncEngineArgs.__dataclass_fields__))
+    return arguments
+
+
 def _check_head_size(size: int) -> None:
     """vLLM's CPU backend notices only at the first token, and dies of it."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # pyright: ignore
@@ -329,5 +345,6 @@ def _kill_children(pids: Sequence[int]) -> None:
             child.join(CLOSE_TIMEOUT_S)
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """What it says, in one line."""
     return " ".join(f"{type(error).__name__} {error}".split())[:300]

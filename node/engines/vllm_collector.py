@@ -36,6 +36,8 @@ class Drawn:
     spans: tuple[tuple[int, int], ...]
     """(index of a token, version that drew from it on); the first is (0, ...)."""
     proof: bytes
+    boundaries: tuple[bytes, ...] = ()
+    """Of a pipeline: the fingerprints at each boundary between stages."""
 
 
 class Collector:
@@ -93,7 +95,7 @@ class Collector:
         self._came |= {one[0]: one for one in answer if one[0] in self._wanted}
 
     async def _made(self, came: list[Any], tokens: int) -> Drawn:
-        _, rows, spans, largest = came
+        _, rows, spans, largest, *crossed = came
         numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
         logprobs = numbers[:, 0]
         if not np.isfinite(logprobs).all():
@@ -106,7 +108,8 @@ class Collector:
                 proof = await asyncio.to_thread(toploc_proof, largest, tokens)
         except ProofFailed as error:
             raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
-        return Drawn(logprobs.tolist(), tuple((row, version) for row, version in spans), proof)
+        versions = tuple((row, version) for row, version in spans)
+        return Drawn(logprobs.tolist(), versions, proof, tuple(*crossed))
 
 
 def projection_proof(projected: NDArray[np.float32]) -> bytes:

@@ -64,6 +64,7 @@ class WorkerExtension:
     """Of the weights that were loaded last; until then, of those that were checked last."""
     _primerl_loaded: bool
     _primerl_staging: "Future[Staged]"
+    primerl_recorder_type: type[Recorder] = Recorder
 
     def primerl_attach(self, node_pid: int) -> int:
         """Make this process end with the node's, however that ends. Returns this process's id."""
@@ -86,7 +87,7 @@ class WorkerExtension:
         if not place.last:
             return ""
         width = model.get_hidden_size()
-        recorder = Recorder(
+        recorder = self.primerl_recorder_type(
             runner.device,
             width=width,
             dtype=model.dtype,
@@ -124,7 +125,7 @@ class WorkerExtension:
             fault = difference(known.shapes, _file_shapes(path))
             return [fault, sorted(known.absent), known.placeless]
         model = self.model_runner.get_model()
-        found = trace(model.load_weights, dict(model.named_parameters()), _tensors(path))
+        found = trace(model.load_weights, dict(model.named_parameters()), tensors_of(path))
         if isinstance(found, str):
             return [found, [], []]
         self._primerl_placement = found
@@ -133,7 +134,7 @@ class WorkerExtension:
     def primerl_load(self, version: int, path: str) -> None:
         """Copy the weights of a file that primerl_check() found right into the model."""
         with torch.no_grad():
-            self.model_runner.get_model().load_weights(_tensors(path))
+            self.model_runner.get_model().load_weights(tensors_of(path))
         self._primerl_loaded = True
         self._primerl_written(version)
 
@@ -154,13 +155,16 @@ class WorkerExtension:
         """Write the update that is ready, while no step runs. Returns how many elements it wrote."""
         staged = self._primerl_staging.result(timeout=0)
         del self._primerl_staging
+        self._primerl_put(staged)
+        self._primerl_written(version)
+        return sum(len(write.offsets) for write in staged.writes)
+
+    def _primerl_put(self, staged: "Staged") -> None:
         with torch.no_grad():
             for write in staged.writes:
                 write.run()
             if staged.whole:
                 self.model_runner.get_model().load_weights(staged.whole)
-        self._primerl_written(version)
-        return sum(len(write.offsets) for write in staged.writes)
 
     def _primerl_written(self, version: int) -> None:
         if torch.cuda.is_available():
@@ -252,7 +256,8 @@ def _file_shapes(path: str) -> Shapes:
         return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}
 
 
-def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file, by name."""
     with safe_open(path, framework="pt") as reader:
         for name in reader.keys():
             yield name, reader.get_tensor(name)

@@ -44,6 +44,10 @@ class Branch:
     """(index among the sampled tokens, version that drew from it on); empty if one drew them all."""
     proof: bytes = b""
     """The proofs of the replies, one after the other."""
+    boundaries: tuple[bytes, ...] = ()
+    """Of a pipeline, what Completion.boundaries says of all replies, one after the other."""
+    plan: bytes = b""
+    """Of these boundaries; where several plans made the branch there are none, and it is the last of them."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ def branch(
     turns: Sequence[Completion],
 ) -> Branch:
     """A training sequence and the turns in it, in order; at least one."""
+    boundaries, plan = _crossed(turns)
     return Branch(
         token_ids=token_ids,
         sampled=sampled,
@@ -28,7 +29,18 @@ def branch(
         finish=turns[-1].finish,
         spans=_spans(turns),
         proof=b"".join(turn.proof for turn in turns),
+        boundaries=boundaries,
+        plan=plan,
     )
+
+
+def _crossed(turns: Sequence[Completion]) -> tuple[tuple[bytes, ...], bytes]:
+    """What crossed between stages in all turns, and their plan; of several plans nothing, and the last one."""
+    plans = {turn.plan for turn in turns}
+    parts = [turn.boundaries for turn in turns]
+    if len(plans) > 1 or not all(parts) or len({len(one) for one in parts}) > 1:
+        return (), turns[-1].plan
+    return tuple(b"".join(column) for column in zip(*parts, strict=True)), plans.pop()
 
 
 def _spans(turns: Sequence[Completion]) -> tuple[tuple[int, int], ...]:

@@ -129,13 +129,11 @@ def _encode(projected: NDArray[np.float32], largest: Floats) -> tuple[NDArray[np
 def _compare(proof: bytes, projected: Floats, others: Sequence[Floats]) -> Compared:
     """See Projection.compare(); all states are projected and finite."""
     decoded = _decode(proof, len(projected))
-    single = projected.astype(np.float32)
-    scale, codes = _encode(single, np.abs(single).max(axis=1).astype(np.float64))
     power = np.mean(projected**2, axis=1)
     power[power == 0] = 1
     squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (projected, *others)])
     own, *rest = weighed_sums(squares, _SOFTNESS).tolist()
-    distance = _distance(decoded, codes * _scale(scale)[:, None])
+    distance = _distance(decoded, rounded(projected.astype(np.float32)))
     return Compared(distance, decoded.size, own, tuple(rest))
 
 
@@ -169,12 +167,24 @@ def _decode(proof: bytes, tokens: int) -> Floats:
     """The projected states [tokens, 7] that foreign bytes stand for. Raises BadProof."""
     if tokens < 1 or len(proof) != tokens * TOKEN_BYTES:
         raise BadProof(f"{len(proof)} bytes are no projection proof of {tokens} tokens")
-    packed = np.frombuffer(proof, np.uint8).reshape(tokens, TOKEN_BYTES)
+    decoded, proper = decode_rows(proof)
+    if not proper.all():
+        raise BadProof(f"token {int(np.argmin(proper))}: its codes do not fit its scale")
+    return decoded
+
+
+def decode_rows(proof: bytes) -> tuple[Floats, NDArray[np.bool_]]:
+    """The states [tokens, 7] that whole rows of foreign bytes stand for, and which are proper [tokens]."""
+    packed = np.frombuffer(proof, np.uint8).reshape(-1, TOKEN_BYTES)
     scale, codes = packed[:, 0].astype(np.int64), packed[:, 1:].view(np.int8).astype(np.int64)
     largest = np.abs(codes).max(axis=1)
     proper = np.where(scale == 0, largest == 0, (largest >= _LEAST) & (largest <= _MOST))
-    if not proper.all():
-        raise BadProof(f"token {int(np.argmin(proper))}: its codes do not fit its scale")
+    return codes * _scale(scale)[:, None], proper
+
+
+def rounded(projected: NDArray[np.float32]) -> Floats:
+    """Finite projected states [tokens, 7] as a proof of them would be read. Raises ProofFailed."""
+    scale, codes = _encode(projected, np.abs(projected).max(axis=1).astype(np.float64))
     return codes * _scale(scale)[:, None]
 
 

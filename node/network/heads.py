@@ -117,12 +117,22 @@ class HeadBook:
 
     async def wait_news(self, known: tuple[int, int], timeout: float) -> bool:
         """Wait for a head newer than `known` or the end of the run; False at the timeout."""
+        return await self.wait(lambda: self.order() > known, timeout)
+
+    async def wait(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `ready()`, which is called at news and by wake(), or the end of the run; False at the
+        timeout."""
         try:
             async with asyncio.timeout(timeout), self._news:
-                await self._news.wait_for(lambda: self.order() > known or bool(self.ended))
+                await self._news.wait_for(lambda: ready() or bool(self.ended))
         except TimeoutError:
             return False
         return True
+
+    async def wake(self) -> None:
+        """Whoever waits looks again."""
+        async with self._news:
+            self._news.notify_all()
 
     def _restore(self, sealed: bytes, manifest: bytes) -> None:
         try:

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 
 from ...crypto.hashing import short
-from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, KIB
+from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB
 from .memory_discovery import MemoryDiscovery
 from .memory_streams import MemoryConnection, Uplink, connect_ends
 from .transport import ConnectionLost, Unreachable
 from .waiting import Inbox, Signal
 
-DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS)
+DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
 DEFAULT_WINDOW = 256 * KIB
 BACKLOG = 256
 """Connections that may wait for accept(); further ones are refused."""

@@ -45,6 +45,11 @@ BLAMELESS = frozenset(
 """What we cannot give is not the fault of who asked."""
 
 
+async def no_pipelines(peer: bytes, stream: Stream) -> None:
+    """The handler of nodes that share no model with others."""
+    raise RemoteProtocolError(Reason.NOT_ADMITTED, "this node shares no model with others")
+
+
 class Router:
     """Accepts connections and streams, and hands each stream to the handler of its ALPN."""
 

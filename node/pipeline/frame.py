@@ -40,13 +40,18 @@ class Frame:
     epoch: int
     """Of the chain; what is of an older one is dropped."""
     number: int
-    """Of the micro-batch, counted by stage 0; of a SWITCH the version."""
+    """Of the micro-batch, counted by stage 0; of a SWITCH the version; of a FAULT the stage whose fault it is,
+    as far as whoever tells it knows."""
     body: bytes = b""
     """What the engine wants to say, encoded by it without pickle."""
     tensors: tuple[Array, ...] = ()
     """Hidden states [tokens, width] first; bfloat16 as uint16 bits (`BITS`)."""
     trail: bytes = b""
     """Fingerprints of the boundaries so far, as boundaries.py packs them."""
+    busy_us: int = 0
+    """Longest time that one stage needed for this micro-batch so far, microseconds."""
+    waited_us: int = 0
+    """Time that it lay in the queues of stages that were busy with others."""
 
 
 BITS = np.dtype(np.uint16)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.manifests import RunManifest
+from ...protocol.pipelines import PipelinePlan
 from ...protocol.rollouts import (
     BranchRecord,
     GroupRecord,
@@ -25,6 +26,7 @@ from ..environments.environment import Branch
 from ..fingerprints.build import find
 from ..fingerprints.fingerprint import BadProof
 from ..fingerprints.parts import split
+from ..fingerprints.projection import TOKEN_BYTES
 
 
 @dataclass
@@ -35,6 +37,8 @@ class CheckedRollout:
     index: int
     branches: list[Branch]
     claimed_reward: float
+    crossed: list[tuple[bytes, ...]] = field(default_factory=list[tuple[bytes, ...]])
+    """Of each branch, what the stages of a pipeline said that they sent; empty unless of all branches."""
 
 
 @dataclass
@@ -55,12 +59,19 @@ class Rejected(Exception):
 
 
 def check_submission(
-    submission: Submission, lease: Lease, run: RunManifest, version: int
+    submission: Submission,
+    lease: Lease,
+    run: RunManifest,
+    version: int,
+    plan: PipelinePlan | None = None,
 ) -> CheckedSubmission:
     """Compare a submission with its lease and the run's contract; `version` is the newest published.
 
+    `plan` is what plan_of() made of it.
+
     Raises:
-        RemoteProtocolError: WRONG_TASK, TOO_LARGE: the bundle is not the work of this lease.
+        RemoteProtocolError: WRONG_TASK, TOO_LARGE: the bundle is not the work of this lease; MALFORMED: it
+            states boundaries of what it does not hold.
     """
     if len(submission.groups) != len(lease.tasks):
         raise RemoteProtocolError(Reason.WRONG_TASK, "not the tasks of the lease")
@@ -71,7 +82,31 @@ def check_submission(
         if len(group.rollouts) > lease.group_size:
             raise RemoteProtocolError(Reason.TOO_LARGE, f"group {number} has too many rollouts")
         _check_group(number, group, lease, run, version, checked)
+    if plan is not None:
+        _attach(submission, plan, checked)
     return checked
+
+
+def _attach(submission: Submission, plan: PipelinePlan, checked: CheckedSubmission) -> None:
+    """Give what crossed between stages to its branches; a rollout that lacks some of it has none.
+
+    Only sizes count: whether the bytes are fingerprints at all is for an audit, as others wrote them.
+    """
+    of = {(one.group, one.rollout, one.branch): one.boundaries for one in submission.crossed}
+    if len(of) != len(submission.crossed):
+        raise RemoteProtocolError(Reason.MALFORMED, "boundaries of one branch twice")
+    for rollout in checked.rollouts:
+        found = [
+            of.get((rollout.group, rollout.index, number), ())
+            for number in range(len(rollout.branches))
+        ]
+        if not all(found):
+            continue
+        for branch, parts in zip(rollout.branches, found, strict=True):
+            sizes = {len(part) for part in parts}
+            if len(parts) != len(plan.stages) - 1 or sizes != {TOKEN_BYTES * sum(branch.sampled)}:
+                raise RemoteProtocolError(Reason.MALFORMED, "boundaries of another size")
+        rollout.crossed = found
 
 
 def _check_group(

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from math import inf
 
+from ...protocol.envelope import Purpose, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, sample_seed
-from ...protocol.rollouts import Evidence
-from ..audits.auditor import AuditItem, Measured, Reply
+from ...protocol.pipelines import PipelinePlan, check_plan
+from ...protocol.rollouts import Evidence, Submission
+from ..audits.auditor import AuditItem, Boundary, Measured, Reply
 from ..environments.environment import Branch
 from .checks import CheckedRollout, sampled_runs
 
@@ -25,10 +28,17 @@ def plain_turns(branches: Sequence[Branch]) -> Turns | None:
 
 
 def audit_items(
-    rollout: CheckedRollout, turns: Turns, *, lease: Lease, run: bytes, node: bytes
+    rollout: CheckedRollout,
+    turns: Turns,
+    *,
+    lease: Lease,
+    run: bytes,
+    node: bytes,
+    plan: PipelinePlan | None = None,
 ) -> list[AuditItem]:
-    """One item per branch. `run` is the run id, `node` the worker's id."""
+    """One item per branch. `run` is the run id, `node` the worker's id, `plan` that of its pipeline."""
     task = lease.tasks[rollout.group].digest
+    crossed = rollout.crossed or [()] * len(rollout.branches)
 
     def seed(turn: int) -> int:
         return sample_seed(run, lease, node, task, rollout.index, turn)
@@ -43,9 +53,38 @@ def audit_items(
             logprobs=list(compress(branch.logprobs, branch.sampled)),
             versions=versions(branch),
             proof=branch.proof,
+            boundaries=_boundaries(parts, plan),
         )
-        for branch, numbers in zip(rollout.branches, turns, strict=True)
+        for branch, numbers, parts in zip(rollout.branches, turns, crossed, strict=True)
     ]
+
+
+def plan_of(
+    submission: Submission, *, run: bytes, trainer: bytes, node: bytes
+) -> PipelinePlan | None:
+    """The pipeline plan that a submission of `node` says it was made under; None if it says nothing.
+
+    Raises:
+        RemoteProtocolError: the trainer did not sign it, or `node` is not its first stage.
+    """
+    if not submission.plan:
+        return None
+    # However old the plan is: what was made under it may come late.
+    plan = unseal(
+        submission.plan, Purpose.PIPELINE, PipelinePlan, now=0, run=run, signer=trainer
+    ).body
+    check_plan(plan)
+    if plan.rank_of(node) != 0:
+        raise RemoteProtocolError(Reason.WRONG_SIGNER, "a plan whose first stage is another node")
+    return plan
+
+
+def _boundaries(parts: Sequence[bytes], plan: PipelinePlan | None) -> list[Boundary]:
+    if plan is None or not parts:
+        return []
+    encoding = plan.shape.encoding
+    below = [stage.end for stage in plan.stages[:-1]]
+    return [Boundary(end, encoding, part) for end, part in zip(below, parts, strict=True)]
 
 
 def versions(branch: Branch) -> list[int]:
@@ -59,13 +98,20 @@ def versions(branch: Branch) -> list[int]:
     return found
 
 
+def boundary_distances(measured: Iterable[Measured]) -> tuple[float, ...]:
+    """What was measured at each boundary of a rollout's branches, the worst; nothing if some have none."""
+    found = [one.boundaries for one in measured]
+    if not all(found) or len({len(one) for one in found}) != 1:
+        return ()
+    return tuple(max(column, key=_nan_last) for column in zip(*found, strict=True))
+
+
 def evidence(rollout: CheckedRollout, measured: Iterable[Measured]) -> Evidence:
     """What was measured on a rollout: of each measure, the worst of its branches."""
     found = list(measured)
 
     def worst(name: str) -> float:
-        # NaN is worse than anything
-        return max((getattr(one, name) for one in found), key=lambda v: v if v == v else inf)
+        return max((getattr(one, name) for one in found), key=_nan_last)
 
     return Evidence(
         group=rollout.group,
@@ -78,3 +124,8 @@ def evidence(rollout: CheckedRollout, measured: Iterable[Measured]) -> Evidence:
         logprob_max=worst("logprob_max"),
         other_policy=worst("other_policy"),
     )
+
+
+def _nan_last(value: float) -> float:
+    """NaN is worse than anything."""
+    return value if value == value else inf

@@ -8,15 +8,22 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
 
 from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, check_assignment
 from ...protocol.manifests import RunManifest
+from ...protocol.pipelines import PipelinePlan
 from ...protocol.rollouts import (
+    MAX_BLAMED,
     MAX_EVIDENCE,
     MAX_REJECTIONS,
+    Blamed,
     Evidence,
+    PipelineVerdict,
     Rejection,
     Submission,
     Verdict,
@@ -33,10 +40,11 @@ from ..environments.environment import (
 from ..errors import EngineError
 from ..training.buffer import BranchTokens, Group, ScoredRollout
 from ..weights.state import State
+from .blame import Blame, blame, words
 from .calls import AuditCall, Audits, Chosen
 from .checks import CheckedRollout, Rejected, check_submission
 from .copies import Copies
-from .items import audit_items, evidence, plain_turns
+from .items import audit_items, boundary_distances, evidence, plain_turns, plan_of
 from .judgement import Judgement, judge
 
 logger = logging.getLogger(__name__)
@@ -53,6 +61,15 @@ class Arrival:
     node: bytes
     sealed: bytes
     challenge: bytes
+
+
+@dataclass(frozen=True)
+class Made:
+    """By what a submission came to be."""
+
+    lease: Lease
+    arrival: Arrival
+    plan: PipelinePlan | None
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,8 @@ class AuditResults:
     evidence: list[Evidence] = field(default_factory=list[Evidence])
     judgements: list[Judgement] = field(default_factory=list[Judgement])
     """One per evidence."""
+    blames: list[Blame] = field(default_factory=list[Blame])
+    """Of those evidences that tell of the boundaries of a pipeline."""
     faults: list[Rejection] = field(default_factory=list[Rejection])
     validator: bytes = b""
 
@@ -93,6 +112,8 @@ class Verified:
     """All of them; the verdict lists the first."""
     groups: list[Group]
     audited: AuditResults = field(default_factory=AuditResults)
+    plan: PipelinePlan | None = None
+    """Of the pipeline that made it, if it says so."""
 
     def reasons(self) -> Counter[Reason]:
         """Rejected rollouts by reason."""
@@ -131,15 +152,18 @@ class Verifier:
                 changed since the lease was signed, which is nobody's fault but ours.
         """
         self._check_lease(lease)
-        checked = check_submission(submission, lease, self._run, version)
+        trainer = self._run.trainer
+        plan = plan_of(submission, run=self._run_id, trainer=trainer, node=arrival.node)
+        checked = check_submission(submission, lease, self._run, version, plan)
         rejections = list(checked.rejections)
         passed = await self._score_all(checked.rollouts, lease, arrival, rejections)
-        audited = await self._audit(passed, lease, arrival, rate)
+        audited = await self._audit(passed, Made(lease, arrival, plan), rate)
         rejections += audited.faults
         guilty = {(one.group, one.rollout) for one in audited.faults}
         honest = [one for one in passed if one.place not in guilty]
-        verdict = make_verdict(arrival, lease, len(honest), rejections, audited, rate)
-        return Verified(verdict, rejections, self._groups(lease, arrival.node, honest), audited)
+        verdict = make_verdict(arrival, lease, len(honest), rejections, audited, rate, plan)
+        groups = self._groups(lease, arrival.node, honest)
+        return Verified(verdict, rejections, groups, audited, plan)
 
     def _check_lease(self, lease: Lease) -> None:
         """The tasks that we signed must be those that the environment makes of their numbers."""
@@ -183,25 +207,23 @@ class Verifier:
 
     # -- audits ------------------------------------------------------------------------------------
 
-    async def _audit(
-        self, passed: Sequence[Passed], lease: Lease, arrival: Arrival, rate: float
-    ) -> AuditResults:
+    async def _audit(self, passed: Sequence[Passed], made: Made, rate: float) -> AuditResults:
         held = [one for one in passed if self._holds(one.rollout)]
-        drawn = [one for one in held if is_audited(arrival.challenge, *one.place, rate)]
+        drawn = [one for one in held if is_audited(made.arrival.challenge, *one.place, rate)]
         audited = AuditResults()
-        await self._audit_these(drawn, lease, arrival, audited)
+        await self._audit_these(drawn, made, audited)
         if audited.guilty:
             places = {one.place for one in drawn}
             rest = [one for one in held if one.place not in places]
-            await self._audit_these(rest, lease, arrival, audited)
+            await self._audit_these(rest, made, audited)
         return audited
 
     async def _audit_these(
-        self, passed: Sequence[Passed], lease: Lease, arrival: Arrival, audited: AuditResults
+        self, passed: Sequence[Passed], made: Made, audited: AuditResults
     ) -> None:
         if not passed:
             return
-        call = self._call([self._chosen(one, lease, arrival) for one in passed], lease, arrival)
+        call = self._call([self._chosen(one, made) for one in passed], made)
         try:
             answer = await self._audits.audit(call)
         except EngineError as error:
@@ -214,13 +236,14 @@ class Verifier:
             return
         audited.validator = answer.validator
         for one, measured in zip(passed, answer.measured, strict=True):
-            self._judge(one.rollout, measured, audited)
+            self._judge(one.rollout, measured, audited, made.plan)
 
     def _judge(
         self,
         rollout: CheckedRollout,
         measured: Sequence[Measured | Unreadable],
         audited: AuditResults,
+        plan: PipelinePlan | None,
     ) -> None:
         numbers = [one for one in measured if isinstance(one, Measured)]
         unreadable = [one for one in measured if isinstance(one, Unreadable)]
@@ -233,15 +256,31 @@ class Verifier:
         judgement = judge(found, self._run.proofs)
         audited.evidence.append(found)
         audited.judgements.append(judgement)
+        detail = judgement.detail
+        if plan is not None:
+            distances = boundary_distances(numbers)
+            found_of = blame(found, judgement, distances, self._run.proofs)
+            audited.blames.append(found_of)
+            who = words(found_of, [stage.node for stage in plan.stages])
+            detail = f"{who}: {detail}" if who else detail
         if judgement.reason is not None:
-            audited.faults.append(_rejection(rollout, judgement.reason, judgement.detail))
+            audited.faults.append(_rejection(rollout, judgement.reason, detail))
 
-    def _chosen(self, passed: Passed, lease: Lease, arrival: Arrival) -> Chosen:
-        turns = plain_turns(passed.rollout.branches) or passed.score.turns
-        items = audit_items(passed.rollout, turns, lease=lease, run=self._run_id, node=arrival.node)
-        return Chosen(passed.rollout, items)
+    def _chosen(self, passed: Passed, made: Made) -> Chosen:
+        rollout = passed.rollout
+        turns = plain_turns(rollout.branches) or passed.score.turns
+        items = audit_items(
+            rollout,
+            turns,
+            lease=made.lease,
+            run=self._run_id,
+            node=made.arrival.node,
+            plan=made.plan,
+        )
+        return Chosen(rollout, items)
 
-    def _call(self, chosen: Sequence[Chosen], lease: Lease, arrival: Arrival) -> AuditCall:
+    def _call(self, chosen: Sequence[Chosen], made: Made) -> AuditCall:
+        arrival = made.arrival
         claimed = {v for one in chosen for item in one.items for v in item.versions}
         others = {v: [v - 1] for v in sorted(claimed) if v - 1 in self._states}
         wanted = claimed.union(*others.values())
@@ -250,7 +289,7 @@ class Verifier:
         return AuditCall(
             sealed=arrival.sealed,
             digest=arrival.digest,
-            lease=lease,
+            lease=made.lease,
             node=arrival.node,
             challenge=arrival.challenge,
             chosen=chosen,
@@ -307,6 +346,7 @@ def make_verdict(
     rejections: list[Rejection],
     audited: AuditResults,
     rate: float,
+    plan: PipelinePlan | None = None,
 ) -> Verdict:
     """A verdict that fits a message, whatever was rejected and measured."""
     return Verdict(
@@ -320,7 +360,18 @@ def make_verdict(
         rate=rate,
         evidence=tuple(audited.evidence[:MAX_EVIDENCE]),
         validator=audited.validator,
+        pipeline=msgspec.UNSET if plan is None else _about_stages(plan, audited.blames),
     )
+
+
+def _about_stages(plan: PipelinePlan, blames: Sequence[Blame]) -> PipelineVerdict:
+    told = (
+        Blamed(one.group, one.rollout, one.distances, one.stages)
+        for one in blames
+        if one.outcome != "clean"
+    )
+    nodes = tuple(stage.node for stage in plan.stages)
+    return PipelineVerdict(plan.group, plan.generation, nodes, tuple(islice(told, MAX_BLAMED)))
 
 
 def _scored(passed: Passed) -> ScoredRollout:

@@ -1,6 +1,7 @@
 """Keeping a node's weights at the newest policy version: plan, fetch, prove, load; then serve them on.
 
-The engine only ever gets a state whose digest equals the one in the trainer's signed head.
+The engine only ever gets a state whose digest equals the one in the trainer's signed head, or the share of
+such a state that it computes with.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from ..weights.chain import NOTHING, NoPath, Step
 from ..weights.changed import Unwritten
 from ..weights.errors import WeightsError
 from ..weights.mirror import Mirror, Policy
+from ..weights.partial import Needed, Share, everything
 from .merging import MergeDesk
 from .retention import retain
 from .shortcuts import Shortcuts
@@ -37,12 +39,21 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
 RETRY_S = 0.5
+LOOK_S = 1.0
+"""So long we wait for a head that we were told of before we ask for it."""
+AHEAD_S = 600.0
+"""After this long, what is fetched ahead is planned anew."""
 COLLECT_EVERY = 16
 COMMITTED = "committed"
 
 
+def stand() -> AdmittedHead | None:
+    """The goal of who goes only where reach() says."""
+    return None
+
+
 class CatchUp:
-    """Follows the head book with a mirror of the weights and an engine."""
+    """Follows the head book, or a goal, with a mirror of the weights, or a share of it, and an engine."""
 
     def __init__(
         self,
@@ -61,9 +72,21 @@ class CatchUp:
         announce: Callable[[int, int, bool], None],
         on_fraud: Callable[[RemoteProtocolError], None],
         on_policy: Callable[[Policy], None] = lambda policy: None,
+        share: Share = everything,
+        goal: Callable[[], AdmittedHead | None] | None = None,
     ) -> None:
         """`announce` tells others (term, version, complete): what we hold, or else begin to fetch;
-        `on_policy` is told of every proved policy, also of those on the way."""
+        `on_policy` is told of every proved policy, also of those on the way.
+
+        Of policies only the tensors of `share` are fetched, proved and given to the engine. `goal` says to
+        which head to go, unless reach() asks for a newer one; without one to the book's newest.
+        """
+        self._goal = goal or book.latest
+        self._asked = (0, NOTHING)
+        """The newest (term, version) that reach() was asked for."""
+        self.stored = (0, NOTHING)
+        """The newest (term, version) of which the chunks are here."""
+        self._share = share
         self._book = book
         self._fetcher = fetcher
         self._store = store
@@ -76,34 +99,44 @@ class CatchUp:
         self._peers = peers
         self._announce = announce
         self._on_policy = on_policy
-        self._way = Wayfinder(
-            book=book,
-            links=links,
-            fetcher=fetcher,
-            store=store,
-            trainer=trainer,
-            upstreams=upstreams,
-            peers=peers,
-            on_fraud=on_fraud,
-        )
+        self._way = self._make_way(links, on_fraud)
         self.merges = MergeDesk(
             store, chain=lambda: self._way.chain, pinned=keep_chunks, config=config
         )
         """Merged deltas for others."""
-        self._shortcuts = Shortcuts(
-            links=links,
-            fetch=fetcher.fetch,
-            store=store,
-            peers=peers,
-            desk=self.merges,
-            trainer=trainer,
-            upstreams=upstreams,
-        )
-        self._mirror = Mirror(threads=_threads())
+        self._shortcuts = self._make_shortcuts(links)
+        self._mirror = Mirror(threads=_threads(), share=share)
         self._unwritten = Unwritten()
         self._order = (0, NOTHING)
+        self._writing = (0, NOTHING)
         self._loaded = asyncio.Condition()
         self.versions_loaded = 0
+
+    def _make_way(self, links: Links, on_fraud: Callable[[RemoteProtocolError], None]) -> Wayfinder:
+        return Wayfinder(
+            book=self._book,
+            links=links,
+            fetcher=self._fetcher,
+            store=self._store,
+            trainer=self._trainer,
+            upstreams=self._upstreams,
+            peers=self._peers,
+            on_fraud=on_fraud,
+            needs=Needed(self._share),
+            newest=self._target,
+        )
+
+    def _make_shortcuts(self, links: Links) -> Shortcuts:
+        return Shortcuts(
+            links=links,
+            fetch=self._fetcher.fetch,
+            store=self._store,
+            peers=self._peers,
+            desk=self.merges,
+            trainer=self._trainer,
+            upstreams=self._upstreams,
+            needed=self._way.needed,
+        )
 
     @property
     def version(self) -> int:
@@ -111,27 +144,101 @@ class CatchUp:
         return self._order[1]
 
     @property
+    def order(self) -> tuple[int, int]:
+        """The (term, version) that the engine was given last; (0, -1) before the first."""
+        return self._order
+
+    @property
+    def writing(self) -> tuple[int, int]:
+        """The (term, version) that the engine is given just now, else was given last."""
+        return self._writing
+
+    @property
     def state_digest(self) -> bytes:
-        """Digest of the loaded state, as proved."""
+        """Digest of the loaded state, as proved; of a whole one also where we hold a share."""
         return self._mirror.policy.digest
 
     async def run(self) -> None:
         """Follow until the run ends."""
-        loaded: tuple[int, int] = (0, -1)
         while not self._book.ended:
-            if not await self._book.wait_news(loaded, IDLE_S):
-                continue
-            head = self._book.latest()
-            if head is None or head.order <= loaded:
-                continue
-            loaded = await self._try(head) or loaded
+            head = self._target()
+            if head is not None and head.order > self._order:
+                await self._try(head)
+            elif self._asked > self._order:
+                await self._look_for(self._asked)
+            else:
+                await self._stand_by()
+
+    async def reach(self, order: tuple[int, int], timeout: float) -> bool:
+        """Bring the engine to exactly the (term, version) `order`, while run() runs.
+
+        False: not in time (it is still tried, unless nobody knows that version), or something newer was held
+        already, and there is no way back.
+        """
+        if order < self._book.trusted.committed:
+            return False
+        self._asked = max(self._asked, order)
+        await self._book.wake()
+        await self.wait_order(order, timeout)
+        if self._asked not in self._book.trusted.heads:
+            self._asked = (
+                self._order
+            )  # whoever asks for what nobody signed must not hold us up for ever
+        return self._order == order
 
     async def reach_last(self) -> None:
         """After the end of the run: try to load its last version until that is here."""
-        head = self._book.latest()
+        head = self._goal()
         while head is not None and head.order > self._order:
             await self._try(head)
-            head = self._book.latest()
+            head = self._goal()
+
+    def _target(self) -> AdmittedHead | None:
+        """Where to go: what reach() asked for, if that is newer than the goal."""
+        goal = self._goal()
+        if goal is None or goal.order < self._asked:
+            return self._book.trusted.heads.get(self._asked, goal)
+        return goal
+
+    def _has_goal(self) -> bool:
+        head = self._target()
+        return self._asked > self._order or (head is not None and head.order > self._order)
+
+    def _has_news(self) -> bool:
+        return self._has_goal() or self._book.order() > max(self._order, self.stored)
+
+    async def _stand_by(self) -> None:
+        """Until there is where to go: get what the newest version takes, as it may be asked for next."""
+        head = self._book.latest()
+        if head is None or not self._has_news():
+            await self._book.wait(self._has_news, IDLE_S)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            fetching = tasks.create_task(self._fetch_ahead(head))
+            waiting = tasks.create_task(self._book.wait(self._has_goal, AHEAD_S))
+            await asyncio.wait((fetching, waiting), return_when=asyncio.FIRST_COMPLETED)
+            fetching.cancel()
+            waiting.cancel()
+
+    async def _fetch_ahead(self, head: AdmittedHead) -> None:
+        """Have the chunks that lead to `head` in the store, but for those that a merged delta may spare us."""
+        try:
+            head, steps = await self._way.plan(head, self._mirror.policy)
+            near = await self._shortcuts.begin(steps)
+            await self._fetch(steps[:near], head.order)
+            self.stored = head.order
+        except (NetworkError, TransportError, Refused, WeightsError, RemoteProtocolError) as error:
+            logger.info("version %d is not fetched ahead: %s", head.head.version, error)
+            await asyncio.sleep(RETRY_S)
+        except StorageError as error:
+            logger.error("version %d cannot be kept: %s", head.head.version, error)
+            await self._drop_old()
+            await asyncio.sleep(RETRY_S)
+
+    async def _look_for(self, order: tuple[int, int]) -> None:
+        """Ask for a head that we were told of and do not have; mostly it is under way."""
+        if not await self._book.wait(lambda: order in self._book.trusted.heads, LOOK_S):
+            await self._way.meet(order)
 
     async def _try(self, head: AdmittedHead) -> tuple[int, int] | None:
         """The (term, version) that was loaded; None, after a pause, if that could not be done now."""
@@ -169,8 +276,9 @@ class CatchUp:
         merged = bool(far) and await self._shortcuts.take(far, head.head.state, self._apply)
         if not merged:
             await self._walk(far, head.order)
-            self._announce(*head.order, True)
+            self._announce(*head.order, self._share is everything)
         policy = self._mirror.policy
+        self._writing = head.order
         await self._write(policy)
         self._order = head.order
         self._book.trusted.commit(head)
@@ -194,7 +302,12 @@ class CatchUp:
 
         `order`: (term, version) of the head that they lead to.
         """
-        chunks = [chunk for _, artifact in steps for chunk in artifact.chunks]
+        await self._fetch(steps, order)
+        for version, artifact in steps:
+            await self._apply(version, artifact)
+
+    async def _fetch(self, steps: Sequence[Step], order: tuple[int, int]) -> None:
+        chunks = self._way.needed(steps)
         if chunks:
             self._announce(*order, False)
             await self._fetcher.fetch(
@@ -203,8 +316,6 @@ class CatchUp:
                 self._trainer,
                 holders=lambda: self._peers.holders(*order, time.time()),
             )
-        for version, artifact in steps:
-            await self._apply(version, artifact)
 
     async def _write(self, policy: Policy) -> None:
         """Give the engine the proved policy, in place where we know what changed."""
@@ -220,13 +331,13 @@ class CatchUp:
         manifest = self._way.chain.get(version)
         assert manifest is not None
         prepared = await asyncio.to_thread(
-            self._mirror.prepare, manifest, artifact, self._payload(artifact)
+            self._mirror.prepare, manifest, artifact, self._payload(version, artifact)
         )
         self._on_policy(self._mirror.commit(prepared))
         self._unwritten.add(prepared.changed)
 
-    def _payload(self, artifact: Artifact) -> Iterator[bytes]:
-        for chunk in artifact.chunks:
+    def _payload(self, version: int, artifact: Artifact) -> Iterator[bytes]:
+        for chunk in self._way.needed([(version, artifact)]):
             data = self._store.get(chunk.digest)
             if data is None:
                 raise StorageError(f"chunk {short(chunk.digest)} was lost from the store")
@@ -234,7 +345,7 @@ class CatchUp:
 
     async def _start_over(self) -> None:
         """What we hold leads nowhere: take the way from an anchor."""
-        self._mirror = Mirror(threads=_threads())
+        self._mirror = Mirror(threads=_threads(), share=self._share)
         self._unwritten.all()
         self._way.forget()
         await asyncio.sleep(RETRY_S)

@@ -32,6 +32,7 @@ from ...protocol.messages import (
     Hello,
     LeaseReply,
     LeaseRequest,
+    OfferStage,
     SubmitOffer,
     SyncRecords,
     Verdicts,
@@ -47,8 +48,10 @@ from ..network.heads import HeadServer
 from ..network.peers import PeerTable
 from ..network.rpc import receive, send
 from ..network.transport import Stream
+from ..planning.stages import CutModel
 from .auditing import AuditDesk
 from .merging import MergeDesk
+from .pipelines import PipelineDesk
 from .submissions import SubmissionDesk
 
 logger = logging.getLogger(__name__)
@@ -100,6 +103,7 @@ class LeaseDesk:
         order: Callable[[], tuple[int, int]],
         arrivals: "asyncio.Queue[Arrived]",
         audits: AuditDesk | None = None,
+        model: CutModel | None = None,
     ) -> None:
         self._key = key
         self._run_id = run_id
@@ -113,6 +117,9 @@ class LeaseDesk:
         self._capacity = capacity
         self._order = order
         self.audits = audits or AuditDesk()
+        self.pipelines = PipelineDesk(
+            key=key, run_id=run_id, model=model, ledger=ledger, peers=peers, refused=self._refusal
+        )
         self._submissions = SubmissionDesk(
             key=key,
             run_id=run_id,
@@ -169,18 +176,36 @@ class LeaseDesk:
                 self._worker(peer)
                 await self.audits.take_in(peer, request)
                 reply = Accepted()
+            case OfferStage():
+                self._worker(peer).left = False
+                reply = self.pipelines.offered(peer, request)
             case SyncRecords():
                 self._worker(peer)
+                self._renew(peer, request.records)
                 before, after = self._line(peer)
                 reply = SyncRecords((*before, *after))
             case _:  # Goodbye, the last of the union
                 self._worker(peer).left = True
+                self.pipelines.left(peer)
                 self.book.release(peer, time.time())
                 await self.work_changed()
                 reply = Accepted()
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             await send(stream, reply)
             await stream.finish()
+
+    def _refusal(self, node: bytes) -> str:
+        """Why a node is given no work, or ""."""
+        known = self.reputations.get(node)
+        return (known.banned or known.refused) if known else ""
+
+    def _renew(self, peer: bytes, records: tuple[bytes, ...]) -> None:
+        """A node's own record, before the one that it said hello with runs out; others' are not its to tell."""
+        for sealed in records[:1]:
+            record = read_record(sealed, self._run_id, int(time.time()))
+            if record.node != peer:
+                raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
+            self._peers.learn(record, sealed)
 
     def _worker(self, peer: bytes) -> Worker:
         worker = self.workers.get(peer)

@@ -5,14 +5,17 @@ Every sample is drawn from the lease's own seed; what a rollout said is never ch
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ...crypto.hashing import derive
 from ...protocol.leases import Lease, TaskRef, sample_seed
 from ...protocol.manifests import RunManifest
 from ...protocol.rollouts import (
     BranchRecord,
+    Crossed,
     GroupRecord,
     RolloutRecord,
     Span,
@@ -26,6 +29,15 @@ from .admission import Admission, Order
 
 LARGE = 32_768
 """Tokens of a group from which on it is packed beside the event loop: some milliseconds of work."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a lease led to; see Submission."""
+
+    groups: tuple[GroupRecord, ...]
+    plan: bytes
+    crossed: tuple[Crossed, ...]
 
 
 class Generation:
@@ -49,7 +61,7 @@ class Generation:
         self._admission = admission
         self._rollout_ended = rollout_ended
 
-    async def play(self, lease: Lease) -> tuple[GroupRecord, ...]:
+    async def play(self, lease: Lease) -> Played:
         """The groups of a lease. Raises EngineError, EngineLost; then nothing of it goes on."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -59,14 +71,18 @@ class Generation:
                 ]
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
-        return tuple(group.result() for group in groups)
+        records, episodes = zip(*(group.result() for group in groups), strict=True)
+        return Played(records, *crossed(episodes))
 
-    async def _group(self, lease: Lease, reference: TaskRef, order: Order) -> GroupRecord:
+    async def _group(
+        self, lease: Lease, reference: TaskRef, order: Order
+    ) -> tuple[GroupRecord, list[Episode]]:
         task = self._environment.task(reference.index)
         if task.digest != reference.digest:
             detail = "this node's environment makes another task of that index"
             failed = RolloutRecord((), 0.0, detail)
-            return GroupRecord(reference.index, reference.digest, (failed,) * lease.group_size)
+            records = (failed,) * lease.group_size
+            return GroupRecord(reference.index, reference.digest, records), []
         async with asyncio.TaskGroup() as tasks:
             rollouts = [
                 tasks.create_task(self._rollout(lease, task, index, order))
@@ -77,7 +93,7 @@ class Generation:
             records = await asyncio.to_thread(pack, episodes)
         else:
             records = pack(episodes)
-        return GroupRecord(reference.index, reference.digest, records)
+        return GroupRecord(reference.index, reference.digest, records), episodes
 
     async def _rollout(self, lease: Lease, task: Task, index: int, order: Order) -> Episode:
         group = group_name(lease, task)
@@ -148,6 +164,24 @@ def rollout_record(episode: Episode) -> RolloutRecord:
     """An episode as it travels."""
     branches = tuple(branch_record(branch) for branch in episode.branches)
     return RolloutRecord(branches, episode.score.reward, episode.error[:500])
+
+
+def crossed(groups: Sequence[Sequence[Episode]]) -> tuple[bytes, tuple[Crossed, ...]]:
+    """The plan that most branches were drawn under, and what crossed between the stages in these.
+
+    What another plan made goes without: after a change of stages that is what was begun before.
+    """
+    placed = [
+        (Crossed(group, index, number, branch.boundaries), branch.plan)
+        for group, episodes in enumerate(groups)
+        for index, episode in enumerate(episodes)
+        for number, branch in enumerate(episode.branches)
+        if branch.plan
+    ]
+    if not placed:
+        return b"", ()
+    ((plan, _),) = Counter(plan for _, plan in placed).most_common(1)
+    return plan, tuple(one for one, made_by in placed if made_by == plan and one.boundaries)
 
 
 def branch_record(branch: Branch) -> BranchRecord:

@@ -16,12 +16,11 @@ from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
 from ...protocol.manifests import ProofContract
-from ...protocol.reputation import Audited, ban_test, outcome_of
+from ...protocol.reputation import ban_test
 from ...protocol.rollouts import Submission, Verdict
 from ..ledger import Arrived, Ledger
 from ..proofs.verifier import (
     Arrival,
-    AuditResults,
     Verified,
     Verifier,
     refuse_all,
@@ -29,6 +28,7 @@ from ..proofs.verifier import (
 from ..training.buffer import RolloutBuffer
 from .desk import LeaseDesk
 from .progress import Progress
+from .stage_faults import StageFaults, spared
 from .submissions import open_lease
 from .terms import Term
 
@@ -67,6 +67,7 @@ class Inbox:
         self._version = version
         self._contract = contract
         self._test = ban_test(contract, expected_audits)
+        self._stages = StageFaults(desk.reputation, desk.pipelines.dissolve, self._test)
         self._outliers = Outliers()
         self._verifying = 0
         self.grown = asyncio.Condition()
@@ -120,8 +121,9 @@ class Inbox:
         """What this tells of the worker."""
         reputation = self._desk.reputation(node)
         before = reputation.banned
-        reputation.record(verified.verdict.accepted, verified.reasons(), time.time())
-        reputation.observe(_observed(verified.audited), self._test)
+        reasons, accepted = verified.reasons(), verified.verdict.accepted
+        reputation.record(accepted, reasons, time.time(), spared=spared(verified.audited))
+        self._stages.note(node, verified)
         if reputation.banned != before:
             logger.warning("%s is banned: %s", short(node), reputation.banned)
         for group in verified.groups:
@@ -176,13 +178,3 @@ class Inbox:
         self._ledger.add_verdict(node, sealed)
         if node in self._desk.workers:
             self._desk.workers[node].verdicts.append(sealed)
-
-
-def _observed(audits: AuditResults) -> list[Audited]:
-    """What the sequential tests are told, in order."""
-    found: list[Audited] = []
-    for seen, judgement in zip(audits.evidence, audits.judgements, strict=True):
-        outcome = outcome_of(judgement.reason, judgement.suspect)
-        if outcome is not None:
-            found.append(Audited(outcome, seen.other_policy))
-    return found

@@ -25,7 +25,7 @@ from ...protocol.messages import (
     LeaseRequest,
     WorkerStats,
 )
-from ...protocol.rollouts import GroupRecord, Submission
+from ...protocol.rollouts import Submission
 from ...protocol.version import ALPN_CONTROL
 from ..control import EngineRow
 from ..engines.concurrency import Concurrency
@@ -41,7 +41,7 @@ from ..network.transport import TransportError
 from ..network.uploads import upload
 from .admission import Admission
 from .catchup import CatchUp
-from .generating import Generation, GenerationClock
+from .generating import Generation, GenerationClock, Played
 from .spooling import Spool
 from .upstreams import Upstreams
 from .verdicts import VerdictBox
@@ -284,10 +284,10 @@ class InferenceRole:
     async def _work(self, lease: Lease, sealed: bytes) -> None:
         """Do one lease; a lease that cannot be done in time is left to expire."""
         try:
-            groups = await self._generate(lease)
+            played = await self._generate(lease)
             self._working.pop(lease.lease_id, None)  # it needs no engine any more
-            if groups:
-                await self._spool.put(lease, Submission(sealed, groups, self._engine_name))
+            if played is not None:
+                await self._spool.put(lease, self._submission(sealed, played))
         except TimeoutError:
             logger.warning("lease %d ran out of time", lease.lease_id)
         except EngineLost as error:
@@ -296,12 +296,15 @@ class InferenceRole:
         except StorageError as error:
             logger.error("lease %d is lost: %s", lease.lease_id, error)
 
-    async def _generate(self, lease: Lease) -> tuple[GroupRecord, ...]:
-        """The groups of a lease; none if its policy version does not come."""
+    def _submission(self, sealed: bytes, played: Played) -> Submission:
+        return Submission(sealed, played.groups, self._engine_name, played.plan, played.crossed)
+
+    async def _generate(self, lease: Lease) -> Played | None:
+        """The groups of a lease; None if its policy version does not come."""
         async with asyncio.timeout(max(0.0, lease.deadline - time.time())):
             order = (lease.term, lease.min_version)
             if not await self._catchup.wait_order(order, VERSION_WAIT_S):
-                return ()
+                return None
             with self._clock.generating():
                 return await self._generation.play(lease)
 

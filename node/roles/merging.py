@@ -11,6 +11,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
@@ -27,11 +29,15 @@ from ..weights.chunking import cut
 from ..weights.codec import CODEC
 from ..weights.errors import CodecError, NoPath
 from ..weights.merge import MAX_MERGED, merge
+from ..weights.offsets import Offsets
+from ..weights.payload import check_layout
 
 logger = logging.getLogger(__name__)
 
 LARGEST_CHUNK = 4 * MIB
 """The same on every node, whatever its configuration: then two of them make the same chunks."""
+MAX_LOCATED = 1 << 16
+"""Tensors whose places fit into an answer; with more a merged delta is only of use as a whole."""
 MAX_THREADS = 8
 KEPT = 32
 """Merged deltas remembered; the one that was not asked for the longest goes first."""
@@ -116,9 +122,13 @@ class MergeDesk:
         return found
 
     def learn(self, artifact: Artifact, version: int, state: bytes) -> None:
-        """Keep a merged delta that we fetched and proved to lead to `version`, for others to fetch."""
+        """Keep a merged delta that we fetched whole and proved to lead to `version`, for others to fetch.
+
+        Where its tensors begin is not passed on: that is what the peer said of whom we have it, unproved.
+        """
         if artifact.size <= self._max_bytes:
-            self._keep((artifact.base_version, artifact.base_state, version, state), artifact)
+            plain = msgspec.structs.replace(artifact, offsets=())
+            self._keep((artifact.base_version, artifact.base_state, version, state), plain)
 
     async def _find(self, key: _Key) -> Artifact | None:
         """What is kept of this, if all of it is still here. Raises if it is known to be impossible."""
@@ -162,8 +172,8 @@ class MergeDesk:
         chunks: list[ChunkRef] = []
         stop = threading.Event()
         try:
-            await asyncio.to_thread(self._merge, singles, manifest, chunks, stop)
-            artifact = _artifact(singles[0], chunks)
+            offsets = await asyncio.to_thread(self._merge, singles, manifest, chunks, stop)
+            artifact = _artifact(singles[0], chunks, offsets)
         except CodecError as error:
             logger.debug("no merged delta to version %d: %s", manifest.version, error)
             artifact = None
@@ -193,16 +203,21 @@ class MergeDesk:
         manifest: PolicyManifest,
         chunks: list[ChunkRef],
         stop: threading.Event,
-    ) -> None:
-        """In a thread: put the merged delta into the store and `chunks`. Raises CodecError, StorageError."""
+    ) -> tuple[int, ...]:
+        """In a thread: put the merged delta into the store and `chunks`; where its tensors begin.
+
+        Raises CodecError, StorageError.
+        """
         limit = sum(artifact.size for artifact in singles)
         deltas = [self._read(one, stop) for one in singles]
         payload = merge(deltas, manifest.tensors, threads=_threads())
-        for piece in cut(payload, LARGEST_CHUNK):
+        offsets = Offsets(check_layout(manifest.tensors))
+        for piece in cut(offsets.watch(payload), LARGEST_CHUNK):
             chunks.append(ChunkRef(self._store.put(piece), len(piece)))
             limit -= len(piece)
             if limit < 0 or len(chunks) > MAX_WATCHED:
                 raise CodecError("the merged delta is larger than the single ones")
+        return offsets.found if len(manifest.tensors) <= MAX_LOCATED else ()
 
     def _read(self, artifact: Artifact, stop: threading.Event) -> Iterator[bytes]:
         for chunk in artifact.chunks:
@@ -259,7 +274,7 @@ class MergeDesk:
         self._loose.update(loose)
 
 
-def _artifact(first: Artifact, chunks: Sequence[ChunkRef]) -> Artifact:
+def _artifact(first: Artifact, chunks: Sequence[ChunkRef], offsets: tuple[int, ...]) -> Artifact:
     """A delta on the base of `first`."""
     return Artifact(
         kind="delta",
@@ -268,6 +283,7 @@ def _artifact(first: Artifact, chunks: Sequence[ChunkRef]) -> Artifact:
         codec=CODEC,
         size=sum(chunk.size for chunk in chunks),
         chunks=tuple(chunks),
+        offsets=offsets,
     )
 
 

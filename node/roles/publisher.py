@@ -34,6 +34,8 @@ from ..weights.chunking import cut
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
 from ..weights.mirror import EMPTY, Policy, prove
+from ..weights.offsets import Offsets
+from ..weights.payload import layout_of
 from ..weights.state import State, state_bytes
 from .merging import MergeDesk
 from .retention import retain
@@ -171,21 +173,27 @@ class Publisher:
         if held.version == policy.version - 1 and held.version >= 0:
             changed = snapshot.changed_since(held.state)
             payload = self._encoders.encode_delta(held.state, policy.state, changed)
-            artifacts.append(self._artifact("delta", payload, held.version, held.digest))
+            artifacts.append(self._artifact("delta", policy, payload, held.version, held.digest))
             self.last_delta_bytes = artifacts[0].size
             self.delta_bytes += artifacts[0].size
             self.full_bytes += state_bytes(policy.state)
         if not artifacts or self._chain.needs_anchor(policy.version, self._config.anchor_interval):
             whole = encode_full(policy.state, threads=_threads())
-            artifacts.append(self._artifact("anchor", whole, -1, NO_DIGEST))
+            artifacts.append(self._artifact("anchor", policy, whole, -1, NO_DIGEST))
         return artifacts
 
     def _artifact(
-        self, kind: str, payload: Iterator[bytes], base_version: int, base_state: bytes
+        self,
+        kind: str,
+        policy: Policy,
+        payload: Iterator[bytes],
+        base_version: int,
+        base_state: bytes,
     ) -> Artifact:
+        offsets = Offsets(layout_of(policy.state))
         chunks = [
             ChunkRef(self._store.put(piece), len(piece))
-            for piece in cut(payload, int(self._config.chunk_mib * 2**20))
+            for piece in cut(offsets.watch(payload), int(self._config.chunk_mib * 2**20))
         ]
         return Artifact(
             kind="anchor" if kind == "anchor" else "delta",
@@ -194,6 +202,7 @@ class Publisher:
             codec=CODEC,
             size=sum(chunk.size for chunk in chunks),
             chunks=tuple(chunks),
+            offsets=offsets.found,
         )
 
     def _sign(self, policy: Policy, document: bytes) -> tuple[bytes, PolicyHead]:

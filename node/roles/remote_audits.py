@@ -117,9 +117,11 @@ def read_validators(texts: Sequence[str]) -> list[bytes]:
 
 def _measured(chosen: Sequence[Chosen], report: AuditReport) -> list[Found]:
     rows = rows_by_place(report)
+    crossed = {(row.group, row.rollout): row.distances for row in report.crossed or ()}
     found: list[Found] = []
     for one in chosen:
-        row = rows[one.rollout.group, one.rollout.index]
+        place = one.rollout.group, one.rollout.index
+        row = rows[place]
         if isinstance(row, UnreadableRow):
             found.append([Unreadable(row.detail, row.proof)])
         else:
@@ -133,10 +135,17 @@ def _measured(chosen: Sequence[Chosen], report: AuditReport) -> list[Found]:
                         row.logprob,
                         row.logprob_max,
                         row.other_policy,
+                        _as_many(one, crossed.get(place, ())),
                     )
                 ]
             )
     return found
+
+
+def _as_many(chosen: Chosen, distances: tuple[float, ...]) -> tuple[float, ...]:
+    """Distances of as many boundaries as the rollout has, or none."""
+    wanted = len(chosen.items[0].boundaries)
+    return distances if len(distances) == wanted else ()
 
 
 def _merged(

@@ -23,7 +23,7 @@ from ..store import Store
 from ..weights.chain import Step
 from ..weights.chunking import SMALLEST
 from ..weights.codec import CODEC
-from ..weights.errors import DigestMismatch, WeightsError
+from ..weights.errors import CodecError, DigestMismatch, WeightsError
 from ..weights.merge import MAX_MERGED
 from .merging import MergeDesk
 
@@ -50,6 +50,8 @@ DISTRUST_S = 3600.0
 
 Apply = Callable[[int, Artifact], Awaitable[None]]
 """Prove and hold (version, artifact), whose chunks are in the store. Raises WeightsError, StorageError."""
+Needed = Callable[[Sequence[Step]], Sequence[ChunkRef]]
+"""The chunks that we need of some steps, in order. Raises CodecError."""
 Fetch = Callable[[Sequence[ChunkRef], Sequence[bytes], bytes], Awaitable[None]]
 """Bring chunks into the store, from peers that may have them or one that must."""
 
@@ -67,7 +69,9 @@ class Shortcuts:
         desk: MergeDesk,
         trainer: bytes,
         upstreams: Callable[[], Sequence[bytes]],
+        needed: Needed,
     ) -> None:
+        self._needed = needed
         self._links = links
         self._bring = fetch
         self._store = store
@@ -105,26 +109,37 @@ class Shortcuts:
             asked = time.monotonic()
             artifact = await self._ask(source, request, patience / (len(sources) - number))
             patience -= time.monotonic() - asked
-            if artifact is None or artifact.size > GAIN * missing:
+            chunks = [] if artifact is None else self._part(source, artifact, version)
+            size = sum(chunk.size for chunk in chunks)
+            if artifact is None or not chunks or size > GAIN * missing:
                 continue
-            if await self._fetch(source, artifact, missing) and await self._prove(
+            if await self._fetch(source, chunks, missing) and await self._prove(
                 source, artifact, version, apply
             ):
-                self._desk.learn(artifact, version, state)
+                if len(chunks) == len(artifact.chunks):
+                    self._desk.learn(artifact, version, state)
                 self.taken += 1
                 logger.info(
                     "%d deltas came as one from %s: %d B in place of %d",
                     len(steps),
                     short(source),
-                    artifact.size,
+                    size,
                     missing,
                 )
                 return True
         return False
 
+    def _part(self, source: bytes, artifact: Artifact, version: int) -> Sequence[ChunkRef]:
+        """What we need of an artifact that `source` offers; nothing of one that makes no sense."""
+        try:
+            return self._needed([(version, artifact)])
+        except CodecError as error:
+            self._distrust(source, Reason.MALFORMED, error)
+            return ()
+
     async def _missing(self, steps: Sequence[Step]) -> int:
-        """Bytes of the steps that the store lacks."""
-        chunks = [chunk for _, artifact in steps for chunk in artifact.chunks]
+        """Bytes that we need of the steps, and the store lacks."""
+        chunks = self._needed(steps)
         return await asyncio.to_thread(
             lambda: sum(chunk.size for chunk in chunks if not self._store.has(chunk.digest))
         )
@@ -158,12 +173,12 @@ class Shortcuts:
             return reply.artifact
         return None
 
-    async def _fetch(self, source: bytes, artifact: Artifact, missing: int) -> bool:
-        """Bring its chunks into the store; False if that takes longer than it is worth."""
+    async def _fetch(self, source: bytes, chunks: Sequence[ChunkRef], missing: int) -> bool:
+        """Bring `chunks` into the store; False if that takes longer than it is worth."""
         known = max((peer.bandwidth for peer in self._peers.rows()), default=0.0) or SLOW
         try:
             async with asyncio.timeout(max(FETCH_S, 2 * missing / known)):
-                await self._bring(artifact.chunks, self._upstreams(), source)
+                await self._bring(chunks, self._upstreams(), source)
         except (NetworkError, TransportError, Refused, TimeoutError) as error:
             logger.info("the merged delta of %s cannot be had: %s", short(source), error)
             self._peers.failed(source)

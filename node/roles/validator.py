@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import isnan
 
+from msgspec import UNSET
+
 from ...crypto.hashing import digest, short
 from ...crypto.keys import SecretKey
 from ...protocol.envelope import Purpose, seal, unseal
@@ -28,6 +30,7 @@ from ...protocol.messages import (
 from ...protocol.reports import (
     MAX_UNREADABLE_DETAIL,
     AuditReport,
+    CrossedRow,
     MeasuredRow,
     Place,
     UnreadableRow,
@@ -52,7 +55,7 @@ from ..network.rpc import (
 )
 from ..network.transport import Stream, StreamClosed, TransportError
 from ..proofs.checks import check_submission
-from ..proofs.items import audit_items, plain_turns
+from ..proofs.items import audit_items, plain_turns, plan_of
 from .catchup import CatchUp
 from .shelf import Shelf
 from .submissions import open_lease
@@ -283,7 +286,8 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
         recipient=run.trainer,
     ).body
     lease = open_lease(submission.lease, run_id, run.trainer, job.node)
-    checked = check_submission(submission, lease, run, max(job.versions))
+    plan = plan_of(submission, run=run_id, trainer=run.trainer, node=job.node)
+    checked = check_submission(submission, lease, run, max(job.versions), plan)
     rollouts = {(one.group, one.index): one for one in checked.rollouts}
     items: list[AuditItem] = []
     for place in job.chosen:
@@ -291,7 +295,7 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
         turns = None if rollout is None else plain_turns(rollout.branches)
         if rollout is None or turns is None:
             raise _senseless(place, "is not fit for an audit")
-        (item,) = audit_items(rollout, turns, lease=lease, run=run_id, node=job.node)
+        (item,) = audit_items(rollout, turns, lease=lease, run=run_id, node=job.node, plan=plan)
         if not set(item.versions) <= set(job.versions):
             raise _senseless(place, "claims a version that the job does not name")
         items.append(item)
@@ -302,6 +306,7 @@ def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditR
     """The report of a job; `found` holds one entry per chosen rollout."""
     measured: list[MeasuredRow] = []
     unreadable: list[UnreadableRow] = []
+    crossed: list[CrossedRow] = []
     for place, one in zip(job.chosen, found, strict=True):
         if isinstance(one, Unreadable):
             detail = one.detail.encode("ascii", "replace").decode()[:MAX_UNREADABLE_DETAIL]
@@ -312,7 +317,17 @@ def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditR
             *(one.logprob, one.logprob_max, one.other_policy),
         )
         measured.append(MeasuredRow(place.group, place.rollout, one.tokens, *map(_finite, values)))
-    return AuditReport(job.job, job.submission, job.challenge, tuple(measured), tuple(unreadable))
+        if one.boundaries:
+            distances = tuple(map(_finite, one.boundaries))
+            crossed.append(CrossedRow(place.group, place.rollout, distances))
+    return AuditReport(
+        job.job,
+        job.submission,
+        job.challenge,
+        tuple(measured),
+        tuple(unreadable),
+        crossed=tuple(crossed) or UNSET,
+    )
 
 
 def _finite(value: float) -> float:

@@ -5,7 +5,7 @@ A source that answers with nothing, or with lies, must not keep us from asking t
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -23,8 +23,10 @@ from ..store import Store
 from ..weights.chain import (
     NOTHING,
     Chain,
+    Needs,
     NoPath,
     Step,
+    whole,
 )
 from ..weights.mirror import Policy
 
@@ -47,7 +49,12 @@ class Wayfinder:
         upstreams: Callable[[], Sequence[bytes]],
         peers: PeerTable,
         on_fraud: Callable[[RemoteProtocolError], None],
+        needs: Needs = whole,
+        newest: Callable[[], AdmittedHead | None] | None = None,
     ) -> None:
+        """`needs`: which chunks of an artifact we fetch; `newest`: the head to go for, else the book's."""
+        self._needs = needs
+        self._newest = newest or book.latest
         self._book = book
         self._links = links
         self._fetcher = fetcher
@@ -91,25 +98,48 @@ class Wayfinder:
                     raise
             await self._ask_heads(*question)
             # Sources tell of their newest anchor: by now that may be newer than the head we started for.
-            newest = self._book.latest()
+            newest = self._newest()
             head = newest if newest and newest.head.term == head.head.term else head
 
     async def _cheapest(self, head: AdmittedHead, held: Policy) -> list[Step]:
         stored = await asyncio.to_thread(self._store.names)
-        return self.chain.plan(held.version, held.digest, head.head.version, stored=stored)
+        return self.chain.plan(
+            held.version, held.digest, head.head.version, stored=stored, needs=self._needs
+        )
 
     async def _gap(self, steps: Sequence[Step], held: Policy) -> int | None:
         """After which version to ask for manifests that may spare us an anchor; None if there are none."""
         if not steps or steps[0][1].kind != "anchor":
             return None
-        version, anchor = steps[0]
+        version = steps[0][0]
+        needed = self.needed(steps[:1])
         gap = self.chain.gap(held.version, version)
         if gap is None or version - gap > FAR_BEHIND:
             return None
         complete = await asyncio.to_thread(
-            lambda: all(self._store.has(chunk.digest) for chunk in anchor.chunks)
+            lambda: all(self._store.has(chunk.digest) for chunk in needed)
         )
         return None if complete else gap
+
+    def needed(self, steps: Sequence[Step]) -> list[ChunkRef]:
+        """The chunks of `steps` that we need, in order; also of artifacts that are in no manifest.
+
+        Raises CodecError.
+        """
+        chunks: list[ChunkRef] = []
+        for version, artifact in steps:
+            manifest = self.chain.get(version)
+            assert manifest is not None  # or there was no step to it
+            chunks += self._needs(manifest, artifact)
+        return chunks
+
+    async def meet(self, order: tuple[int, int]) -> AdmittedHead | None:
+        """The head of (term, version) `order`, asked for where the book does not know it; None: nobody told."""
+        for source in [*self._upstreams(), self._trainer]:
+            if order in self._book.trusted.heads:
+                break
+            await self._heed(source, self._hear(source, order[1] - 1))
+        return self._book.trusted.heads.get(order)
 
     async def look_again(self) -> None:
         """The way we know may lead over chunks that nobody keeps any more: ask the trainer what it keeps."""
@@ -124,8 +154,12 @@ class Wayfinder:
 
     async def _ask_heads(self, source: bytes, after: int) -> None:
         """Learn the heads after a version from one node, as far as it tells them."""
+        await self._heed(source, self._ask_heads_of(source, after))
+
+    async def _heed(self, source: bytes, telling: Awaitable[object]) -> None:
+        """Wait for what one node tells; whatever is wrong with it, there are others."""
         try:
-            await self._ask_heads_of(source, after)
+            await telling
         except (TransportError, Refused) as error:
             logger.debug("no heads from %s: %s", short(source), error)
         except RemoteProtocolError as error:

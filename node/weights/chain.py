@@ -3,10 +3,10 @@
 A delta is only ever planned onto the exact state that it names; a version number alone proves nothing.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 
-from ...protocol.manifests import Artifact, PolicyManifest
+from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
 from .errors import NoPath, WeightsError
 
 NOTHING = -1
@@ -14,8 +14,15 @@ NOTHING = -1
 
 Step = tuple[int, Artifact]
 """A version, and the artifact that reaches it."""
+Needs = Callable[[PolicyManifest, Artifact], Sequence[ChunkRef]]
+"""Which chunks have to be fetched of an artifact that reaches the manifest."""
 _Route = tuple[int, int, tuple[Step, ...]]
 """Bytes to fetch, steps, and the steps themselves; compares by the first two."""
+
+
+def whole(_manifest: PolicyManifest, artifact: Artifact) -> Sequence[ChunkRef]:
+    """What is needed by who holds all weights."""
+    return artifact.chunks
 
 
 class Chain:
@@ -55,15 +62,16 @@ class Chain:
         target_version: int,
         *,
         stored: AbstractSet[bytes] = frozenset(),
+        needs: Needs = whole,
     ) -> list[Step]:
         """The steps to `target_version` that fetch the fewest bytes, then the fewest steps.
 
         They start from the state that is held (`have_version` NOTHING: none is) or from an anchor.
-        Empty if the target is held. Chunks whose digests are in `stored` cost nothing. Raises
-        NoPath.
+        Empty if the target is held. Only what it `needs` of an artifact costs anything, and of that no
+        chunk whose digest is in `stored`. Raises NoPath, and what `needs` raises.
         """
         held = None if have_version == NOTHING else (have_version, have_state)
-        route = self._cheapest(held, target_version, self._manifests.keys(), stored)
+        route = self._cheapest(held, target_version, self._manifests.keys(), stored, needs)
         if route is None:
             raise NoPath(
                 f"nothing known leads from version {have_version} to {target_version}: "
@@ -148,6 +156,7 @@ class Chain:
         target: int,
         anchors: Collection[int],
         stored: AbstractSet[bytes],
+        needs: Needs = whole,
     ) -> tuple[Step, ...] | None:
         """Shortest path from (version, state) `held` or from an anchor at a version in `anchors`.
 
@@ -162,7 +171,7 @@ class Chain:
                 before = _before(artifact, version, routes, version in anchors)
                 if before is not None:
                     spent, count, steps = before
-                    cost = sum(c.size for c in artifact.chunks if c.digest not in stored)
+                    cost = sum(c.size for c in needs(manifest, artifact) if c.digest not in stored)
                     ways.append((spent + cost, count + 1, (*steps, (version, artifact))))
             if ways:
                 routes[here] = min(ways, key=lambda way: way[:2])

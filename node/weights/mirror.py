@@ -1,18 +1,25 @@
-"""The policy that this node holds, kept equal to the trainer's bit for bit.
+"""The policy that this node holds, or its share of it, kept equal to the trainer's bit for bit.
 
 A state becomes the held one only after every tensor in it was hashed and found to be what the signed
 manifest promises; until commit() nothing that is held changes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ...crypto.hashing import NO_DIGEST, short
-from ...protocol.manifests import Artifact, PolicyManifest
+from ...protocol.manifests import Artifact, PolicyManifest, TensorInfo
 from .chain import NOTHING
 from .codec import CODEC, apply_delta_changed, decode_full
 from .errors import CodecError, DigestMismatch, WrongBase
+from .partial import (
+    Share,
+    chunks_for,
+    everything,
+    part_of,
+    wanted_of,
+)
 from .state import (
     Changed,
     State,
@@ -29,8 +36,10 @@ class Policy:
 
     version: int
     state: State
+    """Of who holds a share: these tensors only."""
     digests: Mapping[str, bytes]
     digest: bytes
+    """Of all tensors of the version, held or not: the manifest's digests of those that are not lead to it."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,13 @@ def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1)
 class Mirror:
     """Holds one policy; prepare() the next beside it, commit() to swap."""
 
-    def __init__(self, policy: Policy = EMPTY, *, threads: int = 1) -> None:
+    def __init__(
+        self, policy: Policy = EMPTY, *, threads: int = 1, share: Share = everything
+    ) -> None:
+        """Only the tensors of `share` are decoded, proved and held."""
         self._policy = policy
         self._threads = threads
+        self._share = share
 
     @property
     def policy(self) -> Policy:
@@ -78,8 +91,8 @@ class Mirror:
     ) -> Prepared:
         """Decode `payload` into a copy and prove it. Nothing that is held changes.
 
-        Blocks for as long as decoding and hashing take. Raises CodecError, WrongBase or
-        DigestMismatch.
+        Of a share `payload` is the chunks that chunks_for() names. Blocks for as long as decoding and
+        hashing take. Raises CodecError, WrongBase or DigestMismatch.
         """
         held = self._policy
         if artifact.codec != CODEC:
@@ -111,10 +124,17 @@ class Mirror:
         hashing: "_Hashing",
     ) -> tuple[State, Changed | None]:
         """The state, of which `hashing` learns tensor by tensor, and where a delta changed it."""
-        infos, threads, done = manifest.tensors, self._threads, hashing.add
+        wanted = wanted_of(manifest.tensors, self._share)
+        infos = [info for info in manifest.tensors if info.name in wanted]
+        size = artifact.size
+        if self._share is not everything:
+            size = sum(chunk.size for chunk in chunks_for(artifact, manifest.tensors, wanted))
+        chunks = [payload] if isinstance(payload, bytes) else payload
+        payload = part_of(artifact, manifest.tensors, wanted, chunks)
+        threads, done = self._threads, hashing.add
         if artifact.kind == "anchor":
             return decode_full(payload, infos, threads=threads, done=done), None
-        if artifact.size * SMALL_SHARE < state_bytes(self._policy.state):
+        if size * SMALL_SHARE < state_bytes(self._policy.state):
             threads = 1
         return apply_delta_changed(self._policy.state, payload, infos, threads=threads, done=done)
 
@@ -149,18 +169,22 @@ class _Hashing:
 def _proved(manifest: PolicyManifest, state: State, hashes: Mapping[str, bytes]) -> Policy:
     """The policy `state`, or DigestMismatch."""
     for info in manifest.tensors:
-        if hashes[info.name] != info.digest:
+        if hashes.get(info.name, info.digest) != info.digest:
             raise DigestMismatch(
                 f"version {manifest.version}: tensor {info.name} is "
                 f"{short(hashes[info.name])}, the manifest says {short(info.digest)}"
             )
-    whole = state_digest(hashes)
+    whole = state_digest(_digests(manifest.tensors))
     if whole != manifest.state:
         raise DigestMismatch(
             f"version {manifest.version}: state is {short(whole)}, "
             f"the manifest says {short(manifest.state)}"
         )
     return Policy(manifest.version, state, hashes, whole)
+
+
+def _digests(tensors: Sequence[TensorInfo]) -> dict[str, bytes]:
+    return {info.name: info.digest for info in tensors}
 
 
 def _check_base(held: Policy, artifact: Artifact) -> None:

@@ -26,6 +26,7 @@ MAX_TENSOR = 1 << 40
 """Bytes of one tensor."""
 
 _HEADER = struct.Struct("<4sB16s")
+HEADER_BYTES = _HEADER.size
 
 Payload = bytes | bytearray | memoryview | Iterable[bytes]
 Layout = tuple[str, str, tuple[int, ...]]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Unreadable
-from primerl.node.audits.replay import Replay, terms
+from primerl.node.audits.replay import Replay
+from primerl.node.audits.terms import terms
 from primerl.node.engines.compute import ComputeThread
 from primerl.node.engines.engine import Engine
 from primerl.node.proofs.judgement import judge

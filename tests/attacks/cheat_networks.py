@@ -9,19 +9,22 @@ from torch import Tensor
 from primerl.node import models
 from primerl.node.engines.network import Network, pick_device
 from primerl.node.engines.qwen3 import Attend, Qwen3Network
+from primerl.node.engines.taps import Taps
 from primerl.node.weights.state import State
 
 
 class RoundedCache(Qwen3Network):
     """Keys and values go through float8 (e4m3) before anything attends to them."""
 
-    def run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def run(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+    ) -> Tensor:
         """See Qwen3Network."""
 
         def rounded(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(layer, q, _through_float8(k), _through_float8(v))
 
-        return super().run(tokens, positions, rounded)
+        return super().run(tokens, positions, rounded, taps)
 
 
 class BestOnly(Qwen3Network):

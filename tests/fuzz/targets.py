@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import fingerprint_cases
+import frame_cases
 import msgspec
 import numpy as np
 import weights_cases as cases
+from msgspec import structs
 from protocol_cases import (
     LEASE,
     MESSAGES,
@@ -27,6 +29,15 @@ from protocol_cases import head as policy_head
 
 from primerl.node.fingerprints.build import KNOWN
 from primerl.node.fingerprints.fingerprint import BadProof
+from primerl.node.pipeline.frame import Frame, Kind
+from primerl.node.pipeline.frame_codec import (
+    PREFIX_BYTES,
+    FrameLimits,
+    encode,
+    head_size,
+    read_head,
+)
+from primerl.node.pipeline.frame_codec import decode as decode_frame
 from primerl.node.weights.codec import (
     BlockChanges,
     apply_delta,
@@ -39,18 +50,27 @@ from primerl.node.weights.codec import (
 )
 from primerl.node.weights.errors import CodecError, DigestMismatch
 from primerl.node.weights.merge import merge
-from primerl.node.weights.mirror import Mirror, prove
+from primerl.node.weights.mirror import Mirror, Policy, prove
 from primerl.node.weights.moves import find
+from primerl.node.weights.offsets import Offsets
+from primerl.node.weights.partial import chunks_for
 from primerl.node.weights.payload import DELTA, FULL, blocks_of, check_layout, header, layout_of
 from primerl.node.weights.state import BITS, Changed, State, numel
 from primerl.protocol.envelope import Envelope
 from primerl.protocol.errors import RemoteProtocolError
 from primerl.protocol.leases import Lease
-from primerl.protocol.manifests import PeerRecord, PolicyHead, PolicyManifest, TensorInfo
+from primerl.protocol.manifests import (
+    ChunkRef,
+    PeerRecord,
+    PolicyHead,
+    PolicyManifest,
+    TensorInfo,
+)
 from primerl.protocol.messages import Message
 from primerl.protocol.rollouts import Submission, Verdict
 from primerl.protocol.session import decode
 
+LIMITS = FrameLimits.of(frame_cases.SHAPE)
 MAX_IMPLIED = 1 << 22
 """Bytes: what a manifest made of foreign bytes may imply here, else one input fills the memory by right."""
 
@@ -181,6 +201,35 @@ def mirror(data: bytes) -> bool:
     return True
 
 
+def share(data: bytes) -> bool:
+    """Places of tensors, and chunks, from a stranger: who needs some gets these as signed, or a refusal."""
+    names = {name for bit, (name, _, _) in enumerate(LAYOUT) if data and data[0] >> bit & 1}
+    size = int.from_bytes(data[1:3], "little")
+    try:
+        offsets = msgspec.msgpack.decode(data[3 : 3 + size], type=tuple[int, ...])
+    except msgspec.DecodeError:
+        return False
+    pieces = [data[at : at + 97] for at in range(3 + size, len(data), 97)]
+    artifact = structs.replace(
+        MANIFEST.artifacts[0],
+        size=sum(map(len, pieces)),
+        chunks=tuple(ChunkRef(at.to_bytes(32, "big"), len(one)) for at, one in enumerate(pieces)),
+        offsets=offsets,
+    )
+    held = Policy(6, {name: BASE[name] for name in names}, HELD.digests, HELD.digest)
+    subject = Mirror(held, share=lambda _: frozenset(names))
+    try:
+        needed = chunks_for(artifact, INFOS, names)
+        given = [pieces[int.from_bytes(chunk.digest, "big")] for chunk in needed]
+        prepared = subject.prepare(MANIFEST, artifact, given)
+    except (CodecError, DigestMismatch):
+        return False
+    finally:
+        assert subject.policy is held
+    assert cases.same(prepared.policy.state, {name: NEW[name] for name in names})
+    return True
+
+
 def lying(data: bytes) -> bool:
     """A manifest of foreign bytes, and a payload that fits its tensors or pretends to."""
     size = int.from_bytes(data[:2], "little")
@@ -217,6 +266,21 @@ def said(data: bytes) -> bool:
     return True
 
 
+def frame(data: bytes) -> bool:
+    """What a stage is sent: a frame within its plan's limits that is the same when said again, or no."""
+    try:
+        size = head_size(data[:PREFIX_BYTES])
+        head = read_head(data[PREFIX_BYTES : PREFIX_BYTES + size], LIMITS)
+        assert head.size <= LIMITS.body + LIMITS.trail + LIMITS.tensors
+        found = decode_frame(head, data[PREFIX_BYTES + size :])
+    except RemoteProtocolError:
+        return False
+    start, *contents = encode(found, LIMITS)
+    assert read_head(bytes(start)[PREFIX_BYTES:], LIMITS) == head
+    assert b"".join(contents) == data[PREFIX_BYTES + size :]
+    return True
+
+
 def proof(data: bytes) -> bool:
     """A proof of some tokens: measured, all numbers finite, or BadProof, whoever asks."""
     scheme = SCHEMES[data[0] % len(SCHEMES)] if data else SCHEMES[0]
@@ -245,7 +309,17 @@ def refuses(check: Callable[[], None]) -> bool:
     raise AssertionError("compare refuses what check accepts")
 
 
-TARGETS: tuple[Callable[[bytes], bool], ...] = (full, step, changes, mirror, lying, said, proof)
+TARGETS: tuple[Callable[[bytes], bool], ...] = (
+    full,
+    step,
+    changes,
+    mirror,
+    lying,
+    said,
+    proof,
+    share,
+    frame,
+)
 
 
 def run(data: bytes) -> bool:
@@ -257,6 +331,10 @@ def seeds() -> list[bytes]:
     """Valid inputs of every target."""
     table = msgspec.msgpack.encode(INFOS)
     lie = len(table).to_bytes(2, "little") + table
+    offsets = Offsets(LAYOUT)
+    step_again = b"".join(offsets.watch(encode_delta(BASE, NEW)))
+    places = msgspec.msgpack.encode(offsets.found)
+    located = len(places).to_bytes(2, "little") + places + step_again
     payloads: list[tuple[Callable[[bytes], bool], bytes]] = [
         (full, WHOLE),
         (step, STEP),
@@ -264,6 +342,8 @@ def seeds() -> list[bytes]:
         (mirror, STEP),
         (lying, lie + WHOLE[len(header(FULL, LAYOUT)) :]),
         (lying, lie + QUIET[len(header(DELTA, LAYOUT)) :]),
+        (share, b"\x92" + located),
+        (share, b"\x48" + located),
     ]
     payloads += [(said, b"\0" + msgspec.msgpack.encode(message)) for message in MESSAGES]
     documents = (POLICY_MANIFEST, policy_head(0), RECORD, LEASE, SUBMISSION, VERDICT)
@@ -272,6 +352,8 @@ def seeds() -> list[bytes]:
         for at, document in enumerate(documents, 1)
     ]
     payloads.append((said, bytes([len(DOCUMENTS)]) + sealed_head(policy_head(0))))
+    frames = (frame_cases.step(7, 1), Frame(Kind.RESET, 7, 0), Frame(Kind.FAULT, 7, 1, b"why"))
+    payloads += [(frame, b"".join(encode(one, LIMITS))) for one in frames]
     for number, scheme in enumerate(SCHEMES):
         for tokens in (1, 32, 40):
             made = scheme.make(STATES[:tokens])

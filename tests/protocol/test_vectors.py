@@ -12,11 +12,15 @@ from protocol_cases import (
     ADAPTED,
     ENVELOPES,
     LEASE,
+    LOCATED,
     MANIFEST,
     MESSAGES,
     NOW,
     POLICY_MANIFEST,
     RUN,
+    SPLIT_REPORT,
+    SPLIT_SUBMISSION,
+    SPLIT_VERDICT,
     TICKET,
     TRAINER,
     WORKER,
@@ -31,7 +35,12 @@ from primerl.protocol.leases import sample_seed
 from primerl.protocol.manifests import PolicyManifest, RunManifest, run_id
 from primerl.protocol.messages import Message
 from primerl.protocol.session import HEADER_BYTES, decode, payload_size
-from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, WIRE_VERSION
+from primerl.protocol.version import (
+    ALPN_BLOBS,
+    ALPN_CONTROL,
+    ALPN_PIPELINE,
+    WIRE_VERSION,
+)
 
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text())
 
@@ -98,6 +107,10 @@ def test_the_documents_of_then_are_read_now() -> None:
     assert run_id(manifest).hex() == GOLDEN["run_id"]
     assert decode(bytes.fromhex(GOLDEN["adapted_run_manifest"]), RunManifest) == ADAPTED
     assert decode(bytes.fromhex(GOLDEN["policy_manifest"]), PolicyManifest) == POLICY_MANIFEST
+    assert decode(bytes.fromhex(GOLDEN["located_policy_manifest"]), PolicyManifest) == LOCATED
+    split = {"submission": SPLIT_SUBMISSION, "verdict": SPLIT_VERDICT, "report": SPLIT_REPORT}
+    for name, document in split.items():
+        assert decode(bytes.fromhex(GOLDEN[f"split_{name}"]), type(document)) == document
 
 
 def test_the_keys_are_those_of_their_seeds() -> None:
@@ -115,5 +128,5 @@ def test_a_sample_is_drawn_with_the_seed_of_then() -> None:
 
 def test_the_version_of_the_wire_is_in_the_name_of_its_protocols() -> None:
     assert GOLDEN["wire_version"] == WIRE_VERSION
-    for alpn in (ALPN_CONTROL, ALPN_BLOBS):
+    for alpn in (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE):
         assert alpn.endswith(b"/%d" % WIRE_VERSION)

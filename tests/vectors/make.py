@@ -18,7 +18,7 @@ from primerl.protocol import tickets
 from primerl.protocol.leases import sample_seed
 from primerl.protocol.manifests import encode, run_id
 from primerl.protocol.session import frame
-from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, WIRE_VERSION
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, WIRE_VERSION
 
 FILE = Path(__file__).parent / "protocol.json"
 
@@ -51,7 +51,7 @@ def build() -> dict[str, Any]:
     """What today's code says of the fixed documents in protocol_cases."""
     return {
         "wire_version": WIRE_VERSION,
-        "alpns": [ALPN_CONTROL.decode(), ALPN_BLOBS.decode()],
+        "alpns": [ALPN_CONTROL.decode(), ALPN_BLOBS.decode(), ALPN_PIPELINE.decode()],
         "keys": {
             name: {"seed": key.seed().hex(), "node_id": key.node_id.hex()}
             for name, key in (("trainer", cases.TRAINER), ("worker", cases.WORKER))
@@ -62,6 +62,10 @@ def build() -> dict[str, Any]:
         "run_id": run_id(encode(cases.MANIFEST)).hex(),
         "adapted_run_manifest": encode(cases.ADAPTED).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
+        "located_policy_manifest": encode(cases.LOCATED).hex(),
+        "split_submission": encode(cases.SPLIT_SUBMISSION).hex(),
+        "split_verdict": encode(cases.SPLIT_VERDICT).hex(),
+        "split_report": encode(cases.SPLIT_REPORT).hex(),
         "ticket": tickets.issue(cases.TRAINER, cases.TICKET),
         "envelopes": {purpose.value: cases.sealed(purpose).hex() for purpose in cases.ENVELOPES},
         "frames": {type(one).__name__: frame(one).hex() for one in cases.MESSAGES},

@@ -12,7 +12,8 @@ import torch
 from auditor_cases import NEAR, OWN, Case, make_case, measured
 from engine_cases import SHAPE, make_llama, make_qwen3
 
-from primerl.node.audits.replay import Replay, Terms, terms
+from primerl.node.audits.replay import Replay
+from primerl.node.audits.terms import Terms, terms
 from primerl.node.errors import EngineError
 from primerl.node.weights.state import State, Tensor
 

@@ -99,7 +99,7 @@ def test_proofs_are_cut_by_the_lengths_of_the_replies() -> None:
     replies = [Reply(1, 3, 0), Reply(4, 5, 0)]
     item = AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, b"abc")
     assert split_proof(item, Fixed()) == [(b"ab", 2), (b"c", 1)]
-    assert check_item(item, 1, Fixed()) is None
-    refused = check_item(AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, b"ab\xff"), 1, Fixed())
+    assert check_item(item, 1, 0, Fixed()) is None
+    refused = check_item(AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, b"ab\xff"), 1, 0, Fixed())
     assert refused is not None
     assert refused.proof

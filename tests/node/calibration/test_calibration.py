@@ -13,7 +13,8 @@ from engine_cases import make_qwen3
 
 from primerl.crypto.hashing import digest
 from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
-from primerl.node.audits.replay import Replay, terms
+from primerl.node.audits.replay import Replay
+from primerl.node.audits.terms import terms
 from primerl.node.calibration.calibrator import Calibrator, Report, Wanted
 from primerl.node.calibration.honest import company, entropy_share, trial_run
 from primerl.node.config import EngineConfig, RunConfig

@@ -24,6 +24,7 @@ from primerl.node.engines.hf import HfEngine
 from primerl.node.engines.network import Network, build_network
 from primerl.node.engines.output import Output
 from primerl.node.engines.scripted import ScriptedEngine
+from primerl.node.engines.taps import Taps
 from primerl.node.errors import EngineError
 from primerl.node.fingerprints.build import KNOWN
 from primerl.node.fingerprints.fingerprint import Hidden, ProofFailed
@@ -88,8 +89,10 @@ class CountingNetwork:
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.inner.hidden(tokens)
 
-    def packed(self, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        return self.inner.packed(tokens, lengths)
+    def packed(
+        self, tokens: torch.Tensor, lengths: Sequence[int], taps: Taps | None = None
+    ) -> torch.Tensor:
+        return self.inner.packed(tokens, lengths, taps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.inner.logits(hidden)

@@ -17,7 +17,7 @@ from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.roles import generating
 from primerl.node.roles.admission import Admission
-from primerl.node.roles.generating import Generation, rollout_record
+from primerl.node.roles.generating import Generation, crossed, rollout_record
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.leases import Lease, LeaseBook, sample_seed
 
@@ -95,9 +95,9 @@ async def test_every_rollout_is_there_in_its_place(
     monkeypatch.setattr(generating, "LARGE", large)
     engine, ended = Engine(), Counter[int]()
     lease = lease_of(5, 9)
-    groups = await generation(engine, ended).play(lease)
+    played = await generation(engine, ended).play(lease)
     environment = CountingEnvironment()
-    for group, task in zip(groups, lease.tasks, strict=True):
+    for group, task in zip(played.groups, lease.tasks, strict=True):
         assert (group.task_index, group.task_digest) == (task.index, task.digest)
         prompt = environment.prompt(environment.task(task.index))
         assert [one.reward for one in group.rollouts] == [1.0] * 4
@@ -127,10 +127,10 @@ async def test_a_task_that_is_another_one_here_is_reported_and_not_played() -> N
     engine = Engine()
     lease = lease_of(5)
     foreign = type(lease.tasks[0])(6, lease.tasks[0].digest)
-    groups = await generation(engine).play(
+    played = await generation(engine).play(
         Lease(1, (foreign,), 4, lease.seed, 0, lease.deadline, 1000)
     )
-    assert [one.error for one in groups[0].rollouts] == [
+    assert [one.error for one in played.groups[0].rollouts] == [
         "this node's environment makes another task of that index"
     ] * 4
     assert engine.asked == []
@@ -159,3 +159,51 @@ def test_a_failed_rollout_travels_with_its_reason() -> None:
 
     record = rollout_record(Episode([], Score(0.0), "x" * 1000))
     assert (record.branches, record.reward, record.error) == ((), 0.0, "x" * 500)
+
+
+def episode_of(*branches: tuple[bytes, tuple[bytes, ...]]) -> Any:
+    """An episode whose branches were made under these plans, with these boundaries."""
+    from primerl.node.environments.environment import Branch, Episode, Score
+
+    made = [
+        Branch([5, 6], [False, True], [0.0, -1.0], 3, 3, "stop", boundaries=parts, plan=plan)
+        for plan, parts in branches
+    ]
+    return Episode(made, Score(1.0))
+
+
+def test_a_submission_names_one_plan_and_what_another_one_made_goes_without() -> None:
+    one, other = (b"plan one", (b"a" * 8,)), (b"plan two", (b"b" * 8, b"c" * 8))
+    groups = [
+        [episode_of(one), episode_of(other), episode_of((b"", ()))],
+        [episode_of(one, one), episode_of()],
+    ]
+    plan, parts = crossed(groups)
+    assert plan == b"plan one"
+    assert [(each.group, each.rollout, each.branch) for each in parts] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (1, 0, 1),
+    ]
+    assert {each.boundaries for each in parts} == {(b"a" * 8,)}
+    assert crossed([[episode_of((b"", ()))]]) == (b"", ())
+    assert crossed([[episode_of((b"plan one", ()))]]) == (b"plan one", ())
+    assert crossed([[]]) == (b"", ())
+
+
+def test_turns_of_one_plan_tell_what_crossed_and_turns_of_several_do_not() -> None:
+    from primerl.node.environments.outcome import branch
+
+    def turn(plan: bytes, *parts: bytes) -> Completion:
+        return Completion([7], [-0.5], "stop", 3, 3, boundaries=parts, plan=plan)
+
+    def joined(*turns: Completion) -> tuple[tuple[bytes, ...], bytes]:
+        made = branch([5, 7, 6, 7], [False, True] * 2, [0.0, -0.5] * 2, turns)
+        return made.boundaries, made.plan
+
+    first, second = turn(b"p", b"a" * 8, b"b" * 8), turn(b"p", b"c" * 8, b"d" * 8)
+    assert joined(first, second) == ((b"a" * 8 + b"c" * 8, b"b" * 8 + b"d" * 8), b"p")
+    assert joined(first, turn(b"q", b"c" * 8, b"d" * 8)) == ((), b"q")
+    assert joined(first, turn(b"p")) == ((), b"p")
+    assert joined(first, turn(b"p", b"c" * 8)) == ((), b"p")
+    assert joined(turn(b"")) == ((), b"")

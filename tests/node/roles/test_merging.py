@@ -91,8 +91,20 @@ async def test_what_a_worker_was_given_it_gives_on_without_making_it() -> None:
     with refuses(Reason.NOT_FOUND):
         await worker.answer(PEER, made.ends(0, 4))
     worker.learn(artifact, 4, made.state(4))
-    assert await worker.answer(PEER, made.ends(0, 4)) == artifact
+    given = await worker.answer(PEER, made.ends(0, 4))
+    assert given == msgspec.structs.replace(artifact, offsets=())
+    assert artifact.offsets, "it was made with them, and they are not proved"
     assert worker.made == 0
+
+
+async def test_who_holds_only_some_chunks_merges_nothing() -> None:
+    """As the stage of a pipeline does: one delta has chunks that are not of its layers."""
+    made = line(5)
+    made.store.delete(made.manifests[2].artifacts[0].chunks[-1].digest)
+    server = desk(made)
+    with refuses(Reason.NOT_FOUND):
+        await server.answer(PEER, made.ends(0, 4))
+    assert leads(made, await server.answer(PEER, made.ends(2, 4)), 2, 4)
 
 
 # -- what is refused -----------------------------------------------------------------------------

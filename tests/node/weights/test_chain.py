@@ -1,5 +1,7 @@
 """Planning: the cheapest way, never onto another state, and collection never cuts a live chain."""
 
+from collections.abc import Set as AbstractSet
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,10 +33,12 @@ def chain_of(artifacts: dict[tuple[int, int], int]) -> Chain:
     return chain
 
 
-def plan(chain: Chain, have: int, target: int, **options: set[bytes]) -> list[tuple[int, int]]:
+def plan(
+    chain: Chain, have: int, target: int, *, stored: AbstractSet[bytes] = frozenset()
+) -> list[tuple[int, int]]:
     """The planned steps as (version, base version)."""
     held = NO_DIGEST if have == NOTHING else state(have)
-    return [(v, a.base_version) for v, a in chain.plan(have, held, target, **options)]
+    return [(v, a.base_version) for v, a in chain.plan(have, held, target, stored=stored)]
 
 
 LINE = {(0, -1): 100, (1, 0): 10, (2, 1): 10, (3, 2): 10}

@@ -1,0 +1,178 @@
+"""vLLM's executor for a stage: one worker, in this process; at stage 0 each step also goes round the ring.
+
+vLLM loads this module in the process that computes, as it makes its executor. Stage 0's engine is all vLLM's
+own: it schedules, asks for a step, and gets a future of its tokens.
+"""
+
+import functools
+import os
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput  # pyright: ignore
+
+from ...errors import EngineError
+from ...pipeline.frame import Frame
+from ...pipeline.frame_codec import FrameLimits
+from ...pipeline.micro_batches import MicroBatches
+from ...pipeline.place import Place
+from ...pipeline.port import Port
+from ...pipeline.socket_port import SocketPort
+from ..vllm_options import SAMPLING
+from .chain import Chain
+from .step_codec import Step, check_drawn, decode_drawn, draws, encode
+from .vllm_encoder import Encoder
+from .vllm_place import read_place
+from .vllm_recorders import Keeper
+from .vllm_scheduler import LaneScheduler
+from .vllm_states import Departure, gather, leaving, order_of
+
+_Base: Any = UniProcExecutor
+_Output: Any = ModelRunnerOutput
+_EMPTY: Any = EMPTY_MODEL_RUNNER_OUTPUT
+
+
+class StageExecutor(_Base):
+    """The worker of one stage."""
+
+    supports_pp = True
+    place: Place
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """A step is scheduled when the tokens of the one before are there."""
+        return False
+
+    @property
+    def worker(self) -> Any:
+        """vLLM's worker itself."""
+        return self.driver_worker.worker
+
+    def settle_thread(self) -> None:
+        """Call it in the thread that computes: which device is meant is a matter of each thread."""
+        if self.worker.device.type != "cpu":
+            torch.accelerator.set_device_index(self.worker.device)
+
+    def _init_executor(self) -> None:
+        self.place = read_place(os.environ)
+        super()._init_executor()
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        method, _, local_rank = super()._distributed_args()
+        return method, self.place.rank, local_rank
+
+
+class HeadExecutor(StageExecutor):
+    """Stage 0's."""
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        shape = self.place.shape
+        self._encoder = Encoder()
+        self._answer: Any = None
+        self._chain = Chain(self._port, MicroBatches(shape.micro_batches))
+        self._chain.open()
+        worker = self.worker
+        worker._primerl_chain, worker._primerl_shape = self._chain, shape
+        worker._primerl_stages = len(self.place.plan.stages)
+        config = self.vllm_config
+        config.scheduler_config.scheduler_cls = functools.partial(LaneScheduler, chain=self._chain)
+        # vLLM has no setting for it, and means the number of stages; there is one engine in this process
+        type(config).max_concurrent_batches = property(lambda _: shape.micro_batches)
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """Compute this stage's part of a step, and send it on."""
+        result: Any = None
+        if scheduler_output.total_num_scheduled_tokens:
+            self._answer = self._go(scheduler_output)
+        else:
+            self._encoder.skip(scheduler_output)
+            self.worker.model_runner.execute_model(scheduler_output, None)
+            result = _EMPTY
+        if not non_block:
+            return result
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return future
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """The tokens of the step that was sent last, or a future of them."""
+        answer, self._answer = self._answer, None
+        return answer if non_block else answer.result()
+
+    def shutdown(self) -> None:
+        """End the chain first: nobody waits for it then."""
+        if hasattr(self, "_chain"):
+            self._chain.close()
+        super().shutdown()
+
+    def _port(self) -> Port:
+        return SocketPort(self.place.socket, FrameLimits.of(self.place.shape))
+
+    def _go(self, output: Any) -> "Answer":
+        began = time.monotonic()
+        worker, shape = self.worker, self.place.shape
+        runner, keeper = worker.model_runner, worker._primerl_recorder
+        for new in output.scheduled_new_reqs:
+            extra = new.sampling_params.extra_args[SAMPLING]
+            keeper.admit(new.req_id, len(new.prompt_token_ids), *extra)
+        step = self._encoder.encode(output)
+        names = list(output.num_scheduled_tokens)
+        with torch.inference_mode():
+            found = runner.execute_model(output, None)
+            index = gather(order_of(runner), names, output.num_scheduled_tokens)
+            stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
+            proven = bool(shape.fingerprint)
+            departure = Departure(stream, step.parts, shape.encoding, proven=proven)
+        future = self._chain.submit(encode(step), departure.wait, len(names), began)
+        return Answer(self._chain, keeper, future, names, step, worker.vocab_size)
+
+
+class Answer:
+    """A future of a step's tokens, as vLLM's engine waits for it; what came is filed by whoever waits."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        keeper: Keeper,
+        future: "Future[Frame | None]",
+        names: list[str],
+        step: Step,
+        vocab_size: int,
+    ) -> None:
+        self._chain, self._keeper, self._future = chain, keeper, future
+        self._names, self._step, self._vocab_size = names, step, vocab_size
+
+    def done(self) -> bool:
+        """Whether result() does not wait."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """vLLM's output; without a token where the chain broke."""
+        frame = self._future.result(timeout)
+        tokens: dict[str, int] = {}
+        if frame is not None:
+            try:
+                tokens = self._filed(frame)
+            except EngineError as error:
+                self._chain.fail(str(error))
+        sampled = [[tokens[name]] if name in tokens else [] for name in self._names]
+        index = {name: row for row, name in enumerate(self._names)}
+        return _Output(req_ids=self._names, req_id_to_index=index, sampled_token_ids=sampled)
+
+    def _filed(self, frame: Frame) -> dict[str, int]:
+        drawn = decode_drawn(frame.body)
+        parts = self._step.parts
+        check_drawn(drawn, parts, self._vocab_size)
+        if len(frame.tensors) != 1:
+            raise EngineError("the last stage sent no numbers with its tokens")
+        drawing = [
+            (name, part) for name, part in zip(self._names, parts, strict=True) if draws(part)
+        ]
+        names = [name for name, _ in drawing]
+        lengths = [part.tokens for _, part in drawing]
+        self._keeper.file(names, lengths, frame.tensors[0], frame.trail)
+        return dict(zip(names, drawn.tokens, strict=True))

@@ -1,0 +1,241 @@
+"""What runs inside vLLM's worker at a stage behind stage 0: steps from elsewhere, weights that wait.
+
+vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worker.py.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams  # pyright: ignore
+from vllm.v1.core.sched.output import (  # pyright: ignore
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+
+from ...errors import EngineError
+from ...pipeline import boundaries
+from ...pipeline.frame import Frame, Kind
+from ...pipeline.place import Place
+from ..boundary_states import agrees, project
+from ..vllm_options import SAMPLING
+from ..vllm_worker import Staged, WorkerExtension, tensors_of
+from . import activations
+from .step_codec import Drawn, Going, New, Sequences, Step, decode_step, draws, encode
+from .vllm_recorders import Teller, number_of
+from .vllm_states import Arrivals, Departure, drawing, gather, leaving, order_of
+
+MOST_PREPARED = 4
+_Output: Any = SchedulerOutput
+_New: Any = NewRequestData
+_Cached: Any = CachedRequestData
+_Sampling: Any = SamplingParams
+_BROKEN = (RuntimeError, ValueError, KeyError, IndexError, AssertionError, TypeError)
+"""What vLLM raises in a step; it is of use again after a reset."""
+
+
+class StageExtension(WorkerExtension):
+    """As everywhere, but that weights are written when the ring says so."""
+
+    primerl_recorder_type = Teller
+    _primerl_prepared: list[tuple[int, Staged]]
+    _primerl_version: int
+
+    def primerl_record(self, fingerprint: str) -> str:
+        """As everywhere; nothing is kept here."""
+        self._primerl_prepared, self._primerl_version = [], -1
+        if fingerprint not in ("", "projection"):
+            return f"a pipeline carries no proofs of {fingerprint}: the run's fingerprint must be projection"
+        return super().primerl_record(fingerprint)
+
+    def primerl_prepare(self, version: int, path: str = "") -> None:
+        """Keep a whole state of a file, or what was staged, for primerl_switch(). Raises EngineError."""
+        if len(self._primerl_prepared) >= MOST_PREPARED:
+            raise EngineError("too many versions wait for their moment: the pipeline stands still")
+        if path:
+            staged = Staged([], list(tensors_of(path)))
+        else:
+            staged = self._primerl_staging.result(timeout=0)
+            del self._primerl_staging
+        self._primerl_prepared.append((version, staged))
+
+    def primerl_switch(self, version: int) -> None:
+        """Write what was prepared for `version`, and before it. Raises EngineError if nothing was."""
+        versions = [one for one, _ in self._primerl_prepared]
+        if version not in versions:
+            if version != self._primerl_version:
+                raise EngineError(
+                    f"policy {version} is not here: {self._primerl_version} is, {versions} wait"
+                )
+            return
+        for _ in range(versions.index(version) + 1):
+            self._primerl_put(self._primerl_prepared.pop(0)[1])
+        self._primerl_loaded = True
+        self._primerl_written(version)
+
+    def _primerl_written(self, version: int) -> None:
+        super()._primerl_written(version)
+        self._primerl_version = version
+
+
+class StageSteps:
+    """Implements StageCompute over vLLM's worker; the weights' side is called by another thread."""
+
+    def __init__(self, place: Place, worker: Any) -> None:
+        self._place, self._worker = place, worker
+        self._runner = worker.model_runner
+        self._sequences = Sequences(place.shape)
+        self._dtype: torch.dtype = worker.model_config.dtype
+        width = place.shape.hidden_size
+        self._arrivals = Arrivals(self._runner, width, self._dtype)
+        self._turn = threading.Lock()
+        self._chained = False
+        self._parameters = _Sampling(temperature=0.0, max_tokens=1, detokenize=False)
+
+    @property
+    def version(self) -> int:
+        """The version in effect."""
+        return self._worker._primerl_version
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def load(self, version: int, path: str) -> None:
+        """Write a whole state, or keep it for SWITCH once there was a chain."""
+        with self._turn:
+            if not self._chained:
+                self._worker.primerl_load(version, path)
+                return
+        self._worker.primerl_prepare(version, path)  # beside the steps
+
+    def write(self, version: int) -> None:
+        """Write what was staged, or keep it."""
+        with self._turn:
+            if not self._chained:
+                self._worker.primerl_write(version)
+                return
+        self._worker.primerl_prepare(version)
+
+    # -- the ring ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        with self._turn, torch.inference_mode():
+            self._chained = True
+            over = self._sequences.names()
+            self._sequences.forget()
+            self._leave(over)
+            self._runner.execute_model_state = None
+            self._runner.execute_model(_output((), [], over), None)
+
+    def switch(self, version: int) -> None:
+        """See StageCompute."""
+        with self._turn:
+            self._worker.primerl_switch(version)
+
+    def step(self, frame: Frame) -> Frame:
+        """See StageCompute."""
+        with self._turn, torch.inference_mode():
+            try:
+                return self._step(frame)
+            except _BROKEN as error:
+                raise EngineError(
+                    f"vLLM failed in a step ({type(error).__name__} {error})"
+                ) from error
+
+    def _step(self, frame: Frame) -> Frame:
+        step = decode_step(frame.body)
+        names, over = self._sequences.take(step)
+        self._leave(over)
+        counts = {name: part.scheduled for name, part in zip(names, step.parts, strict=True)}
+        stream = self._arrived(frame, step)
+        output = _output(step.parts, names, over, self._parameters)
+        arrival = self._arrivals.lay(stream, names, counts)
+        found = self._runner.execute_model(output, arrival)
+        if self._place.last:
+            return self._drawn(frame, step, names)
+        index = gather(order_of(self._runner), names, counts)
+        stream = leaving(found.tensors, len(stream), index)
+        shape = self._place.shape
+        departure = Departure(stream, step.parts, shape.encoding, proven=bool(shape.fingerprint))
+        packed, own = departure.wait()
+        trail = boundaries.append(frame.trail, own)
+        return Frame(Kind.STEP, frame.epoch, frame.number, frame.body, packed, trail)
+
+    def _arrived(self, frame: Frame, step: Step) -> torch.Tensor:
+        """What the stage before sent. Raises EngineError, also if its fingerprints are of something else."""
+        shape, device = self._place.shape, self._runner.device
+        stream = activations.unpack(
+            frame.tensors, shape.encoding, dtype=self._dtype, device=device, width=shape.hidden_size
+        )
+        if len(stream) != sum(part.scheduled for part in step.parts):
+            raise EngineError("the stage before sent other states than the step has tokens")
+        if shape.fingerprint:
+            rank, count = self._place.rank, sum(map(draws, step.parts))
+            try:
+                claimed = boundaries.latest(frame.trail, count, rank)
+            except boundaries.BadTrail as error:
+                raise EngineError(
+                    f"stage {rank - 1} sent no trail of this plan ({error})"
+                ) from error
+            own = project(drawing(stream, step.parts)).cpu().numpy()
+            if not agrees(claimed, own):
+                raise EngineError(f"stage {rank - 1} sent other states than it signed for")
+        return stream
+
+    def _drawn(self, frame: Frame, step: Step, names: list[str]) -> Frame:
+        result = self._runner.sample_tokens(None)
+        wanted = [name for name, part in zip(names, step.parts, strict=True) if draws(part)]
+        where, sampled = result.req_id_to_index, result.sampled_token_ids
+        tokens = tuple(int(sampled[where[name]][0]) for name in wanted)
+        rows = self._worker._primerl_recorder.tell(wanted)
+        body = encode(Drawn(tokens))
+        return Frame(Kind.DRAWN, frame.epoch, frame.number, body, (rows,), frame.trail)
+
+    def _leave(self, names: list[str]) -> None:
+        if self._place.last:
+            self._worker._primerl_recorder.leave(names)
+
+
+def _output(
+    parts: tuple[New | Going, ...], names: list[str], over: list[str], parameters: Any = None
+) -> Any:
+    """A step in vLLM's words. Of tokens only the number is true: no stage but the first reads them."""
+    new: list[Any] = []
+    cached = _Cached.make_empty()
+    for name, part in zip(names, parts, strict=True):
+        if isinstance(part, New):
+            new.append(_new(name, part, parameters))
+        else:
+            cached.req_ids.append(name)
+            cached.new_token_ids.append([0] * part.scheduled)
+            cached.new_block_ids.append((list(part.blocks),) if part.blocks else None)
+            cached.num_computed_tokens.append(part.computed)
+            cached.num_output_tokens.append(part.tokens)
+    scheduled = {name: part.scheduled for name, part in zip(names, parts, strict=True)}
+    output = _Output.make_empty()
+    output.scheduled_new_reqs = new
+    output.scheduled_cached_reqs = cached
+    output.num_scheduled_tokens = scheduled
+    output.total_num_scheduled_tokens = sum(scheduled.values())
+    output.finished_req_ids = set(over)
+    output.num_common_prefix_blocks = [0]  # a shortcut of some kernels: never taken here
+    return output
+
+
+def _new(name: str, part: New, parameters: Any) -> Any:
+    chosen = parameters.clone()
+    extra = [number_of(name), part.seed, part.temperature, part.top_k, part.top_p]
+    chosen.extra_args = {SAMPLING: extra}
+    tokens = [0] * part.tokens
+    return _New(
+        req_id=name,
+        prompt_token_ids=tokens,
+        prefill_token_ids=tokens,
+        mm_features=[],
+        sampling_params=chosen,
+        pooling_params=None,
+        block_ids=(list(part.blocks),),
+        num_computed_tokens=part.computed,
+        lora_request=None,
+    )

@@ -1,0 +1,22 @@
+"""Looking between the layers of a network: for whoever proves or checks what crosses from one to the next."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Taps(Protocol):
+    """Sees the residual stream on its way up."""
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Where to look: behind so many layers of the model, at least 1, less than it has."""
+        ...
+
+    def take(self, layer: int, x: Tensor) -> Tensor:
+        """The stream `x` [T, d] behind `layer` layers; what goes on from here: `x` itself, or something else.
+
+        `x` is overwritten afterwards. A network may call several times for one pass, each time for the
+        tokens after the last ones, and may not be able to go on with something else: see Network.packed().
+        """
+        ...

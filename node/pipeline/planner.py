@@ -1,0 +1,396 @@
+"""Which nodes hold which layers: from offers, and from what a model takes, to a plan. Pure arithmetic.
+
+As few stages as hold the model with room for sequences, in the order that makes the shortest ring, and no stage
+busier than it must be. An offer is a claim: what it says of another node counts only as far as that one's own
+claim does not say worse, and whoever claims too much is found out when the plan does not work.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from msgspec import structs
+
+from ...protocol.pipelines import (
+    MAX_SPARES,
+    MAX_STAGES,
+    MAX_STEP,
+    Encoding,
+    PipelinePlan,
+    PipelineShape,
+    Stage,
+    StageOffer,
+)
+
+ROOM = (8, 4, 2, 1)
+"""Sequences of full length that the cache should hold: fewer only where no pipeline holds more."""
+MAX_ORDERS = 5040
+"""Orders of stages that are compared; where there are more, the nearest are put side by side."""
+STARTS = 4
+"""Stages from which that is begun."""
+STEP_TOKENS = 2048
+BLOCK = {"cuda": 16, "cpu": 128}
+STEP_BYTES = 8
+"""Of each number of a state, for the bound of protocol/pipelines.py: twice a float32."""
+ROWS = 16
+"""Rows of a step by which orders are compared."""
+UNKNOWN_MS = 2000.0
+"""Round trip to whom nobody has measured, though there was time to: perhaps they do not reach each other."""
+ASSUMED_MS = 100.0
+"""Of a ring that nobody measured, as operators said who is in it."""
+SLOWEST_MS = 60_000.0
+"""Of a hop, whatever is claimed of it."""
+STEP_MS = 10.0
+"""What a step may take at least; with the ring's round trip it bounds how many are in flight."""
+MOST_IN_FLIGHT = 32
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What stages of one model take, bytes."""
+
+    layers: int
+    """How many the model has."""
+    layer: int
+    """Of the weights of one."""
+    first: int
+    """What the first stage holds besides: the embedding."""
+    last: int
+    """What the last stage holds besides: norm and head."""
+    layer_token: int
+    """Of one token's keys and values in a layer."""
+    token: int = 0
+    """Of one token on a stage, however many layers it has."""
+
+    def capacity(self, memory: int, tokens: int, *, first: bool, last: bool) -> int:
+        """Most layers that fit into `memory` with room for `tokens`; below 1 if none."""
+        left = memory - self.first * first - self.last * last - tokens * self.token
+        return left // (self.layer + tokens * self.layer_token)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run fixes of every plan."""
+
+    dtype: Literal["float32", "bfloat16"]
+    hidden_size: int
+    max_model_len: int
+    max_sequences: int
+    fingerprint: Literal["", "projection"] = ""
+
+
+class Offered(NamedTuple):
+    """A node and what it offers."""
+
+    node: bytes
+    offer: StageOffer
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """Only equals compute one model: engine, its release, and the name that their operators chose."""
+        return self.offer.engine, self.offer.software, self.offer.name
+
+
+def make_plan(
+    offers: Sequence[Offered],
+    costs: Costs,
+    terms: Terms,
+    *,
+    group: bytes,
+    generation: int,
+    head: bytes | None = None,
+) -> PipelinePlan | None:
+    """A plan of some of `offers`, which are of one kind; None if they do not hold the model together.
+
+    `head` must be stage 0, where given. Who is not needed is a spare, the nearest first.
+    """
+    for sequences in ROOM:
+        if sequences > terms.max_sequences:
+            continue
+        tokens = _tokens(sequences, terms, BLOCK["cpu"])
+        order = _explicit(offers, costs, tokens, head) or _free(offers, costs, terms, tokens, head)
+        if order is not None:
+            return _plan_of(order, offers, costs, terms, group, generation)
+    return None
+
+
+def replace(
+    plan: PipelinePlan, lost: Iterable[bytes], spares: Sequence[Offered], costs: Costs
+) -> PipelinePlan | None:
+    """The next generation of `plan`, with spares in the places of those that are lost; None if none fit.
+
+    Layers and shape stay, so that whoever is left keeps its weights. The first spare that fits is taken.
+    """
+    gone, stages = set(lost), list(plan.stages)
+    left = [one for one in spares if one.node not in gone and plan.rank_of(one.node) is None]
+    for rank, stage in enumerate(stages):
+        if stage.node not in gone:
+            continue
+        found = next((one for one in left if fits(plan, rank, one.offer, costs)), None)
+        if found is None:
+            return None
+        left.remove(found)
+        stages[rank] = Stage(found.node, stage.first, stage.end)
+    return structs.replace(
+        plan,
+        generation=plan.generation + 1,
+        stages=tuple(stages),
+        spares=tuple(one.node for one in left[:MAX_SPARES]),
+    )
+
+
+def fits(plan: PipelinePlan, rank: int, offer: StageOffer, costs: Costs) -> bool:
+    """Whether who offers this can be stage `rank` of `plan`."""
+    shape, stage, count = plan.shape, plan.stages[rank], len(plan.stages)
+    if (offer.engine, offer.software) != (shape.engine, shape.software):
+        return False
+    if offer.rank not in (-1, rank) or offer.world_size not in (0, count):
+        return False
+    most = costs.capacity(
+        offer.memory_bytes, shape.kv_tokens, first=rank == 0, last=rank == count - 1
+    )
+    return most >= stage.end - stage.first
+
+
+def ring_ms(order: Sequence[Offered], step_bytes: int) -> float:
+    """Milliseconds for a step of `step_bytes` to go round, computing apart: states forward, tokens back."""
+    total = 0.0
+    for rank, (one, after) in enumerate(_hops(order)):
+        total += _round_trip(one, after) / 2
+        bandwidth = _least(one.offer.bandwidths, after.offer.bandwidths, one.node, after.node)
+        if rank < len(order) - 1 and bandwidth:
+            total += min(SLOWEST_MS, 1000 * step_bytes / bandwidth)
+    return total
+
+
+def is_measured(order: Sequence[Offered]) -> bool:
+    """Whether somebody measured every hop of the ring."""
+    hops = _hops(order)
+    return all(a.node in b.offer.round_trips or b.node in a.offer.round_trips for a, b in hops)
+
+
+def _hops(order: Sequence[Offered]) -> list[tuple[Offered, Offered]]:
+    return list(zip(order, [*order[1:], *order[:1]], strict=True))
+
+
+def _round_trip(one: Offered, other: Offered) -> float:
+    """The longer of what both say: nobody comes nearer to others than they see it."""
+    known = one.offer.round_trips.get(other.node), other.offer.round_trips.get(one.node)
+    return max((value for value in known if value is not None), default=UNKNOWN_MS)
+
+
+def _least(
+    one: Mapping[bytes, float], other: Mapping[bytes, float], node: bytes, far: bytes
+) -> float:
+    """The smaller of what both say of the way between them; 0 if nobody measured it."""
+    return min((value for value in (one.get(far), other.get(node)) if value), default=0.0)
+
+
+# -- who is which stage ----------------------------------------------------------------------------
+
+
+def _explicit(
+    offers: Sequence[Offered], costs: Costs, tokens: int, head: bytes | None
+) -> list[Offered] | None:
+    """Those whose operators said which stage they are, once there is one for each."""
+    for count in sorted({one.offer.world_size for one in offers if one.offer.rank >= 0}):
+        ranked = [one for one in offers if one.offer.rank >= 0 and one.offer.world_size == count]
+        places = [[one for one in ranked if one.offer.rank == rank] for rank in range(count)]
+        if head is not None and count:
+            places[0] = [one for one in places[0] if one.node == head]
+        order = [max(some, key=_memory) for some in places if some]
+        if len(order) == count >= 2 and holds(order, costs, tokens):
+            return order
+    return None
+
+
+def _free(
+    offers: Sequence[Offered], costs: Costs, terms: Terms, tokens: int, head: bytes | None
+) -> list[Offered] | None:
+    """The best order of the fewest of those that leave their place to us."""
+    free = [one for one in offers if one.offer.rank < 0]
+    for count in range(2, min(len(free), MAX_STAGES, costs.layers) + 1):
+        able = [one for one in free if one.offer.world_size in (0, count)]
+        able.sort(key=_memory, reverse=True)
+        if len(able) < count or _too_little(able[:count], costs, tokens):
+            continue
+        order = _best(able, count, costs, terms, tokens, head)
+        if order is not None:
+            return order
+    return None
+
+
+def _best(
+    able: list[Offered], count: int, costs: Costs, terms: Terms, tokens: int, head: bytes | None
+) -> list[Offered] | None:
+    """The shortest ring of `count` of these, largest first, that has room for `tokens`."""
+    if head is not None:
+        able = sorted(able, key=lambda one: one.node != head)
+        if able[0].node != head:
+            return None
+    size = ROWS * terms.hidden_size * (4 if terms.dtype == "float32" else 2)
+    rings = _orders(able, count, head, lambda order: holds(order, costs, tokens))
+    return min(rings, key=lambda order: ring_ms(order, size), default=None)
+
+
+def _orders(
+    able: list[Offered],
+    count: int,
+    head: bytes | None,
+    holds: Callable[[Sequence[Offered]], bool],
+) -> Iterator[list[Offered]]:
+    """All orders that hold the model of `count` of the largest, if they can be counted; else good ones.
+
+    Whether an order holds it is told by its ends, and by who is between them.
+    """
+    if math.perm(count, count) > MAX_ORDERS:
+        starts = able[:STARTS] if head is None else able[:1]
+        near = (
+            _nearest(start, [one for one in able[:count] if one is not start]) for start in starts
+        )
+        yield from (order for order in near if holds(order))
+        return
+    most = count
+    while most < len(able) and math.perm(most + 1, count) <= MAX_ORDERS:
+        most += 1
+    for chosen in itertools.combinations(able[:most], count):
+        for first, last in itertools.permutations(chosen, 2):
+            between = [one for one in chosen if one is not first and one is not last]
+            if head in (None, first.node) and holds([first, *between, last]):
+                for middle in itertools.permutations(between):
+                    yield [first, *middle, last]
+
+
+def _nearest(start: Offered, others: list[Offered]) -> list[Offered]:
+    """From `start` always to the nearest that is left, then parts turned round while that shortens the ring."""
+    order, left = [start], list(others)
+    while left:
+        near = min(left, key=lambda one: _round_trip(order[-1], one))
+        left.remove(near)
+        order.append(near)
+    for _ in range(len(order)):
+        before = ring_ms(order, 0)
+        for first, last in itertools.combinations(range(1, len(order)), 2):
+            turned = order[:first] + order[first : last + 1][::-1] + order[last + 1 :]
+            if ring_ms(turned, 0) < ring_ms(order, 0):
+                order = turned
+        if ring_ms(order, 0) >= before:
+            break
+    return order
+
+
+def _memory(one: Offered) -> int:
+    return one.offer.memory_bytes
+
+
+def _too_little(largest: Sequence[Offered], costs: Costs, tokens: int) -> bool:
+    """Whether these hold too few layers even if nobody had to hold a table; quickly told."""
+    most = (costs.capacity(_memory(one), tokens, first=False, last=False) for one in largest)
+    return sum(max(0, layers) for layers in most) < costs.layers
+
+
+# -- layers and room -------------------------------------------------------------------------------
+
+
+def kv_room(order: Sequence[Offered], costs: Costs, most: int) -> int:
+    """Tokens, `most` at most, for whose keys and values all stages have room; -1 if the model does not fit."""
+    low, high = -1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        enough = holds(order, costs, middle)
+        low, high = (middle, high) if enough else (low, middle - 1)
+    return low
+
+
+def holds(order: Sequence[Offered], costs: Costs, tokens: int) -> bool:
+    """Whether these stages hold the model with room for so many tokens."""
+    caps = _capacities(order, costs, tokens)
+    return len(order) <= costs.layers and min(caps) >= 1 and sum(caps) >= costs.layers
+
+
+def _tokens(sequences: int, terms: Terms, block: int) -> int:
+    """Room for so many of full length, in whole blocks, of which vLLM keeps one for itself."""
+    return (-(-sequences * terms.max_model_len // block) + 1) * block
+
+
+def _capacities(order: Sequence[Offered], costs: Costs, tokens: int) -> list[int]:
+    return [
+        costs.capacity(_memory(one), tokens, first=rank == 0, last=rank == len(order) - 1)
+        for rank, one in enumerate(order)
+    ]
+
+
+def share_layers(capacities: Sequence[int], costs: Costs) -> list[int]:
+    """Layers of each stage: as even as memory allows, as the slowest stage is the pipeline's pace.
+
+    Weights count as work, as decoding reads all of them; the last stage reads its head as well.
+    """
+    counts = [1] * len(capacities)
+    work = [float(costs.layer)] * len(capacities)
+    work[-1] += costs.last
+    for _ in range(costs.layers - len(counts)):
+        free = [rank for rank, most in enumerate(capacities) if counts[rank] < most]
+        least = min(free, key=lambda rank: (work[rank], rank))
+        counts[least] += 1
+        work[least] += costs.layer
+    return counts
+
+
+def _plan_of(
+    order: Sequence[Offered],
+    offers: Sequence[Offered],
+    costs: Costs,
+    terms: Terms,
+    group: bytes,
+    generation: int,
+) -> PipelinePlan:
+    shape = _shape(order, costs, terms)
+    counts = share_layers(_capacities(order, costs, shape.kv_tokens), costs)
+    ends = list(itertools.accumulate(counts))
+    stages = tuple(
+        Stage(one.node, end - count, end)
+        for one, count, end in zip(order, counts, ends, strict=True)
+    )
+    taken = {one.node for one in order}
+    spares = sorted(
+        (
+            one
+            for one in offers
+            if one.node not in taken and one.offer.world_size in (0, len(order))
+        ),
+        key=lambda one: sum(_round_trip(one, other) for other in order),
+    )
+    return PipelinePlan(
+        group, generation, stages, tuple(one.node for one in spares[:MAX_SPARES]), shape
+    )
+
+
+def _shape(order: Sequence[Offered], costs: Costs, terms: Terms) -> PipelineShape:
+    offer = order[0].offer
+    block = BLOCK["cpu" if offer.software.endswith("+cpu") else "cuda"]
+    step = max(STEP_TOKENS, terms.max_sequences)
+    if offer.engine == "hf":
+        step = max(step, terms.max_model_len)
+    step = min(step, MAX_STEP // (STEP_BYTES * terms.hidden_size))
+    sequences = min(terms.max_sequences, step)
+    room = kv_room(order, costs, _tokens(sequences, terms, block))
+    element = 4 if terms.dtype == "float32" else 2
+    size = ROWS * terms.hidden_size * element
+    around = ring_ms(order, size) if is_measured(order) else ASSUMED_MS
+    encodings: set[Encoding] = {one.offer.encoding for one in order}
+    return PipelineShape(
+        engine=offer.engine,
+        software=offer.software,
+        dtype=terms.dtype,
+        hidden_size=terms.hidden_size,
+        max_model_len=terms.max_model_len,
+        max_sequences=sequences,
+        max_step_tokens=step,
+        block_size=block,
+        kv_tokens=max(block, room // block * block),
+        micro_batches=min(len(order) + math.ceil(around / STEP_MS), MOST_IN_FLIGHT, sequences),
+        encoding=encodings.pop() if len(encodings) == 1 else "raw",
+        fingerprint=terms.fingerprint,
+    )

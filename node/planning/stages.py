@@ -1,0 +1,168 @@
+"""What the stages of a model take, what a machine can give to one, and whether it could hold all of it."""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ...protocol.manifests import RunManifest
+from .. import gpus
+from ..engine_config import EngineConfig, PipelineConfig
+from ..errors import EngineError
+from ..gpu_memory import GpuMemory, visible
+from ..machine_memory import machine_memory
+from ..pipeline.planner import Costs, Terms
+from ..store import Store
+from .bill import GIB, Bill, gib
+from .shape import VOCABULARY_MULTIPLE, ModelShape, read_shape
+from .worker import ELEMENT, RESERVE, UTILIZATION, Device, plan_worker, tensor_parallel
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = "weights", "the next weights"
+"""Lines of a worker's bill that a stage holds only its part of."""
+CPU_PART = 0.8
+"""Of the machine's free memory that is offered: others live there too."""
+OWN_NETWORK = ("qwen3",)
+"""Families that the hf engine can cut into stages."""
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A run's model, as its trainer plans pipelines of it."""
+
+    shape: ModelShape
+    terms: Terms
+
+    def costs(self, engine: Literal["hf", "vllm"]) -> Costs:
+        """Of a stage. Raises EngineError where this engine has no stages of the model."""
+        why = cannot_cut(self.shape, engine)
+        if why:
+            raise EngineError(why)
+        return stage_costs(self.shape, engine, self.terms.dtype)
+
+
+def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | None:
+    """The model of a run, whose files are in `store`; None where pipelines cannot have it.
+
+    At most `max_sequences` are in flight in a pipeline.
+    """
+    if run.adapters is not None:
+        return None  # a stage would need its part of the base as well as of the adapters
+    file = next((file for file in run.model.files if file.name == "config.json"), None)
+    try:
+        shape = read_shape(json.loads((file and store.get(file.chunk.digest)) or b"{}"))
+    except (EngineError, ValueError) as error:
+        logger.info("no pipelines of this model: %s", error)
+        return None
+    return CutModel(
+        shape,
+        Terms(
+            dtype=run.proofs.dtype,
+            hidden_size=shape.hidden,
+            max_model_len=run.limits.max_model_len,
+            max_sequences=max_sequences,
+            fingerprint="projection" if run.proofs.fingerprint == "projection" else "",
+        ),
+    )
+
+
+def stage_costs(
+    shape: ModelShape, engine: Literal["hf", "vllm"], dtype: Literal["float32", "bfloat16"]
+) -> Costs:
+    """Of a stage of this engine, with an unquantized cache.
+
+    Tables are on the first and on the last stage, also where they are tied. `hf` holds the next weights while
+    they are loaded, and its cache twice while it grows (worker.py).
+    """
+    element = ELEMENT[dtype]
+    rows = -(-shape.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    table, layer = rows * shape.hidden * element, shape.layer_parameters() * element
+    twice = 2 if engine == "hf" else 1
+    return Costs(
+        layers=shape.layers,
+        layer=twice * layer,
+        first=twice * table,
+        last=twice * (table + shape.hidden * element),
+        layer_token=twice * 2 * shape.kv_width * element,
+        token=shape.hidden * (2 * element + 4) if engine == "hf" else 0,
+    )
+
+
+def cannot_cut(shape: ModelShape, engine: str) -> str:
+    """Why this engine has no stages of the model; empty if it has."""
+    if engine == "hf" and shape.family not in OWN_NETWORK:
+        return f"the hf engine cuts only {', '.join(OWN_NETWORK)}, not {shape.family}: use --engine vllm"
+    return "" if shape.layers > 1 else "a model of one layer is not cut"
+
+
+def memory_to_offer(
+    config: EngineConfig,
+    pp: PipelineConfig,
+    shape: ModelShape,
+    *,
+    fingerprint: str = "projection",
+    there: Sequence[GpuMemory] | None = None,
+    free: int | None = None,
+) -> int:
+    """Bytes for weights, keys and values; what else the engine takes is off already. May be 0.
+
+    `pp.memory_gib` is taken as it is said. `there` and `free`: this machine's GPUs and memory, asked for if
+    they are not given.
+    """
+    if pp.memory_gib:
+        return int(pp.memory_gib * GIB)
+    device, count = _device(config, there, free)
+    if device.kind == "cuda" and config.type == "vllm":
+        share = float(config.vllm.get("gpu_memory_utilization") or UTILIZATION)
+        budget = min(int(share * device.nbytes), device.nbytes - device.taken - RESERVE)
+    elif device.kind == "cuda":
+        budget = device.nbytes - device.taken - RESERVE
+    else:
+        budget = int(CPU_PART * (device.nbytes - device.taken))
+    config = config.model_copy(update={"tp": count})
+    plan = plan_worker(config, shape, device, fingerprint=fingerprint)
+    besides = sum(line.nbytes for line in plan.engine if line.name not in WEIGHTS)
+    return max(0, count * (budget - besides - _beside(plan.beside)))
+
+
+def cannot_hold(
+    config: EngineConfig,
+    shape: ModelShape,
+    *,
+    fingerprint: str = "projection",
+    there: Sequence[GpuMemory] | None = None,
+    free: int | None = None,
+) -> str:
+    """Why the whole model does not fit into this machine; empty where it does, by our estimates."""
+    device, count = _device(config, there, free)
+    config = config.model_copy(update={"tp": count})
+    plan = plan_worker(config, shape, device, fingerprint=fingerprint)
+    if plan.fits:
+        return ""
+    where = "a GPU" if device.kind == "cuda" else "a machine"
+    return (
+        f"{gib(plan.missing)} short of the model and one sequence of {plan.length} tokens on {where} with "
+        f"{gib(device.nbytes - device.taken)} free"
+    )
+
+
+def _device(
+    config: EngineConfig, there: Sequence[GpuMemory] | None, free: int | None
+) -> tuple[Device, int]:
+    """What the engine would compute on, and how many of it share each layer."""
+    if there is None:
+        there = visible() if gpus.usable(os.environ) and config.device != "cpu" else ()
+    if not there:
+        known = machine_memory().available if free is None else free
+        return Device("cpu", known), 1
+    count = tensor_parallel(config) if config.tp != "auto" else len(there)
+    smallest = min(there[:count], key=lambda gpu: gpu.free)
+    return Device("cuda", smallest.total, smallest.total - smallest.free), count
+
+
+def _beside(bill: Bill) -> int:
+    """What is kept beside the engine, of which updates shrink with the stage: those are not counted."""
+    return sum(line.nbytes for line in bill if line.name == "proofs")

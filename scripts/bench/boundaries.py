@@ -1,0 +1,337 @@
+"""How far honest stages of a pipeline are from a prefill at their boundaries, and to which one a cheat is laid.
+
+    python scripts/bench/boundaries.py [--model tiny] [--layers 8] [--stages 4] [--dtype bfloat16]
+        [--rollouts 192] [--batch 32] [--device cpu] [--massive 0] [--quick] [--json FILE]
+
+A model is trained a little (trained_model.py) and decoded token by token by what the stages of a pipeline
+compute, one of which may hold other weights than it should; then each rollout is measured by a prefill and laid
+to stages by the rules of a run. `built in` are the bounds of node/proofs/thresholds.py; `calibrated` are 1.2
+times the largest distance of half of the honest rollouts to reject, and their 99 % quantile to suspect.
+--massive makes one channel of the residual stream so many times larger than the others, as trained models do.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from primerl.node import models
+from primerl.node.audits.auditor import AuditItem, Boundary, Measured, Reply
+from primerl.node.audits.replay import Replay
+from primerl.node.audits.terms import Terms
+from primerl.node.engines.boundary_states import pack_projected, project
+from primerl.node.engines.decoding import decode
+from primerl.node.engines.engine import GenerateRequest
+from primerl.node.engines.network import pick_device
+from primerl.node.engines.packed import Attend
+from primerl.node.engines.qwen3 import Qwen3Network
+from primerl.node.engines.taps import Taps
+from primerl.node.fingerprints.projection import signs
+from primerl.node.proofs.blame import Blame, blame
+from primerl.node.proofs.judgement import judge
+from primerl.node.proofs.thresholds import BUILT_IN
+from primerl.node.tensors import from_torch, to_torch
+from primerl.node.weights.state import State
+from primerl.protocol.manifests import ProofContract
+from primerl.protocol.rollouts import Evidence
+from primerl.scripts.bench.trained_model import Corpus, recipe, trained_model
+
+PROMPT, REPLY = 24, 64
+TEMPERATURE = 1.0
+OWN = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured."""
+
+    model_dir: Path
+    state: State
+    corpus: Corpus
+    cuts: tuple[int, ...]
+    dtype: str
+    device: str
+    rollouts: int
+    batch: int
+
+
+class Watch:
+    """Taps that keep what is projected, pass by pass."""
+
+    def __init__(self, layers: Sequence[int], raw: bool = False) -> None:
+        self.layers = frozenset(layers)
+        self._raw = raw
+        self.passes: list[dict[int, Tensor]] = []
+
+    def take(self, layer: int, x: Tensor) -> Tensor:
+        """See Taps."""
+        if layer == min(self.layers):
+            self.passes.append({})
+        if self._raw:
+            matrix = torch.from_numpy(signs(x.shape[1])).to(x.device)
+            self.passes[-1][layer] = x.float() @ matrix
+        else:
+            self.passes[-1][layer] = project(x)
+        return x
+
+
+class Watched(Qwen3Network):
+    """What the stages of a pipeline compute together, looked at where they meet."""
+
+    watch: Watch
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+    ) -> Tensor:
+        """See Qwen3Network."""
+        return super().run(tokens, positions, attend, self.watch)
+
+
+def coarse(state: State, layers: range, bits: int) -> State:
+    """`state` with the matrices of these layers in so many bits, scaled row by row."""
+    most = 2 ** (bits - 1) - 1
+    names = tuple(f"model.layers.{layer}." for layer in layers)
+    found = dict(state)
+    for name, tensor in state.items():
+        if name.startswith(names) and len(tensor.shape) == 2:
+            weights = to_torch(tensor).float()
+            scale = weights.abs().amax(1, keepdim=True) / most
+            found[name] = from_torch(((weights / scale).round() * scale).to(torch.bfloat16))
+    return found
+
+
+def shifted(state: State, layers: range, size: float) -> State:
+    """`state` with the matrices of these layers moved at random by `size` of their spread: another version."""
+    generator = torch.Generator().manual_seed(1)
+    names = tuple(f"model.layers.{layer}." for layer in layers)
+    found = dict(state)
+    for name, tensor in state.items():
+        if name.startswith(names) and len(tensor.shape) == 2:
+            weights = to_torch(tensor).float()
+            noise = torch.randn(weights.shape, generator=generator) * weights.std() * size
+            found[name] = from_torch((weights + noise).to(torch.bfloat16))
+    return found
+
+
+def with_massive_channel(state: State, factor: float) -> State:
+    """One channel of every embedding is `factor` times the others' size, and every norm takes it back."""
+    if not factor:
+        return state
+    found = dict(state)
+    for name, tensor in state.items():
+        weights = to_torch(tensor).float()
+        if name == "model.embed_tokens.weight":
+            weights[:, 5] = factor * weights.std()
+        elif name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
+            weights[5] = 0.0
+            weights *= factor / weights.shape[0] ** 0.5  # its length is mostly that channel's now
+        elif name == "model.norm.weight":
+            weights[5] = 0.0
+            weights *= factor / weights.shape[0] ** 0.5
+        found[name] = from_torch(weights.to(torch.bfloat16))
+    return found
+
+
+def play(setting: Setting, state: State, raw: bool = False) -> list[AuditItem]:
+    """Rollouts drawn by stages that hold `state` together."""
+    config = models.load_config(setting.model_dir)
+    device = pick_device(setting.device)
+    network = Watched(config, state, dtype=setting.dtype, device=device)
+    requests = [
+        GenerateRequest(
+            prompt=tuple(setting.corpus.text([3, number], PROMPT)),
+            max_tokens=REPLY,
+            temperature=TEMPERATURE,
+            seed=1000 + number,
+            stop_token_ids=(),
+        )
+        for number in range(setting.rollouts)
+    ]
+    items: list[AuditItem] = []
+    for start in range(0, len(requests), setting.batch):
+        items += _play(network, requests[start : start + setting.batch], setting, raw)
+    return items
+
+
+def _play(
+    network: Watched, requests: Sequence[GenerateRequest], setting: Setting, raw: bool
+) -> list[AuditItem]:
+    network.watch = watch = Watch(setting.cuts, raw)
+    with torch.inference_mode():
+        replies = decode(
+            network,
+            requests,
+            max_length=PROMPT + REPLY,
+            cancelled=lambda: False,
+            keep_hidden=True,
+        )
+    prefill, *steps = watch.passes
+    found: list[AuditItem] = []
+    for row, (request, reply) in enumerate(zip(requests, replies, strict=True)):
+        boundaries: list[Boundary] = []
+        for cut in setting.cuts:
+            first = prefill[cut].unflatten(0, (len(requests), -1))[row, -1:]
+            later = [step[cut][row : row + 1] for step in steps]
+            boundaries.append(Boundary(cut, "raw", pack_projected(torch.cat([first, *later]))))
+        assert reply.hidden is not None
+        matrix = torch.from_numpy(signs(reply.hidden.shape[1])).to(reply.hidden.device)
+        proof = pack_projected(reply.hidden @ matrix)
+        tokens = [*request.prompt, *reply.token_ids]
+        found.append(
+            AuditItem(
+                token_ids=tokens,
+                replies=[Reply(PROMPT, len(tokens), request.seed)],
+                logprobs=reply.logprobs,
+                versions=[OWN] * len(reply.token_ids),
+                proof=proof,
+                boundaries=boundaries,
+            )
+        )
+    return found
+
+
+def measure(setting: Setting, items: Sequence[AuditItem]) -> list[Measured]:
+    """As the trainer measures them."""
+    replay = Replay(
+        Terms(setting.model_dir, "projection", TEMPERATURE, setting.dtype, setting.device)
+    )
+    found = replay.measure(items, {OWN: setting.state}, {})
+    return [one for one in found if isinstance(one, Measured)]
+
+
+def outputs(found: Sequence[Measured]) -> Any:
+    """[rollouts, stages]: how far each stage's output is."""
+    return np.array([[*one.boundaries, one.fingerprint] for one in found])
+
+
+def contract(
+    dtype: str, reject: float | None = None, suspect: float | None = None
+) -> ProofContract:
+    """The built-in one, or with other bounds on distances."""
+    bounds = list(BUILT_IN[dtype])
+    if reject is not None and suspect is not None:
+        bounds[0] = msgspec.structs.replace(bounds[0], fingerprint=reject)
+        bounds[1] = msgspec.structs.replace(bounds[1], fingerprint=suspect)
+    return ProofContract(
+        fingerprint="projection",
+        dtype=dtype,  # type: ignore[arg-type]
+        reject=bounds[0],
+        suspect=bounds[1],
+        other_scale=0.0,
+        audit_rate=1.0,
+        false_bans=0.01,
+        honest_rollouts=0,
+        honest_tokens=0,
+        source="bench",
+    )
+
+
+def laid(found: Sequence[Measured], bounds: ProofContract) -> list[Blame]:
+    """What each rollout is laid to; distances only, as drawing and logprobs have bounds of their own."""
+    blames: list[Blame] = []
+    for number, one in enumerate(found):
+        evidence = Evidence(0, number, one.tokens, one.fingerprint, 0.0, 0.0, 0.0, 0.0, -1.0)
+        blames.append(blame(evidence, judge(evidence, bounds), one.boundaries, bounds))
+    return blames
+
+
+def shares(blames: Sequence[Blame], liar: int) -> dict[str, float]:
+    """How often the liar is named alone, among others, or somebody else is; by outcome."""
+    count = len(blames)
+    loud = [one for one in blames if one.outcome != "clean"]
+    return {
+        "rejected": sum(one.outcome == "rejected" for one in blames) / count,
+        "suspect": sum(one.outcome == "suspect" for one in blames) / count,
+        "named": sum(one.named == liar for one in loud) / count,
+        "among": sum(liar in one.stages and len(one.stages) > 1 for one in loud) / count,
+        "wrong": sum(liar not in one.stages for one in loud) / count,
+    }
+
+
+def cheats(setting: Setting, quick: bool) -> dict[str, Callable[[range], State]]:
+    """Name -> the weights of all where the stage of these layers cheats."""
+    state = setting.state
+    found: dict[str, Callable[[range], State]] = {
+        "int4 weights": lambda layers: coarse(state, layers, 4),
+        "int6 weights": lambda layers: coarse(state, layers, 6),
+        "int8 weights": lambda layers: coarse(state, layers, 8),
+        "another version": lambda layers: shifted(state, layers, 0.02),
+    }
+    return dict(list(found.items())[:1]) if quick else found
+
+
+def report(setting: Setting, quick: bool) -> dict[str, Any]:
+    """Everything, printed on the way."""
+    honest = measure(setting, play(setting, setting.state))
+    table = outputs(honest)
+    half = table[: len(table) // 2]
+    bounds = {
+        "built in": contract(setting.dtype),
+        "calibrated": contract(
+            setting.dtype, float(half.max()) * 1.2, float(np.quantile(half.max(1), 0.99))
+        ),
+    }
+    rows: dict[str, Any] = {
+        "honest": {
+            "median": np.median(table, 0).tolist(),
+            "q99": np.quantile(table, 0.99, axis=0).tolist(),
+            "largest": table.max(0).tolist(),
+        }
+    }
+    for name, values in rows["honest"].items():
+        print(f"honest {name:8}", " ".join(f"{value:8.5f}" for value in values))
+    for name, one in bounds.items():
+        print(f"{name}: reject {one.reject.fingerprint:.4f}, suspect {one.suspect.fingerprint:.4f}")
+        late = honest[len(honest) // 2 :]
+        rows[f"honest by {name}"] = shares(laid(late, one), -1)
+        print("  honest", rows[f"honest by {name}"])
+    edges = (0, *setting.cuts, models.load_config(setting.model_dir).num_hidden_layers)
+    for cheat, make in cheats(setting, quick).items():
+        for liar in range(len(edges) - 1):
+            found = measure(setting, play(setting, make(range(edges[liar], edges[liar + 1]))))
+            middle = np.median(outputs(found), 0)
+            print(f"{cheat:16} stage {liar}:", " ".join(f"{value:8.5f}" for value in middle))
+            for name, one in bounds.items():
+                row = shares(laid(found, one), liar)
+                rows[f"{cheat}, stage {liar}, {name}"] = {**row, "median": middle.tolist()}
+                print("   ", name, {key: round(value, 3) for key, value in row.items()})
+    return rows
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description="Distances at boundaries.")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rollouts", type=int, default=192)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--massive", type=float, default=0.0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    made = trained_model(recipe(asked.model, num_hidden_layers=asked.layers), device=asked.device)
+    cuts = tuple(asked.layers * rank // asked.stages for rank in range(1, asked.stages))
+    state = with_massive_channel(made.state, asked.massive)
+    run = (asked.dtype, asked.device, asked.rollouts, asked.batch)
+    setting = Setting(made.directory, state, made.corpus, cuts, *run)
+    print(
+        f"{asked.model}, {asked.layers} layers cut at {cuts}, {asked.dtype}, loss {made.loss:.3f}"
+    )
+    rows = report(setting, asked.quick)
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

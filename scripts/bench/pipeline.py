@@ -1,0 +1,276 @@
+"""Output tokens/s of a model whose layers several nodes share, by round trip: against the whole model on one,
+and against a ring in which nothing overlaps.
+
+    python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rate MBIT] [--batch 64] [--lanes 8]
+        [--engine hf|vllm] [--shape NAME] [--encoding raw|fp8|int8] [--local] [--quick] [--json FILE]
+
+Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
+what each sends by half a round trip, and lets through what --rate allows.
+
+overlap      up to --lanes micro-batches in flight, of --batch sequences each
+overlap, few the same, but --batch sequences in all
+one          one micro-batch of --batch sequences: the ring waits for it, as the ring of INTELLECT-2 did
+one, large   one micro-batch of as many sequences as overlap has in all
+local        with --local: vLLM's own pipeline over NCCL, on this machine's GPUs
+
+Sequences begin together and are equally long, drawn with seeds; every way has to draw the same tokens. Each
+figure is the best of --rounds.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline_goals import judge, show
+from shapes import SHAPES
+from worker_child import Child, Event
+
+from primerl.crypto.keys import SecretKey
+from primerl.node import models
+from primerl.node.config import EngineConfig, ModelCreateConfig
+from primerl.node.engines.qwen3_shapes import shapes
+from primerl.node.roles.stage_offers import software
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, check_plan
+
+HERE = Path(__file__).parent
+START_S = 400.0
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "vocab_size": 1024,
+}
+"""For two CPU cores: a step of 64 sequences takes some ten milliseconds."""
+ALL_SHAPES = SHAPES | {"small": SMALL}
+
+Row = dict[str, Any]
+
+
+class Bench:
+    """The processes of all stages, and what they measured."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
+        self.options, self.directory = options, directory
+        self.trainer, self.run_id = SecretKey.generate(), os.urandom(32)
+        self.children: list[Child] = []
+        self.nodes: list[Event] = []
+        self.rows: list[Row] = []
+        self._plans = 0
+        self._joined: tuple[Any, ...] = ()
+
+    async def run(self) -> None:
+        """Everything, whatever happens ended."""
+        try:
+            for rank in range(max(self.options.stages)):
+                await self._start(rank)
+            await self._whole()
+            for stages in self.options.stages:
+                for rtt in self.options.rtt:
+                    await self._ways(stages, rtt)
+        finally:
+            for child in reversed(self.children):
+                await child.end()
+
+    async def _start(self, rank: int) -> None:
+        child = Child(f"stage{rank}", self.directory / f"stage{rank}.log")
+        self.children.append(child)
+        gpu = [f"CUDA_VISIBLE_DEVICES={rank % self.options.gpus}"] if self.options.gpus else []
+        command = [sys.executable, str(HERE / "pipeline_stage.py"), str(rank)]
+        await child.start("env", *gpu, *command)
+        self.nodes.append(await child.event("up", START_S))
+
+    async def _whole(self) -> None:
+        """The model in one piece, and split by vLLM itself."""
+        await self._measure_whole("whole", self._engine())
+        if self.options.local:
+            local = Child("local", self.directory / "local.log")
+            self.children.append(local)
+            await local.start(sys.executable, str(HERE / "pipeline_stage.py"), "0")
+            await local.event("up", START_S)
+            self.children.insert(0, self.children.pop())
+            await self._measure_whole("local", self._engine() | {"pp": 2}, local)
+            self.children.remove(local)
+            await local.end()
+
+    async def _measure_whole(self, way: str, engine: Event, child: Child | None = None) -> None:
+        child = child or self.children[0]
+        common = {"model": str(self.directory / "model"), "fingerprint": self.options.fingerprint}
+        await child.ask("whole", START_S, engine=engine, **common)
+        for sequences in (self.options.batch, self.options.batch * self.options.lanes):
+            found = await self._best(child, sequences)
+            stages = 2 if way == "local" else 1
+            self.rows.append({"way": way, "stages": stages, "rtt_ms": 0.0, **found})
+
+    async def _ways(self, stages: int, rtt: float) -> None:
+        batch, lanes = self.options.batch, self.options.lanes
+        await self._one("one", stages, rtt, 1, batch)
+        if not self.options.quick:
+            await self._one("one, large", stages, rtt, 1, batch * lanes)
+            await self._one("overlap, few", stages, rtt, lanes, batch)
+        await self._one("overlap", stages, rtt, lanes, batch * lanes)
+
+    async def _one(self, way: str, stages: int, rtt: float, lanes: int, sequences: int) -> None:
+        await self._join(stages, rtt, lanes)
+        found = await self._best(self.children[0], sequences)
+        self.rows.append({"way": way, "stages": stages, "rtt_ms": rtt, **found})
+        print(
+            f"  {stages} stages, {rtt:g} ms, {way}: {found['tokens_per_s']:,.0f} tokens/s",
+            flush=True,
+        )
+
+    async def _best(self, child: Child, sequences: int) -> Row:
+        """The best of some rounds, after one that warms up and lets the number of micro-batches settle."""
+        asked = {"tokens": self.options.tokens, "prompt": self.options.prompt}
+        rounds = [
+            await child.ask("measure", START_S, sequences=sequences, **asked)
+            for _ in range(1 + self.options.rounds)
+        ]
+        best = max(rounds[1:], key=lambda one: one["tokens_per_s"])
+        return {
+            "sequences": sequences,
+            **{k: v for k, v in best.items() if k not in ("event", "at")},
+        }
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    async def _join(self, stages: int, rtt: float, lanes: int) -> None:
+        """Have the first stages be a pipeline; the others keep what they had, idle."""
+        if self._joined == (stages, rtt, lanes):
+            return
+        plan = self._plan(stages, lanes)
+        sealed = seal(
+            self.trainer, Purpose.PIPELINE, self.run_id, plan, expires=int(time.time()) + 86400
+        )
+        peers = {node["node"]: node["addresses"] for node in self.nodes[:stages]}
+        rate = self.options.rate * 1e6 / 8
+        asked = {
+            "plan": sealed.hex(),
+            "run": self.run_id.hex(),
+            "trainer": self.trainer.node_id.hex(),
+            "peers": peers,
+            "delay_s": rtt / 2e3,
+            "bytes_per_s": rate,
+            "engine": self._engine(),
+            "model": str(self.directory / "model"),
+        }
+        # stage 0 answers when the ring is whole: all of them at once
+        await asyncio.gather(
+            *(child.ask("join", START_S, **asked) for child in self.children[:stages])
+        )
+        self._joined = (stages, rtt, lanes)
+
+    def _plan(self, stages: int, lanes: int) -> PipelinePlan:
+        options, layers = self.options, ALL_SHAPES[self.options.shape]["num_hidden_layers"]
+        cuts = [layers * rank // stages for rank in range(stages + 1)]
+        sequences = options.batch * options.lanes
+        block = 16 if options.cuda else 128
+        room = sequences * (options.length + block)
+        self._plans += 1
+        plan = PipelinePlan(
+            group=self._plans.to_bytes(32, "big"),
+            generation=1,
+            stages=tuple(
+                Stage(bytes.fromhex(node["node"]), first, end)
+                for node, first, end in zip(self.nodes, cuts, cuts[1:], strict=False)
+            ),
+            spares=(),
+            shape=PipelineShape(
+                engine=options.engine,
+                software=software(EngineConfig.model_validate(self._engine())),
+                dtype=self._engine()["dtype"],
+                hidden_size=ALL_SHAPES[options.shape]["hidden_size"],
+                max_model_len=options.length,
+                max_sequences=sequences,
+                max_step_tokens=max(2048, sequences),
+                block_size=block,
+                kv_tokens=-(-room // block) * block,
+                micro_batches=lanes,
+                encoding=options.encoding,
+                fingerprint=options.fingerprint,
+            ),
+        )
+        check_plan(plan)
+        return plan
+
+    def _engine(self) -> Event:
+        options = self.options
+        engine: Event = {
+            "type": options.engine,
+            "dtype": "bfloat16" if options.cuda else "float32",
+            "max_batch": options.batch * options.lanes,
+            "max_model_len": options.length,
+        }
+        if options.cuda and options.engine == "vllm":
+            engine["vllm"] = {"gpu_memory_utilization": options.memory}
+        return engine
+
+
+def make_model(directory: Path, shape: str, length: int) -> None:
+    """Random weights of that shape."""
+    changes = {"max_position_embeddings": length}
+    config = ModelCreateConfig.model_validate({**ALL_SHAPES[shape], **changes})
+    models.create(directory, config, seed=0)
+    assert shapes(models.load_config(directory)), "qwen3"
+
+
+def parse() -> argparse.Namespace:
+    """What to measure; defaults by what this machine has."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rtt", type=float, nargs="+", default=[0.0, 20.0, 50.0, 100.0])
+    parser.add_argument("--rate", type=float, default=0.0, help="Mbit/s that each may send; 0: any")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of a micro-batch")
+    parser.add_argument("--lanes", type=int, default=8, help="most micro-batches in flight")
+    parser.add_argument("--tokens", type=int, default=48, help="of a completion")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
+    parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
+    parser.add_argument("--shape", default="0.6b" if cuda else "small", choices=list(ALL_SHAPES))
+    parser.add_argument("--encoding", default="raw", choices=["raw", "fp8", "int8"])
+    parser.add_argument("--fingerprint", default="projection", choices=["", "projection"])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() if cuda else 0)
+    parser.add_argument("--memory", type=float, default=0.3, help="of a GPU, for each engine")
+    parser.add_argument("--local", action="store_true", help="also vLLM's own pp = 2")
+    parser.add_argument("--quick", action="store_true", help="2 stages, two round trips, one round")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave the logs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    options = parser.parse_args()
+    options.cuda = cuda
+    if options.quick:
+        options.stages, options.rtt, options.rounds = [2], [0.0, 50.0, 100.0], 1
+        options.tokens = min(options.tokens, 24)
+    options.length = max(128, 2 * (options.prompt + options.tokens))
+    return options
+
+
+def main() -> int:
+    """Measure, print, and say by the exit code whether every goal was met."""
+    options = parse()
+    with tempfile.TemporaryDirectory() as name:
+        directory = (options.keep or Path(name)).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        make_model(directory / "model", options.shape, options.length)
+        bench = Bench(options, directory)
+        asyncio.run(bench.run())
+    goals = judge(bench.rows, hidden=ALL_SHAPES[options.shape]["hidden_size"], cuda=options.cuda)
+    show(bench.rows, goals)
+    if options.json:
+        options.json.write_text(json.dumps({"rows": bench.rows, "goals": goals}, indent=2) + "\n")
+    return 0 if all(goal["ok"] for goal in goals) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""What the encodings of hidden states between the stages of a pipeline do to the policy that is sampled.
+
+    python scripts/bench/pipeline_encoding.py [--model tiny] [--layers 8] [--stages 2,4] [--dtype float32]
+        [--device cpu] [--texts 64] [--massive 0,20] [--json FILE]
+
+A model is trained a little (trained_model.py) and reads texts of its language twice: whole, and with what
+crosses from stage to stage rounded as it travels. For every token: the mismatch KL(sampled || whole) over the
+whole vocabulary, and how far the log-probability of the text's own token moves. --massive makes one channel of
+the residual stream so many times larger than the others, as large trained models have it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from boundaries import with_massive_channel
+from torch import Tensor
+
+from primerl.node import models
+from primerl.node.engines.network import pick_device
+from primerl.node.engines.pipelined.activations import pack, rounded
+from primerl.node.engines.qwen3 import Qwen3Network
+from primerl.protocol.pipelines import Encoding
+from primerl.scripts.bench.trained_model import recipe, trained_model
+
+LENGTH = 96
+TEXTS_AT_ONCE = 8
+ENCODINGS: tuple[Encoding, ...] = ("raw", "fp8", "int8")
+
+
+class Rounding:
+    """Taps that pass on what the next stage would see."""
+
+    def __init__(self, layers: tuple[int, ...], encoding: Encoding) -> None:
+        self.layers = frozenset(layers)
+        self._encoding = encoding
+        self.bytes_a_token = 0.0
+
+    def take(self, layer: int, x: Tensor) -> Tensor:
+        """See Taps."""
+        if not self.bytes_a_token:
+            arrays = pack(x, self._encoding)
+            self.bytes_a_token = sum(one.nbytes for one in arrays) / len(x)
+        return rounded(x, self._encoding)
+
+
+def logprobs(network: Qwen3Network, tokens: Tensor, taps: Rounding | None) -> Tensor:
+    """[T, V] of texts [N, LENGTH], one after the other."""
+    rows, columns = tokens.shape
+    hidden = network.packed(tokens.flatten(), [columns] * rows, taps)
+    return torch.log_softmax(network.logits(hidden).float(), -1)
+
+
+def measure(
+    network: Qwen3Network, texts: Tensor, cuts: tuple[int, ...], encoding: Encoding
+) -> dict[str, float]:
+    """Means over all tokens, and the worst percent."""
+    taps = Rounding(cuts, encoding)
+    divergence: list[Tensor] = []
+    moved: list[Tensor] = []
+    with torch.inference_mode():
+        for some in texts.split(TEXTS_AT_ONCE):
+            whole, sampled = logprobs(network, some, None), logprobs(network, some, taps)
+            divergence.append((sampled.exp() * (sampled - whole)).sum(-1))
+            own = some.roll(-1, 1).flatten()[:, None]
+            moved.append((sampled - whole).gather(1, own)[:, 0].abs())
+    kl, moves = torch.cat(divergence).double(), torch.cat(moved).double()
+    return {
+        "bytes_a_token": taps.bytes_a_token,
+        "mismatch_kl": kl.mean().item(),
+        "mismatch_kl_p99": kl.quantile(0.99).item(),
+        "logprob_moves": moves.mean().item(),
+        "logprob_moves_p99": moves.quantile(0.99).item(),
+    }
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description="Encodings of hidden states between stages.")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--stages", default="2,4")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--massive", default="0,20")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    device = pick_device(asked.device)
+    made = trained_model(recipe(asked.model, num_hidden_layers=asked.layers), device=device.type)
+    rows = made.corpus.rows(99, asked.texts * LENGTH, LENGTH)[: asked.texts]
+    texts = torch.from_numpy(rows).to(device)
+    found: list[dict[str, Any]] = []
+    print(f"{asked.model}, {asked.layers} layers, {asked.dtype}, {texts.numel()} tokens")
+    print(
+        "massive stages encoding  bytes/token/hop   mismatch KL        p99  |dlogprob|        p99"
+    )
+    for massive in map(float, asked.massive.split(",")):
+        state = with_massive_channel(made.state, massive)
+        network = Qwen3Network(
+            models.load_config(made.directory), state, dtype=asked.dtype, device=device
+        )
+        for stages in map(int, asked.stages.split(",")):
+            cuts = tuple(asked.layers * rank // stages for rank in range(1, stages))
+            for encoding in ENCODINGS:
+                one = measure(network, texts, cuts, encoding)
+                found.append({"massive": massive, "stages": stages, "encoding": encoding, **one})
+                print(
+                    f"{massive:7g} {stages:6} {encoding:8} {one['bytes_a_token']:16.0f} "
+                    f"{one['mismatch_kl']:13.2e} {one['mismatch_kl_p99']:10.2e} "
+                    f"{one['logprob_moves']:11.2e} {one['logprob_moves_p99']:10.2e}"
+                )
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

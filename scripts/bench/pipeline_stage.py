@@ -1,0 +1,227 @@
+"""One stage of pipeline.py in a process of its own: real iroh on loopback, real door, ring and engine.
+
+    python scripts/bench/pipeline_stage.py RANK
+
+Commands on stdin (worker_child.py): `join` a plan, `measure` at stage 0, `whole` for an engine that has all of
+the model. Each join tears down what was there before.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from worker_child import Event, Wire, cpu_seconds
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.config import EngineConfig, NetworkConfig
+from primerl.node.engines.build import build_engine
+from primerl.node.engines.engine import Completion, Engine, GenerateRequest
+from primerl.node.engines.pipelined.build import build_head, build_stage
+from primerl.node.lines.door import Door
+from primerl.node.lines.local_end import LocalEnd
+from primerl.node.lines.ring import Ring
+from primerl.node.lines.shaper import Shaper
+from primerl.node.model_files import read_state
+from primerl.node.network.links import Links
+from primerl.node.network.peers import PeerTable
+from primerl.node.network.router import Router
+from primerl.node.parts import start_iroh
+from primerl.node.pipeline.frame_codec import FrameLimits
+from primerl.node.pipeline.layers import share_of
+from primerl.node.pipeline.place import Place
+from primerl.protocol.version import ALPN_PIPELINE
+
+STALL_S, START_S, LOOK_S = 60.0, 300.0, 0.05
+VOCABULARY = 256
+"""Prompts are of tokens below this."""
+
+
+class Member:
+    """This process: a node with a key, and at most one engine."""
+
+    def __init__(self, rank: int, home: Path, wire: Wire) -> None:
+        self.rank, self.home, self.wire = rank, home, wire
+        self.key = SecretKey.generate()
+        self.peers = PeerTable()
+        self.engine: Engine | None = None
+        self.ring: Ring | None = None
+        self._joined = AsyncExitStack()
+        self._joins = 0
+        self._looks: list[tuple[int, float]] = []
+
+    async def serve(self) -> None:
+        """Until stdin ends."""
+        network = NetworkConfig(host="127.0.0.1", libp2p=False)
+        self.transport = await start_iroh(network, self.key, 0)
+        self.links = Links(self.transport, self.peers, connect_timeout_s=10.0)
+        self.wire.tell("up", node=self.key.node_id.hex(), addresses=self.transport.addresses())
+        try:
+            handlers = {"join": self.join, "whole": self.whole, "measure": self.measure}
+            await self.wire.serve(handlers)
+        finally:
+            await self.leave()
+            await self.links.close()
+            await self.transport.close()
+
+    async def leave(self) -> None:
+        """Give up what was joined."""
+        await self._joined.aclose()
+        self._joined, self.engine, self.ring = AsyncExitStack(), None, None
+
+    async def whole(self, command: Event) -> Event:
+        """Have an engine with the whole model."""
+        await self.leave()
+        engine = self.engine = build_engine(EngineConfig.model_validate(command["engine"]))
+        self._joined.push_async_callback(engine.close)
+        model = Path(command["model"])
+        await engine.start(model, fingerprint=command["fingerprint"])
+        await engine.load(0, read_state(model))
+        return {}
+
+    async def join(self, command: Event) -> Event:
+        """Be a stage of the sealed plan; answers when the ring is whole."""
+        await self.leave()
+        for node, addresses in command["peers"].items():
+            self.peers.hint(bytes.fromhex(node), addresses)
+        sealed, run = bytes.fromhex(command["plan"]), bytes.fromhex(command["run"])
+        door = Door(self.key.node_id, run, bytes.fromhex(command["trainer"]))
+        plan = door.admit(sealed)
+        await self._serve_door(door)
+        self._joins += 1
+        path = self.home / f"{self._joins}.sock"
+        limits = FrameLimits.of(plan.shape)
+        local = await self._joined.enter_async_context(LocalEnd(path, limits))
+        delay, rate = command["delay_s"], command["bytes_per_s"]
+        shaper = Shaper(delay, rate) if delay or rate else None
+        ring = self.ring = Ring(
+            sealed,
+            plan,
+            self.rank,
+            links=self.links,
+            local=local,
+            stall_s=STALL_S,
+            shaper=shaper,
+        )
+        door.attach(ring, None)
+        place = Place(plan, self.rank, str(path))
+        config, model = EngineConfig.model_validate(command["engine"]), Path(command["model"])
+        state = read_state(model)
+        wanted = share_of(plan, self.rank)(state.keys())
+        engine = build_stage(config, place) if self.rank else build_head(config, place)
+        self.engine = engine
+        self._joined.push_async_callback(engine.close)
+        await engine.start(model, fingerprint=plan.shape.fingerprint)
+        await engine.load(0, {name: state[name] for name in wanted})
+        await self._joined.enter_async_context(ring.running())
+        async with asyncio.timeout(START_S):
+            await ring.whole()
+            if self.rank == 0:
+                await engine.rejoin(ring.begin())  # pyright: ignore
+        return {"tensors": sum(state[name].data.nbytes for name in wanted)}
+
+    async def _serve_door(self, door: Door) -> None:
+        router = Router(
+            self.transport,
+            self.peers,
+            {ALPN_PIPELINE: door.handle},
+            max_streams_per_peer=16,
+            max_peers=64,
+        )
+        answering = asyncio.create_task(router.run(), name="router")
+
+        async def stop() -> None:
+            answering.cancel()
+            await asyncio.wait([answering])
+
+        self._joined.push_async_callback(stop)
+
+    async def measure(self, command: Event) -> Event:
+        """Output tokens/s of so many sequences, all begun at once; every sequence `tokens` long."""
+        assert self.engine is not None, "join or whole comes first"
+        before, busy = self._sent(), cpu_seconds(os.getpid())
+        watching = asyncio.create_task(self._watch(), name="watch")
+        begin = time.monotonic()
+        done = await asyncio.gather(
+            *(self._one(row, command) for row in range(command["sequences"]))
+        )
+        seconds = time.monotonic() - begin
+        watching.cancel()
+        await asyncio.wait([watching])
+        drawn = sum(len(one.token_ids) for one in done)
+        found: Event = {
+            "tokens_per_s": drawn / seconds,
+            "seconds": seconds,
+            "drawn": drawn,
+            "cpu_s": cpu_seconds(os.getpid()) - busy,
+            "digest": digest_of(done),
+        }
+        if self.ring is not None:
+            computed = drawn + command["sequences"] * (command["prompt"] - 1)
+            found["bytes_per_token"] = (self._sent() - before) / computed
+            found |= self._seen()
+        return found
+
+    async def _watch(self) -> None:
+        """How many micro-batches there are, and how idle the slowest stage is, while it works."""
+        self._looks = []
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if (found := lanes_of(self.engine)) is not None and found.in_flight:
+                self._looks.append((found.lanes, found.stall_share))
+
+    def _seen(self) -> Event:
+        looks = self._looks[len(self._looks) // 2 :]  # by then the number has settled
+        if not looks:
+            return {}
+        lanes, stalls = zip(*looks, strict=True)
+        return {"micro_batches": statistics.median(lanes), "stall_share": statistics.mean(stalls)}
+
+    async def _one(self, row: int, command: Event) -> Completion:
+        assert self.engine is not None
+        prompt = np.random.default_rng(row).integers(0, VOCABULARY, command["prompt"])
+        request = GenerateRequest(tuple(map(int, prompt)), command["tokens"], 1.0, row, ())
+        return await self.engine.generate(request)
+
+    def _sent(self) -> int:
+        return self.ring.stats().bytes_out if self.ring else 0
+
+
+def lanes_of(engine: Engine | None) -> Any:
+    """What a head that makes its own micro-batches says of them; None of the others."""
+    lanes = getattr(engine, "lanes", None)
+    return lanes() if lanes is not None else None
+
+
+def digest_of(done: list[Completion]) -> str:
+    """Of all tokens, to see that two ways to compute draw the same ones."""
+    return hashlib.sha256(repr([one.token_ids for one in done]).encode()).hexdigest()[:16]
+
+
+async def run(rank: int) -> None:
+    """Be stage `rank` of whatever plan is sent."""
+    wire = Wire()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="prl") as home:
+        await Member(rank, Path(home), wire).serve()
+
+
+def main() -> None:
+    """Run until stdin ends."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    arguments: list[Any] = sys.argv[1:]
+    asyncio.run(run(int(arguments[0])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Every implementation of the port seam, by name, for the suite test_port.py.
+
+To add one: write a context manager that takes a directory and yields two ports that talk to each other.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from frame_cases import SHAPE
+
+from primerl.node.pipeline import memory_port
+from primerl.node.pipeline.frame_codec import FrameLimits
+from primerl.node.pipeline.port import Port
+from primerl.node.pipeline.socket_port import SocketPort
+
+Factory = Callable[[Path], AbstractContextManager[tuple[Port, Port]]]
+
+
+@contextmanager
+def memory(directory: Path) -> Generator[tuple[Port, Port]]:
+    """Two ends in memory."""
+    near, far = memory_port.pair(depth=4)
+    yield near, far
+    near.close()
+    far.close()
+
+
+@contextmanager
+def sockets(directory: Path) -> Generator[tuple[Port, Port]]:
+    """Two processes' ends of Unix sockets, and between them somebody who passes bytes on, as a node does."""
+    path = directory / "port.sock"
+    limits = FrameLimits.of(SHAPE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(path))
+        server.listen()
+        near = SocketPort(str(path), limits, ahead=1, behind=3)
+        first, _ = server.accept()
+        far = SocketPort(str(path), limits, ahead=1, behind=3)
+        second, _ = server.accept()
+    splices = [
+        threading.Thread(target=splice, args=ends) for ends in ((first, second), (second, first))
+    ]
+    for thread in splices:
+        thread.start()
+    yield near, far
+    near.close()
+    far.close()
+    for thread in splices:
+        thread.join(5)
+    first.close()
+    second.close()
+
+
+def splice(source: socket.socket, target: socket.socket) -> None:
+    """Pass bytes on until one side ends, then end the other."""
+    try:
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    except OSError:
+        pass
+    for one in (source, target):
+        try:
+            one.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+FACTORIES: dict[str, Factory] = {"memory": memory, "socket": sockets}

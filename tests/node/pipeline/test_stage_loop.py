@@ -1,0 +1,172 @@
+"""The loop of a stage that does not schedule: order, old chains, faults."""
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from frame_cases import step
+
+from primerl.node.errors import EngineError
+from primerl.node.pipeline import memory_port, stage_loop
+from primerl.node.pipeline.frame import Frame, Kind
+from primerl.node.pipeline.memory_port import MemoryPort
+from primerl.node.pipeline.port import PortTimeout
+
+WAIT_S = 5.0
+
+
+class Compute:
+    """Notes what it is told; a micro-batch of number 13 is too much for it."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.versions = {1, 2}
+
+    def reset(self) -> None:
+        self.told.append("reset")
+
+    def switch(self, version: int) -> None:
+        if version not in self.versions:
+            raise EngineError(f"version {version} was not prepared")
+        self.told.append(version)
+
+    def step(self, frame: Frame) -> Frame:
+        if frame.number == 13:
+            raise EngineError("out of memory")
+        if frame.number == 14:
+            raise ZeroDivisionError
+        self.told.append(("step", frame.number))
+        return replace(frame, kind=Kind.DRAWN, tensors=(), busy_us=0)
+
+
+@contextmanager
+def stage(compute: Compute, rank: int = 1) -> Generator[MemoryPort]:
+    near, far = memory_port.pair()
+    thread = threading.Thread(target=stage_loop.serve, args=(far, compute), kwargs={"rank": rank})
+    thread.start()
+    yield near
+    near.close()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_what_is_sent_is_done_in_order_and_passed_on() -> None:
+    compute = Compute()
+    with stage(compute) as port:
+        sent = [Frame(Kind.RESET, 5, 0), step(5, 1), Frame(Kind.SWITCH, 5, 2), step(5, 2)]
+        for frame in [*sent, Frame(Kind.PING, 0, 9)]:
+            port.send(frame)
+        kinds = [port.receive(WAIT_S).kind for _ in range(5)]
+    assert kinds == [Kind.RESET, Kind.DRAWN, Kind.SWITCH, Kind.DRAWN, Kind.PING]
+    assert compute.told == ["reset", ("step", 1), 2, ("step", 2)]
+
+
+def test_what_is_of_another_chain_is_dropped() -> None:
+    compute = Compute()
+    with stage(compute) as port:
+        for frame in (
+            step(4, 1),
+            Frame(Kind.RESET, 5, 0),
+            step(4, 2),
+            step(6, 3),
+            Frame(Kind.RESET, 5, 0),
+            Frame(Kind.RESET, 3, 0),
+            Frame(Kind.SWITCH, 4, 2),
+            step(5, 4),
+        ):
+            port.send(frame)
+        assert port.receive(WAIT_S).kind is Kind.RESET
+        assert port.receive(WAIT_S).number == 4
+    assert compute.told == ["reset", ("step", 4)]
+
+
+def test_after_a_fault_nothing_of_that_chain_is_computed_until_another_begins() -> None:
+    compute = Compute()
+    with stage(compute, rank=2) as port:
+        port.send(Frame(Kind.RESET, 5, 0))
+        port.send(step(5, 13))
+        port.send(step(5, 1))
+        port.send(Frame(Kind.SWITCH, 5, 1))
+        assert port.receive(WAIT_S).kind is Kind.RESET
+        fault = port.receive(WAIT_S)
+        assert (fault.kind, fault.epoch, fault.number) == (Kind.FAULT, 5, 2)
+        assert fault.body == b"out of memory"
+        with pytest.raises(PortTimeout):
+            port.receive(0.05)
+        port.send(Frame(Kind.RESET, 6, 0))
+        port.send(step(6, 1))
+        assert port.receive(WAIT_S).kind is Kind.RESET
+        assert port.receive(WAIT_S).kind is Kind.DRAWN
+    assert compute.told == ["reset", "reset", ("step", 1)]
+
+
+def test_a_version_that_was_not_prepared_is_a_fault() -> None:
+    with stage(Compute()) as port:
+        port.send(Frame(Kind.RESET, 1, 0))
+        port.send(Frame(Kind.SWITCH, 1, 7))
+        port.receive(WAIT_S)
+        assert port.receive(WAIT_S).body == b"version 7 was not prepared"
+
+
+def test_a_bug_closes_the_port() -> None:
+    near, far = memory_port.pair()
+    near.send(Frame(Kind.RESET, 1, 0))
+    near.send(step(1, 14))
+    with pytest.raises(ZeroDivisionError):
+        stage_loop.serve(far, Compute(), rank=1)
+    assert near.receive(WAIT_S).kind is Kind.RESET
+    with pytest.raises(memory_port.PortClosed):
+        near.receive(WAIT_S)
+
+
+def test_the_longest_time_of_a_stage_travels_along() -> None:
+    with stage(Compute()) as port:
+        port.send(Frame(Kind.RESET, 1, 0))
+        port.send(replace(step(1, 1), busy_us=9_000_000, waited_us=5))
+        port.receive(WAIT_S)
+        frame = port.receive(WAIT_S)
+    assert frame.busy_us == 9_000_000
+    assert frame.waited_us >= 5
+
+
+def test_time_is_counted_within_chains_only() -> None:
+    stats = stage_loop.LoopStats()
+    near, far = memory_port.pair()
+    thread = threading.Thread(
+        target=stage_loop.serve, args=(far, Compute()), kwargs={"rank": 1, "stats": stats}
+    )
+    thread.start()
+    time.sleep(0.2)
+    for frame in (Frame(Kind.RESET, 1, 0), step(1, 1)):
+        near.send(frame)
+        near.receive(WAIT_S)
+    assert (stats.steps, stats.idle_s) == (1, 0.0)
+    time.sleep(0.05)
+    near.send(step(1, 2))
+    near.receive(WAIT_S)
+    near.close()
+    thread.join(WAIT_S)
+    assert stats.steps == 2
+    assert stats.idle_s >= 0.04
+    assert 0.5 < stats.stall_share <= 1.0
+
+
+def test_a_ring_of_ports_leads_from_stage_to_stage_and_back() -> None:
+    ports = memory_port.ring(3)
+    threads = [
+        threading.Thread(
+            target=stage_loop.serve, args=(ports[rank], Compute()), kwargs={"rank": rank}
+        )
+        for rank in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    ports[0].send(Frame(Kind.RESET, 1, 0))
+    assert ports[0].receive(WAIT_S).kind is Kind.RESET
+    for port in ports:
+        port.close()
+    for thread in threads:
+        thread.join(WAIT_S)

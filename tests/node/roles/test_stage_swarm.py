@@ -1,0 +1,113 @@
+"""Whole runs of workers that share a model: they do what a whole worker does, and outlive their stages."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stage_swarm import StageSwarm, make_tiny
+
+BATCH = 4 * 4
+"""Rollouts of a step."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real model of four layers."""
+    return make_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """The suite's machine is shared."""
+    torch.set_num_threads(1)
+
+
+async def ended_well(swarm: StageSwarm, steps: int) -> None:
+    """The run reached its end, and the whole model found nothing wrong with any rollout."""
+    summary = await swarm.finished(60.0)
+    for worker in swarm.workers.values():
+        if worker.task is not None:
+            await worker.ended()
+    assert summary["steps"] == steps
+    assert summary["rejected"] == {}
+    assert summary["accepted"] >= steps * BATCH
+
+
+def lasting(steps: int, **settings: Any) -> dict[str, Any]:
+    """Settings of a run that something happens in."""
+    return {"max_steps": steps, "rollouts": {"lease_timeout_s": 60.0}, **settings}
+
+
+async def test_two_nodes_that_hold_half_a_model_each_do_the_work_of_one_worker(
+    tmp_path: Path, tiny: Path
+) -> None:
+    """The way between them is cut for a moment, too."""
+    async with StageSwarm(tmp_path, tiny, **lasting(3)) as swarm:
+        await swarm.start_trainer()
+        first = swarm.add_stage("a", 2, rank=0)
+        second = swarm.add_stage("b", 2, rank=1)
+        await swarm.wait_step(1)
+        rows = [(await swarm.stage(rank))[1] for rank in (0, 1)]
+        assert [row["layers"] for row in rows] == ["0-1", "2-3"]
+        assert all(row["bytes_out"] > 0 for row in rows)
+        swarm.network.partition(first.node_id, second.node_id)
+        await asyncio.sleep(0.3)
+        swarm.network.heal(first.node_id, second.node_id)
+        _, row = await swarm.stage(0)
+        assert row["epoch"] > rows[0]["epoch"]
+        assert row["breaks"] == 1
+        await ended_well(swarm, 3)
+
+
+async def test_a_spare_takes_the_place_of_a_stage_that_dies(tmp_path: Path, tiny: Path) -> None:
+    """Stage 0 goes on with what it has in hand: nothing is given up, and nothing made twice is refused.
+
+    Nobody told these workers to share the model: each of them finds that it is too large.
+    """
+    async with StageSwarm(tmp_path, tiny, **lasting(3)) as swarm:
+        await swarm.start_trainer()
+        for name in ("a", "b", "c"):
+            swarm.add_small(name)
+        await swarm.wait_step(1)
+        leader, before = await swarm.stage(0)
+        lost, _ = await swarm.stage(1)
+        await swarm.crash_worker(lost)
+        await swarm.wait_step(2)
+        name, after = await swarm.stage(0)
+        assert (name, after["group"]) == (leader, before["group"])
+        assert after["generation"] > before["generation"]
+        assert (await swarm.stage(1))[0] not in (leader, lost)
+        await ended_well(swarm, 3)
+
+
+@pytest.mark.slow
+async def test_the_first_of_three_stages_may_die(tmp_path: Path, tiny: Path) -> None:
+    """Its leases run out, as those of any worker do; somebody else takes its place."""
+    rollouts = {"lease_timeout_s": 10.0}
+    async with StageSwarm(tmp_path, tiny, **lasting(5, rollouts=rollouts)) as swarm:
+        await swarm.start_trainer()
+        for name in ("a", "b", "c", "d"):
+            swarm.add_stage(name, 3)
+        await swarm.wait_step(1)
+        lost, _ = await swarm.stage(0)
+        await swarm.crash_worker(lost)
+        await ended_well(swarm, 5)
+
+
+@pytest.mark.slow
+async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: Path) -> None:
+    async with StageSwarm(tmp_path, tiny, **lasting(5)) as swarm:
+        await swarm.start_trainer()
+        swarm.add_stage("a", 2, rank=0)
+        swarm.add_stage("b", 2, rank=1)
+        await swarm.wait_step(2)
+        _, before = await swarm.stage(0)
+        await swarm.crash_trainer()
+        await asyncio.sleep(1.0)
+        await swarm.start_trainer(resume=True)
+        await swarm.wait_step(4)
+        _, after = await swarm.stage(0)
+        assert (after["group"], after["generation"]) == (before["group"], before["generation"])
+        await ended_well(swarm, 5)

@@ -1,0 +1,123 @@
+"""A swarm of workers that share one small real model: real stages, trainer and audits in one process."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from swarm import STOP, VOCABULARY, Running, Swarm, make_model
+
+from primerl.node import parts
+from primerl.node.config import EngineConfig, EnvironmentConfig
+from primerl.node.engines.engine import Engine
+from primerl.node.environments.counting import CountingEnvironment
+from primerl.node.environments.environment import Branch, Environment, Episode, Policy, Score, Task
+
+LAYERS = 4
+STALL_S = 3.0
+"""Above the beat of a line."""
+
+
+def make_tiny(directory: Path) -> Path:
+    """A real model with the tokenizer of the other swarms, whose end is STOP."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    make_model(directory)
+    shape = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        eos_token_id=STOP,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = Qwen3ForCausalLM(shape)
+        for parameter in model.parameters():  # sharper than random models are: policies differ
+            if parameter.ndim == 2:
+                parameter.data *= 8
+    model.save_pretrained(directory)
+    return directory
+
+
+class EvenEnvironment(CountingEnvironment):
+    """The reward is the share of even tokens: something to learn from the first step on."""
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """See Environment."""
+        episode = await super().run(task, policy)
+        return replace(episode, score=_even(episode.branches)) if episode.branches else episode
+
+
+def _even(branches: Sequence[Branch]) -> Score:
+    drawn = [
+        token
+        for branch in branches
+        for token, sampled in zip(branch.token_ids, branch.sampled, strict=True)
+        if sampled
+    ]
+    share = sum(token % 2 == 0 for token in drawn) / len(drawn)
+    return Score(reward=share, metrics={"exact": float(share == 1.0)})
+
+
+class StageSwarm(Swarm):
+    """Real parts in place of fakes."""
+
+    def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
+        training = {"lr": 1e-4, "weight_decay": 0.0, "threads": 1, "device": "cpu"}
+        engine = {"device": "cpu", "max_model_len": 64, "max_batch": 16}
+        sampling = {"max_tokens": 8}
+        base: dict[str, Any] = {"training": training, "engine": engine, "sampling": sampling}
+        super().__init__(directory, model, **{**base, **settings})
+
+    async def __aenter__(self) -> "StageSwarm":
+        return self
+
+    def add_small(self, name: str) -> Running:
+        """Start a worker that finds that it cannot hold the model: not one sequence of the length that it is
+        told to expect would fit."""
+        pp = {"memory_gib": 0.01, "stall_s": STALL_S}
+        section = {"device": "cpu", "max_model_len": 2**34, "max_batch": 16}
+        return self.add_worker(name, engine_section=section, pp=pp)
+
+    def add_stage(self, name: str, stages: int, rank: int = -1, **engine: Any) -> Running:
+        """Start a worker that holds a part of the model, or start one again; `engine` says what computes."""
+        pp = {"world_size": stages, "rank": rank, "memory_gib": 0.01, "stall_s": STALL_S}
+        section = {"device": "cpu", "max_model_len": 64, "max_batch": 16, **engine}
+        return self.add_worker(name, engine_section=section, pp=pp)
+
+    async def stage(self, rank: int) -> tuple[str, dict[str, Any]]:
+        """Name and stage row of who holds that rank in a ring that is whole; waits for one."""
+        async with asyncio.timeout(30.0):
+            while True:
+                for name, worker in self.workers.items():
+                    if worker.task is not None and not worker.task.done():
+                        row = (await worker.status())["stage"]
+                        if row and row["rank"] == rank and row["state"] == "whole":
+                            return name, row
+                await asyncio.sleep(0.05)
+
+    def _parts(self, running: Running, ledger: Any = None) -> parts.Parts:
+        def engine(config: EngineConfig) -> Engine:
+            return parts.build_engine(config)
+
+        def environment(
+            config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
+        ) -> Environment:
+            return EvenEnvironment(max_tokens=max_tokens)
+
+        return replace(
+            super()._parts(running, ledger),
+            backend=parts.make_backend,
+            engine=engine,
+            evaluation_engine=parts.make_evaluation_engine,
+            auditor=parts.make_auditor,
+            environment=environment,
+        )
