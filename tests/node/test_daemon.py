@@ -11,11 +11,15 @@ from primerl.node import daemon
 from primerl.node.config import JoinConfig
 from primerl.node.errors import NodeError
 
+PYTHONS = 0.005
+"""What Python begins with; another test's node may have set this process otherwise."""
+
 
 @pytest.fixture
 def patience() -> Iterator[float]:
     before = sys.getswitchinterval()
-    yield before
+    sys.setswitchinterval(PYTHONS)
+    yield PYTHONS
     sys.setswitchinterval(before)
 
 

@@ -8,6 +8,7 @@ from ....protocol.pipelines import PipelineShape
 from ...errors import EngineError
 from ...pipeline import boundaries
 from ...pipeline.frame import Frame
+from .fingerprinted import check_numbers
 from .hf_rows import Pending
 from .lane_step import Answer, read_answer
 
@@ -59,4 +60,6 @@ def _drawn(answer: Answer, rows: int, vocab_size: int) -> tuple[list[int], list[
     tokens = np.frombuffer(answer.tokens, "<i4")
     if rows and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise EngineError("the last stage drew tokens that the model does not have")
-    return tokens.tolist(), np.frombuffer(answer.logprobs, "<f4").tolist()
+    logprobs = np.frombuffer(answer.logprobs, "<f4")
+    check_numbers(logprobs, answer.proofs)
+    return tokens.tolist(), logprobs.tolist()

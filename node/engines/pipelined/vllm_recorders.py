@@ -12,6 +12,7 @@ from ...errors import EngineError
 from ...pipeline.boundaries import ROW, BadTrail, split
 from ..vllm_recorder import Batch, Recorder
 from ..vllm_sampling import Step
+from .fingerprinted import check_numbers
 
 Floats = NDArray[np.float32]
 
@@ -72,6 +73,7 @@ class Keeper(Recorder):
             raise EngineError("the last stage sent other numbers than asked for")
         if not np.isfinite(rows).all():
             raise EngineError("the last stage sent numbers that are none: are the weights finite?")
+        check_numbers(rows[:, 0])
         crossed = self._split(trail, len(names))
         slots = self._slots
         known = [row for row, name in enumerate(names) if name in slots.of]  # others were given up

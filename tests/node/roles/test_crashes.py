@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rogue import Rogue
-from swarm import Swarm
+from swarm import Swarm, until
 from witness import Fakes, WitnessEngine, trained_ages
 
 from primerl.node.training.backend import Batch
@@ -140,8 +140,10 @@ async def test_resuming_from_an_older_checkpoint_begins_a_term_that_workers_foll
         await swarm.crash_trainer()
         before = swarm.heads()
         assert max(before) == (0, 5)
-        fakes.go.set()
+        had = {name: len(fakes.loads(name)) for name in swarm.workers}
         await swarm.start_trainer(resume=True)
+        await until(lambda: all(len(fakes.loads(name)) > had[name] for name in had))
+        fakes.go.set()
         summary = await swarm.finished()
         for worker in swarm.workers.values():
             await worker.ended()
