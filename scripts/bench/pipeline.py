@@ -27,14 +27,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from children import Child, Event
 from pipeline_goals import judge, show
 from shapes import SHAPES
-from worker_child import Child, Event
 
 from primerl.crypto.keys import SecretKey
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.engines.qwen3_shapes import shapes
 from primerl.node.roles.stage_offers import software
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, check_plan
@@ -59,8 +58,10 @@ Row = dict[str, Any]
 class Bench:
     """The processes of all stages, and what they measured."""
 
-    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
-        self.options, self.directory = options, directory
+    def __init__(
+        self, options: argparse.Namespace, directory: Path, config: dict[str, Any]
+    ) -> None:
+        self.options, self.directory, self.config = options, directory, config
         self.trainer, self.run_id = SecretKey.generate(), os.urandom(32)
         self.children: list[Child] = []
         self.nodes: list[Event] = []
@@ -170,7 +171,7 @@ class Bench:
         self._joined = (stages, rtt, lanes)
 
     def _plan(self, stages: int, lanes: int) -> PipelinePlan:
-        options, layers = self.options, ALL_SHAPES[self.options.shape]["num_hidden_layers"]
+        options, layers = self.options, self.config["num_hidden_layers"]
         cuts = [layers * rank // stages for rank in range(stages + 1)]
         sequences = options.batch * options.lanes
         block = 16 if options.cuda else 128
@@ -188,7 +189,7 @@ class Bench:
                 engine=options.engine,
                 software=software(EngineConfig.model_validate(self._engine())),
                 dtype=self._engine()["dtype"],
-                hidden_size=ALL_SHAPES[options.shape]["hidden_size"],
+                hidden_size=self.config["hidden_size"],
                 max_model_len=options.length,
                 max_sequences=sequences,
                 max_step_tokens=max(2048, sequences),
@@ -215,12 +216,12 @@ class Bench:
         return engine
 
 
-def make_model(directory: Path, shape: str, length: int) -> None:
-    """Random weights of that shape."""
+def make_model(directory: Path, shape: str, length: int) -> dict[str, Any]:
+    """Random weights of that shape; the model's config."""
     changes = {"max_position_embeddings": length}
     config = ModelCreateConfig.model_validate({**ALL_SHAPES[shape], **changes})
     models.create(directory, config, seed=0)
-    assert shapes(models.load_config(directory)), "qwen3"
+    return json.loads((directory / "config.json").read_text())
 
 
 def parse() -> argparse.Namespace:
@@ -262,10 +263,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = (options.keep or Path(name)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        make_model(directory / "model", options.shape, options.length)
-        bench = Bench(options, directory)
+        config = make_model(directory / "model", options.shape, options.length)
+        bench = Bench(options, directory, config)
         asyncio.run(bench.run())
-    goals = judge(bench.rows, hidden=ALL_SHAPES[options.shape]["hidden_size"], cuda=options.cuda)
+    goals = judge(bench.rows, hidden=config["hidden_size"], cuda=options.cuda)
     show(bench.rows, goals)
     if options.json:
         options.json.write_text(json.dumps({"rows": bench.rows, "goals": goals}, indent=2) + "\n")

@@ -2,7 +2,7 @@
 
     python scripts/bench/pipeline_stage.py RANK
 
-Commands on stdin (worker_child.py): `join` a plan, `measure` at stage 0, `whole` for an engine that has all of
+Commands on stdin (children.py): `join` a plan, `measure` at stage 0, `whole` for an engine that has all of
 the model. Each join tears down what was there before.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from worker_child import Event, Wire, cpu_seconds
+from children import Event, Wire, cpu_seconds
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config import EngineConfig, NetworkConfig

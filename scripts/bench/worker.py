@@ -23,8 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from children import Child
 from shapes import SHAPES
-from worker_child import Child
 from worker_goals import FULL, MODES, judge, rates
 from worker_settings import RUN, engine, join_settings, make_model, run_settings
 from worker_watch import cores, follow

@@ -1,6 +1,6 @@
 """Bare vLLM for worker.py: AsyncLLM.generate on given prompts, so many at a time, nothing of ours beside it.
 
-    python worker_bare.py MODEL_DIR ENGINE_CONFIG_JSON      (commands: worker_child.py)
+    python worker_bare.py MODEL_DIR ENGINE_CONFIG_JSON      (commands: children.py)
 
 Its engine arguments are the worker's own, but real weights are read from the model directory and no worker
 extension is there: no sampler of ours, no proofs, no logprobs but vLLM's.
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from worker_child import Event, Wire, cpu_seconds
+from children import Event, Wire, cpu_seconds
 
 from primerl.node.config import EngineConfig
 from primerl.node.engines.vllm_options import engine_arguments, set_environment

@@ -1,6 +1,6 @@
 """The two nodes of worker.py: a trainer that does not train, and a worker whose engine is watched.
 
-    python worker_nodes.py trainer|worker CONFIG_JSON      (commands: worker_child.py)
+    python worker_nodes.py trainer|worker CONFIG_JSON      (commands: children.py)
 
 Both are the real nodes over iroh. Of the trainer is replaced what would cost the engine its GPU: the backend
 (the weights stay as they are, though every batch makes a version) and the auditor (always content). Of the
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from worker_child import Event, Wire, cpu_seconds
+from children import Event, Wire, cpu_seconds
 from worker_watch import Sampler, cpu_by_process
 
 from primerl.node import rundir

@@ -1,4 +1,4 @@
-"""Processes of worker.py: each takes commands as JSON lines on its stdin and tells events on its stdout.
+"""Processes of a benchmark: each takes commands as JSON lines on its stdin and tells events on its stdout.
 
 A child ends when its stdin does: a killed benchmark leaves no process behind. Whatever else a child or its
 libraries print goes to its log, for stdout is the wire.

@@ -1,0 +1,33 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "pipeline.py"
+TOY = "--quick --shape tiny --batch 3 --lanes 2 --tokens 5 --prompt 4".split()
+
+
+@pytest.mark.slow
+def test_the_bench_of_pipelines_runs_at_toy_size_and_every_way_draws_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    report = tmp_path / "report.json"
+    found = subprocess.run(
+        [sys.executable, str(SCRIPT), *TOY, f"--json={report}"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert report.is_file(), found.stdout + found.stderr
+    told = json.loads(report.read_text())
+    ways = {(row["way"], row["rtt_ms"]) for row in told["rows"]}
+    assert ways == {("whole", 0.0)} | {
+        (way, rtt) for way in ("one", "overlap") for rtt in (0.0, 50.0, 100.0)
+    }
+    assert all(row["tokens_per_s"] > 0 for row in told["rows"])
+    others = next(goal for goal in told["goals"] if goal["name"].startswith("ways that draw"))
+    assert (others["value"], others["ok"]) == (0.0, True)
