@@ -300,7 +300,7 @@ class HfChain:
         self._expect()
         self._flight[self._number] = Sent(step, self.version)
         if step.lane is not None:
-            self._batches.sent(self._number, len(step.rows), now)
+            self._batches.sent(self._number, len(step.rows), began)
         frame = Frame(Kind.STEP, self._epoch, self._number, pack_step(step.step), tensors, trail)
         self._send(replace(frame, busy_us=int((now - began) * 1e6)))
         return True
