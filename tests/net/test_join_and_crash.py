@@ -53,6 +53,7 @@ def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_l
         assert summary["staleness_max"] <= 2
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_resumes_the_same_chain_and_the_workers_come_back(tmp_path: Path) -> None:
     with nodes(tmp_path) as run:
         first = run.trainer("--max-steps", "40")
