@@ -30,7 +30,8 @@ async def test_a_killed_trainer_goes_on_in_the_same_chain_and_workers_come_back(
 ) -> None:
     chance = random.Random(11)
     seen: Heads = {}
-    async with Swarm(tmp_path, model_dir, max_steps=14) as swarm:
+    fakes = Fakes(last_step=10)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=14) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
         swarm.add_worker("w2")
@@ -42,6 +43,8 @@ async def test_a_killed_trainer_goes_on_in_the_same_chain_and_workers_come_back(
             assert heads.items() >= seen.items()
             seen = heads
             await swarm.start_trainer(resume=True)
+        await until(lambda: all(fakes.loads(name)[-1].version == 10 for name in swarm.workers))
+        fakes.go.set()  # a worker that has not found back by the end would wait for ever
         await swarm.finished()
         for worker in swarm.workers.values():
             await worker.ended()
