@@ -1,19 +1,18 @@
 """A swarm of workers that share one small real model: real stages, trainer and audits in one process."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from even_environment import EvenEnvironment
 from swarm import STOP, VOCABULARY, Running, Swarm, make_model
 
 from primerl.node import parts
 from primerl.node.config import EngineConfig, EnvironmentConfig
 from primerl.node.engines.engine import Engine
-from primerl.node.environments.counting import CountingEnvironment
-from primerl.node.environments.environment import Branch, Environment, Episode, Policy, Score, Task
+from primerl.node.environments.environment import Environment
 
 LAYERS = 4
 STALL_S = 3.0
@@ -45,26 +44,6 @@ def make_tiny(directory: Path) -> Path:
                 parameter.data *= 8
     model.save_pretrained(directory)
     return directory
-
-
-class EvenEnvironment(CountingEnvironment):
-    """The reward is the share of even tokens: something to learn from the first step on."""
-
-    async def run(self, task: Task, policy: Policy) -> Episode:
-        """See Environment."""
-        episode = await super().run(task, policy)
-        return replace(episode, score=_even(episode.branches)) if episode.branches else episode
-
-
-def _even(branches: Sequence[Branch]) -> Score:
-    drawn = [
-        token
-        for branch in branches
-        for token, sampled in zip(branch.token_ids, branch.sampled, strict=True)
-        if sampled
-    ]
-    share = sum(token % 2 == 0 for token in drawn) / len(drawn)
-    return Score(reward=share, metrics={"exact": float(share == 1.0)})
 
 
 class StageSwarm(Swarm):

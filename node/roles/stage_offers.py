@@ -27,13 +27,13 @@ from ..engine_config import EngineConfig, PipelineConfig
 from ..engines.vllm_features import installed_release
 from ..errors import NodeError, UsageError
 from ..json_files import read_json
-from ..network.gossip import read_record
 from ..network.links import Links
 from ..network.peers import PeerTable
 from ..network.rpc import Refused
 from ..network.transport import TransportError
 from ..planning.shape import read_shape
 from ..planning.stages import memory_to_offer
+from .upstreams import learn_records
 
 logger = logging.getLogger(__name__)
 
@@ -282,15 +282,7 @@ class StageOffers:
             self._changed.notify_all()
 
     def _learn(self, records: Sequence[bytes]) -> list[bytes]:
-        nodes: list[bytes] = []
-        for sealed in records:
-            try:
-                record = read_record(sealed, self._run_id, int(time.time()))
-            except RemoteProtocolError as error:
-                logger.info("bad peer record from the trainer: %s", error)
-                continue
-            self._peers.learn(record, sealed)
-            nodes.append(record.node)
+        nodes = learn_records(self._peers, self._run_id, records)
         return [node for node in nodes if node != self._node]
 
     async def _measure(self, others: Sequence[bytes]) -> None:

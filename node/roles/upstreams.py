@@ -33,9 +33,9 @@ class Upstreams:
 
     def learn(self, records: Sequence[bytes], later: Sequence[bytes] = ()) -> None:
         """Take in the sealed records of peers that the trainer names as sources: before us, and after us."""
-        before = self._learn(records)
+        before = learn_records(self._peers, self._run_id, records)
         self._fetcher.place = len(before)
-        self.nodes = before + self._learn(later)
+        self.nodes = before + learn_records(self._peers, self._run_id, later)
 
     async def keep_asking(self, links: Links, trainer: bytes, record: Callable[[], bytes]) -> None:
         """Keep knowing who else has chunks, for a node that asks for no leases; `record` makes our own
@@ -54,14 +54,16 @@ class Upstreams:
                 logger.debug("no peer records: %s", error)
             await asyncio.sleep(SYNC_S)
 
-    def _learn(self, records: Sequence[bytes]) -> list[bytes]:
-        nodes: list[bytes] = []
-        for sealed in records:
-            try:
-                record = read_record(sealed, self._run_id, int(time.time()))
-            except RemoteProtocolError as error:
-                logger.info("bad peer record from the trainer: %s", error)
-                continue
-            self._peers.learn(record, sealed)
-            nodes.append(record.node)
-        return nodes
+
+def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> list[bytes]:
+    """Take in sealed peer records that the trainer sent; the nodes that they are of, without the bad ones."""
+    nodes: list[bytes] = []
+    for sealed in records:
+        try:
+            record = read_record(sealed, run_id, int(time.time()))
+        except RemoteProtocolError as error:
+            logger.info("bad peer record from the trainer: %s", error)
+            continue
+        peers.learn(record, sealed)
+        nodes.append(record.node)
+    return nodes

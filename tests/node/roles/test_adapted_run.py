@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from even_environment import EvenEnvironment
 from swarm import STOP, VOCABULARY, Running, Swarm, make_model
 from validation import AuditedSwarm
 
@@ -16,8 +16,7 @@ from primerl.node import model_files, parts
 from primerl.node.config import EngineConfig, EnvironmentConfig, RunConfig
 from primerl.node.engines.engine import Engine
 from primerl.node.engines.hf import HfEngine
-from primerl.node.environments.counting import CountingEnvironment
-from primerl.node.environments.environment import Branch, Environment, Episode, Policy, Score, Task
+from primerl.node.environments.environment import Environment
 from primerl.node.errors import UsageError
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.local import LocalBackend
@@ -53,26 +52,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.data *= 8
     model.save_pretrained(directory)
     return directory
-
-
-class EvenEnvironment(CountingEnvironment):
-    """The reward is the share of even tokens: something to learn from the first step on."""
-
-    async def run(self, task: Task, policy: Policy) -> Episode:
-        """See Environment."""
-        episode = await super().run(task, policy)
-        return replace(episode, score=_even(episode.branches)) if episode.branches else episode
-
-
-def _even(branches: Sequence[Branch]) -> Score:
-    drawn = [
-        token
-        for branch in branches
-        for token, sampled in zip(branch.token_ids, branch.sampled, strict=True)
-        if sampled
-    ]
-    share = sum(token % 2 == 0 for token in drawn) / len(drawn)
-    return Score(reward=share, metrics={"exact": float(share == 1.0)})
 
 
 class NotingEngine(HfEngine):
