@@ -34,10 +34,10 @@ from .pipeline.frame_codec import FrameLimits
 from .pipeline.layers import share_of
 from .pipeline.place import Place
 from .roles.catchup import CatchUp
-from .roles.chain import Chain
-from .roles.pipelined import Order, PipelinedEngine
-from .roles.stage import StageRole
-from .roles.stage_offers import Planned, StageOffers, make_offer
+from .roles.stages.chain import Chain
+from .roles.stages.offers import Planned, StageOffers, make_offer
+from .roles.stages.pipelined import Order, PipelinedEngine
+from .roles.stages.stage import StageRole
 from .weights.partial import Share
 
 logger = logging.getLogger(__name__)

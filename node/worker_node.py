@@ -26,7 +26,7 @@ from .planning.shape import read_shape
 from .planning.stages import cannot_cut, cannot_hold
 from .roles.catchup import stand
 from .roles.inference import InferenceRole
-from .roles.pipelined import PipelinedEngine
+from .roles.stages.pipelined import PipelinedEngine
 from .roles.verdicts import VerdictBox
 from .stack import Stack
 from .stage_node import StageNode

@@ -9,7 +9,7 @@ from primerl.node.network.peers import PeerTable
 from primerl.node.pipeline.planner import Terms
 from primerl.node.planning.shape import ModelShape, read_shape
 from primerl.node.planning.stages import CutModel
-from primerl.node.roles.pipelines import PipelineDesk
+from primerl.node.roles.stages.pipelines import PipelineDesk
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.manifests import PeerRecord
 from primerl.protocol.messages import OfferStage, StagePlanned, StageWait

@@ -51,7 +51,7 @@ from ..network.transport import Stream
 from ..planning.stages import CutModel
 from .auditing import AuditDesk
 from .merging import MergeDesk
-from .pipelines import PipelineDesk
+from .stages.pipelines import PipelineDesk
 from .submissions import SubmissionDesk
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from ..proofs.verifier import (
 from ..training.buffer import RolloutBuffer
 from .desk import LeaseDesk
 from .progress import Progress
-from .stage_faults import StageFaults, spared
+from .stages.faults import StageFaults, spared
 from .submissions import open_lease
 from .terms import Term
 

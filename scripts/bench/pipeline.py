@@ -34,7 +34,7 @@ from shapes import SHAPES
 from primerl.crypto.keys import SecretKey
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.roles.stage_offers import software
+from primerl.node.roles.stages.offers import software
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, check_plan
 

@@ -29,7 +29,7 @@ from primerl.node.proofs.copies import Copies
 from primerl.node.proofs.thresholds import BUILT_IN
 from primerl.node.proofs.verifier import Arrival, Verified, Verifier
 from primerl.node.roles.generating import branch_record, crossed
-from primerl.node.roles.stage_faults import StageFaults
+from primerl.node.roles.stages.faults import StageFaults
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef, sample_seed

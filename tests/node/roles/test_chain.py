@@ -10,9 +10,9 @@ from swarm import until
 
 from primerl.node.lines.ring import Fault
 from primerl.node.network.rpc import Refused
-from primerl.node.roles.chain import Chain
-from primerl.node.roles.preparing import AHEAD
-from primerl.node.roles.stage_offers import Planned
+from primerl.node.roles.stages.chain import Chain
+from primerl.node.roles.stages.offers import Planned
+from primerl.node.roles.stages.preparing import AHEAD
 from primerl.protocol.errors import Reason
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 

@@ -10,8 +10,8 @@ from swarm import until
 
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.errors import EngineError, EngineLost
-from primerl.node.roles.pipelined import PipelinedEngine
-from primerl.node.roles.preparing import AHEAD
+from primerl.node.roles.stages.pipelined import PipelinedEngine
+from primerl.node.roles.stages.preparing import AHEAD
 from primerl.node.weights.state import Changed, State
 
 REQUEST = GenerateRequest((1, 2), 4, 1.0, 7, (0,))

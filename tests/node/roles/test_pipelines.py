@@ -10,9 +10,9 @@ from protocol_cases import refuses
 
 from primerl.node.network.gossip import read_record
 from primerl.node.planning.stages import CutModel
-from primerl.node.roles.pipelines import GONE_S, MAKE_BURST, PEER_BURST, WAIT_S
-from primerl.node.roles.stage_book import ALIVE_S, BENCH_S, MAX_OFFERS, MEASURE_S
-from primerl.node.roles.stage_group import PLAN_TTL_S
+from primerl.node.roles.stages.book import ALIVE_S, BENCH_S, MAX_OFFERS, MEASURE_S
+from primerl.node.roles.stages.group import PLAN_TTL_S
+from primerl.node.roles.stages.pipelines import GONE_S, MAKE_BURST, PEER_BURST, WAIT_S
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import OfferStage, StagePlanned, StageWait

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from primerl.node.errors import EngineError
-from primerl.node.roles.stage import StageRole
+from primerl.node.roles.stages.stage import StageRole
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import PrepareVersion
 

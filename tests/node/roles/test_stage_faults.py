@@ -12,7 +12,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.proofs.blame import Blame
 from primerl.node.proofs.judgement import Judgement
 from primerl.node.proofs.verifier import AuditResults, Verified
-from primerl.node.roles.stage_faults import StageFaults, observed, spared
+from primerl.node.roles.stages.faults import StageFaults, observed, spared
 from primerl.protocol.errors import Reason
 from primerl.protocol.pipelines import PipelinePlan, Stage
 from primerl.protocol.reputation import (

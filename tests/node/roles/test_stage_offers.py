@@ -20,7 +20,7 @@ from primerl.node.network.peers import PeerTable
 from primerl.node.network.router import Router
 from primerl.node.network.rpc import receive, send
 from primerl.node.network.transport import Stream, Unreachable
-from primerl.node.roles.stage_offers import RECORD_S, Planned, StageOffers
+from primerl.node.roles.stages.offers import RECORD_S, Planned, StageOffers
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import ControlRequest, OfferStage, StagePlanned, SyncRecords

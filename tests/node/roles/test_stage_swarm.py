@@ -24,14 +24,17 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-async def ended_well(swarm: StageSwarm, steps: int) -> None:
-    """The run reached its end, and the whole model found nothing wrong with any rollout."""
+async def ended_well(swarm: StageSwarm, steps: int, late: bool = False) -> None:
+    """The run reached its end, and the whole model found nothing wrong with any rollout.
+
+    `late`: what was made before a crash may have come too late to be learned from.
+    """
     summary = await swarm.finished(60.0)
     for worker in swarm.workers.values():
         if worker.task is not None:
             await worker.ended()
     assert summary["steps"] == steps
-    assert summary["rejected"] == {}
+    assert set(summary["rejected"]) <= ({"stale"} if late else set())
     assert summary["accepted"] >= steps * BATCH
 
 
@@ -93,7 +96,7 @@ async def test_the_first_of_three_stages_may_die(tmp_path: Path, tiny: Path) -> 
         await swarm.wait_step(1)
         lost, _ = await swarm.stage(0)
         await swarm.crash_worker(lost)
-        await ended_well(swarm, 5)
+        await ended_well(swarm, 5, late=True)
 
 
 @pytest.mark.slow
@@ -110,4 +113,4 @@ async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: 
         await swarm.wait_step(4)
         _, after = await swarm.stage(0)
         assert (after["group"], after["generation"]) == (before["group"], before["generation"])
-        await ended_well(swarm, 5)
+        await ended_well(swarm, 5, late=True)

@@ -15,25 +15,25 @@ from typing import Protocol
 
 from msgspec import structs
 
-from ... import __version__
-from ...crypto.hashing import NO_DIGEST, short
-from ...protocol.envelope import Purpose, unseal
-from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecords
-from ...protocol.pipelines import PipelinePlan, StageOffer, check_plan
-from ...protocol.version import ALPN_CONTROL
-from .. import gpus
-from ..engine_config import EngineConfig, PipelineConfig
-from ..engines.vllm_features import installed_release
-from ..errors import NodeError, UsageError
-from ..json_files import read_json
-from ..network.links import Links
-from ..network.peers import PeerTable
-from ..network.rpc import Refused
-from ..network.transport import TransportError
-from ..planning.shape import read_shape
-from ..planning.stages import memory_to_offer
-from .upstreams import learn_records
+from .... import __version__
+from ....crypto.hashing import NO_DIGEST, short
+from ....protocol.envelope import Purpose, unseal
+from ....protocol.errors import Reason, RemoteProtocolError
+from ....protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecords
+from ....protocol.pipelines import PipelinePlan, StageOffer, check_plan
+from ....protocol.version import ALPN_CONTROL
+from ... import gpus
+from ...engine_config import EngineConfig, PipelineConfig
+from ...engines.vllm_features import installed_release
+from ...errors import NodeError, UsageError
+from ...json_files import read_json
+from ...network.links import Links
+from ...network.peers import PeerTable
+from ...network.rpc import Refused
+from ...network.transport import TransportError
+from ...planning.shape import read_shape
+from ...planning.stages import memory_to_offer
+from ..upstreams import learn_records
 
 logger = logging.getLogger(__name__)
 

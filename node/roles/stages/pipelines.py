@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from msgspec import structs
 
-from ...crypto.hashing import short
-from ...crypto.keys import SecretKey
-from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.messages import MAX_RECORDS, OfferStage, StagePlanned, StageWait
-from ...protocol.pipelines import PipelinePlan, StageOffer
-from ..control import GroupRow
-from ..errors import EngineError
-from ..ledger import Ledger
-from ..network.limits import TokenBuckets
-from ..network.peers import PeerTable
-from ..pipeline.planner import Offered, fits, make_plan, replace
-from ..planning.stages import CutModel
-from .stage_book import Kind, StageBook
-from .stage_group import LEDGER, Group, Kept
+from ....crypto.hashing import short
+from ....crypto.keys import SecretKey
+from ....protocol.errors import Reason, RemoteProtocolError
+from ....protocol.messages import MAX_RECORDS, OfferStage, StagePlanned, StageWait
+from ....protocol.pipelines import PipelinePlan, StageOffer
+from ...control import GroupRow
+from ...errors import EngineError
+from ...ledger import Ledger
+from ...network.limits import TokenBuckets
+from ...network.peers import PeerTable
+from ...pipeline.planner import Offered, fits, make_plan, replace
+from ...planning.stages import CutModel
+from .book import Kind, StageBook
+from .group import LEDGER, Group, Kept
 
 logger = logging.getLogger(__name__)
 

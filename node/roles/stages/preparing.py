@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ...crypto.hashing import short
-from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.pipelines import PipelinePlan
-from ..network.rpc import Refused
-from ..network.transport import TransportError
+from ....crypto.hashing import short
+from ....protocol.errors import Reason, RemoteProtocolError
+from ....protocol.pipelines import PipelinePlan
+from ...network.rpc import Refused
+from ...network.transport import TransportError
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ often is let go.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.pipelines import StageOffer
-from ..pipeline.planner import Offered
+from ....protocol.errors import Reason, RemoteProtocolError
+from ....protocol.pipelines import StageOffer
+from ...pipeline.planner import Offered
 
 MAX_OFFERS = 256
 POOL = 24

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ...crypto.hashing import short
-from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, seal
-from ...protocol.pipelines import PipelinePlan, StageOffer
-from ..control import GroupRow
-from ..pipeline.planner import Offered, is_measured, ring_ms
+from ....crypto.hashing import short
+from ....crypto.keys import SecretKey
+from ....protocol.envelope import Purpose, seal
+from ....protocol.pipelines import PipelinePlan, StageOffer
+from ...control import GroupRow
+from ...pipeline.planner import Offered, is_measured, ring_ms
 
 LEDGER = "pipelines"
 PLAN_TTL_S = 7 * 86400

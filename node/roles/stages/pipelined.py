@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..engines.engine import Completion, EngineStats, GenerateRequest
-from ..engines.pipelined.seams import HeadEngine
-from ..errors import EngineError, EngineLost
-from ..weights.state import Changed, State
+from ...engines.engine import Completion, EngineStats, GenerateRequest
+from ...engines.pipelined.seams import HeadEngine
+from ...errors import EngineError, EngineLost
+from ...weights.state import Changed, State
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ What a version is, the trainer says: stage 0 only names one, and what is loaded 
 
 import asyncio
 
-from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import RunManifest
-from ...protocol.messages import PrepareVersion
-from ..engines.pipelined.seams import StageEngine
-from ..network.heads import HeadBook
-from .catchup import CatchUp
+from ....protocol.errors import Reason, RemoteProtocolError
+from ....protocol.manifests import RunManifest
+from ....protocol.messages import PrepareVersion
+from ...engines.pipelined.seams import StageEngine
+from ...network.heads import HeadBook
+from ..catchup import CatchUp
 
 ANSWER_S = 10.0
 """For a head, and for what it names: then stage 0 is told to ask again. Silence would mean that we are gone."""

@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ...crypto.hashing import short
-from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.messages import PrepareVersion
-from ...protocol.pipelines import PipelinePlan
-from ..lines.door import Door
-from ..lines.ring import Fault, Ring
+from ....crypto.hashing import short
+from ....protocol.errors import Reason, RemoteProtocolError
+from ....protocol.messages import PrepareVersion
+from ....protocol.pipelines import PipelinePlan
+from ...lines.door import Door
+from ...lines.ring import Fault, Ring
+from .offers import Planned
 from .preparing import PATIENCE_S, all_ready
-from .stage_offers import Planned
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...crypto.hashing import short
-from ...protocol.pipelines import PipelinePlan
-from ...protocol.reputation import (
+from ....crypto.hashing import short
+from ....protocol.pipelines import PipelinePlan
+from ....protocol.reputation import (
     INCREMENT,
     NAMED_AT,
     VOUCHED,
@@ -21,8 +21,8 @@ from ...protocol.reputation import (
     Room,
     outcome_of,
 )
-from ..proofs.blame import Blame
-from ..proofs.verifier import AuditResults, Verified
+from ...proofs.blame import Blame
+from ...proofs.verifier import AuditResults, Verified
 
 logger = logging.getLogger(__name__)
 
