@@ -62,8 +62,8 @@ class EngineConfig(BaseConfig):
     """What generates."""
 
     type: Literal["hf", "vllm", "scripted"] = "hf"
-    """`hf`: embedded loop over transformers weights; `vllm`: vLLM in processes of its own; `scripted`: a fake,
-    for tests."""
+    """`hf`: a loop over transformers weights, on a GPU in a process of its own; `vllm`: vLLM in processes of
+    its own; `scripted`: a fake, for tests."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     """`auto` takes cuda where there is one, else cpu."""

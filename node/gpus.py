@@ -3,6 +3,7 @@
 A name is passed on as it was found: a position, a UUID or a MIG slice means the same to a child only so.
 """
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,16 @@ def usable(environ: Mapping[str, str]) -> tuple[str, ...]:
     except PackageNotFoundError:
         return visible(environ)
     return () if release.endswith("+cpu") else visible(environ)
+
+
+def is_on_gpu(device: str, visible: Callable[[], Sequence[str]]) -> bool:
+    """Whether `device`, as a config names it, is a GPU; "auto" is one if one is `visible`."""
+    return bool(visible()) if device == "auto" else device != "cpu"
+
+
+def usable_here() -> tuple[str, ...]:
+    """GPUs that this process may use: usable() of its own environment."""
+    return usable(os.environ)
 
 
 def _exists(name: str, there: Sequence[Gpu]) -> bool:

@@ -47,7 +47,8 @@ async def open_server(
 ) -> AsyncGenerator[tuple[Service, str]]:
     """The server of `engine`, as long as the block lasts; gives its base URL. Raises NodeError."""
     try:
-        text = await asyncio.to_thread(Text.load, model_dir)
+        form, known = config.api.reply_form, config.model.name
+        text = await asyncio.to_thread(Text.load, model_dir, form=form, model_name=known)
     except EnvironmentFailed as error:
         raise UsageError(f"this model cannot be served: {error}") from error
     api = bounded(config)

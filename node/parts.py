@@ -23,12 +23,14 @@ from .engines.pipelined.build import build_head, build_stage
 from .engines.pipelined.seams import HeadEngine, StageEngine
 from .environments.build import build_environment
 from .environments.environment import Environment
+from .gpus import usable_here
 from .ledger import Ledger
 from .network.discovery import Discovery
 from .network.transport import Transport
 from .pipeline.place import Place
 from .sft_config import SftConfig
 from .training.backend import TrainBackend
+from .training.choice import resolve_backend
 
 
 async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
@@ -70,10 +72,12 @@ def make_environment(
     )
 
 
-def make_backend(config: RunConfig | SftConfig) -> TrainBackend:
-    """The trainer backend of a run, not started. Raises UsageError."""
+def make_backend(
+    config: RunConfig | SftConfig, gpus: Callable[[], Sequence[str]] = usable_here
+) -> TrainBackend:
+    """The trainer backend of a run, not started; `gpus` names those that may be used. Raises UsageError."""
     temperature = config.sampling.temperature if isinstance(config, RunConfig) else 1.0
-    training = config.training
+    training = resolve_backend(config.training, gpus)
     if training.backend == "fsdp":
         from .training.ranks.fsdp import FsdpBackend
 

@@ -50,6 +50,9 @@ class ApiConfig(BaseConfig):
     """Longest time for one request; then it is given up (504)."""
     stream_tokens: Positive = 32
     """Most tokens of one piece of a stream; the first pieces are shorter."""
+    reply_form: str = "auto"
+    """How the model writes calls of tools and reasoning: a renderer of the `renderers` package (`qwen3`,
+    `gpt-oss`), `hermes` for <tool_call> and JSON, or `none`; `auto`: by model.name, else by the template."""
 
     @model_validator(mode="after")
     def _is_closed_to_strangers(self) -> Self:

@@ -135,8 +135,9 @@ class FsdpConfig(BaseConfig):
 class TrainingConfig(BaseConfig):
     """How the trainer learns."""
 
-    backend: Literal["local", "fsdp"] = "local"
-    """`local`: one process, a CPU or one GPU; `fsdp`: torchrun ranks that share the model."""
+    backend: Literal["auto", "local", "fsdp"] = "auto"
+    """`auto`: on a GPU one rank in a process of its own, else `local`; `local`: in a thread of the daemon, on a
+    CPU or one GPU; `fsdp`: torchrun ranks that share the model, or, with fsdp.ranks 1, one alone."""
     fsdp: FsdpConfig = FsdpConfig()
     lr: Annotated[float, Field(gt=0)] = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)

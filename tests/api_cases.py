@@ -41,6 +41,8 @@ class SayingEngine:
     cancelled: int = 0
     now: EngineStats = field(default_factory=EngineStats)
     on_request: Callable[["SayingEngine"], None] = lambda engine: None
+    token_ids: list[int] = field(default_factory=list[int])
+    """What it says instead, end token included."""
 
     @property
     def policy_version(self) -> int:
@@ -67,12 +69,15 @@ class SayingEngine:
         if self.error is not None:
             raise self.error
         self.after = len(request.prompt) if self.after is None else self.after
-        said = [*self.says.encode(), IM_END]
+        said = self.token_ids or [*self.says.encode(), IM_END]
         tokens = said[len(request.prompt) - self.after :][: request.max_tokens]
         ends = [index for index, token in enumerate(tokens) if token in request.stop_token_ids]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         logprobs = [-(token % 7) / 8 for token in tokens]
-        return Completion(tokens, logprobs, "stop" if ends else "length", first, first)
+        finish = "stop" if ends else "length"
+        beside = [[(token ^ one, -one / 2) for one in range(request.top)] for token in tokens]
+        told = beside if request.top else ()
+        return Completion(tokens, logprobs, finish, first, first, likeliest=told)
 
     def stats(self) -> EngineStats:
         return self.now
@@ -139,12 +144,14 @@ class Client:
 
 
 @asynccontextmanager
-async def api(engine: Engine, model_dir: Path, **settings: Any) -> AsyncGenerator[Client]:
+async def api(
+    engine: Engine, model_dir: Path, *, max_length: int = MAX_LENGTH, **settings: Any
+) -> AsyncGenerator[Client]:
     """A running server and a client of it."""
     config = ApiConfig(port=0, **settings)
     text = Text.load(model_dir)
     served = make_served(
-        NAME, vocab_size=VOCABULARY, max_model_len=MAX_LENGTH, text=text, api=config
+        NAME, vocab_size=VOCABULARY, max_model_len=max_length, text=text, api=config
     )
     async with serving(config, Service(engine, text, served)) as url:
         async with aiohttp.ClientSession() as http:

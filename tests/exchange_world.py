@@ -56,7 +56,7 @@ def lines(rates: dict[bytes, float]) -> Callable[[bytes, int], Awaitable[None]]:
     return uplink
 
 
-async def until(true: Callable[[], object], timeout: float = 20.0) -> None:
+async def until(true: Callable[[], object], timeout: float = 60.0) -> None:
     """Wait for something that a test can see."""
     async with asyncio.timeout(timeout):
         while True:

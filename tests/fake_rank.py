@@ -1,6 +1,6 @@
 """A rank that learns nothing and does what the first token of a step says: to die, to hang, to differ.
 
-Run by torchrun; the protocol, the groups and the deadlines are the real ones.
+Run by torchrun, or as the only one; the protocol, the groups and the deadlines are the real ones.
 """
 
 import os
@@ -17,9 +17,11 @@ from primerl.node.training.world import World
 from primerl.node.training_config import TrainingConfig
 
 FINE, REFUSED, DIFFERS, RAISES, HANGS, SLOW, MEMORY = range(7)
-"""Tokens. REFUSED: all ranks raise a ValueError; DIFFERS: rank 1 does; RAISES: rank 1 has a bug;
-HANGS: rank 1 never comes to the collective; MEMORY: rank 1 has none left."""
-SLOW_S = 0.6
+"""Tokens. REFUSED: all ranks raise a ValueError; DIFFERS: the last one does; RAISES: the last one has a bug;
+HANGS: the last one never comes to the collective; MEMORY: the last one has none left."""
+SLOW_S = 1.5
+STEPS_BESIDE = 4
+"""A staged checkpoint is written once so many steps were done."""
 
 
 class FakeShare:
@@ -33,11 +35,11 @@ class FakeShare:
 
     def step(self, batch: Batch) -> StepMetrics:
         kind = batch.samples[0].token_ids[0] if batch.samples else FINE
-        odd = self.world.rank == 1
+        odd = self.world.rank == self.world.size - 1
         if kind == REFUSED or (kind == DIFFERS and odd):
             raise ValueError(f"step {batch.step} is refused")
         if kind == RAISES and odd:
-            raise KeyError("a bug of rank 1")
+            raise KeyError(f"a bug of rank {self.world.rank}")
         if kind == MEMORY and odd:
             raise RuntimeError("CUDA out of memory")
         if kind == HANGS and odd:
@@ -71,7 +73,8 @@ class FakeShare:
         pass
 
     def write_staged(self, directory: Path) -> None:
-        time.sleep(SLOW_S)
+        while self.steps < STEPS_BESIDE:
+            time.sleep(0.01)
         self.ranks.together(lambda: self.save(directory))
 
     def load(self, directory: Path) -> None:

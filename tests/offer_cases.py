@@ -76,6 +76,9 @@ class World:
         self.away = 0.0
         """Seconds by which the wall clock is ahead."""
         self.refused: dict[bytes, str] = {}
+        self.heard: dict[bytes, float] = {}
+        """When a node asked for anything last."""
+        self.started = self.now
         self.desk = self.make()
 
     def make(self) -> PipelineDesk:
@@ -85,6 +88,7 @@ class World:
             model=self.model,
             ledger=self.ledger,
             peers=self.peers,
+            heard=lambda node: self.heard.get(node, self.started),
             refused=lambda node: self.refused.get(node, ""),
             clock=lambda: self.now,
             wall=lambda: NOW + self.away,
@@ -92,6 +96,7 @@ class World:
 
     def restart(self) -> None:
         """The trainer is stopped and started."""
+        self.heard, self.started = {}, self.now
         self.desk = self.make()
 
     def know(self, number: int, *, shared: bool = True) -> None:
@@ -112,6 +117,7 @@ class World:
     ) -> StageWait | StagePlanned:
         """One offer, in the plan `of`, which may complain about stages."""
         self.know(number, shared=shared)
+        self.heard[node(number)] = self.now
         ways = {node(other): 10.0 for other in range(1, 20) if other != number}
         said = offer(memory, **{"round_trips": ways, **more})
         message = OfferStage(said)

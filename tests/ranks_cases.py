@@ -16,7 +16,7 @@ from primerl.node.training.world import World
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 WORLDS = 24
 """That a job may join, one after the other."""
 PORTS = "STORES_OF_TESTS"

@@ -33,7 +33,7 @@ from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.pipelines import PipelinePlan
 from primerl.protocol.version import ALPN_PIPELINE
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 TRAINER = SecretKey.from_seed(bytes(31) + b"T")
 RUN = digest(b"the run")
 STALL_S = 3.0

@@ -59,7 +59,7 @@ from primerl.protocol.rollouts import (
 )
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, WIRE_VERSION
 
-DEADLINE = 5.0
+DEADLINE = 60.0
 AN_HOUR = 3600
 
 T = TypeVar("T")

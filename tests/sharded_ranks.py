@@ -26,7 +26,7 @@ CHUNK = 500
 SHARES = (0.0, 0.01, 0.6, 0.0, 0.1)
 """How much of each tensor moves before each snapshot after the first."""
 RANKS = 2
-DEADLINE = timedelta(seconds=60)
+DEADLINE = timedelta(seconds=240)
 
 
 class World:

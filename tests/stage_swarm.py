@@ -15,7 +15,7 @@ from primerl.node.engines.engine import Engine
 from primerl.node.environments.environment import Environment
 
 LAYERS = 4
-STALL_S = 3.0
+STALL_S = 6.0
 """Above the beat of a line."""
 
 
@@ -66,15 +66,17 @@ class StageSwarm(Swarm):
         section = {"device": "cpu", "max_model_len": 2**34, "max_batch": 16}
         return self.add_worker(name, engine_section=section, pp=pp)
 
-    def add_stage(self, name: str, stages: int, rank: int = -1, **engine: Any) -> Running:
+    def add_stage(
+        self, name: str, stages: int, rank: int = -1, stall_s: float = STALL_S, **engine: Any
+    ) -> Running:
         """Start a worker that holds a part of the model, or start one again; `engine` says what computes."""
-        pp = {"world_size": stages, "rank": rank, "memory_gib": 0.01, "stall_s": STALL_S}
+        pp = {"world_size": stages, "rank": rank, "memory_gib": 0.01, "stall_s": stall_s}
         section = {"device": "cpu", "max_model_len": 64, "max_batch": 16, **engine}
         return self.add_worker(name, engine_section=section, pp=pp)
 
     async def stage(self, rank: int) -> tuple[str, dict[str, Any]]:
         """Name and stage row of who holds that rank in a ring that is whole; waits for one."""
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(100.0):
             while True:
                 for name, worker in self.workers.items():
                     if worker.task is not None and not worker.task.done():

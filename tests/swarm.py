@@ -96,7 +96,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-async def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
+async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
     """Wait for something that a test can see."""
     async with asyncio.timeout(timeout):
         while True:
@@ -145,7 +145,7 @@ class Running:
         """Its id."""
         return self.key.node_id
 
-    async def ended(self, timeout: float = 30.0) -> None:
+    async def ended(self, timeout: float = 100.0) -> None:
         """Wait until it ends by itself; raises what it raises."""
         assert self.task is not None
         async with asyncio.timeout(timeout):
@@ -237,7 +237,7 @@ class Swarm:
         self.trainer.task = asyncio.create_task(node.run())
         waiting = asyncio.create_task(self._ticketed.wait())
         await asyncio.wait(
-            {self.trainer.task, waiting}, timeout=30.0, return_when=asyncio.FIRST_COMPLETED
+            {self.trainer.task, waiting}, timeout=100.0, return_when=asyncio.FIRST_COMPLETED
         )
         waiting.cancel()
         if self.trainer.task.done():
@@ -262,7 +262,7 @@ class Swarm:
         shutil.rmtree(self.run_dir)
         image.rename(self.run_dir)
 
-    async def wait_step(self, step: int, timeout: float = 30.0) -> None:
+    async def wait_step(self, step: int, timeout: float = 100.0) -> None:
         """Wait until the trainer has published version `step`; raises what ends the trainer instead."""
         async with asyncio.timeout(timeout):
             while True:
@@ -273,7 +273,7 @@ class Swarm:
                     return
                 await asyncio.sleep(0.02)
 
-    async def finished(self, timeout: float = 30.0) -> dict[str, Any]:
+    async def finished(self, timeout: float = 100.0) -> dict[str, Any]:
         """Wait for the end of the run; its summary."""
         await self.trainer.ended(timeout)
         return json.loads((self.run_dir / "summary.json").read_text())

@@ -155,6 +155,7 @@ HEAVY = {
         "node.engines.vllm_worker",
         "node.engines.pipelined.vllm_executor",
         "node.engines.pipelined.vllm_group",
+        "node.engines.pipelined.vllm_rank",
         "node.engines.pipelined.vllm_scheduler",
         "node.engines.pipelined.vllm_stage",
         "node.engines.pipelined.vllm_stage_worker",
@@ -162,7 +163,7 @@ HEAVY = {
     "transformers": {"node.models"},
     "huggingface_hub": {"node.models", "node.sft.hub"},
     "pyarrow": {"node.sft.conversion"},
-    "renderers": {"node.sft.renderers"},
+    "renderers": {"node.api.rendered", "node.sft.renderers"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},
     "jinja2": {"node.environments.chat"},
     "tokenizers": {"node.environments.chat", "node.models"},
@@ -198,7 +199,7 @@ LOADED_LAZILY = {
         node.engines.taps node.engines.causal node.engines.decoding node.engines.network
         node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
         node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
-        node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder
+        node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder node.engines.vllm_told
         node.engines.vllm_sampling node.engines.vllm_worker node.training.export.collecting
         node.training.export.device node.training.export.gathering node.training.learner
         node.training.losses.by_name node.training.losses.custom node.training.losses.formulas
@@ -209,7 +210,8 @@ LOADED_LAZILY = {
         node.training.rank node.training.ranks.share node.training.ranks.wire
         node.training.saving.agreement node.training.saving.saved node.training.saving.shards
         node.training.saving.staging node.training.world node.engines.pipelined.vllm_executor
-        node.engines.pipelined.vllm_head_worker node.engines.pipelined.vllm_recorders
+        node.engines.pipelined.vllm_rank node.engines.pipelined.vllm_head_worker
+        node.engines.pipelined.vllm_recorders
         node.engines.pipelined.vllm_stage_worker node.engines.pipelined.vllm_states
         node.engines.pipelined.activations node.engines.pipelined.hf_chain
         node.engines.pipelined.hf_compute node.engines.pipelined.hf_events
@@ -217,6 +219,7 @@ LOADED_LAZILY = {
     "triton": "node.engines.noise_kernel node.engines.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
     "vllm": """node.engines.pipelined.vllm_executor node.engines.pipelined.vllm_group
+        node.engines.pipelined.vllm_rank
         node.engines.pipelined.vllm_scheduler node.engines.pipelined.vllm_stage_worker""",
 }
 """The files that may load a heavy library when they are imported: they are imported lazily themselves."""

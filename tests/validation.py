@@ -101,7 +101,7 @@ class AuditedSwarm(Swarm):
 
     async def seated(self, version: int = 0, key: SecretKey = VALIDATOR) -> None:
         """Wait until the validator has asked for audits with a version that it holds."""
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(100.0):
             while True:
                 rows = {row["id"]: row["version"] for row in await self.trainer.peers()}
                 if rows.get(key.node_id.hex(), -1) >= version:

@@ -2,9 +2,10 @@
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -12,16 +13,22 @@ import torch
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
+from primerl.node.engines.hosted import HostedEngine
 from primerl.node.tensors import from_torch, to_torch
 from primerl.node.weights.state import State
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 START_S = 250.0
 """For what starts vLLM; a busy machine takes a minute for it."""
 TOLERANCE = 1e-4
+LOADS = 30
+"""Most of a test: on a slow machine nothing else would be done."""
 CONFIG = EngineConfig(
     type="vllm", max_batch=8, max_model_len=512, vllm={"kv_cache_memory_bytes": 64 << 20}
 )
+
+
+Task: TypeAlias = "asyncio.Task[Completion]"
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,22 @@ def request(
 async def generate_all(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:
     async with asyncio.timeout(DEADLINE_S):
         return await asyncio.gather(*map(engine.generate, requests))
+
+
+async def begun(engine: HostedEngine, requests: list[GenerateRequest]) -> list[Task]:
+    """These requests, of which each that there is room for has drawn a token."""
+    at_once = min(len(requests), CONFIG.max_batch)
+    await until(lambda: not engine.stats().running)  # what was before: it is told a little later
+    tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+    await until(lambda: engine.stats().running == at_once)
+    return tasks
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that an engine tells."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def near(values: list[float]) -> Any:

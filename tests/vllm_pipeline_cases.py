@@ -13,6 +13,7 @@ from byte_ring import ByteRing
 from primerl.node.config import EngineConfig
 from primerl.node.engines.hosted import HostedEngine
 from primerl.node.engines.pipelined.hosted_stage import HostedHead, HostedStage
+from primerl.node.errors import EngineError
 from primerl.node.pipeline.layers import names_of
 from primerl.node.pipeline.place import Place
 from primerl.node.weights.state import Changed, State
@@ -88,20 +89,29 @@ async def pipeline(
     *,
     fingerprint: str = "",
     delay_s: float = 0.0,
+    ranks: Sequence[int] = (),
     **fields: Any,
 ) -> AsyncGenerator[Pipeline]:
-    """Started, without weights."""
-    config = EngineConfig(
-        type="vllm",
-        max_model_len=plan.shape.max_model_len,
-        max_batch=plan.shape.max_sequences,
-        **fields,
-    )
+    """Started, without weights; `ranks` are how many share each stage's layers."""
+    configs = [
+        EngineConfig(
+            type="vllm",
+            max_model_len=plan.shape.max_model_len,
+            max_batch=plan.shape.max_sequences,
+            tp=tp,
+            **fields,
+        )
+        for tp in ranks or [1] * len(plan.stages)
+    ]
     with tempfile.TemporaryDirectory() as directory:
         ring = ByteRing(Path(directory), len(plan.stages), plan.shape, delay_s)
         places = [Place(plan, rank, str(path)) for rank, path in enumerate(ring.paths)]
-        head = HostedHead(config, places[0])
-        made = Pipeline(plan, ring, head, [HostedStage(config, place) for place in places[1:]])
+        head = HostedHead(configs[0], places[0])
+        stages = [
+            HostedStage(config, place)
+            for config, place in zip(configs[1:], places[1:], strict=True)
+        ]
+        made = Pipeline(plan, ring, head, stages)
         async with ring.running():
             try:
                 await asyncio.gather(
@@ -110,3 +120,13 @@ async def pipeline(
                 yield made
             finally:
                 await asyncio.gather(*(one.close() for one in made.all))
+
+
+async def joined(made: Pipeline) -> None:
+    """However often it takes: a stage that has just started has no weights yet."""
+    for _ in range(400):
+        try:
+            return await made.join()
+        except EngineError:
+            await asyncio.sleep(0.3)
+    raise AssertionError("the pipeline does not begin again")

@@ -97,6 +97,10 @@ class Fakes:
         """What one node's engine was given, whole or in place, in order."""
         return [event for event in self.events if (event.name, event.kind) == (name, "load")]
 
+    def newest(self, name: str) -> int:
+        """The version that one node's engine was given last; -1 before the first."""
+        return max((event.version for event in self.loads(name)[-1:]), default=-1)
+
     def prompts(self, name: str) -> set[tuple[int, ...]]:
         """What one node's engine was asked."""
         return {event.prompt for event in self.events if event.name == name and event.prompt}

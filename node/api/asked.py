@@ -8,9 +8,9 @@ from typing import Any
 
 from ...crypto.hashing import derive
 from ..serve_config import ApiConfig
-from .errors import ApiError, bad
+from .errors import ApiError, bad, too_long
 from .fields import Fields
-from .text import too_long
+from .replies import Tool
 
 MAX_TOKENS = 1 << 31
 MAX_STOP_IDS = 1024
@@ -47,6 +47,8 @@ class Sampling:
     """Leave a stop string, or the text of a stop token, in the text."""
     special: bool
     """Show special tokens in the text."""
+    top: int = 0
+    """Tell so many of the likeliest tokens beside each."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Asked:
     names_as_ids: bool
     """Call tokens `token_id:N` in logprobs."""
     request_id: str
+    tools: tuple[Tool, ...] = ()
+    """That a reply may call; of a chat."""
+    one_call: bool = False
+    """Of several calls the first counts."""
 
 
 def check_model(fields: Fields, served: Served) -> None:

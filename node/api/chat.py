@@ -1,9 +1,11 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: a conversation in, what the model says to it out; with calls of tools, and its
+reasoning, where the server knows how the model writes them (replies.py)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..engines.requests import MOST_TOLD
 from .asked import (
     Asked,
     Served,
@@ -13,10 +15,14 @@ from .asked import (
     read_stream,
 )
 from .choice import Choice, News
-from .faces import Body, ending, head, logprob_rows, names, policy, usage
+from .errors import bad
+from .faces import Body, ending, head, logprob_rows, named_beside, names, policy, usage
 from .fields import Fields
 from .ids import new_id
-from .text import Text, messages
+from .messages import messages
+from .replies import Reader, Reply, call_rows, reasoning_fields
+from .text import Text
+from .tools import read_tools
 
 CHUNK = "chat.completion.chunk"
 
@@ -36,18 +42,21 @@ class ChatFace:
         )
         stream, counted = read_stream(fields)
         said = messages(fields.take("messages"))
+        logprobs = fields.switch("logprobs")
         asked = Asked(
             prompts=(),
-            sampling=sampling,
+            sampling=replace(sampling, top=_top(fields, logprobs=logprobs)),
             stream=stream,
             usage_in_stream=counted,
-            logprobs=fields.switch("logprobs"),
+            logprobs=logprobs,
             token_ids=fields.switch("return_token_ids"),
             names_as_ids=fields.switch("return_tokens_as_token_ids"),
             request_id=new_id("chatcmpl"),
+            tools=read_tools(fields, readable=text.reader is not None),
+            one_call=not fields.switch("parallel_tool_calls", True),
         )
         fields.finish()
-        prompt = check_prompt(await text.prompt(said), served, "messages")
+        prompt = check_prompt(await text.prompt(said, asked.tools), served, "messages")
         return replace(asked, prompts=(prompt,))
 
     def whole(
@@ -76,9 +85,11 @@ class ChatFace:
     ) -> dict[str, Any]:
         """See Face."""
         event = head(asked, CHUNK, served)
-        delta = {"content": news.text} if news.text or not choice.finish else {}
+        delta: dict[str, Any] = {"content": news.text} if news.text or not choice.finish else {}
         made: dict[str, Any] = {"index": choice.index, "delta": delta, **ending(choice)}
-        self._add(made, asked, news.token_ids, news.logprobs, text)
+        if text.reader is not None:
+            made |= _part(asked, choice, text.reader)
+        self._add(made, asked, news, text)
         event["choices"] = [made]
         return event
 
@@ -88,22 +99,65 @@ class ChatFace:
         return head(asked, CHUNK, served) | {"choices": [], "usage": counted}
 
     def _choice(self, asked: Asked, choice: Choice, text: Text) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.text,
+            "refusal": None,
+        }
         made: dict[str, Any] = {"index": choice.index, "message": message, **ending(choice)}
+        if text.reader is not None:
+            reply = _read(asked, choice, text.reader)
+            message |= {"content": reply.content, **reasoning_fields(reply.reasoning)}
+            if reply.calls:
+                message["content"] = reply.content or None
+                message["tool_calls"] = call_rows(reply.calls)
+            made |= _finish(choice, reply)
         made["logprobs"] = None
-        self._add(made, asked, choice.token_ids, choice.logprobs, text)
+        self._add(made, asked, choice.everything(), text)
         return made
 
-    def _add(
-        self,
-        made: dict[str, Any],
-        asked: Asked,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        text: Text,
-    ) -> None:
+    def _add(self, made: dict[str, Any], asked: Asked, news: News, text: Text) -> None:
         if asked.logprobs:
-            named = names(token_ids, text, as_ids=asked.names_as_ids)
-            made["logprobs"] = logprob_rows(named, logprobs)
+            named = names(news.token_ids, text, as_ids=asked.names_as_ids)
+            beside = named_beside(news, text, as_ids=asked.names_as_ids)
+            made["logprobs"] = logprob_rows(named, news.logprobs, beside)
         if asked.token_ids:
-            made["token_ids"] = list(token_ids)
+            made["token_ids"] = list(news.token_ids)
+
+
+def _top(fields: Fields, *, logprobs: bool) -> int:
+    """How many tokens to tell beside each."""
+    top = fields.integer("top_logprobs", 0, 0, MOST_TOLD)
+    if top and not logprobs:
+        raise bad("top_logprobs", "needs logprobs = true")
+    return top
+
+
+def _read(asked: Asked, choice: Choice, reader: Reader) -> Reply:
+    """What a choice says so far."""
+    reply = reader.read(
+        choice.spoken,
+        prompt=choice.wanted.prompt,
+        tools=asked.tools,
+        done=bool(choice.finish),
+    )
+    if asked.one_call:
+        reply = replace(reply, calls=reply.calls[:1])
+    if isinstance(choice.stop_reason, str):
+        return reply.until(choice.stop_reason, included=asked.sampling.include_stop)
+    return reply
+
+
+def _part(asked: Asked, choice: Choice, reader: Reader) -> dict[str, Any]:
+    """Delta and end of a chunk; a form that does not flow is told when the choice is made."""
+    done = bool(choice.finish)
+    if not done and (not reader.flows or choice.telling.early(len(choice.token_ids))):
+        return {"delta": {}}
+    reply = _read(asked, choice, reader)
+    delta = choice.telling.delta(reply, stops=asked.sampling.stops, done=done)
+    return {"delta": delta, **_finish(choice, reply)}
+
+
+def _finish(choice: Choice, reply: Reply) -> dict[str, str]:
+    """Why it ended, if that was to call."""
+    return {"finish_reason": "tool_calls"} if reply.calls and choice.finish == "stop" else {}

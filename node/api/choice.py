@@ -4,12 +4,14 @@ The noise of a token depends on its seed and its place alone, so a completion in
 one piece. Pieces are what streams are made of, and where stop strings, which engines do not know, are found.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..engines.engine import Completion, Engine, GenerateRequest
+from ..engines.engine import Completion, Engine, GenerateRequest, Likeliest
 from .asked import Sampling
-from .text import CONTEXT, Text, find_stop, may_begin, whole
+from .replies import Telling
+from .stops import find_stop, may_begin, whole
+from .text import CONTEXT, Text
 
 FIRST_PIECE = 4
 """Tokens of the first piece of a stream; each is twice as long as the one before."""
@@ -42,6 +44,8 @@ class News:
     text: str
     first: int
     """Index of the first of these tokens."""
+    likeliest: Sequence[Likeliest] = ()
+    """Beside each token, if that was asked for."""
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Choice:
     wanted: Wanted
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
+    likeliest: list[Likeliest] = field(default_factory=list[Likeliest])
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(index of a token, policy version from it on)."""
     text: str = ""
@@ -58,6 +63,8 @@ class Choice:
     """`stop` or `length`; empty while it grows."""
     stop_reason: int | str | None = None
     """The stop string, or the stop token where that is none of the model's own end."""
+    telling: Telling = field(default_factory=Telling)
+    """Of what a reader found in it."""
     _told_tokens: int = 0
     _told_chars: int = 0
 
@@ -65,6 +72,12 @@ class Choice:
     def index(self) -> int:
         """Of the choice in the answer."""
         return self.wanted.index
+
+    @property
+    def spoken(self) -> list[int]:
+        """The tokens without the stop token that ended them."""
+        ended = self.finish == "stop" and not isinstance(self.stop_reason, str)
+        return self.token_ids[:-1] if ended else self.token_ids
 
     def versions(self) -> tuple[int, int]:
         """The first and the last policy version that drew a token."""
@@ -94,6 +107,7 @@ class Choice:
                 group=wanted.group,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
+                top=sampling.top,
             )
         )
         before = len(self.token_ids)
@@ -117,14 +131,23 @@ class Choice:
             end = len(sure) - may_begin(sure, self.wanted.sampling.stops)
         first, told = self._told_tokens, self._told_chars
         self._told_tokens, self._told_chars = len(self.token_ids), max(told, end)
+        text = self.text[told : self._told_chars]
+        return self._since(first, text)
+
+    def everything(self) -> News:
+        """All of it as one piece."""
+        return self._since(0, self.text)
+
+    def _since(self, first: int, text: str) -> News:
         return News(
-            self.token_ids[first:], self.logprobs[first:], self.text[told : self._told_chars], first
+            self.token_ids[first:], self.logprobs[first:], text, first, self.likeliest[first:]
         )
 
     def _add(self, drawn: Completion) -> None:
         before = len(self.token_ids)
         self.token_ids += drawn.token_ids
         self.logprobs += drawn.logprobs
+        self.likeliest += drawn.likeliest
         for start, version in drawn.spans or ((0, drawn.policy_first),):
             if not self.spans or self.spans[-1][1] != version:
                 self.spans.append((before + start, version))
@@ -152,7 +175,7 @@ class Choice:
         else:
             return
         place, stop = found
-        del self.token_ids[tokens:], self.logprobs[tokens:]
+        del self.token_ids[tokens:], self.logprobs[tokens:], self.likeliest[tokens:]
         self.spans = [span for span in self.spans if span[0] < tokens]
         self.finish, self.stop_reason = "stop", stop
         self.text = said[: place + len(stop)] if self.wanted.sampling.include_stop else said[:place]

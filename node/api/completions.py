@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from ..engines.requests import MOST_TOLD
 from .asked import (
     Asked,
     Served,
@@ -16,7 +17,7 @@ from .asked import (
 )
 from .choice import Choice, News
 from .errors import bad
-from .faces import Body, ending, head, names, policy, usage
+from .faces import Body, ending, head, named_beside, names, policy, usage
 from .fields import Fields
 from .ids import new_id
 from .text import Text
@@ -40,13 +41,13 @@ class CompletionFace:
             fields, served, default_tokens=DEFAULT_TOKENS, lengths=("max_tokens",)
         )
         stream, counted = read_stream(fields)
-        prompt = fields.take("prompt")
+        prompt, told = fields.take("prompt"), _logprobs(fields)
         asked = Asked(
             prompts=(),
-            sampling=sampling,
+            sampling=replace(sampling, top=told or 0),
             stream=stream,
             usage_in_stream=counted,
-            logprobs=_logprobs(fields),
+            logprobs=told is not None,
             token_ids=fields.switch("return_token_ids"),
             names_as_ids=fields.switch("return_tokens_as_token_ids"),
             request_id=new_id("cmpl"),
@@ -61,10 +62,7 @@ class CompletionFace:
         """See Face."""
         answer = head(asked, KIND, served)
         answer["choices"] = [
-            self._choice(
-                asked, choice, News(choice.token_ids, choice.logprobs, choice.text, 0), text
-            )
-            for choice in choices
+            self._choice(asked, choice, choice.everything(), text) for choice in choices
         ]
         answer["usage"] = usage(asked, choices)
         answer["policy_version"] = policy(choices)
@@ -94,24 +92,33 @@ class CompletionFace:
         return made
 
 
-def _logprobs(fields: Fields) -> bool:
-    """Whether logprobs are wanted: 0 asks for those of the sampled tokens, more for others, too."""
+def _logprobs(fields: Fields) -> int | None:
+    """How many tokens to tell beside each, with the logprobs of all; None: no logprobs."""
     value = fields.take("logprobs")
     if value is None or value is False:
-        return False
-    if value == 0:
-        return True
-    raise bad("logprobs", "give 0: only the sampled tokens' own are known")
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOLD:
+        raise bad("logprobs", f"give a whole number of 0 to {MOST_TOLD}")
+    return value
 
 
 def _rows(asked: Asked, choice: Choice, news: News, text: Text) -> dict[str, Any]:
     start = len(text.decode(choice.token_ids[: news.first], special=asked.sampling.special))
     lengths = [len(text.token(token)) for token in news.token_ids]
     offsets = list(accumulate(lengths, initial=start))[:-1]
+    tokens = names(news.token_ids, text, as_ids=asked.names_as_ids)
+    drawn = zip(tokens, news.logprobs, strict=True)
+    beside = named_beside(news, text, as_ids=asked.names_as_ids)
+    # as OpenAI does it: the drawn token is among them, also where it is none of the likeliest
+    tops = (
+        [dict(row) | dict([own]) for row, own in zip(beside, drawn, strict=True)]
+        if beside
+        else None
+    )
     return {
-        "tokens": names(news.token_ids, text, as_ids=asked.names_as_ids),
+        "tokens": tokens,
         "token_logprobs": list(news.logprobs),
-        "top_logprobs": None,
+        "top_logprobs": tops,
         "text_offset": offsets,
     }
 

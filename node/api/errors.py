@@ -41,3 +41,14 @@ class ApiError(Exception):
 def bad(param: str, message: str, *, code: str | None = None) -> ApiError:
     """400 for one field."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def too_long(tokens: int, longest: int, param: str) -> ApiError:
+    """400 for a prompt that leaves no room; the words are those that clients look for."""
+    return ApiError(
+        400,
+        f"This model's maximum context length is {longest} tokens, and the prompt has {tokens}: "
+        "shorten it, or raise engine.max_model_len of the server",
+        param=param,
+        code="context_length_exceeded",
+    )

@@ -13,6 +13,9 @@ from .text import Text
 
 Body = Mapping[str, Any]
 
+LEAST = -9999.0
+"""Of a token that is as good as impossible: JSON has no infinity. OpenAI's."""
+
 
 class Face(Protocol):
     """One route: chat.py, completions.py, generate.py."""
@@ -83,19 +86,33 @@ def names(token_ids: Sequence[int], text: Text, *, as_ids: bool) -> list[str]:
     return [f"token_id:{one}" if as_ids else text.token(one) for one in token_ids]
 
 
-def logprob_rows(tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Logprobs as chats have them."""
+def logprob_rows(
+    tokens: Sequence[str],
+    logprobs: Sequence[float],
+    beside: Sequence[Sequence[tuple[str, float]]] = (),
+) -> dict[str, Any]:
+    """Logprobs as chats have them; `beside` are the likeliest tokens of each place."""
+    rows = [_row(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+    for index, row in enumerate(rows):
+        row["top_logprobs"] = [_row(*one) for one in beside[index]] if beside else []
+    return {"content": rows}
+
+
+def _row(token: str, logprob: float) -> dict[str, Any]:
     return {
-        "content": [
-            {
-                "token": token,
-                "logprob": logprob,
-                "bytes": list(token.encode("utf-8", "replace")),
-                "top_logprobs": [],
-            }
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
+        "token": token,
+        "logprob": logprob,
+        "bytes": list(token.encode("utf-8", "replace")),
     }
+
+
+def named_beside(news: News, text: Text, *, as_ids: bool) -> list[list[tuple[str, float]]]:
+    """The likeliest tokens beside those of `news`, as logprobs name them; empty where none are told."""
+    found: list[list[tuple[str, float]]] = []
+    for row in news.likeliest:
+        named = names([token for token, _ in row], text, as_ids=as_ids)
+        found.append([(name, max(told, LEAST)) for name, (_, told) in zip(named, row, strict=True)])
+    return found
 
 
 def ending(choice: Choice) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from .errors import ApiError, bad
 
 PENALTY = "penalties are not made: a token is drawn from softmax(logits / temperature) as it is"
 GUIDED = "output is not constrained to a format"
-TOOLS = "tool calls are not parsed: describe tools in the messages, and read the reply"
+TOOLS = "only /v1/chat/completions knows tools, by its field tools"
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), PENALTY),
@@ -35,8 +35,8 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_choice": ((), GUIDED),
     "guided_grammar": ((), GUIDED),
     "structured_outputs": ((), GUIDED),
-    "top_logprobs": ((0,), "only the sampled tokens' own logprobs are known"),
-    "prompt_logprobs": ((), "only the sampled tokens' own logprobs are known"),
+    "top_logprobs": ((0,), "only chats have it; a completion has logprobs = N"),
+    "prompt_logprobs": ((), "only logprobs of what is sampled are known"),
     "echo": ((False,), "the prompt is not sent back"),
     "suffix": (("",), "there is no completion in the middle of a text"),
     "best_of": ((1,), "use n, and choose"),
@@ -45,6 +45,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "only text goes in and out"),
     "audio": ((), "only text goes in and out"),
     "prediction": ((), "leave it out"),
+    "include_reasoning": ((True,), "reasoning is told where it can be told apart"),
     "features": ((), "only text goes in and out"),
     "content_parts": (([],), "only text goes in and out"),
     "mm_processor_kwargs": (({},), "only text goes in and out"),

@@ -4,8 +4,10 @@ Two clients read the logprobs in two ways: `renderers` wants every token called 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from ..engines.requests import MOST_TOLD
 from .asked import (
     Asked,
     Served,
@@ -17,7 +19,7 @@ from .asked import (
 )
 from .choice import Choice, News
 from .errors import bad
-from .faces import Body, ending, head, logprob_rows, policy, usage
+from .faces import Body, ending, head, logprob_rows, named_beside, policy, usage
 from .fields import Fields
 from .ids import new_id
 from .text import Text
@@ -43,14 +45,16 @@ class GenerateFace:
         stream, counted = read_stream(fields)
         prompt = token_list(fields.take("token_ids"), "token_ids")
         drawing = fields.section("sampling_params")
+        told = _logprobs(drawing)
+        sampling = read_sampling(
+            drawing, served, default_tokens=DEFAULT_TOKENS, lengths=("max_tokens",)
+        )
         asked = Asked(
             prompts=(check_prompt(prompt, served, "token_ids"),),
-            sampling=read_sampling(
-                drawing, served, default_tokens=DEFAULT_TOKENS, lengths=("max_tokens",)
-            ),
+            sampling=replace(sampling, top=told or 0),
             stream=stream,
             usage_in_stream=counted,
-            logprobs=_logprobs(drawing),
+            logprobs=told is not None,
             token_ids=fields.switch("return_token_ids"),
             names_as_ids=True,
             request_id=request_id,
@@ -65,8 +69,7 @@ class GenerateFace:
         """See Face."""
         answer = _head(asked, served)
         answer["choices"] = [
-            _choice(asked, choice, News(choice.token_ids, choice.logprobs, "", 0))
-            for choice in choices
+            _choice(asked, choice, choice.everything(), text) for choice in choices
         ]
         answer["usage"] = usage(asked, choices)
         answer["policy_version"] = policy(choices)
@@ -84,7 +87,7 @@ class GenerateFace:
         self, asked: Asked, choice: Choice, news: News, served: Served, text: Text
     ) -> dict[str, Any]:
         """See Face."""
-        return _head(asked, served) | {"choices": [_choice(asked, choice, news)]}
+        return _head(asked, served) | {"choices": [_choice(asked, choice, news, text)]}
 
     def closing(self, asked: Asked, choices: Sequence[Choice], served: Served) -> dict[str, Any]:
         """See Face."""
@@ -101,13 +104,14 @@ def _head(asked: Asked, served: Served) -> dict[str, Any]:
     }
 
 
-def _choice(asked: Asked, choice: Choice, news: News) -> dict[str, Any]:
+def _choice(asked: Asked, choice: Choice, news: News, text: Text) -> dict[str, Any]:
     made: dict[str, Any] = {"index": choice.index, "token_ids": list(news.token_ids)}
     made |= ending(choice)
     made["logprobs"] = None
     if asked.logprobs:
         tokens = [f"token_id:{token}" for token in news.token_ids]
-        made["logprobs"] = logprob_rows(tokens, news.logprobs)
+        beside = named_beside(news, text, as_ids=True)
+        made["logprobs"] = logprob_rows(tokens, news.logprobs, beside)
     if choice.finish:
         made["weight_versions"] = _versions(choice)
     return made
@@ -122,11 +126,11 @@ def _versions(choice: Choice) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(fields: Fields) -> bool:
-    """0 and 1 ask for the sampled tokens' own, which is all that is known."""
+def _logprobs(fields: Fields) -> int | None:
+    """How many tokens to tell beside each, 0 and 1 for none; None: no logprobs."""
     value = fields.take("logprobs")
     if value is None:
-        return False
-    if isinstance(value, bool) or value not in (0, 1):
-        raise bad(fields.name("logprobs"), "give 1: only the sampled tokens' own are known")
-    return True
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOLD:
+        raise bad(fields.name("logprobs"), f"give a whole number of 0 to {MOST_TOLD}")
+    return value if value > 1 else 0

@@ -4,18 +4,18 @@ Rows may differ in everything but the network; nothing of a row may depend on an
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
 from torch import Tensor
 
 from ..errors import EngineError
-from .engine import GenerateRequest
+from .engine import GenerateRequest, Likeliest
 from .network import Network, Session
 from .output import Output
 from .requests import narrowing
-from .sampling import Drawn, Narrowed, draw
+from .sampling import Drawn, Narrowed, draw, likeliest
 
 COMPACT_AT = 0.75
 """Share of unfinished rows at which finished ones are dropped; copying the cache costs about a step."""
@@ -32,6 +32,7 @@ class Reply:
     logprobs: list[float]
     stopped: bool = False
     hidden: Tensor | None = None
+    likeliest: list[Likeliest] = field(default_factory=list[Likeliest])
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Rows:
     temperatures: Tensor
     top_ks: Tensor
     top_ps: Tensor
+    tops: Tensor
     positions: Tensor
     ends: Tensor
     stops: Tensor
@@ -80,6 +82,7 @@ def decode(
     with torch.inference_mode():
         rows = _rows(requests, network.device, max_length)
         narrow = rows.narrowed() is not None
+        telling = any(request.top for request in requests)
         session, output = _prefill(network, requests)
         while True:
             if cancelled():
@@ -90,6 +93,8 @@ def decode(
             drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
             stopped = (drawn.tokens[:, None] == rows.stops).any(1)
             _record(replies, rows, drawn, stopped)
+            if telling:
+                _tell(replies, rows, output.logits, drawn)
             rows.positions += 1
             rows.alive &= ~stopped & (rows.positions < rows.ends)
             rows, tokens = _compact(rows, session, drawn.tokens)
@@ -151,6 +156,7 @@ def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length:
         temperatures=numbers(temperatures),
         top_ks=column(top_ks),
         top_ps=numbers(top_ps),
+        tops=column([request.top for request in requests]),
         positions=column(lengths),
         ends=column([min(limit, max_length) for limit in limits]),
         stops=torch.tensor(stops, dtype=torch.int64, device=device),
@@ -185,6 +191,19 @@ def _record(replies: list[Reply], rows: Rows, drawn: Drawn, stopped: Tensor) -> 
         replies[index].token_ids.append(token)
         replies[index].logprobs.append(logprob)
         replies[index].stopped = stop
+
+
+def _tell(replies: list[Reply], rows: Rows, logits: Tensor, drawn: Drawn) -> None:
+    """Add the likeliest tokens of the rows that asked for them."""
+    asked = (rows.tops * rows.alive).nonzero()[:, 0]
+    if not len(asked):
+        return
+    tops = rows.tops[asked]
+    sums = drawn.logsumexp[asked]
+    told = likeliest(logits[asked], rows.temperatures[asked], sums, int(tops.max()))
+    columns = (rows.requests[asked], tops, *told)
+    for index, count, tokens, logprobs in zip(*(one.tolist() for one in columns), strict=True):
+        replies[index].likeliest.append(list(zip(tokens, logprobs, strict=True))[:count])
 
 
 def _compact(rows: Rows, session: Session, tokens: Tensor) -> tuple[Rows, Tensor]:

@@ -6,11 +6,15 @@ generate() concurrently. Implementations: scripted.py (fake), hf.py, vllm.py.
 Suite: tests/conformance/engine.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from ..weights.state import Changed, State
+
+Likeliest = list[tuple[int, float]]
+"""Token ids and their log-probabilities under softmax(logits / temperature), the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class GenerateRequest:
     top_p: float = 1.0
     """Draw from the likeliest tokens that hold this probability together (at least one). No lease
     asks for it."""
+    top: int = 0
+    """Tell so many of the likeliest tokens beside each that is drawn. No lease asks for it, and engines of a
+    pipeline tell none."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class Completion:
     on, 8 bytes a token (pipeline/boundaries.py). Empty is allowed: nobody but stage 0 answers for it then."""
     plan: bytes = b""
     """The sealed plan that these stages worked by; without boundaries only the last of several."""
+    likeliest: Sequence[Likeliest] = ()
+    """Beside each token, if `top` was asked for."""
 
 
 @dataclass(frozen=True)

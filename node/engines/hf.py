@@ -74,6 +74,11 @@ class HfEngine:
         loaded = self._loaded
         return loaded.version if loaded else -1
 
+    @property
+    def dead(self) -> bool:
+        """Whether it was started, and can do nothing any more."""
+        return self._batcher is not None and self._batcher.done()
+
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See Engine. A started engine must be closed."""
         from .. import models
@@ -244,6 +249,7 @@ class HfEngine:
             policy_first=version,
             policy_last=version,
             proof=self._prove(reply),
+            likeliest=reply.likeliest or (),
         )
 
     def _prove(self, reply: "Reply") -> bytes:

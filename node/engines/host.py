@@ -1,4 +1,4 @@
-"""The process that holds vLLM for a node: answers what comes at its standard input, many requests at once.
+"""The process that holds an engine for a node: answers what comes at its standard input, many requests at once.
 
 It ends with its input and with its parent. Answers of one turn of the event loop go out in one write.
 """
@@ -18,6 +18,7 @@ import msgspec
 from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, NodeError
 from ..frames import HEAD_BYTES, body_length, frame
+from ..pipeline.place import Place
 from ..processes import kill_group, leave_with_parent
 from .engine import EngineStats
 from .host_frames import (
@@ -55,7 +56,7 @@ BUSY_S = 0.25
 
 
 class Core(Replica, Sleepy, Protocol):
-    """What is hosted: vllm.py; tests have another one."""
+    """What is hosted: vllm.py, hf_core.py; tests have another one."""
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start it. Raises EngineError, UsageError."""
@@ -239,7 +240,16 @@ def main(make: Make) -> None:
     os._exit(0)  # everything is closed; taking torch and vLLM apart would take seconds
 
 
-if __name__ == "__main__":
+def make_core(config: EngineConfig, *place: Place) -> Core:
+    """The real ones; only the one that is wanted is loaded."""
+    if config.type == "hf":
+        from .hf_core import HfCore
+
+        return HfCore(config)
     from .vllm import VllmCore
 
-    main(VllmCore)
+    return VllmCore(config, *place)
+
+
+if __name__ == "__main__":
+    main(make_core)

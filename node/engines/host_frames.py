@@ -4,9 +4,11 @@ Many requests are under way at once: an answer bears the number of what it answe
 ready. Weights never travel here, only paths of files that both can read (handover.py).
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
-from .engine import Completion, GenerateRequest
+from .engine import Completion, GenerateRequest, Likeliest
 
 MAX_FRAME = 64 << 20
 
@@ -66,6 +68,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, tag="draw"):
     stop_token_ids: tuple[int, ...]
     top_k: int
     top_p: float
+    top: int = 0
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
@@ -124,6 +127,7 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):
     """(index of a token, version that drew from it on); the first is (0, ...)."""
     proof: bytes
     boundaries: tuple[bytes, ...] = ()
+    likeliest: Sequence[Likeliest] = ()
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
@@ -184,6 +188,7 @@ def as_draw(number: int, request: GenerateRequest) -> Draw:
         request.stop_token_ids,
         request.top_k,
         request.top_p,
+        request.top,
     )
 
 
@@ -197,6 +202,7 @@ def as_request(draw: Draw) -> GenerateRequest:
         draw.stop_token_ids,
         top_k=draw.top_k,
         top_p=draw.top_p,
+        top=draw.top,
     )
 
 
@@ -212,6 +218,7 @@ def as_drawn(number: int, found: Completion) -> Drawn:
         spans,
         found.proof,
         found.boundaries,
+        found.likeliest,
     )
 
 
@@ -226,4 +233,5 @@ def as_completion(drawn: Drawn) -> Completion:
         spans=tuple(drawn.spans) if len(drawn.spans) > 1 else (),
         proof=drawn.proof,
         boundaries=drawn.boundaries,
+        likeliest=drawn.likeliest or (),
     )

@@ -1,4 +1,4 @@
-"""vLLM behind the engine seam, in processes of its own: as many whole engines as `engine.dp` says.
+"""vLLM, or hf on a GPU, behind the engine seam, in processes of its own: as many engines as `engine.dp` says.
 
 An engine that ends, hangs or runs out of memory is lost, and started again with the newest weights. Who
 waited for it gets EngineLost; the others go on. All of them are fed from one file of each state.
@@ -35,6 +35,8 @@ T = TypeVar("T")
 UNSTARTED = "is not started: call start() first"
 STARTING = "is starting: wait for start()"
 CLOSED = "was closed: start another"
+TITLES = {"vllm": "vLLM"}
+"""Of engines, for people."""
 MOST_GROUPS = 4096
 """Groups of which is remembered which engine has their prompt in its cache."""
 
@@ -54,6 +56,7 @@ class HostedEngine:
         """`program` is what each process runs; the real one is host.py. `place`: of the stage that it is, see
         pipelined/hosted_stage.py."""
         self._config = config
+        self._title = TITLES.get(config.type, config.type)
         self._program = program
         self._place = place
         self._patience = patience
@@ -79,14 +82,14 @@ class HostedEngine:
         return [seat.child.pid for seat in self._seats if seat.child and seat.child.pid]
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
-        """Start every vLLM on the config of `model_dir` with dummy weights: 10-30 s on a CPU.
+        """Start every engine on the config of `model_dir` with dummy weights: vLLM takes 10-30 s on a CPU.
 
         Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say; an
         engine that does not start at all is not tried again.
         """
         fingerprint = fingerprint and find_fingerprint(fingerprint).name
         if self._fault is not UNSTARTED:
-            raise EngineError("the vLLM engine was started before: make a new one")
+            raise EngineError(f"the {self._title} engine was started before: make a new one")
         self._fault = STARTING
         began = time.monotonic()
         shape = read_shape(model_dir)
@@ -111,7 +114,9 @@ class HostedEngine:
         await self._start_seats()
         self._require(STARTING)
         self._fault = ""
-        logger.info("%d x vLLM started in %.1f s", len(self._seats), time.monotonic() - began)
+        logger.info(
+            "%d x %s started in %.1f s", len(self._seats), self._title, time.monotonic() - began
+        )
 
     async def load(self, version: int, state: State) -> None:
         """Replace the weights in place; requests in flight go on under the new ones.
@@ -122,7 +127,7 @@ class HostedEngine:
         await self._kept(self._change(lambda found: self._weights.load(found, version, state)))
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """As load(), but only what changed goes to vLLM, where it is got ready beside generation.
+        """As load(), but only what changed goes to the engines, where it is got ready beside generation.
 
         Generation pauses only while it is written. What cannot be got ready is loaded whole.
         """
@@ -135,12 +140,12 @@ class HostedEngine:
         """Sample one completion; see the seam. Raises EngineError, EngineLost."""
         self._require("")
         if self._weights.version < 0:
-            raise EngineError("the vLLM engine holds no weights: call load() first")
+            raise EngineError(f"the {self._title} engine holds no weights: call load() first")
         check_request(request, self._vocab_size, self._config.max_model_len)
         seat = self._choose(request.group)
         child = seat.child if seat else None
         if seat is None or child is None:
-            raise EngineLost(f"the vLLM engine is being started again: {self._down()}")
+            raise EngineLost(f"the {self._title} engine is being started again: {self._down()}")
         seat.load += 1
         try:
             return await child.generate(request)
@@ -178,10 +183,11 @@ class HostedEngine:
     def _seat(
         self, number: int, environment: dict[str, str], start: Callable[[EngineChild], Any]
     ) -> Seat:
+        name, title = f"{self._config.type}[{number}]", self._title
         return Seat(
-            number,
+            name,
             start,
-            lambda: EngineChild(number, environment, self._program, self._patience),
+            lambda: EngineChild(name, environment, self._program, self._patience, title=title),
             self._weights.renew,
             self._moved.set,
             gate=self._gate,
@@ -200,7 +206,7 @@ class HostedEngine:
                 raise
             cause = first_cause(error)
             if isinstance(cause, EngineLost):
-                raise EngineError(f"vLLM did not start: {cause}") from cause
+                raise EngineError(f"{self._title} did not start: {cause}") from cause
             raise cause from None
 
     # -- weights -----------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ class HostedEngine:
                     async with self._gate:
                         return await change([seat.child for seat in self._seats if seat.child])
                 except EngineLost as error:
-                    logger.warning("no vLLM has the new policy yet: %s", error)
+                    logger.warning("no engine has the new policy yet: %s", error)
 
     async def _somebody(self) -> None:
         """Wait until an engine works. Raises EngineError if none will."""
@@ -235,7 +241,7 @@ class HostedEngine:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled() and not _cancelling():
-                raise EngineError(f"the vLLM engine {self._fault or CLOSED}") from None
+                raise EngineError(f"the {self._title} engine {self._fault or CLOSED}") from None
             raise
 
     def _over(self, task: asyncio.Task[Any]) -> None:
@@ -247,7 +253,7 @@ class HostedEngine:
 
     def _require(self, fault: str) -> None:
         if self._fault != fault:
-            raise EngineError(f"the vLLM engine {self._fault}")
+            raise EngineError(f"the {self._title} engine {self._fault}")
 
     def _down(self) -> str:
         """Why nobody can generate just now; empty if somebody can. Raises EngineError if nobody ever will."""
@@ -255,7 +261,7 @@ class HostedEngine:
             return ""
         hopeful = [seat for seat in self._seats if not seat.given_up]
         if not hopeful:
-            raise EngineError(self._seats[-1].fault if self._seats else "no vLLM was started")
+            raise EngineError(self._seats[-1].fault if self._seats else "no engine was started")
         return hopeful[0].fault
 
     def _choose(self, group: bytes) -> Seat | None:

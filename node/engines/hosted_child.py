@@ -1,4 +1,4 @@
-"""The parent's end of one process that holds vLLM (host.py): asked many things at once, watched, killed.
+"""The parent's end of one process that holds an engine (host.py): asked many things at once, watched, killed.
 
 Whatever goes wrong with the process as a whole makes it lost: everything that was asked raises EngineLost,
 and nothing else comes of it; whoever owns it must kill() it then.
@@ -66,7 +66,7 @@ class Patience:
     """How long things may take, in seconds."""
 
     start: float = 1800.0
-    """From nothing to a vLLM that generates; a large model is compiled and captured for minutes."""
+    """From nothing to an engine that generates; a large model is compiled and captured for minutes."""
     load: float = 600.0
     ping: float = 5.0
     """Between two questions whether it is there."""
@@ -83,13 +83,16 @@ class EngineChild:
 
     def __init__(
         self,
-        number: int,
+        name: str,
         environment: Mapping[str, str],
         program: Sequence[str] = PROGRAM,
         patience: Patience | None = None,
+        *,
+        title: str = "vLLM",
     ) -> None:
-        """`number` is its place among the engines of this node."""
-        self._name = f"vllm[{number}]"
+        """`name` is what logs call it, `title` what holds the model there."""
+        self._title = title
+        self._name = name
         self._environment = environment
         self._program = program
         self._patience = patience or Patience()
@@ -121,12 +124,12 @@ class EngineChild:
     async def start(
         self, config: EngineConfig, model_dir: Path, fingerprint: str, place: bytes = b""
     ) -> None:
-        """Start it and its vLLM; `place` is that of a stage. Raises EngineError, UsageError; kill() it then."""
+        """Start it, with its engine; `place`: of a stage. Raises EngineError, UsageError; kill() it then."""
         try:
             self._process = await start_piped(self._program, self._environment, buffer=BUFFER)
         except OSError as error:
             raise EngineError(
-                f"the process for vLLM cannot be started ({error}): free memory or processes"
+                f"the process for {self._title} cannot be started ({error}): free memory or processes"
             ) from error
         assert self._process.stderr is not None
         self._log = LogTail(self._process.stderr, self._note)
@@ -177,7 +180,7 @@ class EngineChild:
     async def close(self) -> None:
         """End it in peace, by force if it takes too long; what was asked raises EngineError."""
         self._closing = True
-        self._fail(EngineError("the vLLM engine was closed: start another"))
+        self._fail(EngineError(f"the {self._title} engine was closed: start another"))
         process = self._process
         if process is None:
             return
@@ -222,7 +225,9 @@ class EngineChild:
             async with asyncio.timeout(timeout_s):
                 answer = await future
         except TimeoutError as error:
-            await self._lose(f"vLLM gave no answer within {timeout_s:g} s: see its log lines above")
+            await self._lose(
+                f"{self._title} gave no answer within {timeout_s:g} s: see its log lines above"
+            )
             raise EngineLost(self._fault) from error
         except asyncio.CancelledError:
             if isinstance(request, Draw) and not self._closing:
@@ -233,7 +238,9 @@ class EngineChild:
         if isinstance(answer, Failed):
             raise await self._failed(answer)
         if not isinstance(answer, kind):
-            await self._lose("the process for vLLM speaks another language: install one version")
+            await self._lose(
+                f"the process for {self._title} speaks another language: install one version"
+            )
             raise EngineLost(self._fault)
         return answer
 
@@ -270,7 +277,9 @@ class EngineChild:
         except (asyncio.IncompleteReadError, OSError):
             await self._lose("")
         except ValueError as error:
-            await self._lose(f"the process for vLLM speaks no sense ({error}): install it anew")
+            await self._lose(
+                f"the process for {self._title} speaks no sense ({error}): install it anew"
+            )
         with suppress(OSError):
             while await stream.read(BUFFER):
                 pass  # asyncio closes the pipe only at its end
@@ -293,7 +302,8 @@ class EngineChild:
                 return
             if pong.stuck_s > patience.stuck:
                 await self._lose(
-                    f"vLLM gave no token for {pong.stuck_s:.0f} s though there is work: see its log lines above"
+                    f"{self._title} gave no token for {pong.stuck_s:.0f} s though there is work: see its log "
+                    "lines above"
                 )
 
     async def _lose(self, fault: str) -> None:
@@ -305,7 +315,7 @@ class EngineChild:
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._process.wait()
             await self._log.wait(LAST_WORDS_S if self._process.returncode is not None else 0.0)
-            fault = explain(self._process.returncode, self._tail)
+            fault = explain(self._process.returncode, self._tail, self._title)
         if self._fault:
             return  # somebody else found it meanwhile
         self._fault = fault

@@ -38,7 +38,7 @@ class Seat:
 
     def __init__(
         self,
-        number: int,
+        name: str,
         start: Callable[[EngineChild], Awaitable[None]],
         make: Callable[[], EngineChild],
         renew: Callable[[EngineChild], Awaitable[None]],
@@ -52,7 +52,7 @@ class Seat:
         seat becomes free or taken, the latter while `gate` is held, so that no policy passes between.
         `most` restarts in a row.
         """
-        self._name = f"vllm[{number}]"
+        self._name = name
         self._make, self._start, self._renew, self._changed = make, start, renew, changed
         self._gate = gate
         self._most = most

@@ -66,7 +66,7 @@ class Weights:
         if self.version >= 0:
             async with shared_file(self._state) as path:
                 if fault := (await engine.check(path)).fault:
-                    raise EngineError(f"vLLM refuses the policy that it held: {fault}")
+                    raise EngineError(f"the engine refuses the policy that it held: {fault}")
                 await engine.load(self.version, path)
 
     async def _check(self, engines: Sequence[Replica], path: str) -> None:
@@ -77,7 +77,7 @@ class Weights:
             raise EngineError(f"the state does not fit the model: {fault}")
         placeless = frozenset().union(*(one.placeless for one in found))
         if placeless - self._placeless:
-            logger.info("vLLM keeps these in forms of its own: %s", sorted(placeless))
+            logger.info("the engines keep these in forms of their own: %s", sorted(placeless))
         self._placeless = placeless
 
     def _hold(self, version: int, state: State, written: Sequence[Written]) -> None:
@@ -101,7 +101,7 @@ async def _of_all(
         else:
             found.append((engine, answer))
     if not found:
-        raise lost or EngineLost("no vLLM is there: wait until it is started again")
+        raise lost or EngineLost("no engine is there: wait until it is started again")
     return found
 
 

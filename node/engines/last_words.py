@@ -1,4 +1,4 @@
-"""Why the process that held vLLM ended, from its exit code and what it wrote last, with what to do. No I/O."""
+"""Why an engine's process ended, from its exit code and what it wrote last, with what to do. No I/O."""
 
 import re
 import signal
@@ -43,6 +43,15 @@ _WORDS: tuple[tuple[str, str], ...] = (
 )
 """What it may have written (a regular expression), and what that means. The first that is found counts."""
 
+_OTHERS: tuple[tuple[str, str], ...] = (
+    (
+        r"out of memory|OutOfMemoryError|\bMemoryError\b|not enough memory|Cannot allocate memory",
+        "the engine ran out of memory: lower engine.max_batch or engine.max_model_len",
+    ),
+    (r"CUDA error|CUDA driver error|Xid", "the engine's GPU failed: look at nvidia-smi and dmesg"),
+)
+"""As above, of other engines than vLLM."""
+
 _SIGNALS = {
     signal.SIGKILL: "was killed from outside: if nobody did so the machine ran out of memory, lower "
     "engine.max_batch or engine.max_model_len",
@@ -51,16 +60,16 @@ _SIGNALS = {
 }
 
 
-def explain(code: int | None, lines: Sequence[str]) -> str:
+def explain(code: int | None, lines: Sequence[str], title: str = "vLLM") -> str:
     """One sentence for the operator. `code` as asyncio gives it: negative for a signal, None while it runs."""
-    for pattern, meaning in _WORDS:
+    for pattern, meaning in _WORDS if title == "vLLM" else _OTHERS:
         if any(re.search(pattern, line) for line in lines):
             return meaning
     if code is not None and code < 0:
-        return f"vLLM's process {_signal(-code)}"
+        return f"{title}'s process {_signal(-code)}"
     last = f" ({lines[-1]})" if lines else ""
     ended = "broke" if code is None else f"ended with exit code {code}"
-    return f"vLLM's process {ended}{last}: look at its log lines above"
+    return f"{title}'s process {ended}{last}: look at its log lines above"
 
 
 def _signal(number: int) -> str:

@@ -8,6 +8,9 @@ from ..fingerprints.fingerprint import Fingerprint
 from ..weights.state import Changed, State
 from .engine import GenerateRequest
 
+MOST_TOLD = 20
+"""Likeliest tokens that are told beside a drawn one."""
+
 
 def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
     """Raise EngineError unless a model of `vocab_size` can answer within `max_model_len` tokens.
@@ -32,6 +35,8 @@ def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int)
         raise EngineError(f"top_k is {request.top_k}: give the number of tokens, or 0 for all")
     if not 0 < request.top_p <= 1:
         raise EngineError(f"top_p is {request.top_p}: give a number above 0 and at most 1")
+    if not 0 <= request.top <= MOST_TOLD:
+        raise EngineError(f"top is {request.top}: ask for at most {MOST_TOLD} tokens")
     if not 0 <= request.seed < 2**63:
         raise EngineError(f"seed {request.seed} is outside 0..2**63-1: reduce it")
 

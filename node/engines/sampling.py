@@ -67,6 +67,17 @@ def draw(
     return _draw_again(drawn, logits, temperature, seeds, positions, narrowed)
 
 
+def likeliest(
+    logits: Tensor, temperature: Tensor, logsumexp: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens of each row [N, count], and their logprobs [N, count] fp32.
+
+    `logsumexp` [N] is draw()'s, of logits / temperature.
+    """
+    values, tokens = logits.float().topk(min(count, logits.shape[-1]))
+    return tokens, values / temperature[:, None] - logsumexp[:, None]
+
+
 def draw_eager(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Drawn:
     """As draw(), by torch's own operations on any device."""
     rows = max(1, chunk(logits.device) // logits.shape[-1])

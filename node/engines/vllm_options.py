@@ -135,13 +135,14 @@ def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
 
     For vLLM it is greedy, which is the least work: the worker's own sampler reads the extra arguments.
     """
+    told = [request.top] if request.top else []  # in a pipeline nobody knows it
     return {
         "max_tokens": request.max_tokens,
         "temperature": 0.0,
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
         "detokenize": False,
-        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
+        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request), *told]},
     }
 
 

@@ -21,6 +21,7 @@ from ..fingerprints.projection import NUMBERS, signs
 from .sampling import Narrowed, draw
 from .vllm_largest import Largest, upload
 from .vllm_sampling import Step
+from .vllm_told import Told
 
 MOST_PENDING = 64
 """Copies on their way to the host; vLLM itself is never more than a few steps ahead."""
@@ -101,6 +102,8 @@ class Batch:
     temperatures: Tensor
     positions: Tensor
     narrowed: Narrowed | None
+    told: Ints
+    """Rows beside whose tokens others are told."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class Recorder:
         self._signs = _padded_signs(width).to(device, kind) if projects else None
         self._scale = np.float32(1 / np.sqrt(width))
         self._largest = Largest(device, requests, width) if fingerprint == "toploc" else None
+        self._told_beside = Told(device)
         self._columns = 1 if self._signs is None else 1 + NUMBERS
         # never written before it is used: what is not used takes no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)
@@ -164,6 +168,7 @@ class Recorder:
         temperature: float,
         top_k: int = 0,
         top_p: float = 1.0,
+        top: int = 0,
     ) -> None:
         """See Recording."""
         slots = self._slots
@@ -175,6 +180,7 @@ class Recorder:
         slots.seeds[slot], slots.temperatures[slot] = seed, temperature
         slots.top_ks[slot], slots.top_ps[slot] = top_k, top_p
         slots.prompts[slot] = prompt
+        self._told_beside.start(slot, top)
         if self._largest is not None:
             self._largest.start(slot)
         self._batch = None  # a new request may bear an old one's id
@@ -200,6 +206,8 @@ class Recorder:
         self._step = None
         with torch.inference_mode():
             drawn = draw(logits, batch.temperatures, batch.seeds, batch.positions, batch.narrowed)
+            if len(batch.told) and self.collecting:
+                self._tell(batch, step, logits, drawn.logsumexp)
             self._record(batch, step, drawn.logprobs)
         return drawn.tokens
 
@@ -227,6 +235,7 @@ class Recorder:
             temperatures=temperatures.view(torch.float64).float(),
             positions=positions,
             narrowed=self._narrowed(where),
+            told=self._told_beside.wanted(where),
         )
 
     def _narrowed(self, where: Ints) -> Narrowed | None:
@@ -238,6 +247,17 @@ class Recorder:
         columns = np.stack([rows, top_ks[rows], top_ps[rows].view(np.int64)])
         places, ks, ps = upload(columns, self._device)
         return Narrowed(places, ks, ps.view(torch.float64).float())
+
+    def _tell(self, batch: Batch, step: Step, logits: Tensor, logsumexp: Tensor) -> None:
+        """What is told beside the tokens of this step; filed before their rows are, which end the wait."""
+        places = batch.told[step.sampling[batch.told]]
+        if not len(places):
+            return
+        where = batch.slots[places]
+        rows = step.positions[places] - self._slots.prompts[where]
+        self._told_beside.add(
+            logits, batch.temperatures, logsumexp, places, where, rows, self._later
+        )
 
     def _record(self, batch: Batch, step: Step, logprobs: Tensor) -> None:
         slots = self._slots
@@ -316,8 +336,9 @@ class Recorder:
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """What was drawn for the requests of `wanted` [[key, tokens], ...], as far as it has come.
 
-        Each is [key, rows as bytes, [[token, version], ...], largest numbers as bytes]; it is kept
-        until it is in `forget`, so that an answer that was lost can be asked for again. Never waits.
+        Each is [key, rows as bytes, [[token, version], ...], largest numbers as bytes, what is told beside as
+        bytes]; it is kept until it is in `forget`, so that an answer that was lost can be asked for again.
+        Never waits.
         """
         slots = self._slots
         for key in forget:
@@ -342,7 +363,8 @@ class Recorder:
         largest = b"" if self._largest is None else self._largest.collected(slot, count)
         rows = self._rows[slot, :count].copy()
         rows[:, 1:] *= self._scale
-        return [key, rows.tobytes(), spans, largest]
+        told = self._told_beside.collected(slot, count)
+        return [key, rows.tobytes(), spans, largest, told]
 
 
 def _padded_signs(width: int) -> Tensor:

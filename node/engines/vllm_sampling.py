@@ -48,6 +48,7 @@ class Recording(Protocol):
         temperature: float,
         top_k: int = 0,
         top_p: float = 1.0,
+        top: int = 0,
     ) -> None:
         """A request of `prompt` tokens starts, or goes on after it was preempted. `temperature` > 0."""
         ...

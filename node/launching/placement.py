@@ -140,14 +140,13 @@ def _ranks(config: RunConfig, trainer: Names) -> int:
     training, count = config.training, len(trainer)
     if count == 0:
         return 0
+    if training.backend != "fsdp" and count == 1:
+        return 0
     if training.backend == "local":
-        if count == 1:
-            return 0
-        if "backend" in training.model_fields_set:
-            raise UsageError(
-                f'the trainer gets {count} GPUs, and training.backend "local" uses one: leave it out, or '
-                'set it to "fsdp"'
-            )
+        raise UsageError(
+            f'the trainer gets {count} GPUs, and training.backend "local" uses one: leave it out, or '
+            'set it to "fsdp"'
+        )
     if training.fsdp.ranks not in (0, count):
         raise UsageError(
             f"training.fsdp.ranks is {training.fsdp.ranks}, but the trainer gets {_count(count)}: leave it "

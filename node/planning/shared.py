@@ -33,6 +33,12 @@ def companions(config: RunConfig, shape: ModelShape, *, gpu: bool) -> Bill:
             Line(
                 "evaluation's network", network if evaluates else 0, f"{element} bytes a parameter"
             ),
+            Line(
+                "evaluation's CUDA context",
+                CONTEXT if gpu and evaluates else 0,
+                "in a process of its own",
+                True,
+            ),
             _audited(config, shape, element),
             Line(
                 "an audit's forward pass",
@@ -53,9 +59,9 @@ def _audited(config: RunConfig, shape: ModelShape, element: int) -> Line:
 
 
 def fsdp_ranks(config: RunConfig) -> int:
-    """GPUs that share the model, as far as the config says; 1 for the local backend."""
+    """GPUs that share the model, as far as the config says; 1 where nothing is shared."""
     training = config.training
-    if training.backend == "local":
+    if training.backend != "fsdp":
         return 1
     return max(1, (training.fsdp.ranks or 2) * training.fsdp.nodes // training.fsdp.replicas)
 

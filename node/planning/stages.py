@@ -109,12 +109,13 @@ def memory_to_offer(
 ) -> int:
     """Bytes for weights, keys and values; what else the engine takes is off already. May be 0.
 
-    `pp.memory_gib` is taken as it is said. `there` and `free`: this machine's GPUs and memory, asked for if
-    they are not given.
+    Of all engine.tp GPUs together, as each holds its part. Where there are more GPUs than heads of keys and
+    values, some hold copies, and so much less is offered. `pp.memory_gib` is taken as it is said. `there` and
+    `free`: this machine's GPUs and memory, asked for if they are not given.
     """
     if pp.memory_gib:
         return int(pp.memory_gib * GIB)
-    device, count = _device(config, there, free)
+    device, ranks = _device(config, there, free)
     if device.kind == "cuda" and config.type == "vllm":
         share = float(config.vllm.get("gpu_memory_utilization") or UTILIZATION)
         budget = min(int(share * device.nbytes), device.nbytes - device.taken - RESERVE)
@@ -122,10 +123,12 @@ def memory_to_offer(
         budget = device.nbytes - device.taken - RESERVE
     else:
         budget = int(CPU_PART * (device.nbytes - device.taken))
-    config = config.model_copy(update={"tp": count})
+    config = config.model_copy(update={"tp": ranks})
     plan = plan_worker(config, shape, device, fingerprint=fingerprint)
     besides = sum(line.nbytes for line in plan.engine if line.name not in WEIGHTS)
-    return max(0, count * (budget - besides - _beside(plan.beside)))
+    devices = ranks if device.kind == "cuda" else 1  # without GPUs all ranks take of one memory
+    copies = max(1, -(-ranks // shape.kv_heads))
+    return max(0, devices * (budget - besides - _beside(plan.beside)) // copies)
 
 
 def cannot_hold(
@@ -137,8 +140,8 @@ def cannot_hold(
     free: int | None = None,
 ) -> str:
     """Why the whole model does not fit into this machine; empty where it does, by our estimates."""
-    device, count = _device(config, there, free)
-    config = config.model_copy(update={"tp": count})
+    device, ranks = _device(config, there, free)
+    config = config.model_copy(update={"tp": ranks})
     plan = plan_worker(config, shape, device, fingerprint=fingerprint)
     if plan.fits:
         return ""
@@ -152,15 +155,16 @@ def cannot_hold(
 def _device(
     config: EngineConfig, there: Sequence[GpuMemory] | None, free: int | None
 ) -> tuple[Device, int]:
-    """What the engine would compute on, and how many of it share each layer."""
+    """What the engine would compute on, and how many ranks of it share each layer: of hf always one."""
     if there is None:
         there = visible() if gpus.usable(os.environ) and config.device != "cpu" else ()
+    ranks = max(1, len(there)) if config.tp == "auto" else tensor_parallel(config)
+    ranks = ranks if config.type == "vllm" else 1
     if not there:
         known = machine_memory().available if free is None else free
-        return Device("cpu", known), 1
-    count = tensor_parallel(config) if config.tp != "auto" else len(there)
-    smallest = min(there[:count], key=lambda gpu: gpu.free)
-    return Device("cuda", smallest.total, smallest.total - smallest.free), count
+        return Device("cpu", known), ranks
+    smallest = min(there[:ranks], key=lambda gpu: gpu.free)
+    return Device("cuda", smallest.total, smallest.total - smallest.free), ranks
 
 
 def _beside(bill: Bill) -> int:

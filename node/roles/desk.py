@@ -18,7 +18,7 @@ from ...crypto.keys import SecretKey
 from ...protocol import tickets
 from ...protocol.envelope import Purpose, seal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import LeaseBook, Share
+from ...protocol.leases import Held, LeaseBook, Share
 from ...protocol.messages import (
     MAX_LEASES,
     MAX_SEALED,
@@ -78,6 +78,8 @@ class Worker:
     stats: WorkerStats = field(default_factory=lambda: WorkerStats(-1))
     asked: float = 0.0
     """Monotonic seconds of its last lease request."""
+    heard: float = 0.0
+    """Monotonic seconds of its last request of any kind, or of our start."""
     left: bool = False
     """It said goodbye, and asked for nothing since: a request of it that still waits gets no lease."""
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
@@ -104,6 +106,7 @@ class LeaseDesk:
         arrivals: "asyncio.Queue[Arrived]",
         audits: AuditDesk | None = None,
         model: CutModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._key = key
         self._run_id = run_id
@@ -118,7 +121,14 @@ class LeaseDesk:
         self._order = order
         self.audits = audits or AuditDesk()
         self.pipelines = PipelineDesk(
-            key=key, run_id=run_id, model=model, ledger=ledger, peers=peers, refused=self._refusal
+            key=key,
+            run_id=run_id,
+            model=model,
+            ledger=ledger,
+            peers=peers,
+            heard=self._heard,
+            refused=self._refusal,
+            clock=clock,
         )
         self._submissions = SubmissionDesk(
             key=key,
@@ -131,10 +141,12 @@ class LeaseDesk:
         )
         self._work = asyncio.Condition()
         self._waiting: set[bytes] = set()
+        self._clock = clock
+        self._started = clock()
         self.workers: dict[bytes, Worker] = {}
         self.reputations: dict[bytes, Reputation] = {}
         for node in ledger.admitted():
-            self.workers[node] = Worker(len(self.workers))
+            self.workers[node] = Worker(len(self.workers), heard=clock())
 
     def reputation(self, node: bytes) -> Reputation:
         """Evidence about a worker."""
@@ -150,6 +162,8 @@ class LeaseDesk:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             request: ControlRequest = await receive(stream, ControlRequest)  # type: ignore[arg-type]
         self._peers.seen(peer)
+        if peer in self.workers:
+            self.workers[peer].heard = self._clock()
         match request:
             case Hello():
                 reply = self._hello(peer, request)
@@ -164,13 +178,15 @@ class LeaseDesk:
                 reply = await self._lease(self._worker(peer), peer, request)
             case SubmitOffer():
                 self._worker(peer)
-                return await self._submissions.handle(peer, stream, request)
+                if await self._submissions.handle(peer, stream, request):
+                    self.pipelines.worked(peer)
+                return
             case GetVerdicts():
                 self._worker(peer)
                 reply = self._verdicts(peer, request.after)
             case AuditRequest():
                 worker = self._worker(peer)
-                worker.stats, worker.asked = request.stats, time.monotonic()
+                worker.stats, worker.asked = request.stats, self._clock()
                 return await self.audits.hand_out(peer, stream, request)
             case AuditDone():
                 self._worker(peer)
@@ -179,6 +195,7 @@ class LeaseDesk:
             case OfferStage():
                 self._worker(peer).left = False
                 reply = self.pipelines.offered(peer, request)
+                await self._unseat(peer)
             case SyncRecords():
                 self._worker(peer)
                 self._renew(peer, request.records)
@@ -193,6 +210,28 @@ class LeaseDesk:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             await send(stream, reply)
             await stream.finish()
+
+    def take_back(self, now: float) -> list[Held]:
+        """Leases that nobody works on any more; `now` in Unix seconds. Their tasks will be leased again."""
+        late = self.book.expire(now)
+        for node in self.pipelines.orphans():
+            lost = self.book.release(node, now)
+            if lost:
+                logger.warning(
+                    "stage 0 %s is gone: %d lease(s) go to others", short(node), len(lost)
+                )
+            late += lost
+        return late
+
+    async def _unseat(self, peer: bytes) -> None:
+        """Who offers to be a stage and is no stage 0 cannot work on what it was leased as one."""
+        if not self.pipelines.leads(peer) and self.book.release(peer, time.time()):
+            await self.work_changed()
+
+    def _heard(self, node: bytes) -> float:
+        """Monotonic seconds; see Worker."""
+        worker = self.workers.get(node)
+        return worker.heard if worker else self._started
 
     def _refusal(self, node: bytes) -> str:
         """Why a node is given no work, or ""."""
@@ -228,15 +267,16 @@ class LeaseDesk:
         self._peers.learn(record, hello.record)
         if peer not in self.workers:
             self._ledger.admit(peer, now)
-            self.workers[peer] = Worker(len(self.workers))
+            self.workers[peer] = Worker(len(self.workers), heard=self._clock())
             logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
         # What it held before it said hello is lost to it.
+        self.pipelines.began(peer)
         self.book.release(peer, now)
         return Welcome(self._sealed_manifest, __version__)
 
     async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
         worker.stats, worker.left = request.stats, False
-        worker.asked = time.monotonic()
+        worker.asked = self._clock()
         reputation = self.reputation(peer)
         reputation.age(time.time())
         if reputation.refused:
@@ -299,7 +339,7 @@ class LeaseDesk:
     def _line(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Records of live workers that hold weights and may be shown: admitted before `peer`, and after it."""
         me = self.workers[peer].rank
-        now = time.monotonic()
+        now = self._clock()
         before: list[tuple[int, bytes]] = []
         after: list[tuple[int, bytes]] = []
         for node, worker in self.workers.items():

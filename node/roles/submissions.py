@@ -49,13 +49,16 @@ class SubmissionDesk:
         self._work_changed = work_changed
         self._uploads = UploadReceiver()
 
-    async def handle(self, peer: bytes, stream: Stream, offer: SubmitOffer) -> None:
-        """Take the bytes of `offer`, or repeat the receipt that they have; the caller has admitted `peer`."""
+    async def handle(self, peer: bytes, stream: Stream, offer: SubmitOffer) -> bool:
+        """Take the bytes of `offer`, or repeat the receipt that they have; the caller has admitted `peer`.
+
+        Whether that was news.
+        """
         known = self._ledger.receipt(offer.digest)
         if known is not None:
             raise_unless_own(known, self._run_id, self._key.node_id, peer)
             await self._uploads.repeat(stream, known)
-            return
+            return False
         if self._ledger.lease_done(offer.lease_id):
             raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {offer.lease_id} was answered")
         held = self._book.held.get(offer.lease_id)
@@ -67,6 +70,7 @@ class SubmissionDesk:
             return await self._receive(peer, offer, data)
 
         await self._uploads.receive(peer, stream, offer, limit=limit, accept=accept)
+        return True
 
     async def _receive(self, peer: bytes, offer: SubmitOffer, data: bytes) -> bytes:
         """Check the bundle against its lease, make it durable, and only then sign a receipt."""

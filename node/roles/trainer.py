@@ -362,9 +362,9 @@ class TrainerRole:
     async def _expire_loop(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
-            late = self._desk.book.expire(time.time())
+            late = self._desk.take_back(time.time())
             for held in late:
-                logger.info("lease %d of %s ran out", held.lease.lease_id, short(held.node))
+                logger.info("lease %d of %s is taken back", held.lease.lease_id, short(held.node))
             if late:
                 await self._desk.work_changed()
             # Who may be waited for has changed, or has been waited for long enough.

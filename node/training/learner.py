@@ -51,7 +51,7 @@ from .saving.saved import (
 )
 from .saving.staging import HostRoom
 from .schedule import learning_rate
-from .world import World
+from .world import World, pick_device
 
 if TYPE_CHECKING:
     from ..models import PreTrainedModel
@@ -342,13 +342,6 @@ class Learner:
         self._optimizer.zero_grad()
         self._meter.phase("optimizer")
         return {"optim/grad_norm": norm, "optim/skipped": 0.0 if finite else 1.0}
-
-
-def pick_device(name: str) -> str:
-    """`auto` is cuda where there is one, else cpu."""
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _attach(

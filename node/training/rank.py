@@ -1,4 +1,4 @@
-"""One rank of a trainer: `python -m primerl.node.training.rank` under torchrun. Imports torch.
+"""One rank of a trainer: `python -m primerl.node.training.rank`, under torchrun with others. Imports torch.
 
 All ranks do what rank 0 is asked, in the same order, and agree on how it ended before anything else is done. A
 rank that cannot go on ends with its whole process, and says why: torchrun ends the others.
@@ -253,8 +253,9 @@ class Server:
 
 def main(build: Build | None = None) -> None:
     """Be one rank until the daemon ends it."""
-    die_with_parent()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size > 1:  # alone, its parent is the daemon, whose end the line tells: it clears away then
+        die_with_parent()
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s: %(message)s")
     wire = line = None
     try:

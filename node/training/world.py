@@ -36,17 +36,23 @@ class World:
 
     @classmethod
     def join(cls, config: TrainingConfig) -> "World":
-        """The rank that torchrun's environment names, once all are there. Raises EngineError."""
-        device = _own_device(config)
-        deadline = timedelta(seconds=config.fsdp.timeout_s)
-        dist.init_process_group(_backends(device), timeout=deadline)
-        rank, size = dist.get_rank(), dist.get_world_size()
+        """The rank that the environment names, once all are there; as alone(), where it is the only one.
+
+        Raises EngineError.
+        """
+        size = int(os.environ["WORLD_SIZE"])
         copies, sharers = config.fsdp.replicas, config.context_parallel
         if size % copies or size % sharers or (size // copies) % sharers:
             raise EngineError(
                 f"{size} ranks are not divisible by fsdp.replicas {copies} and context_parallel "
                 f"{sharers}: change one of them"
             )
+        if size == 1:
+            return cls.alone(torch.device(pick_device(config.device)))
+        device = _own_device(config)
+        deadline = timedelta(seconds=config.fsdp.timeout_s)
+        dist.init_process_group(_backends(device), timeout=deadline)
+        rank = dist.get_rank()
         shape, names = ((size,), ("shard",))
         if copies > 1:
             shape, names = (copies, size // copies), ("replicate", "shard")
@@ -106,11 +112,15 @@ class World:
         return numbers.tolist()
 
 
+def pick_device(name: str) -> str:
+    """`auto` is cuda where there is one, else cpu."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _own_device(config: TrainingConfig) -> torch.device:
-    kind = config.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
+    if pick_device(config.device) == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

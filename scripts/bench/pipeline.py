@@ -1,17 +1,19 @@
 """Output tokens/s of a model whose layers several nodes share, by round trip: against the whole model on one,
 and against a ring in which nothing overlaps.
 
-    python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rate MBIT] [--batch 64] [--lanes 8]
-        [--engine hf|vllm] [--shape NAME] [--encoding raw|fp8|int8] [--local] [--quick] [--json FILE]
+    python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rates 20 40] [--batch 64]
+        [--lanes 4] [--engine hf|vllm] [--shape NAME] [--encoding raw|fp8|int8] [--local]
+        [--quick] [--json FILE]
 
 Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
-what each sends by half a round trip, and lets through what --rate allows.
+what each sends by half a round trip: a ring of four stages is twice as long as one of two.
 
-overlap      up to --lanes micro-batches in flight, of --batch sequences each
+overlap      up to --lanes micro-batches for each stage in flight, of --batch sequences each
 overlap, few the same, but --batch sequences in all
 one          one micro-batch of --batch sequences: the ring waits for it, as the ring of INTELLECT-2 did
 one, large   one micro-batch of as many sequences as overlap has in all
 local        with --local: vLLM's own pipeline over NCCL, on this machine's GPUs
+N Mbit/s     overlap where each may send no more, with states as they are and as int8; the fewest stages only
 
 Sequences begin together and are equally long, drawn with seeds; every way has to draw the same tokens. Each
 figure is the best of --rounds.
@@ -36,10 +38,12 @@ from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.roles.stages.offers import software
 from primerl.protocol.envelope import Purpose, seal
-from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, check_plan
+from primerl.protocol.pipelines import Encoding, PipelinePlan, PipelineShape, Stage, check_plan
 
 HERE = Path(__file__).parent
 START_S = 400.0
+NARROW_MS = 20.0
+"""Round trip of narrow lines."""
 SMALL: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 8,
@@ -68,6 +72,9 @@ class Bench:
         self.rows: list[Row] = []
         self._plans = 0
         self._joined: tuple[Any, ...] = ()
+        self._rate = 0.0
+        self._encoding: Encoding = options.encoding
+        """Of the next join: Mbit/s that each may send, 0 for any."""
 
     async def run(self) -> None:
         """Everything, whatever happens ended."""
@@ -78,6 +85,8 @@ class Bench:
             for stages in self.options.stages:
                 for rtt in self.options.rtt:
                     await self._ways(stages, rtt)
+            for rate in self.options.rates:
+                await self._narrow(min(self.options.stages), rate)
         finally:
             for child in reversed(self.children):
                 await child.end()
@@ -107,23 +116,35 @@ class Bench:
         child = child or self.children[0]
         common = {"model": str(self.directory / "model"), "fingerprint": self.options.fingerprint}
         await child.ask("whole", START_S, engine=engine, **common)
-        for sequences in (self.options.batch, self.options.batch * self.options.lanes):
+        sizes = {self._sequences(stages) for stages in self.options.stages}
+        for sequences in sorted({self.options.batch} | sizes):
             found = await self._best(child, sequences)
             stages = 2 if way == "local" else 1
             self.rows.append({"way": way, "stages": stages, "rtt_ms": 0.0, **found})
 
     async def _ways(self, stages: int, rtt: float) -> None:
-        batch, lanes = self.options.batch, self.options.lanes
+        batch, lanes = self.options.batch, self.options.lanes * stages
         await self._one("one", stages, rtt, 1, batch)
         if not self.options.quick:
             await self._one("one, large", stages, rtt, 1, batch * lanes)
             await self._one("overlap, few", stages, rtt, lanes, batch)
         await self._one("overlap", stages, rtt, lanes, batch * lanes)
 
+    async def _narrow(self, stages: int, rate: float) -> None:
+        """Lines that carry little."""
+        lanes = self.options.lanes * stages
+        encodings: tuple[Encoding, ...] = ("raw", "int8")
+        for encoding in encodings:
+            self._rate, self._encoding = rate, encoding
+            way = f"{rate:g} Mbit/s {encoding}"
+            await self._one(way, stages, NARROW_MS, lanes, self._sequences(stages))
+        self._rate, self._encoding = 0.0, self.options.encoding
+
     async def _one(self, way: str, stages: int, rtt: float, lanes: int, sequences: int) -> None:
         await self._join(stages, rtt, lanes)
         found = await self._best(self.children[0], sequences)
-        self.rows.append({"way": way, "stages": stages, "rtt_ms": rtt, **found})
+        row = {"way": way, "stages": stages, "rtt_ms": rtt, "encoding": self._encoding}
+        self.rows.append(row | found)
         print(
             f"  {stages} stages, {rtt:g} ms, {way}: {found['tokens_per_s']:,.0f} tokens/s",
             flush=True,
@@ -146,21 +167,21 @@ class Bench:
 
     async def _join(self, stages: int, rtt: float, lanes: int) -> None:
         """Have the first stages be a pipeline; the others keep what they had, idle."""
-        if self._joined == (stages, rtt, lanes):
+        asked_for = (stages, rtt, lanes, self._rate, self._encoding)
+        if self._joined == asked_for:
             return
         plan = self._plan(stages, lanes)
         sealed = seal(
             self.trainer, Purpose.PIPELINE, self.run_id, plan, expires=int(time.time()) + 86400
         )
         peers = {node["node"]: node["addresses"] for node in self.nodes[:stages]}
-        rate = self.options.rate * 1e6 / 8
         asked = {
             "plan": sealed.hex(),
             "run": self.run_id.hex(),
             "trainer": self.trainer.node_id.hex(),
             "peers": peers,
             "delay_s": rtt / 2e3,
-            "bytes_per_s": rate,
+            "bytes_per_s": self._rate * 1e6 / 8,
             "engine": self._engine(),
             "model": str(self.directory / "model"),
         }
@@ -168,12 +189,12 @@ class Bench:
         await asyncio.gather(
             *(child.ask("join", START_S, **asked) for child in self.children[:stages])
         )
-        self._joined = (stages, rtt, lanes)
+        self._joined = asked_for
 
     def _plan(self, stages: int, lanes: int) -> PipelinePlan:
         options, layers = self.options, self.config["num_hidden_layers"]
         cuts = [layers * rank // stages for rank in range(stages + 1)]
-        sequences = options.batch * options.lanes
+        sequences = self._sequences(stages)
         block = 16 if options.cuda else 128
         room = sequences * (options.length + block)
         self._plans += 1
@@ -196,19 +217,23 @@ class Bench:
                 block_size=block,
                 kv_tokens=-(-room // block) * block,
                 micro_batches=lanes,
-                encoding=options.encoding,
+                encoding=self._encoding,
                 fingerprint=options.fingerprint,
             ),
         )
         check_plan(plan)
         return plan
 
+    def _sequences(self, stages: int) -> int:
+        """In all micro-batches together."""
+        return self.options.batch * self.options.lanes * stages
+
     def _engine(self) -> Event:
         options = self.options
         engine: Event = {
             "type": options.engine,
             "dtype": "bfloat16" if options.cuda else "float32",
-            "max_batch": options.batch * options.lanes,
+            "max_batch": self._sequences(max(options.stages)),
             "max_model_len": options.length,
         }
         if options.cuda and options.engine == "vllm":
@@ -232,9 +257,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rtt", type=float, nargs="+", default=[0.0, 20.0, 50.0, 100.0])
-    parser.add_argument("--rate", type=float, default=0.0, help="Mbit/s that each may send; 0: any")
+    parser.add_argument("--rates", type=float, nargs="*", help="Mbit/s, for rows of narrow lines")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a micro-batch")
-    parser.add_argument("--lanes", type=int, default=8, help="most micro-batches in flight")
+    parser.add_argument("--lanes", type=int, default=4, help="most in flight, for each stage")
     parser.add_argument("--tokens", type=int, default=48, help="of a completion")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
     parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
@@ -253,6 +278,8 @@ def parse() -> argparse.Namespace:
     if options.quick:
         options.stages, options.rtt, options.rounds = [2], [0.0, 50.0, 100.0], 1
         options.tokens = min(options.tokens, 24)
+    if options.rates is None:
+        options.rates = [] if options.quick else [20.0, 40.0]
     options.length = max(128, 2 * (options.prompt + options.tokens))
     return options
 

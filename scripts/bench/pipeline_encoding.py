@@ -35,7 +35,7 @@ class Rounding:
 
     def __init__(self, layers: tuple[int, ...], encoding: Encoding) -> None:
         self.layers = frozenset(layers)
-        self._encoding = encoding
+        self._encoding: Encoding = encoding
         self.bytes_a_token = 0.0
 
     def take(self, layer: int, x: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ def _is(row: Row, way: str, stages: int) -> bool:
 
 def _others(rows: list[Row]) -> float:
     whole = {row["sequences"]: row["digest"] for row in rows if row["way"] == "whole"}
-    return float(sum(row["digest"] != whole.get(row["sequences"], row["digest"]) for row in rows))
+    exact = [row for row in rows if row.get("encoding", "raw") == "raw"]
+    return float(sum(row["digest"] != whole.get(row["sequences"], row["digest"]) for row in exact))
 
 
 def show(rows: list[Row], goals: list[Goal]) -> None:
@@ -59,7 +60,7 @@ def show(rows: list[Row], goals: list[Goal]) -> None:
     whole = {row["sequences"]: row["tokens_per_s"] for row in rows if row["way"] == "whole"}
     print(
         f"{'way':<14}{'stages':>7}{'RTT ms':>8}{'seqs':>7}{'tokens/s':>11}{'of whole':>10}{'lanes':>7}"
-        f"{'B/token':>9}{'stall':>7}"
+        f"{'B/token':>9}{'Mbit/s':>8}{'stall':>7}"
     )
     for row in rows:
         share = row["tokens_per_s"] / whole[row["sequences"]]
@@ -68,7 +69,8 @@ def show(rows: list[Row], goals: list[Goal]) -> None:
         print(
             f"{row['way']:<14}{row['stages']:>7}{row['rtt_ms']:>8g}{row['sequences']:>7}"
             f"{row['tokens_per_s']:>11,.0f}{share:>10.2f}{lanes if lanes else '':>7}"
-            f"{_number(row.get('bytes_per_token'), '.0f'):>9}{_number(stall, '.0%'):>7}"
+            f"{_number(row.get('bytes_per_token'), '.0f'):>9}{_number(row.get('mbit_s'), '.1f'):>8}"
+            f"{_number(stall, '.0%'):>7}"
         )
     for goal in goals:
         mark = "ok  " if goal["ok"] else "MISS"

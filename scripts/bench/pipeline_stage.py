@@ -167,7 +167,9 @@ class Member:
         }
         if self.ring is not None:
             computed = drawn + command["sequences"] * (command["prompt"] - 1)
-            found["bytes_per_token"] = (self._sent() - before) / computed
+            sent = self._sent() - before
+            found["bytes_per_token"] = sent / computed
+            found["mbit_s"] = sent * 8 / seconds / 1e6
             found |= self._seen()
         return found
 

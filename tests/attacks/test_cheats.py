@@ -210,24 +210,25 @@ async def test_a_worker_that_samples_otherwise_is_banned_and_an_honest_one_is_no
     async with RealSwarm(
         tmp_path,
         world.model_dir,
-        max_steps=64,
+        max_steps=10_000,
         engine={"device": "cpu", "batch_window_ms": 20.0},
         sampling={"max_tokens": 64},
         training={"seq_len": 128, "device": "cpu", "threads": 1},
     ) as swarm:
         await swarm.start_trainer()
         cheat, hand = swarm.add_worker("cool"), swarm.add_worker("honest")
-        async with asyncio.timeout(100.0):
+        async with asyncio.timeout(240.0):
             while True:
                 cheating, honest = await row_of(swarm, cheat), await row_of(swarm, hand)
                 if cheating["refused"].startswith("banned") and honest["accepted"] >= 16:
                     break
                 await asyncio.sleep(0.05)
     assert cheating["top_reason"] == Reason.BAD_SAMPLING
-    assert (honest["refused"], honest["rejected"]) == ("", 0)
+    assert honest["refused"] == ""
+    assert honest["top_reason"] in ("", Reason.STALE)
 
 
 async def row_of(swarm: Swarm, worker: Running) -> dict[str, Any]:
     rows = await swarm.trainer.peers()
-    unknown = {"refused": "", "accepted": 0}
+    unknown = {"refused": "", "accepted": 0, "top_reason": ""}
     return next((row for row in rows if row["id"] == worker.node_id.hex()), unknown)

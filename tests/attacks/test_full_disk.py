@@ -67,14 +67,14 @@ async def test_a_trainer_without_room_refuses_and_the_worker_delivers_later(
             assert (await hand.submit(bundle, lease.lease_id)).lease_id == lease.lease_id
         summary = await swarm.finished()
     assert summary["steps"] == 3
-    assert summary["rejected"] == {}
+    assert summary["rejected"].keys() <= {"stale"}
 
 
 async def test_a_worker_without_room_for_its_spool_loses_a_lease_and_works_on(
     tmp_path: Path, model_dir: Path
 ) -> None:
     disk = Filling("spool")
-    rollouts = {"lease_timeout_s": 0.5}
+    rollouts = {"lease_timeout_s": 1.5}
     async with Swarm(tmp_path, model_dir, rollouts=rollouts) as swarm:
         await swarm.start_trainer()
         disk.full = True
@@ -83,7 +83,7 @@ async def test_a_worker_without_room_for_its_spool_loses_a_lease_and_works_on(
         disk.full = False
         summary = await swarm.finished()
     assert summary["steps"] == 3
-    assert summary["rejected"] == {}
+    assert summary["rejected"].keys() <= {"stale"}
 
 
 async def test_a_worker_without_room_for_the_model_says_so_and_ends(

@@ -30,7 +30,7 @@ Answer = Callable[[Stream], Awaitable[None]]
 
 async def dial(one: Bare, other: Bare) -> Connection:
     return await one.transport.connect(
-        other.id, other.transport.addresses(), ALPN_BLOBS, deadline=2.0
+        other.id, other.transport.addresses(), ALPN_BLOBS, deadline=60.0
     )
 
 
@@ -109,7 +109,7 @@ async def test_who_asks_for_what_nobody_knows_is_told_so_and_not_blamed() -> Non
         unknown = tuple(digest(bytes([number])) for number in range(200))
         for request in (GetAnyChunk(unknown, urgent=True), GetChunk(unknown[0])):
             with pytest.raises(Refused) as refusal:
-                await ask(connection, request, ChunkFollows, deadline=5.0)
+                await ask(connection, request, ChunkFollows, deadline=60.0)
             assert refusal.value.reason == Reason.NOT_FOUND
         assert not origin.peers.get(asker.id).blamed
 
@@ -119,7 +119,7 @@ async def test_a_chunk_cannot_be_watched_twice() -> None:
         origin, asker = world.add("origin"), world.add("w0")
         connection = await dial(asker, origin)
         with pytest.raises(Refused) as refusal:
-            await ask(connection, WatchChunks((bytes(32),) * 2), HaveChunks, deadline=5.0)
+            await ask(connection, WatchChunks((bytes(32),) * 2), HaveChunks, deadline=60.0)
         assert refusal.value.reason == Reason.MALFORMED
 
 
@@ -159,7 +159,7 @@ async def test_who_reads_nothing_cannot_keep_others_from_their_chunks() -> None:
             await send(stream, GetChunk(chunk.digest))
             held.append(stream)
         await receive_reply(held[0], ChunkFollows)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await worker.fetch(refs(chunks), [], origin)
         for stream in held:
             await stream.abort()

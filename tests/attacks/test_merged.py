@@ -78,7 +78,7 @@ async def under(
 
 async def loaded(swarm: Swarm, trainer: LineTrainer, version: int) -> None:
     """Wait until the worker has a version; everything that it ever loaded was what was signed."""
-    await until(lambda: [e.version for e in swarm.fakes.loads("w1")][-1:] == [version], 20.0)
+    await until(lambda: [e.version for e in swarm.fakes.loads("w1")][-1:] == [version])
     for event in swarm.fakes.loads("w1"):
         assert event.state == trainer.line.state(event.version)
 
@@ -243,10 +243,10 @@ async def test_a_worker_refuses_what_it_cannot_make_and_stays_usable(
         async with Rogue(swarm, "stranger") as rogue:
             address = f"{worker.node_id[:4].hex()}:4433"
             connection = await rogue.transport.connect(
-                worker.node_id, (address,), ALPN_CONTROL, deadline=5.0
+                worker.node_id, (address,), ALPN_CONTROL, deadline=60.0
             )
             replies = [
-                await reason_of(ask(connection, UNKNOWN, Merged, deadline=5.0)) for _ in range(20)
+                await reason_of(ask(connection, UNKNOWN, Merged, deadline=60.0)) for _ in range(20)
             ]
         assert set(replies) == {Reason.NOT_FOUND, Reason.BUSY}
         await trainer.tell(8)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from frame_cases import SHAPE, plan, step
 from ring_cases import LIMITS, RUN, TRAINER, Chain, Node, chain, key_of, sealed, soon
+from swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
@@ -32,7 +33,7 @@ from primerl.protocol.messages import (
 )
 from primerl.protocol.version import ALPN_PIPELINE
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 LATER = 2**50
 """A line's number that is above that of every line so far."""
 
@@ -226,7 +227,7 @@ async def test_what_is_no_frame_ends_the_line_and_the_neighbours_go_on(
 
 
 async def test_a_frame_that_trickles_in_is_not_waited_for() -> None:
-    async with chain(2, stall_s=0.5) as made:
+    async with chain(2, stall_s=1.5) as made:
         rogue = await Rogue.join(made, made.keys[0])
         stream = await rogue.open(1)
         frame = b"".join(encode(step(1, 1), LIMITS))
@@ -299,8 +300,7 @@ async def test_faults_without_end_fill_no_memory(made: Chain) -> None:
     fault = b"".join(encode(Frame(Kind.FAULT, 1, 99, bytes(1000)), LIMITS))
     for _ in range(1000):
         await stream.write(fault)
-    await asyncio.sleep(0.2)
-    assert made.rings[1].stats().frames_in >= 500
+    await until(lambda: made.rings[1].stats().frames_in >= 500)
     assert made.rings[1].stats().waiting < 10
 
 

@@ -44,7 +44,7 @@ def started(last: str) -> subprocess.Popen[str]:
 def test_the_first_signal_stops_in_order(number: signal.Signals) -> None:
     process = started("pass")
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=100)
     assert (out, process.returncode) == ("tidy\n", 128 + number)
     assert err == "stopping; once more to stop at once\n"
 
@@ -52,7 +52,7 @@ def test_the_first_signal_stops_in_order(number: signal.Signals) -> None:
 def test_work_that_swallows_the_stop_still_counts_as_interrupted() -> None:
     process = started("return")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    process.communicate(timeout=100)
     assert process.returncode == 143
 
 
@@ -62,5 +62,5 @@ def test_the_second_signal_does_not_wait() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "tidy\n"
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=100)
     assert process.returncode == -signal.SIGINT

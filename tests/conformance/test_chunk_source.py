@@ -16,9 +16,9 @@ from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import MAX_CHUNK
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SOON_S = 0.3
-GRACE_S = 8.0
+GRACE_S = 40.0
 """On a busy machine. Without a deadline these tests would wait for a minute."""
 
 

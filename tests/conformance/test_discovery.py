@@ -13,7 +13,7 @@ from primerl.node.network.discovery import Discovery, Fact
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(params=sorted(FACTORIES))

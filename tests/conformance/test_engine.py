@@ -13,7 +13,7 @@ from engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, started,
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
 from primerl.node.errors import EngineError
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module", params=MOST_PARAMS)

@@ -18,11 +18,11 @@ from primerl.node.fingerprints.build import KNOWN, find
 from primerl.node.fingerprints.fingerprint import Hidden
 from primerl.node.weights.state import State
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 NEAR, FAR = 0.02, 0.3
 """Distances: of a proof from the hidden states that it is of, and from those of another policy."""
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module", params=PARAMS)

@@ -13,7 +13,7 @@ from frame_cases import said, same, step
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.port import Port, PortClosed, PortTimeout
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 Ports = tuple[Port, Port]
 
 

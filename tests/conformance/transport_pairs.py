@@ -12,7 +12,7 @@ from primerl.node.network.transport import Connection, Stream, Transport
 
 ALPN = b"primerl-test/1"
 OTHER_ALPN = b"primerl-test-bulk/1"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 MIB = 1 << 20
 
 T = TypeVar("T")

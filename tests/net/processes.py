@@ -16,7 +16,7 @@ from primerl.node.errors import NodeError
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "early.toml"
-PATIENCE_S = 150.0
+PATIENCE_S = 300.0
 
 
 class Program:
@@ -42,7 +42,7 @@ class Program:
     def kill(self) -> None:
         """SIGKILL, as a crash would."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def wait(self, timeout: float = PATIENCE_S) -> int:
         """Exit code."""
@@ -124,4 +124,4 @@ def nodes(directory: Path) -> Generator[Nodes]:
         for program in started.programs:
             if program.process.poll() is None:
                 os.killpg(program.process.pid, signal.SIGKILL)
-                program.process.wait(10)
+                program.process.wait(60)

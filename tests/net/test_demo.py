@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
 
 
 def run_demo(directory: Path, *arguments: str) -> dict[str, object]:
     command = [sys.executable, "-m", "primerl.cli.main", "rl", "@", "demo"]
     command += ["--output-dir", str(directory), *arguments]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1100, env=environment)
     logs = "".join(log.read_text()[-1500:] for log in directory.glob("demo/logs/*.log"))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:] + logs
     return json.loads((directory / "demo" / "summary.json").read_text())

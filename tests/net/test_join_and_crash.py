@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 from net.processes import Nodes, nodes
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
 
 
-STEPS = 200
+ENDLESS = ("--max-steps", "100000")
+"""Of a run that ends when a test has seen what it waits for, however slow the machine is."""
 
 
 def heads(run: Nodes) -> list[tuple[int, int]]:
-    """(term, version) of every head that the dead trainer has signed and kept."""
+    """(term, version) of every head that the trainer has signed and kept."""
     database = sqlite3.connect(run.run_dir / "trainer" / "ledger.db")
     try:
         return list(database.execute("SELECT term, version FROM heads ORDER BY term, version"))
@@ -30,24 +31,26 @@ def test_workers_contribute_whenever_they_join_and_a_killed_one_costs_only_its_l
     tmp_path: Path,
 ) -> None:
     with nodes(tmp_path) as run:
-        run.trainer()
+        run.trainer(*ENDLESS)
         run.until("ticket", run.has_ticket)
         run.programs[0].kill()
         before = run.worker("before")
         run.until("waiting worker", lambda: "waiting for trainer" in before.output())
-        trainer = run.trainer("--resume")
+        trainer = run.trainer("--resume", *ENDLESS)
         run.until("steps", lambda: run.status().get("step", 0) >= 3)
         middle = run.worker("middle")
         run.until(
             "both working", lambda: accepted(run, "before") > 0 and accepted(run, "middle") > 0
         )
         before.kill()
-        killed_at = run.status()["step"]
-        assert killed_at < STEPS - 20, "the run must go on long enough to miss the worker"
-        assert trainer.wait() == 0, run.logs()
-        assert middle.wait(60) == 0, run.logs()
+        killed_at = heads(run)[-1][1]
+        run.until("steps without it", lambda: run.status().get("step", 0) >= killed_at + 10)
+        trainer.kill()
+        steps = heads(run)[-1][1] + 2
+        assert run.trainer("--resume", "--max-steps", str(steps)).wait() == 0, run.logs()
+        assert middle.wait() == 0, run.logs()
         summary = run.summary()
-        assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
+        assert [line["step"] for line in run.metrics()] == list(range(1, steps + 1))
         assert all(worker["accepted"] > 0 for worker in summary["workers"].values())
         assert set(summary["rejected"]) <= {"stale", "lease_expired"}, summary["rejected"]
         assert summary["staleness_max"] <= 2
@@ -64,7 +67,7 @@ def test_a_killed_trainer_resumes_the_same_chain_and_the_workers_come_back(tmp_p
         signed = heads(run)
         second = run.trainer("--resume", "--max-steps", "40")
         assert second.wait() == 0, run.logs()
-        assert worker.wait(60) == 0, run.logs()
+        assert worker.wait() == 0, run.logs()
         again = heads(run)
         assert {term for term, _ in again} == {0}, "the chain went on without a new term"
         assert again[-1] == (0, 40)

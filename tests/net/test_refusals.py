@@ -10,7 +10,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.protocol import tickets
 from primerl.protocol.manifests import Ticket
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
 
 
 def last_line(text: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from .processes import CONFIG, Nodes, nodes
 
-pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(1200)]
 STEPS = 6
 
 
@@ -24,8 +24,8 @@ def test_two_runs_of_one_machine_both_end_well(tmp_path: Path) -> None:
     with nodes(tmp_path) as started:
         programs = {name: rl(started, name) for name in ("left", "right")}
         again = rl(started, "left")  # the same directory: only one of them may have it
-        codes = {name: program.wait(500) for name, program in programs.items()}
-        assert sorted([codes["left"], again.wait(500)]) == [0, 4], started.logs()
+        codes = {name: program.wait(900) for name, program in programs.items()}
+        assert sorted([codes["left"], again.wait(900)]) == [0, 4], started.logs()
         assert codes["right"] == 0, started.logs()
     runs: set[str] = set()
     for name in programs:

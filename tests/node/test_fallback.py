@@ -25,7 +25,7 @@ from primerl.protocol.manifests import ChunkRef, PeerRecord
 
 RUN = b"r" * 32
 TRAINER, WORKER = (SecretKey.from_seed(bytes([i]) * 32) for i in (1, 2))
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NOWHERE = ("127.0.0.1:9",)
 CHUNKS = [bytes([i]) * (200_000 + i) for i in range(6)]
 

@@ -76,7 +76,7 @@ async def running(node: Node, told: Announced) -> AsyncGenerator[Client]:
     """A node until the block ends, and a client of it."""
     task = asyncio.create_task(node.run())  # type: ignore[attr-defined]
     try:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             while not told.url:
                 if task.done():
                     task.result()
@@ -237,4 +237,4 @@ async def test_an_engine_that_is_given_up_ends_the_node(
     async with aiohttp.ClientSession() as http:
         assert (await Client(told.url, http).get("/health")).status == 503
     with pytest.raises(EngineError, match="5 times in a row"):
-        await asyncio.wait_for(task, 10.0)
+        await asyncio.wait_for(task, 60.0)

@@ -54,7 +54,7 @@ class Cluster:
             cwd=self._directory,
             env=environment,
             check=False,
-            timeout=60,
+            timeout=280,
         )
 
     def calls(self, name: str) -> list[list[str]]:

@@ -154,7 +154,7 @@ class Chain:
         return wait
 
     def submit(self, body: bytes, load: Load, rows: int, began: float) -> "Future[Frame | None]":
-        """Send a micro-batch of `rows` sequences that was begun at `began`, with what `load` gives.
+        """Send a micro-batch in which `rows` sequences draw, begun at `began`, with what `load` gives.
 
         The future's result is its DRAWN, or None if none comes.
         """
@@ -166,8 +166,6 @@ class Chain:
                 answer.set_result(None)
                 return answer
             number, self._number = self._number, self._number + 1
-            if not self._sent:
-                self._batches.pause()
             self._sent.append(Sent(number, now, answer))
             self._batches.sent(number, rows, now)
             frame = Frame(Kind.STEP, self._epoch, number, body)

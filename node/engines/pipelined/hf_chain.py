@@ -59,7 +59,7 @@ class HfChain:
         self._stall = stall_s
         self._compute = HfCompute(place, held)
         self._schedule = Schedule(place.shape, min(most_rows, place.shape.max_sequences))
-        self._batches = MicroBatches(place.shape.micro_batches)
+        self._batches = MicroBatches(place.shape.micro_batches, stages=len(place.plan.stages))
         self._events: Events = queue.SimpleQueue()
         self._listener = Listener(open_port, self._events)
         self._closing = threading.Event()

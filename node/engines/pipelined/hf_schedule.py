@@ -14,8 +14,6 @@ from .lane_step import NOTHING, LaneStep, Taken
 
 COMPACT_AT = 0.75
 """Share of unfinished rows at which finished ones are dropped; copying the cache costs about a step."""
-UNEVEN = 1.5
-"""So much larger than its share a lane is cut in two."""
 
 
 class Schedule:
@@ -235,7 +233,7 @@ class Schedule:
             wanted = self._wanted(self._size(), lanes_for)
             if len(self._lanes) > wanted and self._give_away(lane, rows):
                 return None
-            if len(self._lanes) < wanted and self._too_large(lane, rows, wanted):
+            if len(self._lanes) < wanted and self._may_be_cut(lane, rows):
                 return self._cut(lane, rows)
         return self._send(lane, rows)
 
@@ -299,10 +297,10 @@ class Schedule:
             self._turns.append(other)
         return True
 
-    def _too_large(self, lane: Lane, rows: list[int], wanted: int) -> bool:
-        share = ceil(self._size() / wanted)
+    def _may_be_cut(self, lane: Lane, rows: list[int]) -> bool:
+        """In two: if there is room for a copy, and it is none of the small ones."""
         fits = lane.cost() <= self._shape.kv_tokens - self.kv_tokens
-        return fits and len(rows) > max(1, UNEVEN * share)
+        return fits and len(rows) > 1 and len(rows) * len(self._lanes) >= self._size()
 
     def _cut(self, lane: Lane, rows: list[int]) -> Step:
         """Half of the rows go on in another lane, which is sent first; then the rest."""

@@ -54,7 +54,7 @@ class Encoder:
         return Step(tuple(parts[name] for name in scheduled), ended)
 
     def _new(self, new: Any, scheduled: dict[str, int]) -> Part:
-        key, seed, temperature, top_k, top_p = new.sampling_params.extra_args[SAMPLING]
+        key, seed, temperature, top_k, top_p, *_ = new.sampling_params.extra_args[SAMPLING]
         tokens = len(new.prompt_token_ids)
         asked = Asked(key, seed, temperature, top_k, top_p, tokens)
         self._asked[new.req_id] = asked

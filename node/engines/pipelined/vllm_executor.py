@@ -1,68 +1,88 @@
-"""vLLM's executor for a stage: one worker, in this process; at stage 0 each step also goes round the ring.
+"""vLLM's executor for a stage: one worker in this process, and with engine.tp others that follow it.
 
-vLLM loads this module in the process that computes, as it makes its executor. Stage 0's engine is all vLLM's
-own: it schedules, asks for a step, and gets a future of its tokens.
+vLLM loads this module in the process that computes, as it makes its executor. At stage 0 each step also goes
+round the ring: the engine is all vLLM's own, it schedules, asks for a step, and gets a future of its tokens.
 """
 
 import functools
-import os
 import time
 from concurrent.futures import Future
 from typing import Any
 
 import torch
-from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
+from vllm.utils import network_utils  # pyright: ignore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput  # pyright: ignore
 
 from ...errors import EngineError
 from ...pipeline.frame import Frame
 from ...pipeline.frame_codec import FrameLimits
 from ...pipeline.micro_batches import MicroBatches
-from ...pipeline.place import Place
 from ...pipeline.port import Port
 from ...pipeline.socket_port import SocketPort
 from ..vllm_options import SAMPLING
 from .chain import Chain
 from .step_codec import Step, check_drawn, decode_drawn, draws, encode
 from .vllm_encoder import Encoder
-from .vllm_place import read_place
+from .vllm_follower import main as follow
+from .vllm_followers import Followers
+from .vllm_rank import RankExecutor
 from .vllm_recorders import Keeper
 from .vllm_scheduler import LaneScheduler
 from .vllm_states import Departure, gather, leaving, order_of
 
-_Base: Any = UniProcExecutor
+network: Any = network_utils
 _Output: Any = ModelRunnerOutput
 _EMPTY: Any = EMPTY_MODEL_RUNNER_OUTPUT
+ALONE = frozenset({"primerl_rejoin", "primerl_lanes", "primerl_collect"})
+"""Methods of the worker that are the first rank's alone."""
 
 
-class StageExecutor(_Base):
-    """The worker of one stage."""
+class StageExecutor(RankExecutor):
+    """The first rank of a stage: it commands the others."""
 
-    supports_pp = True
-    place: Place
+    followers: Followers
 
-    @classmethod
-    def supports_async_scheduling(cls) -> bool:
-        """A step is scheduled when the tokens of the one before are there."""
-        return False
+    def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: Any = (),
+        kwargs: Any = None,
+        non_block: bool = False,
+        single_value: bool = False,
+    ) -> Any:
+        """On all ranks, their answers in order."""
+        if not len(self.followers) or method in ALONE:
+            return super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
+        if kwargs or non_block or single_value:
+            raise EngineError(f"vLLM calls {method} in a way that several ranks do not know")
+        others = self.followers.turns.begin(method, *args)
+        own = super().collective_rpc(method, timeout, args)
+        return [*own, *others()]
 
-    @property
-    def worker(self) -> Any:
-        """vLLM's worker itself."""
-        return self.driver_worker.worker
+    def beside(self, method: str, *arguments: Any) -> list[Any]:
+        """On all ranks, beside what they compute; on this one last, so that what is here is everywhere."""
+        others = self.followers.beside.ask(method, *arguments)
+        return [getattr(self.worker, method)(*arguments), *others]
 
-    def settle_thread(self) -> None:
-        """Call it in the thread that computes: which device is meant is a matter of each thread."""
-        if self.worker.device.type != "cpu":
-            torch.accelerator.set_device_index(self.worker.device)
+    def shutdown(self) -> None:
+        """End the others first."""
+        if hasattr(self, "followers"):
+            self.followers.close()
+        super().shutdown()
 
     def _init_executor(self) -> None:
-        self.place = read_place(os.environ)
-        super()._init_executor()
-
-    def _distributed_args(self) -> tuple[str, int, int]:
-        method, _, local_rank = super()._distributed_args()
-        return method, self.place.rank, local_rank
+        self._method = super(RankExecutor, self)._distributed_args()[0]
+        if not self._method.startswith("file:"):  # in 0.25: an address that others can reach
+            here, port = network.get_loopback_ip(), network.get_open_port()
+            self._method = network.get_distributed_init_method(here, port)
+        self.followers = Followers(self.parallel_config.tensor_parallel_size - 1)
+        try:
+            self.followers.start(follow, self.vllm_config, self._method)
+            super()._init_executor()
+        except BaseException:  # also when interrupted: they would wait for this one
+            self.followers.close()
+            raise
 
 
 class HeadExecutor(StageExecutor):
@@ -73,7 +93,8 @@ class HeadExecutor(StageExecutor):
         shape = self.place.shape
         self._encoder = Encoder()
         self._answer: Any = None
-        self._chain = Chain(self._port, MicroBatches(shape.micro_batches))
+        stages = len(self.place.plan.stages)
+        self._chain = Chain(self._port, MicroBatches(shape.micro_batches, stages=stages))
         self._chain.open()
         worker = self.worker
         worker._primerl_chain, worker._primerl_shape = self._chain, shape
@@ -90,6 +111,7 @@ class HeadExecutor(StageExecutor):
             self._answer = self._go(scheduler_output)
         else:
             self._encoder.skip(scheduler_output)
+            self.followers.turns.tell("primerl_compute", scheduler_output)
             self.worker.model_runner.execute_model(scheduler_output, None)
             result = _EMPTY
         if not non_block:
@@ -121,13 +143,15 @@ class HeadExecutor(StageExecutor):
             keeper.admit(new.req_id, len(new.prompt_token_ids), *extra)
         step = self._encoder.encode(output)
         names = list(output.num_scheduled_tokens)
+        self.followers.turns.tell("primerl_compute", output)
         with torch.inference_mode():
             found = runner.execute_model(output, None)
             index = gather(order_of(runner), names, output.num_scheduled_tokens)
             stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
             proven = bool(shape.fingerprint)
             departure = Departure(stream, step.parts, shape.encoding, proven=proven)
-        future = self._chain.submit(encode(step), departure.wait, len(names), began)
+        drawing = sum(map(draws, step.parts))
+        future = self._chain.submit(encode(step), departure.wait, drawing, began)
         return Answer(self._chain, keeper, future, names, step, worker.vocab_size)
 
 

@@ -1,7 +1,8 @@
 """vLLM's worker as one stage: for it the pipeline is as the plan says, for torch.distributed it is alone.
 
 vLLM loads this module by name (`worker_cls`) before it builds the model. Layers, weights and keys follow from
-the pipeline group alone, whose peers are behind the node's lines; nothing of vLLM ever sends to them.
+the pipeline group alone, whose peers are behind the node's lines; nothing of vLLM ever sends to them. Ranks are
+numbered stage by stage, as if every stage had as many as this one.
 """
 
 import contextlib
@@ -45,27 +46,28 @@ class FarGroup(_Coordinator):
 
 
 class StageWorker(_Base):
-    """Its rank is the stage."""
+    """One rank of a stage."""
 
     def init_device(self) -> None:
-        """As vLLM's own, in a world of one."""
+        """As vLLM's own, in a world of this stage's ranks."""
         with _alone(sys.modules[_Base.__module__], self.parallel_config, self.rank):
             super().init_device()
 
 
 @contextlib.contextmanager
 def _alone(module: Any, parallel: Any, rank: int) -> Generator[None]:
-    """While vLLM's worker of `module` sets up its groups there is but one rank, and then the stage's group."""
-    whole, size = parallel.world_size, parallel.pipeline_parallel_size
+    """While vLLM's worker of `module` sets up its groups there is but one stage, and then the stage's group."""
+    whole, stages = parallel.world_size, parallel.pipeline_parallel_size
+    stage, member = divmod(rank, parallel.tensor_parallel_size)
     begin = getattr(module, _INIT)
 
     def begin_alone(config: Any, _rank: int, *arguments: Any, **named: Any) -> None:
-        parallel.world_size = parallel.pipeline_parallel_size = 1
+        parallel.world_size, parallel.pipeline_parallel_size = whole // stages, 1
         try:
-            begin(config, 0, *arguments, **named)
+            begin(config, member, *arguments, **named)
         finally:
-            parallel.world_size, parallel.pipeline_parallel_size = whole, size
-        _state._PP = FarGroup(_state._PP, rank, size)
+            parallel.world_size, parallel.pipeline_parallel_size = whole, stages
+        _state._PP = FarGroup(_state._PP, stage, stages)
 
     setattr(module, _INIT, begin_alone)
     try:

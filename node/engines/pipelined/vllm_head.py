@@ -10,6 +10,7 @@ from typing import Any
 from ...engine_config import EngineConfig
 from ...errors import EngineError
 from ...pipeline.place import Place
+from ...planning.worker import tensor_parallel
 from ..engine import EngineStats
 from ..vllm import VllmCore
 from .vllm_place import START_SHARE, check_placed, environment_of, placed_arguments
@@ -86,7 +87,7 @@ class HeadCore(VllmCore):
 
         arguments = super()._arguments(model_dir, shape, proven=proven)
         arguments.setdefault("gpu_memory_utilization", START_SHARE)
-        arguments |= placed_arguments(self._place, shape)
+        arguments |= placed_arguments(self._place, shape, tensor_parallel(self._config))
         return arguments | {"distributed_executor_backend": HeadExecutor}
 
 

@@ -3,6 +3,8 @@
 vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worker.py.
 """
 
+from typing import Any
+
 import torch
 
 from ....protocol.pipelines import PipelineShape
@@ -74,3 +76,12 @@ class HeadExtension(WorkerExtension):
     def _primerl_written(self, version: int) -> None:
         super()._primerl_written(version)
         self._primerl_version = version
+
+
+class FollowerExtension(WorkerExtension):
+    """At stage 0 on every rank but the first: it holds its part of the weights, and does what it is told."""
+
+    def primerl_compute(self, output: Any) -> None:
+        """Its part of a step."""
+        with torch.inference_mode():
+            self.model_runner.execute_model(output, None)

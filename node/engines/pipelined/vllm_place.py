@@ -21,6 +21,8 @@ HEAD_PROGRAM_MODULE = f"{_ROOM}.vllm_head"
 STAGE_PROGRAM_MODULE = f"{_ROOM}.vllm_stage"
 HEAD_EXTENSION = f"{_ROOM}.vllm_head_worker.HeadExtension"
 STAGE_EXTENSION = f"{_ROOM}.vllm_stage_worker.StageExtension"
+FOLLOWER_EXTENSION = f"{_ROOM}.vllm_head_worker.FollowerExtension"
+"""Of stage 0's other ranks; elsewhere all ranks of a stage have one."""
 WORKER = f"{_ROOM}.vllm_group.StageWorker"
 DECIDED = (
     "block_size",
@@ -37,6 +39,8 @@ DECIDED = (
 START_SHARE = 0.05
 """Of a GPU's memory that has to be free when vLLM starts, which is all that it means where the size of the
 cache is given; `engine.vllm.gpu_memory_utilization` says otherwise."""
+SPLITTING = ("enable_sp", "fuse_gemm_comms")
+"""Passes of vLLM's compiler that cut states between GPUs, where a release has them."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -70,17 +74,18 @@ def environment_of(place: Place) -> dict[str, str]:
 
 def check_placed(config: EngineConfig, place: Place, shape: Mapping[str, Any]) -> None:
     """Raise UsageError for a config that cannot be one stage, EngineError for a plan of another model."""
-    for name in ("tp", "pp", "dp"):
-        if getattr(config, name) not in (1, "auto"):
+    for name in ("pp", "dp"):
+        if getattr(config, name) != 1:
             raise UsageError(
-                f"engine.{name} is {getattr(config, name)}, and a stage of a pipeline between nodes computes "
-                f"on one GPU: set it to 1, and start a node for each GPU"
+                f"engine.{name} is {getattr(config, name)}, and a stage of a pipeline between nodes is one "
+                "engine: set it to 1; engine.tp joins GPUs of this host"
             )
     if config.sleep_after_s:
         raise UsageError("a stage of a pipeline does not sleep: set engine.sleep_after_s to 0")
     for name in DECIDED:
         if name in config.vllm:
             raise UsageError(f"engine.vllm.{name} is the plan's to decide in a pipeline: remove it")
+    check_passes(config.vllm.get("compilation_config"))
     if place.plan.layers != int(shape["num_hidden_layers"]):
         raise EngineError("the plan is of another model: its layers are not as many as this one's")
     wanted = place.shape
@@ -92,17 +97,31 @@ def check_placed(config: EngineConfig, place: Place, shape: Mapping[str, Any]) -
         raise EngineError("the plan has no room for one sequence of full length")
 
 
-def placed_arguments(place: Place, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """What is laid over the engine arguments; `shape` is the model's config.json.
+def check_passes(compilation: Any) -> None:
+    """Raise UsageError for what would split the states that a stage hands on; `compilation` is vLLM's
+    compilation_config, or what engine.vllm says of it."""
+    passes = _part(compilation, "pass_config")
+    for name in SPLITTING:
+        if _part(passes, name):
+            raise UsageError(
+                f"engine.vllm.compilation_config.pass_config.{name} leaves each GPU a part of the states, and "
+                "whole ones go to the next stage: remove it"
+            )
 
-    Bytes of a block = layers x 2 (key and value) x heads x head size x element size x block size.
+
+def placed_arguments(place: Place, shape: Mapping[str, Any], tp: int) -> dict[str, Any]:
+    """What is laid over the engine arguments; `shape` is the model's config.json, `tp` the stage's ranks.
+
+    Bytes of a block on each rank = layers x 2 (key and value) x heads x head size x element size x block size.
+    Fewer heads than ranks are copied.
     """
     plan, stage = place.shape, place.stage
     blocks = plan.kv_tokens // plan.block_size + 1  # the first one is vLLM's own
-    layer = 2 * kv_heads(shape) * head_size(shape) * _BYTES[plan.dtype] * plan.block_size
+    heads = max(1, kv_heads(shape) // tp)
+    layer = 2 * heads * head_size(shape) * _BYTES[plan.dtype] * plan.block_size
     return {
         "pipeline_parallel_size": len(place.plan.stages),
-        "tensor_parallel_size": 1,
+        "tensor_parallel_size": tp,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_sequences,
         "max_num_batched_tokens": plan.max_step_tokens,
@@ -115,3 +134,7 @@ def placed_arguments(place: Place, shape: Mapping[str, Any]) -> dict[str, Any]:
         "worker_cls": WORKER,
         "worker_extension_cls": HEAD_EXTENSION if place.first else STAGE_EXTENSION,
     }
+
+
+def _part(whole: Any, name: str) -> Any:
+    return whole.get(name) if isinstance(whole, Mapping) else getattr(whole, name, None)

@@ -39,6 +39,8 @@ class Teller(Recorder):
                 self._slots.leave(number_of(name))
 
     def _record(self, batch: Batch, step: Step, logprobs: Tensor) -> None:
+        if not self.collecting:
+            return
         self._told = {name: row for row, name in enumerate(batch.ids)}
         self._numbers = self._project(step.hidden, logprobs)
 

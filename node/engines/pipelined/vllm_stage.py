@@ -1,7 +1,8 @@
 """A stage behind stage 0, in a process that a node has started for it (host.py): vLLM's worker alone.
 
 It schedules nothing: each micro-batch comes down the ring with its own schedule (stage_loop.py), in a thread of
-its own. Weights come by the node, and are written when the ring says so.
+its own. Weights come by the node, and are written when the ring says so. With engine.tp this process is the
+first of the stage's ranks, and speaks for all of them.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from ...pipeline.place import Place
 from ...pipeline.port import Port, PortClosed
 from ...pipeline.socket_port import SocketPort
 from ...pipeline.stage_loop import LoopStats, serve
+from ...planning.worker import tensor_parallel
 from ..engine import Completion, EngineStats, GenerateRequest
 from ..replica import Finding, Written
 from ..requests import find_fingerprint
@@ -68,25 +70,25 @@ class StageCore:
 
     async def check(self, path: str) -> Finding:
         """See Replica."""
-        fit = judge([await self._call(self._worker().primerl_check, path)])
+        fit = judge(await self._call(self._ranks().beside, "primerl_check", path))
         return Finding(fit.fault, [] if fit.fault else sorted(fit.placeless))
 
     async def load(self, version: int, path: str) -> Written:
         """At once before the first chain; then it waits for its SWITCH."""
-        self._worker()
+        self._ranks()
         await self._call(self._steps.load, version, path)
         return Written(0.0, 0.0)
 
     async def stage(self, path: str) -> Finding:
         """See Replica."""
-        worker = self._worker()
-        worker.primerl_stage(path)
-        fault = await self._call(_staged, worker)
+        ranks = self._ranks()
+        await self._call(ranks.beside, "primerl_stage", path)
+        fault = await self._call(_staged, ranks)
         return Finding(fault, [])
 
     async def write(self, version: int) -> Written:
         """As load()."""
-        self._worker()
+        self._ranks()
         await self._call(self._steps.write, version)
         return Written(0.0, 0.0)
 
@@ -115,6 +117,8 @@ class StageCore:
             self._port.close()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, 6.0)
+        if self._executor is not None:
+            await asyncio.to_thread(self._executor.followers.close)
 
     async def _call(self, work: Any, *arguments: Any) -> Any:
         try:
@@ -127,10 +131,10 @@ class StageCore:
             self._fault = f"failed ({type(error).__name__} {error})"
             raise EngineLost(f"vLLM {self._fault}") from error
 
-    def _worker(self) -> Any:
+    def _ranks(self) -> Any:
         if self._fault:
             raise EngineLost(f"vLLM {self._fault}")
-        return self._executor.worker
+        return self._executor
 
     # -- the slow part of start() ------------------------------------------------------------------
 
@@ -141,13 +145,14 @@ class StageCore:
         os.environ.update(environment_of(self._place))
         arguments = prepare_library(self._config, model_dir, shape, proven=bool(fingerprint))
         arguments.setdefault("gpu_memory_utilization", START_SHARE)
-        arguments |= placed_arguments(self._place, shape)
+        arguments |= placed_arguments(self._place, shape, tensor_parallel(self._config))
         executor = self._executor = _executor(arguments)
-        if fault := executor.worker.primerl_record(fingerprint):
+        faults = executor.collective_rpc("primerl_record", args=(fingerprint,))
+        if fault := next(filter(None, faults), ""):
             raise EngineError(fault)
         from .vllm_stage_worker import StageSteps
 
-        self._steps = StageSteps(self._place, executor.worker)
+        self._steps = StageSteps(self._place, executor)
 
     # -- the thread that computes ------------------------------------------------------------------
 
@@ -169,11 +174,11 @@ class StageCore:
             os._exit(70)
 
 
-def _staged(worker: Any) -> str:
-    """Wait until an update is ready: what went wrong, "" if nothing."""
-    while (fault := worker.primerl_staged()) is None:
+def _staged(ranks: Any) -> str:
+    """Wait until an update is ready on all ranks: what went wrong, "" if nothing."""
+    while None in (faults := ranks.beside("primerl_staged")):
         time.sleep(STAGING_POLL_S)
-    return fault
+    return next(filter(None, faults), "")
 
 
 def _executor(arguments: dict[str, Any]) -> Any:

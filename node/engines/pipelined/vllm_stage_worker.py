@@ -3,7 +3,10 @@
 vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worker.py.
 """
 
+import contextlib
+import os
 import threading
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -16,13 +19,14 @@ from vllm.v1.core.sched.output import (  # pyright: ignore
 
 from ...errors import EngineError
 from ...pipeline import boundaries
-from ...pipeline.frame import Frame, Kind
+from ...pipeline.frame import Array, Frame, Kind
 from ...pipeline.place import Place
 from ..boundary_states import agrees, project
 from ..vllm_options import SAMPLING
 from ..vllm_worker import Staged, WorkerExtension, tensors_of
 from . import activations
 from .step_codec import Drawn, Going, New, Sequences, Step, decode_step, draws, encode
+from .vllm_place import read_place
 from .vllm_recorders import Teller, number_of
 from .vllm_states import Arrivals, Departure, drawing, gather, leaving, order_of
 
@@ -32,7 +36,6 @@ _New: Any = NewRequestData
 _Cached: Any = CachedRequestData
 _Sampling: Any = SamplingParams
 _BROKEN = (RuntimeError, ValueError, KeyError, IndexError, AssertionError, TypeError)
-"""What vLLM raises in a step; it is of use again after a reset."""
 
 
 class StageExtension(WorkerExtension):
@@ -41,13 +44,60 @@ class StageExtension(WorkerExtension):
     primerl_recorder_type = Teller
     _primerl_prepared: list[tuple[int, Staged]]
     _primerl_version: int
+    _primerl_place: Place
+    _primerl_arrivals: Arrivals
 
     def primerl_record(self, fingerprint: str) -> str:
         """As everywhere; nothing is kept here."""
         self._primerl_prepared, self._primerl_version = [], -1
         if fingerprint not in ("", "projection"):
             return f"a pipeline carries no proofs of {fingerprint}: the run's fingerprint must be projection"
-        return super().primerl_record(fingerprint)
+        if fault := super().primerl_record(fingerprint):
+            return fault
+        place = self._primerl_place = read_place(os.environ)
+        dtype = self.vllm_config.model_config.dtype
+        self._primerl_arrivals = Arrivals(self.model_runner, place.shape.hidden_size, dtype)
+        return ""
+
+    # -- steps, on every rank ----------------------------------------------------------------------
+
+    def primerl_forget(self, over: list[str]) -> None:
+        """Forget all sequences, which are these."""
+        self._primerl_leave(over)
+        with torch.inference_mode():
+            self.model_runner.execute_model_state = None
+            self.model_runner.execute_model(_output((), [], over), None)
+
+    def primerl_step(self, output: Any, stream: torch.Tensor) -> Any:
+        """Compute a step whose states are `stream`, in the order of `output`; what the runner gives."""
+        self._primerl_leave(list(output.finished_req_ids))
+        counts = output.num_scheduled_tokens
+        arrival = self._primerl_arrivals.lay(stream, list(counts), counts)
+        return self.model_runner.execute_model(output, arrival)
+
+    def primerl_compute(self, output: Any, tensors: tuple[Array, ...]) -> None:
+        """The part of a rank that follows: the first one has looked at everything, and answers for all."""
+        with torch.inference_mode():
+            self.primerl_step(output, self.primerl_unpack(tensors))
+            if self._primerl_place.last:
+                self.model_runner.sample_tokens(None)
+
+    def primerl_unpack(self, tensors: tuple[Array, ...]) -> torch.Tensor:
+        """The states that a frame holds. Raises EngineError."""
+        shape = self._primerl_place.shape
+        return activations.unpack(
+            tensors,
+            shape.encoding,
+            dtype=self.vllm_config.model_config.dtype,
+            device=self.model_runner.device,
+            width=shape.hidden_size,
+        )
+
+    def _primerl_leave(self, names: list[str]) -> None:
+        if isinstance(self._primerl_recorder, Teller):  # of the last stage
+            self._primerl_recorder.leave(names)
+
+    # -- weights -----------------------------------------------------------------------------------
 
     def primerl_prepare(self, version: int, path: str = "") -> None:
         """Keep a whole state of a file, or what was staged, for primerl_switch(). Raises EngineError."""
@@ -60,16 +110,23 @@ class StageExtension(WorkerExtension):
             del self._primerl_staging
         self._primerl_prepared.append((version, staged))
 
+    def primerl_find(self, version: int) -> int:
+        """Which of what was prepared is `version`; -1 if it is in effect. Raises EngineError if neither."""
+        versions = [one for one, _ in self._primerl_prepared]
+        if version in versions:
+            return versions.index(version)
+        if version != self._primerl_version:
+            raise EngineError(
+                f"policy {version} is not here: {self._primerl_version} is, {versions} wait"
+            )
+        return -1
+
     def primerl_switch(self, version: int) -> None:
         """Write what was prepared for `version`, and before it. Raises EngineError if nothing was."""
-        versions = [one for one, _ in self._primerl_prepared]
-        if version not in versions:
-            if version != self._primerl_version:
-                raise EngineError(
-                    f"policy {version} is not here: {self._primerl_version} is, {versions} wait"
-                )
+        index = self.primerl_find(version)
+        if index < 0:
             return
-        for _ in range(versions.index(version) + 1):
+        for _ in range(index + 1):
             self._primerl_put(self._primerl_prepared.pop(0)[1])
         self._primerl_loaded = True
         self._primerl_written(version)
@@ -80,15 +137,16 @@ class StageExtension(WorkerExtension):
 
 
 class StageSteps:
-    """Implements StageCompute over vLLM's worker; the weights' side is called by another thread."""
+    """Implements StageCompute on the ranks of a stage; the weights' side is called by another thread."""
 
-    def __init__(self, place: Place, worker: Any) -> None:
-        self._place, self._worker = place, worker
-        self._runner = worker.model_runner
+    def __init__(self, place: Place, ranks: Any) -> None:
+        """`ranks`: the executor of vllm_executor.py."""
+        self._place, self._ranks = place, ranks
+        self._worker = ranks.worker
+        self._runner = self._worker.model_runner
         self._sequences = Sequences(place.shape)
-        self._dtype: torch.dtype = worker.model_config.dtype
-        width = place.shape.hidden_size
-        self._arrivals = Arrivals(self._runner, width, self._dtype)
+        self._over: list[str] = []
+        """Sequences that are over, of which vLLM was not told yet."""
         self._turn = threading.Lock()
         self._chained = False
         self._parameters = _Sampling(temperature=0.0, max_tokens=1, detokenize=False)
@@ -104,84 +162,80 @@ class StageSteps:
         """Write a whole state, or keep it for SWITCH once there was a chain."""
         with self._turn:
             if not self._chained:
-                self._worker.primerl_load(version, path)
+                self._ranks.collective_rpc("primerl_load", args=(version, path))
                 return
-        self._worker.primerl_prepare(version, path)  # beside the steps
+        self._ranks.beside("primerl_prepare", version, path)
 
     def write(self, version: int) -> None:
         """Write what was staged, or keep it."""
         with self._turn:
             if not self._chained:
-                self._worker.primerl_write(version)
+                self._ranks.collective_rpc("primerl_write", args=(version,))
                 return
-        self._worker.primerl_prepare(version)
+        self._ranks.beside("primerl_prepare", version)
 
     # -- the ring ----------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget all sequences."""
-        with self._turn, torch.inference_mode():
+        with self._turn:
             self._chained = True
-            over = self._sequences.names()
+            over = [*self._sequences.names(), *self._over]
             self._sequences.forget()
-            self._leave(over)
-            self._runner.execute_model_state = None
-            self._runner.execute_model(_output((), [], over), None)
+            self._ranks.collective_rpc("primerl_forget", args=(over,))
+            self._over.clear()
 
     def switch(self, version: int) -> None:
         """See StageCompute."""
         with self._turn:
-            self._worker.primerl_switch(version)
+            self._worker.primerl_find(version)  # what is here is everywhere
+            self._ranks.collective_rpc("primerl_switch", args=(version,))
 
     def step(self, frame: Frame) -> Frame:
-        """See StageCompute."""
+        """See StageCompute. Where ranks wait for each other, what vLLM raises is raised: none can go on."""
+        alone = not len(self._ranks.followers)
         with self._turn, torch.inference_mode():
-            try:
-                return self._step(frame)
-            except _BROKEN as error:
-                raise EngineError(
-                    f"vLLM failed in a step ({type(error).__name__} {error})"
-                ) from error
+            with _judged():
+                step, stream = decode_step(frame.body), self._arrived(frame)
+                self._check(frame, step, stream)
+                names, over = self._sequences.take(step)
+            self._over += over
+            output = _output(step.parts, names, self._over, self._parameters)
+            self._ranks.followers.turns.tell("primerl_compute", output, frame.tensors)
+            with _judged() if alone else contextlib.nullcontext():
+                found = self._worker.primerl_step(output, stream)
+                self._over.clear()
+                if self._place.last:
+                    return self._drawn(frame, step, names)
+                return self._sent(frame, step, names, found)
 
-    def _step(self, frame: Frame) -> Frame:
-        step = decode_step(frame.body)
-        names, over = self._sequences.take(step)
-        self._leave(over)
+    def _arrived(self, frame: Frame) -> torch.Tensor:
+        return self._worker.primerl_unpack(frame.tensors)
+
+    def _check(self, frame: Frame, step: Step, stream: torch.Tensor) -> None:
+        """Raise EngineError for states that are not the step's, or not what fingerprints were made of."""
+        if len(stream) != sum(part.scheduled for part in step.parts):
+            raise EngineError("the stage before sent other states than the step has tokens")
+        if not self._place.shape.fingerprint:
+            return
+        rank, count = self._place.rank, sum(map(draws, step.parts))
+        try:
+            claimed = boundaries.latest(frame.trail, count, rank)
+        except boundaries.BadTrail as error:
+            raise EngineError(f"stage {rank - 1} sent no trail of this plan ({error})") from error
+        own = project(drawing(stream, step.parts)).cpu().numpy()
+        if not agrees(claimed, own):
+            raise EngineError(f"stage {rank - 1} sent other states than it signed for")
+
+    def _sent(self, frame: Frame, step: Step, names: list[str], found: Any) -> Frame:
         counts = {name: part.scheduled for name, part in zip(names, step.parts, strict=True)}
-        stream = self._arrived(frame, step)
-        output = _output(step.parts, names, over, self._parameters)
-        arrival = self._arrivals.lay(stream, names, counts)
-        found = self._runner.execute_model(output, arrival)
-        if self._place.last:
-            return self._drawn(frame, step, names)
         index = gather(order_of(self._runner), names, counts)
-        stream = leaving(found.tensors, len(stream), index)
+        stream = leaving(found.tensors, sum(counts.values()), index)
         shape = self._place.shape
         departure = Departure(stream, step.parts, shape.encoding, proven=bool(shape.fingerprint))
         packed, own = departure.wait()
         trail = boundaries.append(frame.trail, own)
         return Frame(Kind.STEP, frame.epoch, frame.number, frame.body, packed, trail)
-
-    def _arrived(self, frame: Frame, step: Step) -> torch.Tensor:
-        """What the stage before sent. Raises EngineError, also if its fingerprints are of something else."""
-        shape, device = self._place.shape, self._runner.device
-        stream = activations.unpack(
-            frame.tensors, shape.encoding, dtype=self._dtype, device=device, width=shape.hidden_size
-        )
-        if len(stream) != sum(part.scheduled for part in step.parts):
-            raise EngineError("the stage before sent other states than the step has tokens")
-        if shape.fingerprint:
-            rank, count = self._place.rank, sum(map(draws, step.parts))
-            try:
-                claimed = boundaries.latest(frame.trail, count, rank)
-            except boundaries.BadTrail as error:
-                raise EngineError(
-                    f"stage {rank - 1} sent no trail of this plan ({error})"
-                ) from error
-            own = project(drawing(stream, step.parts)).cpu().numpy()
-            if not agrees(claimed, own):
-                raise EngineError(f"stage {rank - 1} sent other states than it signed for")
-        return stream
 
     def _drawn(self, frame: Frame, step: Step, names: list[str]) -> Frame:
         result = self._runner.sample_tokens(None)
@@ -192,9 +246,14 @@ class StageSteps:
         body = encode(Drawn(tokens))
         return Frame(Kind.DRAWN, frame.epoch, frame.number, body, (rows,), frame.trail)
 
-    def _leave(self, names: list[str]) -> None:
-        if self._place.last:
-            self._worker._primerl_recorder.leave(names)
+
+@contextlib.contextmanager
+def _judged() -> Generator[None]:
+    """What vLLM raises in a step, as EngineError: after a reset it is of use again."""
+    try:
+        yield
+    except _BROKEN as error:
+        raise EngineError(f"vLLM failed in a step ({type(error).__name__} {error})") from error
 
 
 def _output(

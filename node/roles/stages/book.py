@@ -4,7 +4,7 @@ Nothing here is believed: an offer is a claim, and of two nodes that blame each 
 often is let go.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ....protocol.errors import Reason, RemoteProtocolError
@@ -22,6 +22,7 @@ MEASURE_S = 12.0
 """For all of them to measure the way to each other; then they are planned without."""
 BENCH_S, MAX_BENCH_S = 30.0, 3600.0
 """Out of plans after a first failure; twice as long after each further one."""
+MANY_RESTARTS = 3
 FORGIVE_S = 3600.0
 """A failure is forgotten after so long."""
 
@@ -146,4 +147,40 @@ class StageBook:
             mine.add(now)
             guilty = node if theirs.count >= mine.count else by
         self._failures[guilty].bench(now)
+        return guilty
+
+    def forgive(self, node: bytes) -> None:
+        """Its failures so far count no more."""
+        self._failures.pop(node, None)
+
+    def fell_silent(self, node: bytes, now: float) -> None:
+        """It is lost: others say so, and it does not say otherwise."""
+        failures = self._failures.setdefault(node, Failures())
+        failures.add(now)
+        failures.bench(now)
+        self.drop(node)
+
+    def restarts(self, node: bytes, now: float) -> bool:
+        """It was lost, and is there again: whether that was once too often."""
+        failures = self._failures.setdefault(node, Failures())
+        failures.add(now)
+        if failures.count < MANY_RESTARTS:
+            return False
+        failures.bench(now)
+        return True
+
+    def weigh(self, accusers: Collection[bytes], head: bytes, now: float) -> set[bytes]:
+        """`accusers` say that stage 0 is lost, which talks to us: who of them all is benched.
+
+        A doubt is for stage 0, as it has work in its hands: one false word costs whoever says it.
+        """
+        theirs = self._failures.setdefault(head, Failures())
+        for _ in accusers:
+            theirs.add(now)
+        sworn = {node: self._failures.setdefault(node, Failures()) for node in accusers}
+        for mine in sworn.values():
+            mine.add(now)
+        guilty = {node for node, mine in sworn.items() if mine.count >= theirs.count} or {head}
+        for node in guilty:
+            self._failures[node].bench(now)
         return guilty

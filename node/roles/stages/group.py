@@ -37,6 +37,8 @@ class Group:
     missing: set[bytes] = field(default_factory=set[bytes])
     """Stages that are lost and that nobody can replace; the others keep their places and wait."""
     missing_since: float = 0.0
+    doubts: dict[bytes, float] = field(default_factory=dict[bytes, float])
+    """Stages that call stage 0 lost, and the monotonic seconds at which each first did."""
     void: bool = False
     """The plan counts no more: those that were in it are free for another one."""
     sealed: bytes = b""
@@ -56,7 +58,7 @@ class Group:
     def use(self, plan: PipelinePlan, now: float) -> None:
         """A new plan is in force."""
         self.plan, self.heard, self.sealed_at = plan, now, NEVER
-        self.missing, self.void = set(), False
+        self.missing, self.doubts, self.void = set(), {}, False
 
     def seal(self, key: SecretKey, run_id: bytes, now: float) -> bytes:
         """The sealed plan; `now` in Unix seconds."""

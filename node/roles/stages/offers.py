@@ -25,6 +25,7 @@ from ....protocol.version import ALPN_CONTROL
 from ... import gpus
 from ...engine_config import EngineConfig, PipelineConfig
 from ...engines.vllm_features import installed_release
+from ...engines.vllm_shape import resolve_parallel
 from ...errors import NodeError, UsageError
 from ...json_files import read_json
 from ...network.links import Links
@@ -97,10 +98,13 @@ def make_offer(
 ) -> StageOffer:
     """What this machine offers for the model whose config.json is in `model_dir`; asks nvidia-smi, about 0.1 s.
 
-    Raises EngineError, UsageError.
+    Raises EngineError, UsageError: also where engine.tp does not divide the model, which no plan would change.
     """
-    shape = read_shape(read_json(model_dir / "config.json"))
+    found = read_json(model_dir / "config.json")
+    shape = read_shape(found)
     release = software(config)
+    if config.type == "vllm":
+        config = resolve_parallel(config, found)
     return StageOffer(
         memory_bytes=memory_to_offer(config, pp, shape, fingerprint=fingerprint),
         engine="vllm" if config.type == "vllm" else "hf",

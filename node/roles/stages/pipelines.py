@@ -1,7 +1,8 @@
 """The trainer's desk for pipelines: takes offers of memory, and seals plans of who holds which layers.
 
 A plan that does not work costs its group some time and nothing else: a spare takes a lost stage's place, or all
-that are left get a new plan, or they wait. Stage 0 stays where it can, as it has work in its hands.
+that are left get a new plan, or they wait. Stage 0 stays where it can, as it has work in its hands: no single
+word of another takes that away.
 """
 
 import logging
@@ -25,7 +26,7 @@ from ...network.limits import TokenBuckets
 from ...network.peers import PeerTable
 from ...pipeline.planner import Offered, fits, make_plan, replace
 from ...planning.stages import CutModel
-from .book import Kind, StageBook
+from .book import ALIVE_S, Kind, StageBook
 from .group import LEDGER, Group, Kept
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ GONE_S = 120.0
 """A group of which nobody was heard for so long is forgotten."""
 WAIT_S = 120.0
 """A group keeps the places of those that are lost for so long, if nobody can replace them."""
+HEAD_S = 10.0
+"""A stage 0 that others call lost may still speak for itself for so long: three offers of it."""
 WAIT_MS, PLANNED_MS = 1000, 3000
 KEPT_PLANS = 64
 KEPT_POOLS = 64
@@ -54,11 +57,15 @@ class PipelineDesk:
         model: CutModel | None,
         ledger: Ledger,
         peers: PeerTable,
+        heard: Callable[[bytes], float],
         refused: Callable[[bytes], str] = lambda node: "",
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`model`: None where the run's cannot be cut; `refused`: why a node is given no work, or ""."""
+        """`model`: None where the run's cannot be cut; `refused`: why a node is given no work, or "".
+
+        `heard`: when a node asked us anything last, by `clock`; of one that did not yet, when we started.
+        """
         self._key = key
         self._run_id = run_id
         self._model = model
@@ -66,6 +73,7 @@ class PipelineDesk:
         self._peers = peers
         self._clock = clock
         self._wall = wall
+        self._heard = heard
         self._book = StageBook(refused, clock())
         self._groups: dict[bytes, Group] = {}
         self._hopeless: OrderedDict[object, None] = OrderedDict()
@@ -73,6 +81,8 @@ class PipelineDesk:
         self._buckets = TokenBuckets(PEER_RATE, PEER_BURST, PEERS)
         self._makes = TokenBuckets(MAKE_RATE, MAKE_BURST, 1)
         self._plans: OrderedDict[tuple[bytes, int], PipelinePlan] = OrderedDict()
+        self._led: set[bytes] = set()
+        """Stages 0 of plans that hold, or did: they may have leases."""
         self._load()
 
     # -- what is asked -----------------------------------------------------------------------------
@@ -95,6 +105,7 @@ class PipelineDesk:
         if group is not None:
             group.heard = now
             self._look_after(peer, group, request, now)
+            self._hear_head(group, now)
             self._wait_for_missing(peer, group, now)
         kind = Offered(peer, request.offer).kind
         if self._group_of(peer) is None:
@@ -106,6 +117,34 @@ class PipelineDesk:
         """It said goodbye."""
         self._book.drop(node)
         self._without({node}, "left")
+
+    def began(self, node: bytes) -> None:
+        """It started, maybe again: what it had in hands is gone, and it is not lost."""
+        self._led.discard(node)
+        for group in list(self._groups.values()):
+            if group.head == node and group.doubts:
+                group.doubts = {}
+                if self._book.restarts(node, self._clock()):
+                    self._without({node}, "stage 0 starts again and again")
+
+    def worked(self, node: bytes) -> None:
+        """It brought work: if a pipeline made it, what its stage 0 said of those before was right."""
+        if self.leads(node):
+            self._book.forgive(node)
+
+    def leads(self, node: bytes) -> bool:
+        """Whether it is stage 0 of a plan that holds: nobody else who offers can work on leases."""
+        return any(group.head == node and not group.void for group in self._groups.values())
+
+    def orphans(self) -> list[bytes]:
+        """Stages 0 whose plan ended and that are silent: what they had goes to others. Each is named once."""
+        now = self._clock()
+        self._sweep(now)
+        leading = {group.head for group in self._groups.values() if not group.void}
+        self._led |= leading
+        gone = {one for one in self._led - leading if now - self._heard(one) > ALIVE_S}
+        self._led -= gone
+        return sorted(gone)
 
     def dissolve(self, group: bytes, node: bytes, reason: str) -> None:
         """`node` lied as a stage of `group`: it is in no plan ever after, and the others get a new one."""
@@ -229,9 +268,30 @@ class PipelineDesk:
         if (request.group, request.generation) != (plan.group, plan.generation):
             return  # it speaks of a plan before this one
         accused = set(group.nodes) & set(request.lost) - {peer} - group.missing
+        if group.head in accused:
+            accused.discard(group.head)
+            group.doubts.setdefault(peer, now)
         if accused:
             gone = {self._book.blame(peer, node, now) for node in sorted(accused)}
-            self._without(gone, f"lost, says {short(peer)}")
+            why = "calls others lost that we hear" if peer in gone else f"lost, says {short(peer)}"
+            self._without(gone, why)
+
+    def _hear_head(self, group: Group, now: float) -> None:
+        """Whether a stage 0 that others call lost is: if it speaks after that, its word counts like theirs."""
+        head, doubts = group.head, group.doubts
+        if not doubts or group.void:
+            return
+        heard = self._heard(head)
+        if heard > min(doubts.values()):
+            gone = self._book.weigh(set(doubts), head, now)
+        elif now - heard >= HEAD_S:
+            gone = {head}
+            self._book.fell_silent(head, now)
+        else:
+            return
+        group.doubts = {}
+        names = ", ".join(short(node) for node in doubts)
+        self._without(gone, f"stage 0 is lost, say {names}")
 
     def _wait_for_missing(self, peer: bytes, group: Group, now: float) -> None:
         """Who was lost may come back to its place; the others do not wait for ever."""

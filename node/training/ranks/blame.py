@@ -45,7 +45,8 @@ class Blame:
             self.known.set()
         if found := _EXIT.search(line):
             self.hush()
-            self._exited(int(found[1]), int(found[2]), int(found[3]))
+            pid, local_rank = int(found[3]), int(found[2])
+            self.exited(self.pids.index(pid) if pid in self.pids else local_rank, int(found[1]))
         logger.log(logging.DEBUG if self._hushed else logging.WARNING, "ranks: %s", line)
         if not self._hushed:
             self._tail.append(line)
@@ -63,6 +64,17 @@ class Blame:
         for rank in ranks:
             self.silent.setdefault(rank, why)
 
+    def exited(self, rank: int, code: int) -> None:
+        """A rank has ended; negative for the signal that killed it."""
+        if code == EXIT_LOST:
+            return
+        said = f"killed by {_signal(-code)}" if code < 0 else f"exit code {code}"
+        if code == -signal.SIGABRT:
+            self._aborts.setdefault(rank, said)
+        else:
+            self._exits.setdefault(rank, said)
+        self.known.set()
+
     def text(self, what: str, size: int) -> str:
         """One line: who it was and why, or else `what` was noticed; and what to do."""
         for said in (self._words, self._exits, self.silent, self._aborts):
@@ -71,17 +83,6 @@ class Blame:
                 return f"rank {rank} of {size} failed: {said[rank]}; {ADVICE}"
         last = " | ".join(self._tail)
         return f"{what}{f' ({last})' if last else ''}; {ADVICE}"
-
-    def _exited(self, code: int, local_rank: int, pid: int) -> None:
-        if code == EXIT_LOST:
-            return
-        rank = self.pids.index(pid) if pid in self.pids else local_rank
-        said = f"killed by {_signal(-code)}" if code < 0 else f"exit code {code}"
-        if code == -signal.SIGABRT:
-            self._aborts.setdefault(rank, said)
-        else:
-            self._exits.setdefault(rank, said)
-        self.known.set()
 
 
 def _signal(number: int) -> str:

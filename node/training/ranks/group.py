@@ -1,4 +1,4 @@
-"""The ranks of a trainer, as the daemon sees them: torchrun is started, rank 0 is asked, all can be killed.
+"""The ranks of a trainer, as the daemon sees them: they are started, rank 0 is asked, all can be killed.
 
 Every wait has a deadline. Once anything is wrong with one rank all of them are ended, and whoever asks is told
 which one it was: RankFailed.
@@ -13,6 +13,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -38,7 +39,7 @@ from .calls import (
     Reply,
     raised,
 )
-from .torchrun import command, environment
+from .torchrun import command, environment, is_alone
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ BLAME_S = 5.0
 SILENT_S = 1.5
 """As BLAME_S, where rank 0 has said already who does not answer."""
 LAST_WORDS_S = 1.0
+REAP_S = 1.0
+"""From the end of what a process writes to its own end."""
 END_S = 20.0
 """How long ranks may take to end in peace."""
 KILL_S = 5.0
@@ -63,7 +66,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class RankGroup:
-    """One torchrun and its ranks: start(), ask(), close(). Broken once, it stays so."""
+    """One torchrun and its ranks, or one rank alone: start(), ask(), close(). Broken once, it stays so."""
 
     def __init__(
         self, config: TrainingConfig, ranks: int, program: Sequence[str] = PROGRAM
@@ -93,7 +96,7 @@ class RankGroup:
 
     @property
     def pid(self) -> int | None:
-        """Of torchrun; None before start()."""
+        """Of torchrun, or of the rank alone; None before start()."""
         return self._process.pid if self._process else None
 
     async def start(self, parent: Path | None = None) -> None:
@@ -216,7 +219,7 @@ class RankGroup:
             )
         except OSError as error:
             raise EngineError(
-                f"torchrun cannot be started ({error}): free memory or processes"
+                f"the ranks cannot be started ({error}): free memory or processes"
             ) from error
         assert self._process.stdout is not None
         self._tail = LogTail(self._process.stdout, self._blame.note)
@@ -305,12 +308,20 @@ class RankGroup:
             await asyncio.wait({known, silence}, return_when=asyncio.FIRST_COMPLETED)
             known.cancel()
             silence.cancel()
+        if self._process is not None and is_alone(self._config, self._ranks):
+            await self._see_end(self._process)
         self._blame.hush()
         self._blame.mute(stopped(self.pids), "is stopped (SIGSTOP, or a debugger)")
         if self._process is not None:
             await self._kill(self._process)
         if self._tail is not None:
             await self._tail.wait(LAST_WORDS_S)
+
+    async def _see_end(self, process: asyncio.subprocess.Process) -> None:
+        """How the only rank ended, if it did: torchrun is not there to say so."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REAP_S):
+                self._blame.exited(0, await process.wait())
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:
         """Ranks first, so that torchrun reaps them; then torchrun. What outlives it is killed by the kernel."""

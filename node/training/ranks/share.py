@@ -28,7 +28,6 @@ class LearnerShare:
     def build(cls, ask: Start, config: TrainingConfig, world: World) -> "LearnerShare":
         """Load the model. Raises EngineError."""
         ranks = Ranks.join(config.fsdp.timeout_s)
-        ranks = Ranks.join(config.fsdp.timeout_s)
         learner = Learner.build(
             Path(ask.model_dir),
             config,

@@ -1,7 +1,7 @@
-"""How torchrun is called: the daemon's own call, and the one that other machines of the trainer make.
+"""How ranks are started: the daemon's own call of torchrun, and the one that the trainer's other machines make.
 
-The daemon's machine is node 0, so that rank 0 is beside the daemon: with several machines that is what a static
-rendezvous is for.
+A rank that is to be the only one is started as it is, without torchrun. The daemon's machine is node 0, so that
+rank 0 is beside the daemon: with several machines that is what a static rendezvous is for.
 """
 
 import os
@@ -15,6 +15,13 @@ from ...training_config import TrainingConfig
 TORCHRUN = ("-m", "torch.distributed.run")
 SHUTDOWN_S = 2
 """How long torchrun lets ranks end after SIGTERM."""
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"}
+"""What torchrun would say to the only rank."""
+
+
+def is_alone(config: TrainingConfig, ranks: int) -> bool:
+    """Whether `ranks` on this machine are one, and there are no other machines."""
+    return ranks * config.fsdp.nodes == 1
 
 
 def command(
@@ -22,9 +29,13 @@ def command(
 ) -> "Command":
     """The call for this machine, or, not `here`, for another one: there NODE stands for its number, from 1.
 
+    Of `program` itself for a rank alone.
+
     Raises UsageError for several machines without an address to meet at.
     """
     fsdp = config.fsdp
+    if is_alone(config, ranks):
+        return Command([sys.executable, "-P", *program])
     places = ["--nproc-per-node", str(ranks), "--max-restarts", "0"]
     if fsdp.nodes == 1:
         places += ["--standalone", "--local-addr", "127.0.0.1"]
@@ -45,7 +56,9 @@ class Command(list[str]):
 
 
 def environment(inherited: Mapping[str, str], config: TrainingConfig, ranks: int) -> dict[str, str]:
-    """The environment of torchrun and its ranks."""
+    """The environment of torchrun and its ranks, or of a rank alone."""
+    if is_alone(config, ranks):
+        return {**inherited, **ALONE, "PYTHONSAFEPATH": "1"}
     threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)
     alone = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return {

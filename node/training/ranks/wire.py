@@ -32,20 +32,26 @@ class Missing(Exception):
 class Wire:
     """A gloo group of all ranks; `timeout_s` is how long one is waited for."""
 
-    group: "dist.ProcessGroup"
+    group: "dist.ProcessGroup | None"
+    """None: there is one rank, which has nobody to talk to."""
     rank: int
     size: int
     timeout_s: float
 
     @classmethod
     def open(cls, timeout_s: float) -> "Wire":
-        """A new group beside the default one."""
+        """A new group beside the default one; without that one, a rank alone."""
+        if not dist.is_initialized():
+            return cls(None, 0, 1, timeout_s)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         return cls(group, dist.get_rank(), dist.get_world_size(), timeout_s)
 
     def share(self, data: bytes | None) -> bytes:
         """What rank 0 has, on every rank; the others pass None. Raises RuntimeError of torch."""
+        if self.group is None:
+            assert data is not None  # there are no others
+            return data
         length = torch.tensor([len(data or b"")])
         dist.broadcast(length, 0, group=self.group)
         count = int(length)
@@ -59,12 +65,16 @@ class Wire:
 
     def gather(self, number: int) -> list[int]:
         """One number of every rank, in order."""
+        if self.group is None:
+            return [number]
         found = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(found, torch.tensor([number]), group=self.group)
         return [int(one) for one in found]
 
     def meet(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks are here. Raises Missing."""
+        if self.group is None:
+            return
         limit = timedelta(seconds=timeout_s or self.timeout_s)
         try:
             dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
@@ -77,6 +87,8 @@ def hand_out_config(config: str | None, size: int, rank: int) -> str:
 
     Through the store that torchrun runs; the others pass None. Raises RuntimeError of torch.
     """
+    if size == 1 and config is not None:
+        return config
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=CONFIG_TIMEOUT_S)
     store = TCPStore(address, port, size, is_master=False, timeout=timeout, multi_tenant=True)

@@ -36,10 +36,12 @@ class Ranks:
 
     @classmethod
     def join(cls, timeout_s: float) -> "Ranks":
-        """All ranks of the default process group, on a group of their own. Collective.
+        """All ranks of the default process group, on a group of their own; without one, ALONE. Collective.
 
         A rank that is not heard of for `timeout_s` seconds is an error (RuntimeError of torch).
         """
+        if not dist.is_initialized():
+            return ALONE
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return cls(dist.get_rank(), dist.get_world_size(), cast(dist.ProcessGroup, group))
 

@@ -33,10 +33,10 @@ UNABLE: list[tuple[str, Any]] = [
     ("logit_bias", {"5": 100}),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
+    ("functions", [{"name": "f"}]),
     ("response_format", {"type": "json_object"}),
     ("guided_json", {}),
     ("structured_outputs", {"regex": "a"}),
-    ("top_logprobs", 3),
     ("prompt_logprobs", 0),
     ("min_p", 0.1),
     ("min_tokens", 1),
@@ -95,6 +95,9 @@ WRONG: list[tuple[str, Any]] = [
     ("stop_token_ids", "1"),
     ("stream", "yes"),
     ("logprobs", 1),
+    ("top_logprobs", 3),  # without logprobs
+    ("top_logprobs", 21),
+    ("top_logprobs", True),
     ("ignore_eos", 1),
     ("stream_options", [1]),
     ("stream_options.include_usage", None),
@@ -161,7 +164,7 @@ async def test_an_unknown_field_is_named(client: Client) -> None:
 
 
 async def test_fields_of_generate_are_named_with_where_they_are(client: Client) -> None:
-    for drawing, name in (({"logprobs": 5}, "logprobs"), ({"min_p": 1}, "min_p")):
+    for drawing, name in (({"logprobs": 21}, "logprobs"), ({"min_p": 1}, "min_p")):
         reply = await client.generate([1], sampling_params=drawing)
         assert reply.error["param"] == f"sampling_params.{name}"
     assert (await client.generate([1], features={"x": 1})).error["param"] == "features"

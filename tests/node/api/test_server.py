@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from api_cases import KEY, SayingEngine, api, chat_dir
 
 from primerl.node.api.server import serving
-from primerl.node.engines.engine import EngineStats
+from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.errors import BusyError, EngineError, EngineLost, UsageError
 from primerl.node.serve_config import ApiConfig
 
@@ -18,7 +19,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_dir(tmp_path_factory.mktemp("model"))
 
 
-async def until(true: Callable[[], bool], timeout: float = 10.0) -> None:
+async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
     async with asyncio.timeout(timeout):
         while True:
             if true():
@@ -127,15 +128,29 @@ async def test_a_body_that_is_too_large_is_refused(model_dir: Path) -> None:
     assert packed.status in (400, 415)
 
 
+@dataclass
+class HeldEngine(SayingEngine):
+    """Says nothing until it is let."""
+
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        completion = await super().generate(request)
+        await self.go.wait()
+        return completion
+
+
 async def test_more_than_there_is_room_for_is_told_to_come_back(model_dir: Path) -> None:
-    engine = SayingEngine("ok", delay_s=0.3)
+    engine = HeldEngine("ok")
     async with api(engine, model_dir, max_inflight=3) as client:
         first = asyncio.create_task(client.complete(n=2))
         await until(lambda: len(engine.requests) == 2)
         refused = await client.complete(n=2)
         streamed = await client.complete(n=2, stream=True)
-        fits = await client.complete()
-        assert (await first).status == fits.status == 200
+        fits = asyncio.create_task(client.complete())
+        await until(lambda: len(engine.requests) == 3)
+        engine.go.set()
+        assert (await first).status == (await fits).status == 200
         for reply in (refused, streamed):
             assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
             assert int(reply.headers["Retry-After"]) >= 1
@@ -144,11 +159,11 @@ async def test_more_than_there_is_room_for_is_told_to_come_back(model_dir: Path)
 
 async def test_what_takes_too_long_is_given_up(model_dir: Path) -> None:
     engine = SayingEngine("ok", delay_s=30.0)
-    async with api(engine, model_dir, timeout_s=0.2) as client:
+    async with api(engine, model_dir, timeout_s=1.0) as client:
         whole = await client.complete()
         assert whole.status == 504
         events = (await client.complete(stream=True)).events
-        assert "not done in 0.2 s" in events[-1]["error"]["message"]
+        assert "not done in 1 s" in events[-1]["error"]["message"]
     assert engine.cancelled == 2
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from api_cases import SayingEngine, api, chat_dir
 
-from primerl.node.api.text import find_stop, may_begin, whole
+from primerl.node.api.stops import find_stop, may_begin, whole
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def make_state(value: int = 0) -> State:
 
 
 STATES = {1: make_state()}
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 DEADLY = [[fake.DIES, fake.TIRED], [fake.BABBLES, fake.MISCOUNTS, fake.HUGE]]
 
 
@@ -49,7 +49,7 @@ async def auditor(tmp_path: Path) -> AsyncIterator[HfAuditor]:
 @pytest.fixture
 async def hasty(tmp_path: Path) -> AsyncIterator[HfAuditor]:
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
-    auditor = HfAuditor(FP32, timeout_s=1.0, program=PROGRAM)
+    auditor = HfAuditor(FP32, timeout_s=2.0, program=PROGRAM)
     await auditor.start(tmp_path, make_run("projection", "float32"))
     yield auditor
     await auditor.close()

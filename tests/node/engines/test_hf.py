@@ -251,7 +251,7 @@ async def test_a_batch_that_nobody_waits_for_any_more_ends_at_its_next_step(
     try:
         long = [request(seed=seed, max_tokens=250, stop=()) for seed in (1, 2)]
         tasks = [asyncio.create_task(engine.generate(one)) for one in long]
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             while True:
                 if made[0].stepped:
                     break
@@ -277,7 +277,7 @@ async def test_a_load_is_not_starved_by_generation(tied: tuple[Path, State]) -> 
             seen.append((await engine.generate(request(stop=()))).policy_first)
 
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             busy = [asyncio.create_task(generate_until_seen()) for _ in range(3)]
             await asyncio.sleep(0.02)
             await engine.load(1, state)

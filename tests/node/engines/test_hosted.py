@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,8 @@ from primerl.node.weights.state import State, Tensor
 
 PROGRAM = (sys.executable, fake.__file__)
 QUICK = Pauses(first=0.01, factor=1.0)
-PATIENCE = Patience(start=30.0, load=30.0, ping=0.05, silent=20.0, stuck=1e5, end=10.0)
-DEADLINE_S = 30.0
-
-pytestmark = pytest.mark.timeout(60)
+PATIENCE = Patience(start=60.0, load=60.0, ping=0.05, silent=60.0, stuck=1e5, end=10.0)
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -78,10 +76,10 @@ async def running(
         await engine.load(0, state(1, 2, 3))
         yield engine
     finally:
-        pids = [child.pid for child in psutil.Process().children(recursive=True)]
+        started = started_processes()
         async with asyncio.timeout(DEADLINE_S):
             await engine.close()
-        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+        assert not [one for one in started if psutil.pid_exists(one.pid)]
         assert not list((model_dir / "shared").iterdir())
 
 
@@ -153,10 +151,10 @@ async def test_a_lost_engine_is_explained_and_comes_back_with_the_newest_weights
 
 
 async def test_one_that_does_not_answer_at_all_is_killed(model_dir: Path) -> None:
-    impatient = Patience(start=30.0, load=30.0, ping=0.05, silent=1.0, end=10.0)
+    impatient = Patience(start=60.0, load=60.0, ping=0.05, silent=2.0, end=10.0)
     async with running(model_dir, config(), impatient) as engine:
         [pid] = engine.pids
-        assert "no answer within 1 s" in await lost(engine, engine.generate(ask(fake.BLOCKS)))
+        assert "no answer within 2 s" in await lost(engine, engine.generate(ask(fake.BLOCKS)))
         assert engine.pids != [pid]
         assert not psutil.pid_exists(pid)
 
@@ -274,11 +272,16 @@ async def test_a_caller_that_gives_up_ends_its_request_and_not_a_load(model_dir:
 
 async def test_it_sleeps_without_work_and_wakes_for_it(model_dir: Path) -> None:
     async with running(model_dir, config(sleep_after_s=0.1)) as engine:
-        for version in range(1, 3):
-            await asyncio.sleep(0.3)
-            await engine.load(version, state(version))
-            assert await weights(engine) == [version]
-            assert (await engine.generate(ask(fake.LOOKS))).token_ids == [0, version]
+        slept, version = set[int](), 0
+        async with asyncio.timeout(DEADLINE_S):
+            while len(slept - {0}) < 2:
+                await asyncio.sleep(0.3)
+                version += 1
+                await engine.load(version, state(version))
+                assert await weights(engine) == [version]
+                waiting, times = (await engine.generate(ask(fake.LOOKS))).token_ids
+                assert waiting == 0
+                slept.add(times)
 
 
 async def test_a_start_that_fails_is_not_tried_again(model_dir: Path, tmp_path: Path) -> None:
@@ -341,8 +344,12 @@ async def test_a_half_started_engine_that_is_asked_to_end_takes_what_it_started_
 
 def started_processes() -> list[psutil.Process]:
     """The engines first."""
-    found = psutil.Process().children(recursive=True)
-    return [one for one in found if "resource_tracker" not in " ".join(one.cmdline())]
+    found = list[psutil.Process]()
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # gone since
+            if "resource_tracker" not in " ".join(one.cmdline()):
+                found.append(one)
+    return found
 
 
 def test_engines_side_by_side_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

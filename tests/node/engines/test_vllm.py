@@ -15,8 +15,10 @@ from update_cases import blended
 from vllm_cases import (
     CONFIG,
     DEADLINE_S,
+    LOADS,
     TOLERANCE,
     Case,
+    begun,
     expect_same,
     generate_all,
     near,
@@ -34,7 +36,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_v
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     # not ours to mend: what vLLM and torch say of each other when imported
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -133,10 +135,10 @@ async def test_loads_in_mid_generation_keep_requests_alive_and_the_stamps_true(
     """Versions alternate between two policies; every token must be explained by one of them."""
     await engine.load(10, case.states[0])
     one = request(30, max_tokens=400)
-    tasks = [asyncio.create_task(engine.generate(one)) for _ in range(3)]
+    tasks = await begun(engine, [one] * 3)
     version = 10
     async with asyncio.timeout(DEADLINE_S):
-        while not tasks[0].done():
+        while not tasks[0].done() and version < 10 + LOADS:
             await asyncio.sleep(0.05)
             version += 1
             await engine.load(version, case.states[version % 2])
@@ -164,10 +166,10 @@ async def test_a_load_of_the_same_weights_does_not_change_what_is_being_drawn(
     await engine.load(1000, case.states[0])
     requests = [request(10 * seed + 1, seed=seed, max_tokens=420) for seed in range(8)]
     undisturbed = await generate_all(engine, requests)
-    tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+    tasks = await begun(engine, requests)
     version = 1000
     async with asyncio.timeout(DEADLINE_S):
-        while not tasks[0].done():
+        while not tasks[0].done() and version < 1000 + LOADS:
             await asyncio.sleep(0.1)
             version += 1
             await engine.load(version, case.states[0])
@@ -181,8 +183,7 @@ async def test_a_request_that_waited_for_its_turn_is_stamped_by_the_weights_it_m
 ) -> None:
     await engine.load(2000, case.states[0])
     requests = [request(seed=seed, max_tokens=450) for seed in range(2 * CONFIG.max_batch)]
-    tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
-    await asyncio.sleep(0.1)
+    tasks = await begun(engine, requests)
     await engine.load(2001, case.states[1])
     completions = await asyncio.gather(*tasks)
     first, last = completions[0], completions[-1]

@@ -32,7 +32,7 @@ class Worker:
             self.late[key] = self.late.get(key, 0) - 1
             if self.late[key] < 0:
                 rows = np.array(self.drawn[key][:count], np.float32)
-                answers.append([key, rows.tobytes(), [[0, 3], [1, 4]], b""])
+                answers.append([key, rows.tobytes(), [[0, 3], [1, 4]], b"", b""])
         return answers
 
 

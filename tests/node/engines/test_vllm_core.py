@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_v
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     # not ours to mend: what vLLM and torch say of each other when imported
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_v
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     # not ours to mend: what vLLM and torch say of each other when imported
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

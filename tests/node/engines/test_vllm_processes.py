@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from vllm_cases import (
     DEADLINE_S,
     START_S,
     Case,
+    begun,
     expect_same,
     generate_all,
     request,
@@ -33,7 +35,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_v
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     # not ours to mend: what vLLM and torch say of each other when imported
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -51,8 +53,7 @@ async def test_an_engine_that_was_killed_comes_back_with_the_newest_weights(
     await engine.update(7001, new, changed)
     updated = await generate_all(engine, requests)
     restarts = engine.stats().restarts
-    pending = asyncio.create_task(engine.generate(request(max_tokens=400)))
-    await asyncio.sleep(0.1)
+    [pending] = await begun(engine, [request(max_tokens=400)])
     before = engine_processes()
     [process] = [one for one in before if (one.pid in engine.pids) == (victim == "host")]
     process.kill()
@@ -144,8 +145,12 @@ async def test_close_ends_a_start_and_a_load_that_are_under_way(
 
 def engine_processes() -> list[psutil.Process]:
     """Of every engine: the one that we talk to, and the one in which vLLM computes."""
-    found = psutil.Process().children(recursive=True)
-    return [one for one in found if "resource_tracker" not in " ".join(one.cmdline())]
+    found = list[psutil.Process]()
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # gone since
+            if "resource_tracker" not in " ".join(one.cmdline()):
+                found.append(one)
+    return found
 
 
 async def test_an_unknown_argument_and_an_unknown_head_size_are_refused(

@@ -17,6 +17,7 @@ import pytest_asyncio
 import torch
 from engine_cases import sharp
 from numpy.typing import NDArray
+from vllm_cases import DEADLINE_S, LOADS, begun
 
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
@@ -32,13 +33,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_v
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     # not ours to mend: what vLLM and torch say of each other when imported
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-DEADLINE_S = 120.0
 ROOM = 10
 """Blocks of 128 tokens for the keys and values of all requests."""
 SHAPE = ModelCreateConfig(
@@ -183,10 +183,10 @@ async def test_spans_say_which_weights_led_to_every_token(case: Case) -> None:
         pytest.skip("a block's proof is of one policy or of none")
     await case.engine.load(100, case.states[0])
     wanted = requests(4, prompt=20, tokens=250)
-    tasks = [asyncio.create_task(case.engine.generate(one)) for one in wanted]
+    tasks = await begun(case.engine, wanted)
     version = 100
     async with asyncio.timeout(DEADLINE_S):
-        while not tasks[0].done():
+        while not tasks[0].done() and version < 100 + LOADS:
             await asyncio.sleep(0.1)
             version += 1
             state = case.states[version % 2]

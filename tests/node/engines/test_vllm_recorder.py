@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from primerl.node.engines.sampling import draw
-from primerl.node.engines.vllm_collector import projection_proof, toploc_proof
+from primerl.node.engines.vllm_collector import projection_proof, read_told, toploc_proof
 from primerl.node.engines.vllm_options import SAMPLING
 from primerl.node.engines.vllm_recorder import Recorder
 from primerl.node.engines.vllm_sampling import Hooks
@@ -120,6 +120,8 @@ class Engine:
     runner: Runner
     recorder: Recorder
     keys: dict[str, int] = field(default_factory=dict[str, int])
+    tops: dict[str, int] = field(default_factory=dict[str, int])
+    """How many of the likeliest tokens a request wants told."""
 
     def add(self, name: str, prompt: int) -> None:
         self.runner.requests[name] = Request(prompt, known=prompt)
@@ -129,7 +131,8 @@ class Engine:
         for name in counts:
             if name not in self.keys or (self.runner.second and not self.computed(name)):
                 key = self.keys.setdefault(name, ord(name[0]))
-                extra = {SAMPLING: [key, 2**63 - key, 0.5 + key / 100]}
+                told = [0, 1.0, self.tops[name]] if name in self.tops else []
+                extra = {SAMPLING: [key, 2**63 - key, 0.5 + key / 100, *told]}
                 parameters = SimpleNamespace(extra_args=extra)
                 tokens = [0] * self.runner.requests[name].prompt
                 fresh.append(
@@ -187,7 +190,7 @@ def expect_record(engine: Engine, name: str, prompt: int) -> None:
     """What was drawn and kept for a request is what it would have been alone."""
     one = engine.runner.requests[name]
     tokens, logprobs, hidden = expected(name, prompt, len(one.tokens))
-    _, rows, _, _ = engine.collect(name)
+    _, rows, *_ = engine.collect(name)
     numbers = np.frombuffer(rows, np.float32).reshape(len(tokens), -1)
     assert one.tokens == tokens
     assert numbers[:, 0].tolist() == pytest.approx(logprobs, abs=1e-6)
@@ -397,3 +400,24 @@ def test_ranks_that_keep_nothing_draw_the_same_tokens() -> None:
         engine.step({"a": 1})
     assert silent.runner.requests == loud.runner.requests
     assert silent.recorder.collect([[silent.keys["a"], 1]], []) == []
+
+
+def test_who_asks_is_told_the_likeliest_tokens_and_who_does_not_costs_nothing(second: bool) -> None:
+    engine = make_engine(second=second, requests=2)
+    engine.tops = {"a": 3, "c": 30}
+    for name in "abc":  # the third makes the recorder grow
+        engine.add(name, 4)
+    engine.step({"a": 4, "b": 4, "c": 2})
+    engine.step({"c": 2, "b": 1, "a": 1})
+    engine.preempt("a", lost=1)
+    engine.step({"a": 5, "b": 1, "c": 1})
+    for name, most in (("a", 3), ("b", 0), ("c", VOCABULARY if VOCABULARY < 30 else 30)):
+        tokens = engine.runner.requests[name].tokens
+        found = read_told(engine.collect(name)[4], len(tokens))
+        assert len(found) == (len(tokens) if most else 0)
+        for index, row in enumerate(found):
+            logits = logits_of(name, 4 + index) / (0.5 + ord(name) / 100)
+            values, ids = torch.log_softmax(logits, -1).topk(most)
+            assert [token for token, _ in row] == ids.tolist()
+            assert [told for _, told in row] == pytest.approx(values.tolist(), abs=1e-5)
+        expect_record(engine, name, 4)

@@ -216,7 +216,8 @@ async def test_a_finite_taskset_starts_over_and_is_dealt_into_two_splits(start: 
 async def test_a_taskset_that_fails_is_an_error_in_the_episode(
     start: Start, name: str, mood: str, reason: str
 ) -> None:
-    environment = await start(name, mood=mood, deadline=0.2)
+    deadline = 0.2 if mood == "slow" else 60.0
+    environment = await start(name, mood=mood, deadline=deadline)
     episode = await environment.run(environment.task(0), says("0"))
     assert episode.branches == []
     with pytest.raises(AssertionError, match=reason):
@@ -233,11 +234,11 @@ async def test_a_rollout_whose_scoring_fails_has_no_score(start: Start) -> None:
 async def test_the_policy_may_take_longer_than_the_tasksets_deadline(start: Start) -> None:
     import asyncio
 
-    environment = await start("rows", deadline=0.05)
+    environment = await start("rows", deadline=0.5)
     answer = says("0")
 
     async def slow(prompt: Sequence[int], turn: int) -> Completion:
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.8)
         return await answer(prompt, turn)
 
     assert (await environment.run(environment.task(0), slow)).error == ""

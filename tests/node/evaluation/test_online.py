@@ -80,7 +80,7 @@ class Beside:
 
     async def quiet(self) -> None:
         """Until nothing is evaluated."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 await asyncio.sleep(0.001)
                 if self.online.version < 0:

@@ -15,7 +15,7 @@ from primerl.node.launching.placement import Placement
 from primerl.node.run_files import held
 from primerl.node.watch import NodeState
 
-QUICK = Pace(poll=0.02, view=0.02, back_off=(0.01, 0.01), leave=3.0, grace=1.0)
+QUICK = Pace(poll=0.02, view=0.02, back_off=(0.01, 0.01), leave=60.0, grace=1.0)
 CPU = Placement(None, (None,))
 BODY = """
 import os, sys, time
@@ -79,7 +79,7 @@ async def run(
 
 
 def appear(path: Path) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not path.exists():
         assert time.monotonic() < end, f"never: {path}"
         time.sleep(0.01)
@@ -169,7 +169,7 @@ async def test_who_was_well_for_long_has_all_restarts_again(
 ) -> None:
     monkeypatch.setenv("WORKERS", "5")
     dying = "if len(lines()) < 6: sys.exit(7)\n" + WORKER
-    once = Pace(poll=0.02, view=0.02, back_off=(0.01,), well=0.0, leave=3.0, grace=1.0)
+    once = Pace(poll=0.02, view=0.02, back_off=(0.01,), well=0.0, leave=60.0, grace=1.0)
     said = await run(config, CPU, Programs(TRAINER, dying), once)
     assert len(said) == 4
     assert all("starting it again" in line for line in said)

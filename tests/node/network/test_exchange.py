@@ -153,7 +153,7 @@ async def test_what_the_origin_keeps_no_longer_ends_the_fetch_at_once() -> None:
     async with World() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks[:2])
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             with pytest.raises(NetworkError, match="no longer kept"):
                 await worker.fetch(refs(chunks), [], origin)
         assert worker.holds(refs(chunks[:2]))
@@ -167,7 +167,7 @@ async def test_without_anybody_a_fetch_gives_up_and_says_so(
     async with World() as world:
         origin, worker = world.add("origin"), world.add("w0")
         world.network.drop(origin.id)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             with pytest.raises(NetworkError, match="could not be fetched from anybody"):
                 await worker.fetch(refs(chunks), [], origin)
 

@@ -31,7 +31,7 @@ async def fetch(
     for one in [*line, *holders, origin]:
         worker.peers.hint(one.id, one.transport.addresses())
     known = [one.id for one in holders]
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         await worker.fetcher.fetch(
             chunks, [one.id for one in line], origin.id, holders=lambda: known
         )

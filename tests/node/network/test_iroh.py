@@ -29,7 +29,7 @@ from primerl.node.network.transport import (
 )
 
 ALPN = b"primerl-test/1"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def build(host: str = "127.0.0.1", port: int = 0, **options: Any) -> IrohTransport:

@@ -17,7 +17,7 @@ from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
 
 RUN = b"r" * 32
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 Make = Callable[..., Libp2pDiscovery]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RUN = b"r" * 32
 TOPIC = f"primerl/{RUN.hex()}/1"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 FLOOD = 400
 
 

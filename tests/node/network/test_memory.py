@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 async def soon(work: Awaitable[T]) -> T:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         return await work
 
 
@@ -143,7 +143,7 @@ async def test_a_node_accepts_only_the_protocols_it_was_made_with() -> None:
         await connect(a, b)
     both = network.transport(C)
     for alpn in (ALPN_CONTROL, ALPN_BLOBS):
-        assert (await a.connect(C, both.addresses(), alpn, deadline=1.0)).alpn == alpn
+        assert (await a.connect(C, both.addresses(), alpn, deadline=60.0)).alpn == alpn
 
 
 async def test_connections_that_nobody_accepts_are_refused_beyond_the_backlog() -> None:

@@ -28,7 +28,7 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import MAX_CHUNK
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 DATA = bytes(range(256)) * 400
 CHUNK = ChunkRef(digest(DATA), len(DATA))
 SECRET = "hunter2"

@@ -14,7 +14,7 @@ from primerl.node.network.trio_discovery import FACT_QUEUE, TrioDiscovery
 
 T = TypeVar("T")
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class FakeLife:

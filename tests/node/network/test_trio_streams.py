@@ -19,7 +19,7 @@ from primerl.node.network.trio_streams import (
 )
 from primerl.node.network.trio_thread import TrioThread
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Raw:

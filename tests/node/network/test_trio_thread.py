@@ -28,7 +28,7 @@ async def forever(began: threading.Event, ended: threading.Event) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -115,7 +115,7 @@ async def test_events_cross_in_order() -> None:
     queue.bind(asyncio.get_running_loop())
     feeder = threading.Thread(target=lambda: [queue.put(i) for i in range(50)])
     feeder.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert [await anext(queue) for _ in range(50)] == list(range(50))
     feeder.join()
     assert queue.dropped == 0

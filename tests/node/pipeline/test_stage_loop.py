@@ -15,7 +15,7 @@ from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.memory_port import MemoryPort
 from primerl.node.pipeline.port import PortTimeout
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class Compute:
@@ -144,13 +144,13 @@ def test_time_is_counted_within_chains_only() -> None:
         near.send(frame)
         near.receive(WAIT_S)
     assert (stats.steps, stats.idle_s) == (1, 0.0)
-    time.sleep(0.05)
+    time.sleep(0.3)
     near.send(step(1, 2))
     near.receive(WAIT_S)
     near.close()
     thread.join(WAIT_S)
     assert stats.steps == 2
-    assert stats.idle_s >= 0.04
+    assert stats.idle_s >= 0.25
     assert 0.5 < stats.stall_share <= 1.0
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_v
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

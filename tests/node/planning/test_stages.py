@@ -92,13 +92,35 @@ def test_a_gpu_offers_what_its_engine_leaves_for_weights_and_cache() -> None:
     assert whole - half == pytest.approx(0.42 * 24 * GIB, rel=0.01)
     two = memory_to_offer(config(tp=2), OFF, Q8B, there=[card(24), card(24)])
     assert 1.7 * whole < two < 2.1 * whole
+    assert memory_to_offer(config(tp="auto"), OFF, Q8B, there=[card(24), card(24)]) == two
     assert memory_to_offer(config(), OFF, Q8B, there=[card(1)]) == 0
+
+
+def test_gpus_that_share_a_stage_offer_as_much_as_the_smallest_of_them_has() -> None:
+    even = memory_to_offer(config(tp=2), OFF, Q8B, there=[card(12), card(12), card(24)])
+    assert memory_to_offer(config(tp=2), OFF, Q8B, there=[card(24), card(12)]) == even
+
+
+def test_copies_of_keys_and_values_are_no_room() -> None:
+    """Two heads of them on four GPUs: each pair has the same."""
+    few = dataclasses.replace(Q8B, kv_heads=2)
+    cards = [card(24)] * 4
+    two, four = (memory_to_offer(config(tp=tp), OFF, few, there=cards) for tp in (2, 4))
+    assert four == pytest.approx(two, rel=0.02)
+
+
+def test_hf_offers_one_gpu_whatever_there_is() -> None:
+    one = memory_to_offer(config("hf"), OFF, TINY, there=[card(24)])
+    assert memory_to_offer(config("hf", tp="auto"), OFF, TINY, there=[card(24), card(24)]) == one
 
 
 def test_a_machine_without_gpus_offers_a_part_of_its_memory() -> None:
     some = memory_to_offer(config("hf"), OFF, TINY, there=[], free=16 * GIB)
     assert 10 * GIB < some < 13 * GIB
-    assert memory_to_offer(config(), OFF, Q8B, there=[], free=64 * GIB) > 30 * GIB
+    whole = memory_to_offer(config(), OFF, Q8B, there=[], free=64 * GIB)
+    assert whole > 30 * GIB
+    shared = memory_to_offer(config(tp=2), OFF, Q8B, there=[], free=64 * GIB)
+    assert whole - 4 * GIB < shared < whole  # each rank is a process
 
 
 def test_who_can_hold_the_model_is_told_so() -> None:

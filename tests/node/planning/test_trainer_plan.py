@@ -202,9 +202,12 @@ def run(**more: Any) -> RunConfig:
 
 def test_a_trainer_also_evaluates_and_audits() -> None:
     names = {line.name for line in companions(run(), SMALL, gpu=True)}
-    assert {"evaluation's network", "the auditor's networks"} < names
+    assert {"evaluation's network", "evaluation's CUDA context", "the auditor's networks"} < names
     quiet = run(evaluation={"prompts": 0})
-    assert "evaluation's network" not in {line.name for line in companions(quiet, SMALL, gpu=True)}
+    assert names - {line.name for line in companions(quiet, SMALL, gpu=True)} == {
+        "evaluation's network",
+        "evaluation's CUDA context",
+    }
 
 
 def test_the_auditor_keeps_several_small_networks_and_one_large_one() -> None:

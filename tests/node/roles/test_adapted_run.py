@@ -149,11 +149,11 @@ async def test_a_run_with_adapters_trains_publishes_and_audits_merged_weights(
         await swarm.start_trainer()
         engine: Any = noting()
         worker = swarm.add_worker("w", engine=engine)
-        summary = await swarm.finished(60.0)
+        summary = await swarm.finished()
         await worker.ended()
         metrics, (backend,) = swarm.metrics(), swarm.real
     assert summary["steps"] == 3
-    assert summary["rejected"] == {}
+    assert summary["rejected"].keys() <= {"stale"}
     assert summary["accepted"] >= 3 * 4 * 4  # every one of them audited
     # what travels is the adapters, what is loaded is what they make of the base
     base = model_files.read_state(tmp_path / "r" / "trainer" / "model")
@@ -185,15 +185,16 @@ async def test_a_worker_that_does_not_merge_what_is_new_is_found_out(
         await swarm.start_trainer()
         lazy: Any = LazyEngine(EngineConfig(device="cpu", max_model_len=64))
         swarm.add_worker("lazy", engine=lazy)
-        await swarm.wait_step(1, 60.0)
-        assert (await _rejected(swarm)).keys() <= {"wrong_model", "wrong_policy"}
+        await swarm.wait_step(1)
+        assert (await _rejected(swarm)).keys() <= {"wrong_model", "wrong_policy", "stale"}
 
 
 async def _rejected(swarm: Swarm) -> dict[str, int]:
-    """What the trainer refused, once it has refused something."""
-    async with asyncio.timeout(30.0):
+    """What the trainer refused, once it has refused something that did not merely come too late."""
+    async with asyncio.timeout(100.0):
         while True:
-            if found := (await swarm.trainer.status())["rejected"]:
+            found = (await swarm.trainer.status())["rejected"]
+            if found.keys() - {"stale"}:
                 return found
             await asyncio.sleep(0.05)
 
@@ -208,11 +209,11 @@ async def test_a_validator_fetches_the_base_and_finds_nothing_wrong(
         await swarm.seated()
         engine: Any = noting()
         swarm.add_worker("w", engine=engine)
-        await swarm.wait_step(1, 60.0)
+        await swarm.wait_step(1)
         detail = (await validator.status())["detail"]
-        summary = await swarm.finished(60.0)
+        summary = await swarm.finished()
     assert int(detail.split()[0]) > 0
-    assert summary["rejected"] == {}
+    assert summary["rejected"].keys() <= {"stale"}
 
 
 async def test_a_run_goes_on_with_the_adapters_that_it_began_with(

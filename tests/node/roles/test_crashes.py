@@ -43,7 +43,7 @@ async def test_a_killed_trainer_goes_on_in_the_same_chain_and_workers_come_back(
             assert heads.items() >= seen.items()
             seen = heads
             await swarm.start_trainer(resume=True)
-        await until(lambda: all(fakes.loads(name)[-1].version == 10 for name in swarm.workers))
+        await until(lambda: all(fakes.newest(name) == 10 for name in swarm.workers))
         fakes.go.set()  # a worker that has not found back by the end would wait for ever
         await swarm.finished()
         for worker in swarm.workers.values():
@@ -139,7 +139,7 @@ async def test_resuming_from_an_older_checkpoint_begins_a_term_that_workers_foll
         await swarm.start_trainer()
         swarm.add_worker("w1")
         swarm.add_worker("w2")
-        await swarm.wait_step(5)
+        await until(lambda: all(fakes.newest(name) == 5 for name in swarm.workers))
         await swarm.crash_trainer()
         before = swarm.heads()
         assert max(before) == (0, 5)

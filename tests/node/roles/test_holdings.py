@@ -65,7 +65,7 @@ def loaded(swarm: Swarm, name: str, version: int = 0) -> bool:
 
 async def joined(worker: Running) -> None:
     """Wait until it has all but weights."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while True:
             with suppress(NetworkError):
                 if (await worker.status())["phase"] == "catching up":
@@ -75,7 +75,7 @@ async def joined(worker: Running) -> None:
 
 async def shown(worker: Running, node: bytes) -> None:
     """Wait until a worker has heard of a node."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while True:
             if node.hex() in {row["id"] for row in await worker.peers()}:
                 return

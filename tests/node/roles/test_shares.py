@@ -88,7 +88,12 @@ class World:
         parts = {
             "ledger": self.ledger,
             "heads": SimpleNamespace(latest=lambda: SimpleNamespace(sealed=b"")),
-            "desk": SimpleNamespace(book=self.book, work_changed=nothing, reputations={}),
+            "desk": SimpleNamespace(
+                book=self.book,
+                take_back=self.book.expire,
+                work_changed=nothing,
+                reputations={},
+            ),
             "inbox": self.inbox,
             "buffer": self.buffer,
             "progress": Progress(),

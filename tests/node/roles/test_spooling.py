@@ -191,9 +191,11 @@ class SlowDisk(Ledger):
     """A ledger whose disk is busy until it is told otherwise."""
 
     ready: threading.Event
+    begun: threading.Event
 
     def spool(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
-        if not self.ready.wait(10.0):
+        self.begun.set()
+        if not self.ready.wait(60.0):
             raise StorageError("nobody let the disk go: the event loop waits for it")
         super().spool(digest, lease_id, deadline, sealed)
 
@@ -201,7 +203,7 @@ class SlowDisk(Ledger):
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[SlowDisk]:
     slow = SlowDisk(tmp_path / "ledger.db", fsync=False)
-    slow.ready = threading.Event()
+    slow.ready, slow.begun = threading.Event(), threading.Event()
     yield slow
     slow.close()
 
@@ -211,7 +213,7 @@ async def test_nobody_waits_for_the_disk_but_the_lease_itself(slow: SlowDisk) ->
     async with world.running():
         (lease,) = leases(1)
         putting = asyncio.create_task(world.spool.put(lease, work(lease)))
-        await asyncio.sleep(0.01)
+        await until(slow.begun.is_set)
         assert not putting.done()
         slow.ready.set()
         await putting
@@ -223,7 +225,7 @@ async def test_closing_waits_for_what_is_being_written(slow: SlowDisk, tmp_path:
     async with world.running():
         (lease,) = leases(1)
         putting = asyncio.create_task(world.spool.put(lease, work(lease)))
-        await asyncio.sleep(0.01)
+        await until(slow.begun.is_set)
         putting.cancel()
         threading.Timer(0.05, slow.ready.set).start()
     slow.close()

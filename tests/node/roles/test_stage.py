@@ -124,7 +124,7 @@ async def test_it_does_not_go_back() -> None:
 async def test_the_last_version_ends_it() -> None:
     bench = Bench()
     bench.engine.policy_version = 9
-    await asyncio.wait_for(bench.role.run(), 5.0)
+    await asyncio.wait_for(bench.role.run(), 60.0)
     assert bench.book.ended
 
 
@@ -132,5 +132,5 @@ async def test_an_engine_that_is_given_up_ends_the_node() -> None:
     bench = Bench()
     bench.engine.fault = EngineError("started again too often")
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(bench.role.run(), 5.0)
+        await asyncio.wait_for(bench.role.run(), 60.0)
     assert caught.group_contains(EngineError, match="too often")

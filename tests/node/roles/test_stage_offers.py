@@ -13,14 +13,17 @@ from offer_cases import NOW, RUN, TRAINER, World, key, node, offer, record
 from swarm import until
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.errors import NodeError
+from primerl.node import models
+from primerl.node.config import ModelCreateConfig
+from primerl.node.engine_config import EngineConfig, PipelineConfig
+from primerl.node.errors import NodeError, UsageError
 from primerl.node.network.links import Links
 from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.router import Router
 from primerl.node.network.rpc import receive, send
 from primerl.node.network.transport import Stream, Unreachable
-from primerl.node.roles.stages.offers import RECORD_S, Planned, StageOffers
+from primerl.node.roles.stages.offers import RECORD_S, Planned, StageOffers, make_offer
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import ControlRequest, OfferStage, StagePlanned, SyncRecords
@@ -105,14 +108,14 @@ async def net(directory: Path) -> AsyncGenerator[Net]:
     finally:
         for transport in list(found.network.transports.values()):
             await transport.close()
-        await asyncio.wait_for(running, 5.0)
+        await asyncio.wait_for(running, 60.0)
         found.world.ledger.close()
 
 
 @asynccontextmanager
 async def offering(*some: StageOffers) -> AsyncGenerator[None]:
     """These workers offer as long as the context lasts."""
-    async with asyncio.timeout(20.0), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(one.run()) for one in some]
         yield
         for task in running:
@@ -194,7 +197,7 @@ async def test_who_is_wanted_no_more_is_told_why(tmp_path: Path) -> None:
     async with net(tmp_path) as world:
         world.world.refused[node(1)] = "false work"
         with pytest.raises(NodeError, match="false work"):
-            await asyncio.wait_for(world.offers(1).run(), 10.0)
+            await asyncio.wait_for(world.offers(1).run(), 60.0)
 
 
 async def test_our_record_is_renewed_before_it_runs_out(tmp_path: Path) -> None:
@@ -295,3 +298,13 @@ async def test_a_refusal_for_now_is_no_end(tmp_path: Path) -> None:
 
         world.world.desk.offered = busy  # type: ignore[method-assign]
         assert await one._once() > 0  # pyright: ignore[reportPrivateUsage]
+
+
+def test_gpus_that_cannot_share_the_layers_are_not_offered(tmp_path: Path) -> None:
+    """Before there is a plan: one that names this node would fail at every start."""
+    models.create(tmp_path, ModelCreateConfig(), 0)
+    pp = PipelineConfig(memory_gib=1.0)
+    found = make_offer(EngineConfig(type="vllm", tp=2, device="cpu"), pp, tmp_path, "projection")
+    assert found.memory_bytes == 1 << 30
+    with pytest.raises(UsageError, match=r"engine\.tp is 3, which does not divide the model"):
+        make_offer(EngineConfig(type="vllm", tp=3, device="cpu"), pp, tmp_path, "projection")

@@ -24,17 +24,17 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-async def ended_well(swarm: StageSwarm, steps: int, late: bool = False) -> None:
+async def ended_well(swarm: StageSwarm, steps: int, timeout: float = 100.0) -> None:
     """The run reached its end, and the whole model found nothing wrong with any rollout.
 
-    `late`: what was made before a crash may have come too late to be learned from.
+    What a slow worker makes, or one of before a crash, may come too late to be learned from.
     """
-    summary = await swarm.finished(60.0)
+    summary = await swarm.finished(timeout)
     for worker in swarm.workers.values():
         if worker.task is not None:
             await worker.ended()
     assert summary["steps"] == steps
-    assert set(summary["rejected"]) <= ({"stale"} if late else set())
+    assert set(summary["rejected"]) <= {"stale"}
     assert summary["accepted"] >= steps * BATCH
 
 
@@ -47,7 +47,7 @@ async def test_two_nodes_that_hold_half_a_model_each_do_the_work_of_one_worker(
     tmp_path: Path, tiny: Path
 ) -> None:
     """The way between them is cut for a moment, too."""
-    async with StageSwarm(tmp_path, tiny, **lasting(3)) as swarm:
+    async with StageSwarm(tmp_path, tiny, **lasting(4)) as swarm:
         await swarm.start_trainer()
         first = swarm.add_stage("a", 2, rank=0)
         second = swarm.add_stage("b", 2, rank=1)
@@ -56,12 +56,14 @@ async def test_two_nodes_that_hold_half_a_model_each_do_the_work_of_one_worker(
         assert [row["layers"] for row in rows] == ["0-1", "2-3"]
         assert all(row["bytes_out"] > 0 for row in rows)
         swarm.network.partition(first.node_id, second.node_id)
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(100.0):
+            while (await first.status())["stage"]["state"] == "whole":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         swarm.network.heal(first.node_id, second.node_id)
         _, row = await swarm.stage(0)
         assert row["epoch"] > rows[0]["epoch"]
-        assert row["breaks"] == 1
-        await ended_well(swarm, 3)
+        assert row["breaks"] >= 1
+        await ended_well(swarm, 4)
 
 
 async def test_a_spare_takes_the_place_of_a_stage_that_dies(tmp_path: Path, tiny: Path) -> None:
@@ -87,16 +89,17 @@ async def test_a_spare_takes_the_place_of_a_stage_that_dies(tmp_path: Path, tiny
 
 @pytest.mark.slow
 async def test_the_first_of_three_stages_may_die(tmp_path: Path, tiny: Path) -> None:
-    """Its leases run out, as those of any worker do; somebody else takes its place."""
-    rollouts = {"lease_timeout_s": 10.0}
+    """Somebody else takes its place, and its leases go to others though they would not run out for an hour."""
+    rollouts = {"lease_timeout_s": 3600.0, "batch_timeout_s": 300.0}
     async with StageSwarm(tmp_path, tiny, **lasting(5, rollouts=rollouts)) as swarm:
         await swarm.start_trainer()
         for name in ("a", "b", "c", "d"):
             swarm.add_stage(name, 3)
-        await swarm.wait_step(1)
+        await swarm.wait_step(1, timeout=120.0)
         lost, _ = await swarm.stage(0)
         await swarm.crash_worker(lost)
-        await ended_well(swarm, 5, late=True)
+        await ended_well(swarm, 5, timeout=180.0)
+        assert swarm.metrics()[-1]["leases/expired"] > 0
 
 
 @pytest.mark.slow
@@ -113,4 +116,4 @@ async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: 
         await swarm.wait_step(4)
         _, after = await swarm.stage(0)
         assert (after["group"], after["generation"]) == (before["group"], before["generation"])
-        await ended_well(swarm, 5, late=True)
+        await ended_well(swarm, 5)

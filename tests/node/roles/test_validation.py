@@ -38,7 +38,8 @@ async def test_a_validator_audits_for_the_trainer(tmp_path: Path, model_dir: Pat
         summary = await swarm.finished()
         await validator.ended()  # by itself, as a worker does
         verdicts = swarm.verdicts()
-    assert (summary["steps"], summary["rejected"]) == (40, {})
+    assert summary["steps"] == 40
+    assert summary["rejected"].keys() <= {"stale"}
     remote = [one for one in verdicts if one.validator == VALIDATOR.node_id]
     assert len(remote) > 4
     assert auditor.items >= sum(one.audited for one in remote)
@@ -142,5 +143,5 @@ async def test_a_node_that_is_no_validator_of_the_run_tells_its_operator_what_to
     async with AuditedSwarm(tmp_path, model_dir, fakes=fakes, validators=[bytes(32)]) as swarm:
         await swarm.start_trainer()
         swarm.add_validator(BentAuditor(fakes))
-        await until(lambda: "verification.validators" in caplog.text, 20.0)
+        await until(lambda: "verification.validators" in caplog.text)
         assert VALIDATOR.node_id.hex() in caplog.text

@@ -410,7 +410,7 @@ async def reports_of(tmp_path: Path, count: int, data: bytes, **changes: Any) ->
     links = Desk(data, count, **changes)
     role, book, ledger = validator(links, tmp_path)
     running = asyncio.create_task(role.run())
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         await links.ended.wait()
     await book.end("enough")
     await running
@@ -439,7 +439,7 @@ async def test_a_validator_whose_auditor_fails_thrice_ends(tmp_path: Path) -> No
     links = Desk(bundle(), 99)
     role, _, ledger = validator(links, tmp_path, dead=True)
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await role.run()
     ledger.close()
     assert [made.failed for made in links.reports] == ["no memory left"] * MAX_FAILURES

@@ -207,7 +207,7 @@ async def test_a_worker_that_is_banned_knows_why_without_the_trainer(
     async with Swarm(tmp_path, model_dir, fakes=fakes) as swarm:
         await swarm.start_trainer()
         worker = swarm.add_worker("worker", engine=NoProofEngine(fakes, "worker"))
-        await until(lambda: "gives this node no work" in caplog.text, 20.0)
+        await until(lambda: "gives this node no work" in caplog.text)
         running = explain(worker.data_dir, "")  # beside the running node
         rejected = (await worker.status())["rejected"]
     assert rejected.keys() == {"bad_proof"}

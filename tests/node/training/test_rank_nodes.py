@@ -27,7 +27,7 @@ def config(port: int, start_timeout_s: float = 60.0) -> TrainingConfig:
         ranks=1,
         nodes=2,
         rendezvous=f"127.0.0.1:{port}",
-        timeout_s=5.0,
+        timeout_s=10.0,
         start_timeout_s=start_timeout_s,
     )
     return TrainingConfig(device="cpu", threads=1, fsdp=fsdp)
@@ -65,10 +65,10 @@ async def test_ranks_of_two_machines_train_together_and_end_together() -> None:
         await ranks.start()
         assert len(ranks.pids) == 2
         assert ranks.pids[1] == 0  # not ours to kill
-        await ranks.ask(Start("model", 10, 0, 1.0), 20.0)
-        assert await ranks.ask(step(1, fake.FINE), 20.0) == Figures({"steps": 1.0, "ranks": 2.0})
+        await ranks.ask(Start("model", 10, 0, 1.0), 60.0)
+        assert await ranks.ask(step(1, fake.FINE), 60.0) == Figures({"steps": 1.0, "ranks": 2.0})
         await ranks.close()
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60.0):
             assert await other.wait() == 0
 
 
@@ -78,10 +78,10 @@ async def test_a_machine_that_dies_ends_all() -> None:
     ranks = RankGroup(settings, 1, FAKE)
     async with other_machine(settings) as other:
         await ranks.start()
-        await ranks.ask(Start("model", 10, 0, 1.0), 20.0)
+        await ranks.ask(Start("model", 10, 0, 1.0), 60.0)
         os.killpg(other.pid, signal.SIGKILL)
         with pytest.raises(RankFailed):
-            await ranks.ask(step(1, fake.SLOW), 20.0)
+            await ranks.ask(step(1, fake.SLOW), 60.0)
         await ranks.close()
 
 

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in range(ranks.RANKS)
     ]
     try:
-        said = [one.communicate(timeout=90)[0].decode() for one in started]
+        said = [one.communicate(timeout=240)[0].decode() for one in started]
     finally:
         for one in started:
             one.kill()

@@ -16,7 +16,7 @@ from primerl.node.pipeline.memory_port import MemoryPort, pair
 from primerl.node.pipeline.micro_batches import MicroBatches
 from primerl.node.pipeline.port import Port, PortClosed
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 Change = Callable[[Frame], Frame | None]
 
 

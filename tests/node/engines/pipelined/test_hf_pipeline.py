@@ -180,7 +180,7 @@ async def recovers(pipeline: LocalPipeline, words: str) -> None:
 async def test_a_ring_that_gives_nothing_back_is_broken_after_a_while_and_not_for_ever(
     tied: Model,
 ) -> None:
-    engine = LocalPipeline(FP32, plan_of(2, shape_of()), stall_s=0.3)
+    engine = LocalPipeline(FP32, plan_of(2, shape_of()), stall_s=1.5)
     try:
         await started(engine, *tied)
         engine.ports.tamper = lambda _, frame: replace(frame, epoch=0)

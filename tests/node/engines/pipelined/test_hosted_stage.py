@@ -31,7 +31,7 @@ from primerl.node.errors import EngineError, UsageError
 from primerl.node.frames import HEAD_BYTES, body_length
 from primerl.node.pipeline.place import Place
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def place(rank: int = 0, **fields: Any) -> Place:

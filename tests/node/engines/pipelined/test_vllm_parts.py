@@ -16,6 +16,7 @@ from primerl.node.engines.pipelined.step_codec import Going, New
 from primerl.node.engines.pipelined.vllm_encoder import Encoder
 from primerl.node.engines.pipelined.vllm_place import (
     VARIABLE,
+    check_passes,
     check_placed,
     decode_place,
     encode_place,
@@ -216,7 +217,7 @@ def test_what_was_drawn_twice_counts_once() -> None:
     kept.file(["a"], [3], numbers(-1), b"")
     kept.file(["a"], [4], numbers(-2), b"")
     kept.file(["a"], [4], numbers(-2), b"")
-    ((_, rows, _, _, crossing),) = kept.collect([[4, 2]], [])
+    ((_, rows, *_, crossing),) = kept.collect([[4, 2]], [])
     assert np.frombuffer(rows, np.float32).reshape(2, -1)[:, 0].tolist() == [-1, -2]
     assert crossing == []
 
@@ -264,17 +265,39 @@ def test_a_place_travels_in_the_environment() -> None:
 
 def test_every_stage_is_started_alike_but_for_its_layers() -> None:
     model = MODEL | {"num_hidden_layers": place().plan.layers}
-    first, last = (placed_arguments(place(rank), model) for rank in range(2))
+    first, last = (placed_arguments(place(rank), model, 1) for rank in range(2))
     differs = {name for name in first if first[name] != last[name]}
     assert differs <= {"worker_extension_cls", "kv_cache_memory_bytes"}
     assert first["num_gpu_blocks_override"] == SHAPE.kv_tokens // SHAPE.block_size + 1
     assert first["async_scheduling"] is False
 
 
+def test_ranks_share_keys_and_values_as_far_as_there_are_heads() -> None:
+    """Of the model's two heads four ranks hold two copies; what the plan says stays the plan's."""
+    model = MODEL | {"num_hidden_layers": place().plan.layers}
+    alone, two, four = (placed_arguments(place(), model, tp) for tp in (1, 2, 4))
+    assert alone["kv_cache_memory_bytes"] == 2 * two["kv_cache_memory_bytes"]
+    assert four["kv_cache_memory_bytes"] == two["kv_cache_memory_bytes"]
+    differs = {name for name in alone if alone[name] != two[name]}
+    assert differs == {"tensor_parallel_size", "kv_cache_memory_bytes"}
+    fit = place(kv_tokens=4 * SHAPE.max_model_len, dtype="float32")
+    check_placed(EngineConfig(type="vllm", tp=2), fit, model)
+
+
+def test_passes_that_leave_a_rank_a_part_of_the_states_are_refused() -> None:
+    check_passes(None)
+    check_passes({"pass_config": {"enable_sp": False, "fuse_norm_quant": True}})
+    check_passes(SimpleNamespace(pass_config=SimpleNamespace(fuse_norm_quant=True)))
+    with pytest.raises(UsageError, match=r"pass_config\.enable_sp"):
+        check_passes({"pass_config": {"enable_sp": True}})
+    with pytest.raises(UsageError, match="fuse_gemm_comms"):
+        check_passes(SimpleNamespace(pass_config=SimpleNamespace(fuse_gemm_comms=True)))
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tp": 2}, "engine.tp is 2"),
+        ({"vllm": {"compilation_config": {"pass_config": {"enable_sp": True}}}}, "enable_sp"),
         ({"dp": 2}, "engine.dp is 2"),
         ({"pp": 2}, "engine.pp is 2"),
         ({"sleep_after_s": 3.0}, "does not sleep"),
