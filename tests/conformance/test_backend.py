@@ -33,7 +33,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(
-    loop_scope="module", scope="module", params=["counting", "fsdp", "local", "process"]
+    loop_scope="module",
+    scope="module",
+    params=["counting", "fsdp", "local", pytest.param("process", marks=pytest.mark.slow)],
 )
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
     """One backend at a time: ranks take seconds to start, so each takes the place of the last one there."""
