@@ -76,6 +76,16 @@ class RunFailed(NodeError):
     exit_code = 8
 
 
+def one_line(error: object) -> str:
+    """A foreign error's text, short enough for a message of ours."""
+    return " ".join(str(error).split())[:300]
+
+
+def named_line(error: BaseException) -> str:
+    """As one_line(), with the name of its class, which says more than the text of many errors."""
+    return one_line(f"{type(error).__name__} {error}")
+
+
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error to report of a task group that fell: a NodeError if there is one, else the first."""
     leaves = list(_leaves(group))

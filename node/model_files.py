@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..crypto.hashing import short
-from .errors import EngineError, StorageError
+from .errors import EngineError, StorageError, one_line
 from .json_files import read_json as read_json
 from .tensors import from_torch, to_torch
 from .weights.mirror import prove
@@ -59,11 +59,6 @@ def layer_count(directory: Path) -> int:
     config = read_json(directory / "config.json")
     layers = (config.get("text_config") or config).get("num_hidden_layers")
     return layers if isinstance(layers, int) else 0
-
-
-def one_line(error: object) -> str:
-    """A foreign error's text, short enough for a message of ours."""
-    return " ".join(str(error).split())[:300]
 
 
 def read_state(directory: Path) -> State:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import ModelCreateConfig
-from .errors import EngineError
+from .errors import EngineError, one_line
 from .model_files import (
     CONTRACT_PATTERNS,
     WEIGHT_PATTERNS,
     contract_files,
     export,
-    one_line,
     read_json,
     read_state,
     vocab_size,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import models
 from ..environments.chat import ChatFormat
 from ..environments.environment import EnvironmentFailed
-from ..errors import UsageError
+from ..errors import UsageError, one_line
 from .replies import Call, Reader, Reply, Tool, read_call
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ def open_reader(form: str, model_name: str, model_dir: Path, chat: ChatFormat) -
         renderer = _make(found, parser, model_dir)
     except (*FAULTS, RuntimeError, OSError) as error:
         if form == AUTO:
-            logger.warning("calls of tools are not read: %s", models.one_line(error))
+            logger.warning("calls of tools are not read: %s", one_line(error))
             return None
         raise UsageError(
-            f"api.reply_form {form!r} does not fit this model ({models.one_line(error)}): name the renderer "
+            f"api.reply_form {form!r} does not fit this model ({one_line(error)}): name the renderer "
             "of its family, or none"
         ) from error
     if renderer is None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from ...protocol.manifests import RunManifest
 from ..config import EngineConfig
 from ..engines.compute import ComputeThread
-from ..errors import EngineError
-from ..model_files import one_line
+from ..errors import EngineError, one_line
 from ..weights.state import State
 from .auditor import AuditItem, Measured, Unreadable
 from .portions import first_portion

@@ -9,9 +9,8 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from ..errors import EngineError, StorageError
+from ..errors import EngineError, StorageError, one_line
 from ..frames import frame
-from ..model_files import one_line
 from ..processes import leave_with_parent
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import State

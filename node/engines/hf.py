@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import EngineConfig
-from ..errors import EngineError
-from ..model_files import one_line
+from ..errors import EngineError, one_line
 from ..weights.state import Changed, State
 from .compute import ComputeThread
 from .engine import Completion, EngineStats, GenerateRequest

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine_config import EngineConfig
-from ..errors import EngineError, EngineLost, UsageError
+from ..errors import EngineError, EngineLost, UsageError, named_line
 from .engine import Completion, EngineStats, GenerateRequest
 from .replica import Finding, Written
 from .requests import find_fingerprint
@@ -77,7 +77,7 @@ class VllmCore:
             )  # it takes many seconds
         except START_FAULTS as error:
             raise EngineError(
-                f"vLLM did not start on {model_dir} ({line_of(error)}): see its log lines above"
+                f"vLLM did not start on {model_dir} ({named_line(error)}): see its log lines above"
             ) from error
         self._pids = await self._rpc("primerl_attach", os.getpid())
         if fault := next(filter(None, await self._rpc("primerl_record", fingerprint)), ""):
@@ -226,9 +226,11 @@ class VllmCore:
             async for output in stream:
                 final = output
         except ValueError as error:
-            raise EngineError(f"vLLM refuses a request ({line_of(error)}): shorten it") from error
+            raise EngineError(
+                f"vLLM refuses a request ({named_line(error)}): shorten it"
+            ) from error
         except (vllm.EngineDeadError, vllm.EngineGenerateError) as error:
-            raise self._lost(line_of(error)) from error
+            raise self._lost(named_line(error)) from error
         finally:
             self._meter.end()
         output = final.outputs[0]
@@ -257,7 +259,7 @@ class VllmCore:
         try:
             return await call
         except Exception as error:  # vLLM turns whatever happens in its processes into a bare one
-            raise self._lost(f"failed ({line_of(error)})") from error
+            raise self._lost(f"failed ({named_line(error)})") from error
 
 
 # -- starting and ending ---------------------------------------------------------------------------
@@ -344,8 +346,3 @@ def _kill_children(pids: Sequence[int]) -> None:
         if child.pid in pids:
             child.kill()
             child.join(CLOSE_TIMEOUT_S)
-
-
-def line_of(error: BaseException) -> str:
-    """What it says, in one line."""
-    return " ".join(f"{type(error).__name__} {error}".split())[:300]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from ..errors import named_line, one_line
 from .handover import (
     POSITIONS,
     VALUES,
@@ -101,7 +102,7 @@ class WorkerExtension:
         try:
             hooks.install()
         except RuntimeError as error:
-            return " ".join(str(error).split())[:300]
+            return one_line(error)
         head = model.dtype if hooks.second else torch.float32
         for rows in (1, 2, 16):  # triton compiles for each of these
             recorder.warm_up(
@@ -149,7 +150,7 @@ class WorkerExtension:
         if not self._primerl_staging.done():
             return None
         error = self._primerl_staging.exception()
-        return "" if error is None else " ".join(f"{type(error).__name__} {error}".split())[:300]
+        return "" if error is None else named_line(error)
 
     def primerl_write(self, version: int) -> int:
         """Write the update that is ready, while no step runs. Returns how many elements it wrote."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import models
 from ..environments.chat import ChatFormat
-from ..errors import UsageError
+from ..errors import UsageError, one_line
 from .rows import BadRow, Conversation, RawText
 from .template import TemplateTokenizer, Tokens
 
@@ -99,6 +99,6 @@ def open_renderer(name: str, model_name: str, model_dir: Path) -> "Renderer | No
         return create_renderer(tokenizer, config)
     except _FAULTS as error:
         raise UsageError(
-            f"data.renderer {name!r} does not fit the model ({models.one_line(error)}): use "
+            f"data.renderer {name!r} does not fit the model ({one_line(error)}): use "
             '"template", or the renderer of its family'
         ) from error

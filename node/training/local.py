@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import EngineError
+from ..errors import EngineError, one_line
 from ..training_config import TrainingConfig
 from ..weights.state import State
 from .backend import (
@@ -135,7 +135,7 @@ class LocalBackend:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except (RuntimeError, ValueError) as error:  # torch's errors, out of memory among them
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise EngineError(
                 f"the trainer failed: {reason}; if memory ran out, lower training.seq_len"
             ) from error

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ....protocol.pipelines import PipelineShape
-from ...errors import EngineError
+from ...errors import EngineError, one_line
 from ...fingerprints.fingerprint import ProofFailed
 from ...fingerprints.projection import pack as pack_projected
 from ...fingerprints.projection import signs
-from ...model_files import one_line
 from ...pipeline import boundaries
 from ...pipeline.frame import Array, Frame, Kind
 from ...pipeline.place import Place

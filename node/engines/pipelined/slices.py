@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import models
-from ...errors import EngineError
-from ...model_files import one_line
+from ...errors import EngineError, one_line
 from ...pipeline.place import Place
 from ...weights.state import Changed, State
 from ...weights.state import Tensor as StateTensor

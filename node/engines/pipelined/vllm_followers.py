@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from ...errors import EngineError
+from ...errors import EngineError, named_line
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def obey(pipe: Connection, call: Call) -> None:
             answer = number, str(error), True, None
         except Exception as error:  # whatever vLLM raises: who asked has to hear of it
             traceback.print_exc()
-            words = " ".join(f"{type(error).__name__} {error}".split())[:300]
+            words = named_line(error)
             answer = number, words, False, None
         pipe.send(answer)
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...engine_config import EngineConfig
-from ...errors import EngineError, EngineLost
+from ...errors import EngineError, EngineLost, named_line
 from ...pipeline.frame_codec import FrameLimits
 from ...pipeline.place import Place
 from ...pipeline.port import Port, PortClosed
@@ -54,7 +54,7 @@ class StageCore:
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM's worker with dummy weights. Raises EngineError, UsageError."""
-        from ..vllm import START_FAULTS, line_of
+        from ..vllm import START_FAULTS
 
         fingerprint = fingerprint and find_fingerprint(fingerprint).name
         shape = read_shape(model_dir)
@@ -63,7 +63,7 @@ class StageCore:
         except START_FAULTS as error:
             traceback.print_exc()
             raise EngineError(
-                f"vLLM did not start on {model_dir} ({line_of(error)}): see its log lines above"
+                f"vLLM did not start on {model_dir} ({named_line(error)}): see its log lines above"
             ) from error
         self._thread = threading.Thread(target=self._serve, name="primerl-stage", daemon=True)
         self._thread.start()

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ...errors import named_line
 from . import attention
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def activate(
             return True
         fault = "it computes something else than plain attention"
     except _FAULTS as error:
-        fault = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        fault = named_line(error)
     logger.warning("FlashAttention-3 is installed but not used: %s", fault)
     switch_off()
     return False

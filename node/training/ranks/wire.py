@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from ...errors import one_line
 from .calls import MAX_FRAME
 
 CONFIG_KEY = "primerl/config"
@@ -79,7 +80,7 @@ class Wire:
         try:
             dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
         except RuntimeError as error:
-            raise Missing(_named(str(error)), " ".join(str(error).split())[:300]) from error
+            raise Missing(_named(str(error)), one_line(error)) from error
 
 
 def hand_out_config(config: str | None, size: int, rank: int) -> str:
