@@ -100,7 +100,7 @@ class LineOut:
                 stream = await connection.open_stream()
                 await send(stream, OpenLine(self._sealed, self._epoch))
                 await receive_reply(stream, Accepted)
-        except BaseException as error:
+        except BaseException as error:  # also when cancelled: a stream half opened is nobody's
             if stream is not None:
                 await stream.abort()
             if isinstance(error, TransportError):

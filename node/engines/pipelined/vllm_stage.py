@@ -28,6 +28,7 @@ from ..replica import Finding, Written
 from ..requests import find_fingerprint
 from ..vllm_ranks import judge
 from ..vllm_shape import read_shape
+from .vllm_followers import FAILED
 from .vllm_place import START_SHARE, check_placed, environment_of, placed_arguments
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class StageCore:
                     time.sleep(AGAIN_S)
         except BaseException:  # a bug, or a device that is lost: the node starts another process
             traceback.print_exc()
-            os._exit(70)
+            os._exit(FAILED)
 
 
 def _staged(ranks: Any) -> str:
