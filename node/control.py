@@ -5,7 +5,6 @@ The socket belongs to its owner alone (0600, in a 0700 directory); it is never a
 
 import asyncio
 import json
-import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from .errors import BusyError, NetworkError, NodeError
+from .unix_sockets import short
 
 SOCKET_NAME = "control.sock"
 MAX_LINE = 4 * 1024 * 1024
@@ -198,13 +198,12 @@ class ControlServer:
     async def start(self) -> None:
         """Listen. Raises BusyError if a node already answers there."""
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if len(os.fsencode(self._path)) > 100:
-            raise NodeError(f"{self._path} is too long for a socket: use a shorter --data-dir")
         if self._path.exists():
             if _answers(self._path):
                 raise BusyError(f"a node already runs in {self._path.parent}: stop it first")
             self._path.unlink()
-        self._server = await asyncio.start_unix_server(self._serve, self._path, limit=MAX_LINE)
+        with short(self._path) as name:
+            self._server = await asyncio.start_unix_server(self._serve, name, limit=MAX_LINE)
         self._path.chmod(0o600)
 
     async def close(self) -> None:
@@ -250,9 +249,7 @@ def ask(data_dir: Path, command: str) -> Any:
     """
     path = socket_path(data_dir)
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(ASK_TIMEOUT_S)
-            connection.connect(str(path))
+        with _connected(path, ASK_TIMEOUT_S) as connection:
             connection.sendall(json.dumps({"command": command}).encode() + b"\n")
             reply = _read_line(connection)
     except (FileNotFoundError, ConnectionError) as error:
@@ -279,9 +276,19 @@ def _read_line(connection: socket.socket) -> bytes:
 
 def _answers(path: Path) -> bool:
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(1.0)
-            connection.connect(str(path))
+        _connected(path, 1.0).close()
     except OSError:
         return False
     return True
+
+
+def _connected(path: Path, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        with short(path) as name:
+            connection.connect(name)
+    except BaseException:  # also when interrupted: a socket that is not used is closed
+        connection.close()
+        raise
+    return connection

@@ -6,23 +6,20 @@ process behind that was replaced.
 
 import asyncio
 import logging
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.version import MIB
-from ..errors import NodeError
 from ..pipeline.frame_codec import FrameLimits
+from ..unix_sockets import short
 from .outbox import Outbox
 from .packets import Packet, read_packet
 from .together import together
 
 logger = logging.getLogger(__name__)
 
-MAX_PATH = 100
-"""Bytes that every system takes for a socket's path."""
 BUFFER = 4 * MIB
 SETTLE_S = 2.0
 
@@ -58,11 +55,10 @@ class LocalEnd:
         return self._writer is not None
 
     async def __aenter__(self) -> "LocalEnd":
-        if len(os.fsencode(self.path)) > MAX_PATH:
-            raise NodeError(f"{self.path} is too long for a socket: use a shorter directory")
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._accept, self.path, limit=BUFFER)
+        with short(self.path) as name:
+            self._server = await asyncio.start_unix_server(self._accept, name, limit=BUFFER)
         self.path.chmod(0o600)
         return self
 

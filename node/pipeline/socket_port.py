@@ -10,8 +10,10 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from ...protocol.errors import LocalProtocolError, RemoteProtocolError
+from ..unix_sockets import short
 from .frame import Frame
 from .frame_codec import (
     PREFIX_BYTES,
@@ -146,7 +148,8 @@ def _connect(path: str, within_s: float) -> socket.socket:
     while True:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            made.connect(path)
+            with short(Path(path)) as name:
+                made.connect(name)
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
             made.close()
             if time.monotonic() >= until:

@@ -1,5 +1,6 @@
 """The command line in this process, in an empty directory, with no node of the real user in sight."""
 
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,15 +34,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
     """primerl-node, as `cli("status", "--json")`."""
+    log = logging.getLogger()
+    before, level = log.handlers[:], log.level
 
     def run(*args: str) -> Ran:
         code = execute(list(args))
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 
-    return run
+    yield run
+    for handler in set(log.handlers) - set(before):  # a node's own log, on a stderr that ends here
+        log.removeHandler(handler)
+        handler.close()
+    log.setLevel(level)
 
 
 @pytest.fixture

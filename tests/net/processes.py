@@ -101,8 +101,11 @@ class Nodes:
     def until(self, what: str, condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
         """Wait for a condition; a program that died meanwhile ends the wait with its output."""
         deadline = time.monotonic() + timeout
+        lived = [program for program in self.programs if program.process.poll() is None]
         while not condition():
             assert time.monotonic() < deadline, f"no {what}: {self.logs()}"
+            dead = [program.log.name for program in lived if program.process.poll() is not None]
+            assert not dead or condition(), f"no {what}, and {dead} ended: {self.logs()}"
             time.sleep(0.1)
 
     def has_ticket(self) -> bool:

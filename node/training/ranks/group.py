@@ -22,6 +22,7 @@ from ...errors import EngineError, RankFailed
 from ...frames import HEAD_BYTES, body_length, frame
 from ...processes import LogTail, end_process, kill_group, to_the_end
 from ...training_config import TrainingConfig
+from ...unix_sockets import short
 from .blame import Blame
 from .calls import (
     MAX_FRAME,
@@ -57,8 +58,6 @@ END_S = 20.0
 """How long ranks may take to end in peace."""
 KILL_S = 5.0
 """How long torchrun may take to reap its killed ranks."""
-MAX_PATH = 100
-"""Bytes of a Unix socket's path."""
 MAX_HELLO = 1024
 SOCKET = "rank0"
 
@@ -170,8 +169,6 @@ class RankGroup:
 
     async def _start(self) -> None:
         path = self.directory / SOCKET
-        if len(os.fsencode(path)) > MAX_PATH:
-            raise EngineError(f"{path} is too long for a socket: set TMPDIR to a shorter folder")
         token = secrets.token_hex(32)
         fsdp = self._config.fsdp
         server, connected = await _listen(path, token)
@@ -371,4 +368,5 @@ async def _listen(path: Path, token: str) -> tuple[asyncio.Server, "asyncio.Futu
             logger.warning("somebody else wants to be rank 0: turned away")
             writer.close()
 
-    return await asyncio.start_unix_server(accept, path), connected
+    with short(path) as name:
+        return await asyncio.start_unix_server(accept, name), connected

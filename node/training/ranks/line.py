@@ -18,6 +18,7 @@ from typing import NoReturn
 from ...errors import EngineError
 from ...frames import HEAD_BYTES, body_length, frame
 from ...processes import PARENT_VARIABLE, leave_with_parent
+from ...unix_sockets import short
 from .calls import (
     EXIT_LOST,
     MAX_FRAME,
@@ -55,7 +56,8 @@ class Line:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.settimeout(timeout_s)
-            connection.connect(path)
+            with short(Path(path)) as name:
+                connection.connect(name)
             connection.sendall(frame(Hello(token), MAX_FRAME))
         except OSError as error:
             raise EngineError(f"the daemon cannot be reached ({error}): it has ended") from error
