@@ -21,6 +21,7 @@ from .fields import Fields
 from .ids import new_id
 from .messages import messages
 from .replies import Reader, Reply, call_rows, reasoning_fields
+from .template_options import read_options
 from .text import Text
 from .tools import read_tools
 
@@ -55,8 +56,9 @@ class ChatFace:
             tools=read_tools(fields, readable=text.reader is not None),
             one_call=not fields.switch("parallel_tool_calls", True),
         )
+        options = read_options(fields, text.options)
         fields.finish()
-        prompt = check_prompt(await text.prompt(said, asked.tools), served, "messages")
+        prompt = check_prompt(await text.prompt(said, asked.tools, options), served, "messages")
         return replace(asked, prompts=(prompt,))
 
     def whole(

@@ -34,18 +34,34 @@ class Text:
         chat = ChatFormat.load(model_dir, needs_template=False)
         return cls(chat, open_reader(form, model_name, model_dir, chat))
 
+    @property
+    def options(self) -> frozenset[str]:
+        """See ChatFormat."""
+        return self._chat.options
+
     async def prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation up to where the model speaks. Raises ApiError."""
+        """Token ids of a conversation up to where the model speaks; `options` are the template's.
+
+        Raises ApiError.
+        """
         try:
-            return tuple(await asyncio.to_thread(self._prompt, messages, tools))
+            return tuple(await asyncio.to_thread(self._prompt, messages, tools, options or {}))
         except EnvironmentFailed as error:
             raise bad("messages", str(error)) from error
 
-    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[int]:
-        text = self._chat.render(messages, tools=tools)
-        if tools and text == self._chat.render(messages):
+    def _prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+    ) -> list[int]:
+        text = self._chat.render(messages, tools=tools, options=options)
+        if tools and text == self._chat.render(messages, options=options):
             raise bad(
                 "tools",
                 "not supported (this model's chat template shows no tools): describe them in the messages",

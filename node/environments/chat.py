@@ -32,6 +32,10 @@ _TEMPLATE_FAULTS = (
 )
 """What a foreign template's own mistakes raise, besides jinja's errors."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_GIVEN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", *_SPECIAL_NAMES}
+)
+"""What templates ask for that is no option: it is given, or left out for everybody."""
 
 
 class Chat(Protocol):
@@ -69,6 +73,7 @@ class ChatFormat:
         *,
         variables: Mapping[str, str],
         stop_token_ids: tuple[int, ...],
+        options: frozenset[str] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -76,6 +81,8 @@ class ChatFormat:
         self._known = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
         self.stop_token_ids: tuple[int, ...] = stop_token_ids
         """Ascending; the ids that models.stop_token_ids() finds."""
+        self.options = options
+        """What the template asks for beside the conversation: `enable_thinking`, for one."""
 
     @classmethod
     def load(cls, model_dir: Path, *, needs_template: bool = True) -> "ChatFormat":
@@ -95,10 +102,12 @@ class ChatFormat:
         tokenizer.no_truncation()
         settings = _read_json(model_dir / "tokenizer_config.json")
         variables = {name: _text(settings.get(name)) for name in _SPECIAL_NAMES}
+        template, asked = _compile(_template_text(model_dir, settings, needed=needs_template))
         return cls(
             tokenizer,
-            _compile(_template_text(model_dir, settings, needed=needs_template)),
+            template,
             variables=variables,
+            options=asked - _GIVEN,
             stop_token_ids=_stop_token_ids(model_dir, tokenizer, variables["eos_token"]),
         )
 
@@ -160,9 +169,10 @@ class ChatFormat:
         *,
         generate: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, up to where the model speaks if `generate`. Raises
-        EnvironmentFailed."""
+        """The text of a conversation, up to where the model speaks if `generate`; of `options` those in
+        self.options count. Raises EnvironmentFailed."""
         from jinja2 import TemplateError
 
         try:
@@ -171,6 +181,7 @@ class ChatFormat:
                 add_generation_prompt=generate,
                 tools=list(tools) if tools else None,
                 documents=None,
+                **{k: v for k, v in (options or {}).items() if k in self.options},
                 **self._variables,
             )
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
@@ -223,10 +234,12 @@ def _template_text(model_dir: Path, settings: Mapping[str, Any], *, needed: bool
     return template
 
 
-def _compile(text: str) -> "jinja2.Template":
+def _compile(text: str) -> tuple["jinja2.Template", frozenset[str]]:
     """Compile as transformers does, but without `strftime_now`: a prompt with today's date in it would
-    be another prompt on the validator tomorrow, and templates have a fixed date to fall back on."""
-    from jinja2 import TemplateError, nodes
+    be another prompt on the validator tomorrow, and templates have a fixed date to fall back on.
+
+    Also the names that it asks for and does not set itself."""
+    from jinja2 import TemplateError, meta, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -264,7 +277,8 @@ def _compile(text: str) -> "jinja2.Template":
     environment.filters["tojson"] = to_json
     environment.globals.update(raise_exception=refuse)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
-        return environment.from_string(text)
+        asked = meta.find_undeclared_variables(environment.parse(text))
+        return environment.from_string(text), frozenset(asked) - frozenset(environment.globals)
     except TemplateError as error:
         raise EnvironmentFailed(
             f"the model's chat template does not compile ({error}): fetch the model again"
