@@ -18,4 +18,4 @@ run() {
 run .venv/bin/ruff format --check .
 run .venv/bin/ruff check .
 run .venv/bin/pyright
-run .venv/bin/python -m pytest -W error "$@"
+run bash scripts/test.sh -W error "$@"

@@ -58,11 +58,16 @@ class Wire:
         reader = asyncio.StreamReader(limit=LINE_BYTES)
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        while line := await reader.readline():
-            command = json.loads(line)
-            if command["do"] == "stop":
+        coming = asyncio.create_task(reader.readline())
+        while (line := await coming) and (command := json.loads(line))["do"] != "stop":
+            coming = asyncio.create_task(reader.readline())
+            answering = asyncio.ensure_future(handlers[command["do"]](command))
+            await asyncio.wait((answering, coming), return_when=asyncio.FIRST_COMPLETED)
+            if coming.done() and not coming.result():  # the parent is gone, whatever takes so long
+                answering.cancel()
+                await asyncio.wait((answering,))
                 return
-            self.tell("answer", **await handlers[command["do"]](command))
+            self.tell("answer", **await answering)
 
 
 class Child:
