@@ -5,45 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from even_environment import EvenEnvironment
-from swarm import STOP, VOCABULARY, Running, Swarm, make_model
+from swarm import Running, Swarm
 
 from primerl.node import parts
 from primerl.node.config import EngineConfig, EnvironmentConfig
 from primerl.node.engines.engine import Engine
 from primerl.node.environments.environment import Environment
 
-LAYERS = 4
 STALL_S = 6.0
 """Above the beat of a line."""
-
-
-def make_tiny(directory: Path) -> Path:
-    """A real model with the tokenizer of the other swarms, whose end is STOP."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    make_model(directory)
-    shape = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        eos_token_id=STOP,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = Qwen3ForCausalLM(shape)
-        for parameter in model.parameters():  # sharper than random models are: policies differ
-            if parameter.ndim == 2:
-                parameter.data *= 8
-    model.save_pretrained(directory)
-    return directory
 
 
 class StageSwarm(Swarm):

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from even_environment import EvenEnvironment
-from swarm import STOP, VOCABULARY, Running, Swarm, make_model
+from sharp_model import make_sharp
+from swarm import Running, Swarm
 from validation import AuditedSwarm
 
 from primerl.node import model_files, parts
@@ -28,30 +28,7 @@ LORA = {"rank": 2, "alpha": 16.0}
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real model with the tokenizer of the other swarms, whose end is STOP."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    directory = make_model(tmp_path_factory.mktemp("tiny"))
-    shape = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        eos_token_id=STOP,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = Qwen3ForCausalLM(shape)
-        for parameter in model.parameters():  # sharper than random models are: policies differ
-            if parameter.ndim == 2:
-                parameter.data *= 8
-    model.save_pretrained(directory)
-    return directory
+    return make_sharp(tmp_path_factory.mktemp("tiny"), layers=2)
 
 
 class NotingEngine(HfEngine):

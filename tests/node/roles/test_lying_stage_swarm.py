@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from crossing_cases import coarse
-from stage_swarm import StageSwarm, make_tiny
+from sharp_model import make_sharp
+from stage_swarm import StageSwarm
 from swarm import Running
 
 from primerl.node import parts
@@ -33,7 +34,7 @@ LIAR = "liar"
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real model of four layers."""
     torch.set_num_threads(1)
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+    return make_sharp(tmp_path_factory.mktemp("tiny"), layers=4)
 
 
 class CoarseStage(HfStage):

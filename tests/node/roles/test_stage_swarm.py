@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from stage_swarm import StageSwarm, make_tiny
+from sharp_model import make_sharp
+from stage_swarm import StageSwarm
 
 BATCH = 4 * 4
 """Rollouts of a step."""
@@ -15,7 +16,7 @@ BATCH = 4 * 4
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real model of four layers."""
-    return make_tiny(tmp_path_factory.mktemp("tiny"))
+    return make_sharp(tmp_path_factory.mktemp("tiny"), layers=4)
 
 
 @pytest.fixture(autouse=True)

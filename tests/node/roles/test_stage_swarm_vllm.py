@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from stage_swarm import StageSwarm, make_tiny
+from sharp_model import make_sharp
+from stage_swarm import StageSwarm
 from swarm import Running
 
 from primerl.node import parts
@@ -71,7 +72,7 @@ async def test_two_nodes_with_half_a_model_each_in_vllm_outlive_the_deaths_of_th
     """The stages take long to start, and nobody is reported for that. A spare takes the place of a stage whose
     engine was killed; a stage 0 starts its own again, and others may do meanwhile what it had in hands."""
     torch.set_num_threads(1)
-    tiny = make_tiny(tmp_path_factory.mktemp("tiny"))
+    tiny = make_sharp(tmp_path_factory.mktemp("tiny"), layers=4)
     hosted = HostedSwarm(tmp_path, tiny, max_steps=STEPS, rollouts=ROLLOUTS)
     async with hosted as swarm:
         await swarm.start_trainer()
