@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .errors import BusyError, NetworkError, NodeError
-from .unix_sockets import short
+from .unix_sockets import connected, short
 
 SOCKET_NAME = "control.sock"
 MAX_LINE = 4 * 1024 * 1024
@@ -249,7 +249,7 @@ def ask(data_dir: Path, command: str) -> Any:
     """
     path = socket_path(data_dir)
     try:
-        with _connected(path, ASK_TIMEOUT_S) as connection:
+        with connected(path, ASK_TIMEOUT_S) as connection:
             connection.sendall(json.dumps({"command": command}).encode() + b"\n")
             reply = _read_line(connection)
     except (FileNotFoundError, ConnectionError) as error:
@@ -276,19 +276,7 @@ def _read_line(connection: socket.socket) -> bytes:
 
 def _answers(path: Path) -> bool:
     try:
-        _connected(path, 1.0).close()
+        connected(path, 1.0).close()
     except OSError:
         return False
     return True
-
-
-def _connected(path: Path, timeout_s: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(timeout_s)
-        with short(path) as name:
-            connection.connect(name)
-    except BaseException:  # also when interrupted: a socket that is not used is closed
-        connection.close()
-        raise
-    return connection

@@ -1,6 +1,7 @@
 """Unix sockets at paths of any length: kernels take a hundred bytes of one, and directories may be deep."""
 
 import os
+import socket
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -29,3 +30,16 @@ def short(path: Path) -> Generator[str]:
             raise NodeError(f"{name} is too long for a socket: use a shorter name, or TMPDIR")
         folder.symlink_to(path.parent.absolute())
         yield name
+
+
+def connected(path: Path, timeout_s: float | None = None) -> socket.socket:
+    """A connection to whoever listens at `path`; `timeout_s` stays. Raises OSError; NodeError as short()."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        with short(path) as name:
+            connection.connect(name)
+    except BaseException:  # also when interrupted: a socket that is not used is closed
+        connection.close()
+        raise
+    return connection

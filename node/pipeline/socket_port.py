@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...protocol.errors import LocalProtocolError, RemoteProtocolError
-from ..unix_sockets import short
+from ..unix_sockets import connected
 from .frame import Frame
 from .frame_codec import (
     PREFIX_BYTES,
@@ -146,20 +146,14 @@ def _connect(path: str, within_s: float) -> socket.socket:
     """The node may still be about to listen."""
     until = time.monotonic() + within_s
     while True:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with short(Path(path)) as name:
-                made.connect(name)
+            return connected(Path(path))
         except (FileNotFoundError, ConnectionRefusedError, BlockingIOError) as error:
-            made.close()
             if time.monotonic() >= until:
                 raise PortClosed(f"no node listens at {path}: is it running? ({error})") from error
             time.sleep(RETRY_S)
         except OSError as error:
-            made.close()
             raise PortClosed(f"cannot connect to the node at {path}: {error}") from error
-        else:
-            return made
 
 
 def _send(target: socket.socket, buffers: list[Buffer]) -> None:

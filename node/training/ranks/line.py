@@ -18,7 +18,7 @@ from typing import NoReturn
 from ...errors import EngineError
 from ...frames import HEAD_BYTES, body_length, frame
 from ...processes import PARENT_VARIABLE, leave_with_parent
-from ...unix_sockets import short
+from ...unix_sockets import connected
 from .calls import (
     EXIT_LOST,
     MAX_FRAME,
@@ -53,11 +53,8 @@ class Line:
         path, token = environ.get(SOCKET_VARIABLE), environ.pop(TOKEN_VARIABLE, "")
         if not path:
             raise EngineError("rank 0 runs beside the daemon only: start `primerl-node train`")
-        connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.settimeout(timeout_s)
-            with short(Path(path)) as name:
-                connection.connect(name)
+            connection = connected(Path(path), timeout_s)
             connection.sendall(frame(Hello(token), MAX_FRAME))
         except OSError as error:
             raise EngineError(f"the daemon cannot be reached ({error}): it has ended") from error

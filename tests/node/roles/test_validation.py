@@ -143,7 +143,6 @@ async def test_a_node_that_is_no_validator_of_the_run_tells_its_operator_what_to
     async with AuditedSwarm(tmp_path, model_dir, fakes=fakes, validators=[bytes(32)]) as swarm:
         await swarm.start_trainer()
         swarm.add_validator(BentAuditor(fakes))
-        await until(
-            lambda: VALIDATOR.node_id.hex() in caplog.text
-        )  # the trainer's log has half of it
+        # the trainer's log has the other half, too
+        await until(lambda: VALIDATOR.node_id.hex() in caplog.text)
         assert "verification.validators" in caplog.text
