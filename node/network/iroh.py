@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol.version import MAX_ADDRESSES
-from . import iroh_bytes
+from . import iroh_bytes, iroh_frees
 from .iroh_streams import IrohConnection, cause
 from .transport import (
     AddressInUse,
@@ -271,11 +271,12 @@ class IrohTransport:
 
 
 def _binding() -> Any:
-    """The iroh module, repaired (see iroh_bytes.py). Loading it takes a fifth of a second."""
+    """The iroh module, repaired (iroh_bytes.py, iroh_frees.py). Loading it takes a fifth of a second."""
     import iroh
     from iroh import iroh_ffi
 
     iroh_bytes.install(iroh_ffi)
+    iroh_frees.install(iroh_ffi)
     return iroh
 
 

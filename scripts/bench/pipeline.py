@@ -3,7 +3,7 @@ and against a ring in which nothing overlaps.
 
     python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rates 20 40] [--batch 64]
         [--lanes 4] [--engine hf|vllm] [--shape NAME] [--encoding raw|fp8|int8] [--local]
-        [--quick] [--json FILE]
+        [--tp 1] [--quick] [--json FILE]
 
 Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
 what each sends by half a round trip: a ring of four stages is twice as long as one of two.
@@ -94,10 +94,17 @@ class Bench:
     async def _start(self, rank: int) -> None:
         child = Child(f"stage{rank}", self.directory / f"stage{rank}.log")
         self.children.append(child)
-        gpu = [f"CUDA_VISIBLE_DEVICES={rank % self.options.gpus}"] if self.options.gpus else []
+        gpu = [f"CUDA_VISIBLE_DEVICES={self._gpus(rank)}"] if self.options.gpus else []
         command = [sys.executable, str(HERE / "pipeline_stage.py"), str(rank)]
         await child.start("env", *gpu, *command)
         self.nodes.append(await child.event("up", START_S))
+
+    def _gpus(self, rank: int) -> str:
+        """Those of this machine, or of the ones that we may use, that are stage `rank`'s."""
+        told = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        mine = told.split(",") if told else [str(one) for one in range(self.options.gpus)]
+        first = rank * self.options.tp
+        return ",".join(mine[(first + at) % len(mine)] for at in range(self.options.tp))
 
     async def _whole(self) -> None:
         """The model in one piece, and split by vLLM itself."""
@@ -235,6 +242,7 @@ class Bench:
             "dtype": "bfloat16" if options.cuda else "float32",
             "max_batch": self._sequences(max(options.stages)),
             "max_model_len": options.length,
+            "tp": options.tp,
         }
         if options.cuda and options.engine == "vllm":
             engine["vllm"] = {"gpu_memory_utilization": options.memory}
@@ -269,6 +277,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() if cuda else 0)
     parser.add_argument("--memory", type=float, default=0.3, help="of a GPU, for each engine")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of each stage (vllm)")
     parser.add_argument("--local", action="store_true", help="also vLLM's own pp = 2")
     parser.add_argument("--quick", action="store_true", help="2 stages, two round trips, one round")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave the logs")
