@@ -45,7 +45,9 @@ def _is_owned(kind: Any) -> bool:
 
 def _deferred(free: Callable[[Any], None]) -> Callable[[Any], None]:
     def __del__(self: Any) -> None:
-        _dropped.put((free, self))  # Python calls this once: the object goes as soon as it is out of the queue
+        _dropped.put(
+            (free, self)
+        )  # Python calls this once: the object goes as soon as it is out of the queue
 
     return __del__
 

@@ -4,6 +4,7 @@ Rewards are recomputed, never taken; what is audited follows from randomness dra
 verdict always comes out: bad input costs the rollout, never the trainer.
 """
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -139,24 +140,28 @@ class Verifier:
         self._audits = audits
         self._states = states
         self._copies = copies
+        self._looking = asyncio.Lock()
+        """Submissions are looked through one by one: of two copies the first that came is the original."""
 
     async def verify(
         self, submission: Submission, lease: Lease, arrival: Arrival, *, version: int, rate: float
     ) -> Verified:
         """Verify one submission against policy `version`, the newest one published.
 
-        A share `rate` of what passes the cheap checks is audited, and all of it once one is guilty.
+        A share `rate` of what passes the cheap checks is audited, and all of it once one is guilty. Several
+        may be verified at a time; their cheap checks are made in the order of the calls.
 
         Raises:
             RemoteProtocolError: the bundle as a whole is not the work of its lease, or the environment has
                 changed since the lease was signed, which is nobody's fault but ours.
         """
-        self._check_lease(lease)
-        trainer = self._run.trainer
-        plan = plan_of(submission, run=self._run_id, trainer=trainer, node=arrival.node)
-        checked = check_submission(submission, lease, self._run, version, plan)
-        rejections = list(checked.rejections)
-        passed = await self._score_all(checked.rollouts, lease, arrival, rejections)
+        async with self._looking:
+            self._check_lease(lease)
+            trainer = self._run.trainer
+            plan = plan_of(submission, run=self._run_id, trainer=trainer, node=arrival.node)
+            checked = check_submission(submission, lease, self._run, version, plan)
+            rejections = list(checked.rejections)
+            passed = await self._score_all(checked.rollouts, lease, arrival, rejections)
         audited = await self._audit(passed, Made(lease, arrival, plan), rate)
         rejections += audited.faults
         guilty = {(one.group, one.rollout) for one in audited.faults}

@@ -1,6 +1,8 @@
-"""The trainer's inbox: every submission with a receipt is verified once, in order of arrival, and judged.
+"""The trainer's inbox: every submission with a receipt is verified once, and judged in order of arrival.
 
-What holds goes into the buffer; everybody gets a signed verdict. Nothing in here can stall the trainer.
+Several are verified at a time: one waits for an auditor while the next is looked through, and validators have
+an audit each. What holds goes into the buffer; everybody gets a signed verdict. Nothing in here can stall the
+trainer.
 """
 
 import asyncio
@@ -8,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
@@ -18,6 +21,7 @@ from ...protocol.leases import Lease
 from ...protocol.manifests import ProofContract
 from ...protocol.reputation import ban_test
 from ...protocol.rollouts import Submission, Verdict
+from ..errors import first_cause
 from ..ledger import Arrived, Ledger
 from ..proofs.verifier import (
     Arrival,
@@ -35,6 +39,16 @@ from .terms import Term
 logger = logging.getLogger(__name__)
 
 VERDICT_TTL_S = 7 * 86400
+AT_ONCE = 8
+"""Submissions that are verified at a time. What one shows of its worker counts for those that begin later."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A submission that is being verified."""
+
+    arrived: Arrived
+    verifying: asyncio.Task[Verified]
 
 
 class Inbox:
@@ -70,6 +84,9 @@ class Inbox:
         self._stages = StageFaults(desk.reputation, desk.pipelines.dissolve, self._test)
         self._outliers = Outliers()
         self._verifying = 0
+        self._room = asyncio.Semaphore(AT_ONCE)
+        self._taken_up_to = 0
+        """Arrival number of the last submission that was begun."""
         self.grown = asyncio.Condition()
         """Notified after every judgement."""
         self.verified_up_to = 0
@@ -82,27 +99,42 @@ class Inbox:
 
     async def run(self) -> None:
         """Verify what is left from before, then what comes, for ever."""
-        for arrived in self._ledger.arrived_after(self.verified_up_to):
-            await self._take_in(arrived)
-        while True:
-            await self._take_in(await self._arrivals.get())
-
-    async def _take_in(self, arrived: Arrived) -> None:
-        """Verify one submission and wake whoever waits for its groups or for the room that it leaves."""
-        self._verifying = 1
+        begun: asyncio.Queue[Begun] = asyncio.Queue()
         try:
-            await self._judge(arrived)
-        finally:
-            self._verifying = 0
-        async with self.grown:
-            self.grown.notify_all()
-        await self._desk.work_changed()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._judge_all(begun))
+                for arrived in self._ledger.arrived_after(self.verified_up_to):
+                    await self._begin(arrived, begun, tasks)
+                while True:
+                    await self._begin(await self._arrivals.get(), begun, tasks)
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
 
-    async def _judge(self, arrived: Arrived) -> None:
-        """Verify one submission, count it, and put what holds into the buffer."""
-        if arrived.arrival <= self.verified_up_to:
+    async def _begin(
+        self, arrived: Arrived, begun: "asyncio.Queue[Begun]", tasks: asyncio.TaskGroup
+    ) -> None:
+        """Have it verified, as soon as there is room."""
+        if arrived.arrival <= max(self.verified_up_to, self._taken_up_to):
             return
-        verified = await self._verify(arrived)
+        self._taken_up_to = arrived.arrival
+        self._verifying += 1
+        await self._room.acquire()
+        begun.put_nowait(Begun(arrived, tasks.create_task(self._verify(arrived))))
+
+    async def _judge_all(self, begun: "asyncio.Queue[Begun]") -> None:
+        """In order of arrival; wakes whoever waits for groups or for the room that they leave."""
+        while True:
+            one = await begun.get()
+            verified = await one.verifying
+            self._verifying -= 1
+            self._room.release()
+            self._judge(one.arrived, verified)
+            async with self.grown:
+                self.grown.notify_all()
+            await self._desk.work_changed()
+
+    def _judge(self, arrived: Arrived, verified: Verified) -> None:
+        """Count it, and put what holds into the buffer."""
         self.verified_up_to = arrived.arrival
         self._remember(arrived.node, verified)
         reasons = verified.reasons()

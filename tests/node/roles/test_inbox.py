@@ -1,0 +1,151 @@
+"""Submissions are verified several at a time, and judged as if it had been one after the other."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from protocol_cases import LEASE, PROOFS, RUN
+from swarm import until
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.errors import StorageError
+from primerl.node.ledger import Arrived
+from primerl.node.proofs.verifier import Arrival, AuditResults, Verified, make_verdict
+from primerl.node.roles.inbox import AT_ONCE, Inbox
+from primerl.node.roles.progress import Progress
+from primerl.node.training.buffer import RolloutBuffer
+from primerl.protocol.reputation import Reputation
+
+WORKER = b"w" * 32
+KEY = SecretKey.from_seed(bytes(32))
+
+
+def arrived(number: int) -> Arrived:
+    return Arrived(number, number.to_bytes(32, "big"), number, WORKER, b"sealed")
+
+
+class Auditor:
+    """Verifies what it is told to let go, in any order."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.free: dict[int, asyncio.Event] = {}
+        self.broken: set[int] = set()
+
+    async def verify(self, *_: object, version: int, rate: float) -> Verified:
+        arrival = next(one for one in _ if isinstance(one, Arrival))
+        self.begun.append(arrival.number)
+        await self.free.setdefault(arrival.number, asyncio.Event()).wait()
+        if arrival.number in self.broken:
+            raise StorageError("no disk")
+        verdict = make_verdict(arrival, LEASE, 1, [], AuditResults(), rate)
+        return Verified(verdict, [], [])
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.free.setdefault(number, asyncio.Event()).set()
+
+
+class World:
+    """An inbox with a ledger and a desk that only remember."""
+
+    def __init__(self, before: Iterable[int] = ()) -> None:
+        self.arrivals: asyncio.Queue[Arrived] = asyncio.Queue()
+        self.auditor, self.progress = Auditor(), Progress()
+        self.judged: list[int] = []
+        left = [arrived(number) for number in before]
+        ledger = SimpleNamespace(
+            arrived_after=lambda after: [one for one in left if one.arrival > after],
+            add_verdict=lambda node, sealed: self.judged.append(self.inbox.verified_up_to),
+        )
+        desk = SimpleNamespace(
+            reputation=lambda node: self.reputation,
+            pipelines=SimpleNamespace(dissolve=None),
+            work_changed=self.nothing,
+            workers={},
+        )
+        self.reputation = Reputation()
+        self.inbox = Inbox(
+            key=KEY,
+            run_id=RUN,
+            ledger=cast(Any, ledger),
+            desk=cast(Any, desk),
+            arrivals=self.arrivals,
+            buffer=RolloutBuffer(max_off_policy_steps=2, capacity=100),
+            verifier=cast(Any, self.auditor),
+            progress=self.progress,
+            version=lambda: 0,
+            contract=PROOFS,
+            expected_audits=1000,
+        )
+        submission = SimpleNamespace(groups=())
+        self.inbox.open = lambda one: cast(Any, (submission, LEASE))
+
+    async def nothing(self) -> None:
+        pass
+
+    async def judged_are(self, numbers: list[int]) -> None:
+        await until(lambda: self.judged == numbers)
+
+
+@asynccontextmanager
+async def running(world: World) -> AsyncGenerator["asyncio.Task[None]"]:
+    task = asyncio.create_task(world.inbox.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_is_verified_first_waits_to_be_judged_until_its_turn() -> None:
+    world = World()
+    for number in (1, 2, 3):
+        world.arrivals.put_nowait(arrived(number))
+    async with running(world):
+        await until(lambda: world.auditor.begun == [1, 2, 3])
+        world.auditor.let_go([3, 2])
+        await asyncio.sleep(0.02)
+        assert (world.judged, world.inbox.waiting(), world.inbox.verified_up_to) == ([], 3, 0)
+        world.auditor.let_go([1])
+        await world.judged_are([1, 2, 3])
+    assert (world.inbox.waiting(), world.progress.accepted) == (0, 3)
+
+
+async def test_no_more_are_verified_at_a_time_than_there_is_room_for() -> None:
+    world = World()
+    for number in range(1, 2 * AT_ONCE + 1):
+        world.arrivals.put_nowait(arrived(number))
+    async with running(world):
+        await until(lambda: len(world.auditor.begun) == AT_ONCE)
+        await asyncio.sleep(0.02)
+        assert len(world.auditor.begun) == AT_ONCE
+        assert world.inbox.waiting() == 2 * AT_ONCE
+        world.auditor.let_go([1])
+        await until(lambda: len(world.auditor.begun) == AT_ONCE + 1)
+
+
+async def test_what_was_left_from_before_comes_first_and_once() -> None:
+    world = World(before=[4, 5])
+    world.inbox.verified_up_to = 3
+    for number in (5, 6):  # 5 came while the ledger was read
+        world.arrivals.put_nowait(arrived(number))
+    world.auditor.let_go([4, 5, 6])
+    async with running(world):
+        await world.judged_are([4, 5, 6])
+    assert world.auditor.begun == [4, 5, 6]
+
+
+async def test_an_error_in_one_of_many_ends_the_inbox_with_that_error() -> None:
+    world = World()
+    for number in (1, 2, 3):
+        world.arrivals.put_nowait(arrived(number))
+    world.auditor.broken = {2}
+    async with running(world) as inbox:
+        await until(lambda: world.auditor.begun == [1, 2, 3])
+        world.auditor.let_go([2])
+        with pytest.raises(StorageError, match="no disk"):
+            await inbox
