@@ -54,7 +54,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     seed: Digest
     """Fresh randomness of the trainer, so that nobody computes a sample before the lease exists."""
     min_version: Version
-    """Generate with this policy version or a newer one; LeasePolicy.oldest() of the newest one."""
+    """Generate with this policy version or a newer one."""
     deadline: Annotated[float, msgspec.Meta(ge=0)]
     """Unix seconds."""
     max_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
@@ -120,14 +120,6 @@ class LeasePolicy:
     def step(self) -> float:
         """How much one lease weighs in a node's reliability."""
         return 1.0 / max(MEMORY, HANDFULS * self.leases_per_worker)
-
-    def oldest(self, version: int) -> int:
-        """The oldest version that a lease granted under `version` may be worked off with.
-
-        Half of the staleness bound is for this: a worker goes on with what it has while it gets the newest
-        version, and does not stand idle. The other half is for the time until its work is trained.
-        """
-        return max(0, version - self.max_off_policy_steps // 2)
 
 
 @dataclass(frozen=True)
@@ -259,7 +251,7 @@ class LeaseBook:
             tasks=tasks,
             group_size=self.policy.group_size,
             seed=seed,
-            min_version=self.policy.oldest(version),
+            min_version=version,
             deadline=now + self.policy.timeout_s,
             max_bytes=self.policy.max_bytes,
             term=term,

@@ -15,14 +15,8 @@ __all__ = ["model_dir", "quiet_registry", "siege"]
 async def siege(
     tmp_path_factory: pytest.TempPathFactory, model_dir: Path, quiet_registry: None
 ) -> AsyncIterator[Swarm]:
-    """A run at version 1 or later, waiting for work. Batches are large, so that attackers alone end nothing;
-    the bound is so tight that a lease asks for the newest version."""
-    rollouts = {
-        "groups_per_batch": 64,
-        "groups_per_lease": 1,
-        "lease_timeout_s": 60.0,
-        "max_off_policy_steps": 1,
-    }
+    """A run at version 1 or later, waiting for work. Batches are large, so that attackers alone end nothing."""
+    rollouts = {"groups_per_batch": 64, "groups_per_lease": 1, "lease_timeout_s": 60.0}
     directory = tmp_path_factory.mktemp("siege")
     async with Swarm(directory, model_dir, max_steps=3, rollouts=rollouts) as swarm:
         await swarm.start_trainer()

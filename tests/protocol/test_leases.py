@@ -62,24 +62,6 @@ def test_capacity_is_one_batch_trained_and_one_made(
     assert book.capacity(waiting_groups=5, training=training) == expected - 8
 
 
-@pytest.mark.parametrize(
-    ("steps", "oldest"),
-    [
-        (0, 7),
-        (1, 7),  # the bound is used up by the time until the work is trained
-        (2, 6),
-        (3, 6),
-        (8, 3),
-        (100, 0),
-    ],
-)
-def test_half_of_the_staleness_bound_is_for_a_worker_that_still_gets_the_newest_version(
-    steps: int, oldest: int
-) -> None:
-    lease = granted(LeaseBook(policy(max_off_policy_steps=steps)))
-    assert lease.min_version == oldest
-
-
 @pytest.mark.parametrize("capacity", [0, -1, -100])
 def test_nothing_is_granted_beyond_capacity(capacity: int) -> None:
     book = LeaseBook(policy())
