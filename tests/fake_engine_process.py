@@ -17,6 +17,7 @@ from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.engines.handover import POSITIONS, VALUES, WHOLE, read_spans
 from primerl.node.engines.replica import Finding, Written
 from primerl.node.errors import EngineError, EngineLost, UsageError
+from primerl.node.pipeline.place import Place
 from primerl.node.weights.checkpoint import read_checkpoint, read_metadata
 from primerl.node.weights.state import State
 
@@ -32,9 +33,9 @@ DEADLY = 98
 
 
 class Fake:
-    """Implements host.Core."""
+    """Implements host.Core; `place` is where it is stage 0 of a pipeline."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *place: Place) -> None:
         self._says: dict[str, Any] = config.vllm
         self._state: State = {}
         self._staged: State = {}

@@ -196,7 +196,7 @@ def test_torch_is_where_models_are() -> None:
 
 LOADED_LAZILY = {
     "torch": """node.audits.crossings node.audits.replay node.engines.boundary_states
-        node.engines.taps node.engines.causal node.engines.decoding node.engines.network
+        node.engines.adjusting node.engines.taps node.engines.causal node.engines.decoding node.engines.network
         node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
         node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
         node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder node.engines.vllm_told

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...crypto.hashing import derive
+from ..engines.adjustment import Adjustment
 from ..serve_config import ApiConfig
+from .adjustments import read_adjustment
 from .errors import ApiError, bad, too_long
 from .fields import Fields
 from .replies import Tool
@@ -49,6 +51,13 @@ class Sampling:
     """Show special tokens in the text."""
     top: int = 0
     """Tell so many of the likeliest tokens beside each."""
+    adjustment: Adjustment | None = None
+    """How logits are changed before; None: not at all."""
+
+    @property
+    def least(self) -> int:
+        """Tokens in which nothing can end a completion."""
+        return self.adjustment.min_tokens if self.adjustment else 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,8 @@ def read_sampling(
     for name in lengths:
         max_tokens = fields.integer(name, max_tokens or 0, 1, MAX_TOKENS) or max_tokens
     seed = fields.integer("seed", secrets.randbits(63), -SEEDS, SEEDS * 2 - 1) % SEEDS
-    ends = () if fields.switch("ignore_eos") else served.stop_token_ids
+    stop_ids = _stop_ids(fields, served.vocab_size)
+    all_ends = tuple(dict.fromkeys((*served.stop_token_ids, *stop_ids)))
     return Sampling(
         n=fields.integer("n", 1, 1, served.api.max_choices),
         max_tokens=max_tokens,
@@ -100,9 +110,12 @@ def read_sampling(
         top_k=max(0, fields.integer("top_k", 0, -1, MAX_TOKENS - 1)),
         seed=seed,
         stops=_stops(fields, served.api.max_stop_strings),
-        stop_token_ids=tuple(dict.fromkeys((*ends, *_stop_ids(fields, served.vocab_size)))),
+        stop_token_ids=stop_ids if fields.switch("ignore_eos") else all_ends,
         include_stop=fields.switch("include_stop_str_in_output"),
         special=not fields.switch("skip_special_tokens", True),
+        adjustment=read_adjustment(
+            fields, vocab_size=served.vocab_size, ends=all_ends, most=max_tokens
+        ),
     )
 
 
@@ -166,4 +179,4 @@ def _stop_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     found = token_list(value or [], param)
     if len(found) > MAX_STOP_IDS or any(not 0 <= one < vocab_size for one in found):
         raise bad(param, f"give up to {MAX_STOP_IDS} token ids of 0 to {vocab_size - 1}")
-    return found
+    return tuple(dict.fromkeys(found))

@@ -146,7 +146,10 @@ def _read(asked: Asked, choice: Choice, reader: Reader) -> Reply:
     if asked.one_call:
         reply = replace(reply, calls=reply.calls[:1])
     if isinstance(choice.stop_reason, str):
-        return reply.until(choice.stop_reason, included=asked.sampling.include_stop)
+        sampling = asked.sampling
+        return reply.until(
+            choice.stop_reason, included=sampling.include_stop, last=sampling.least > 0
+        )
     return reply
 
 

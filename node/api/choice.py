@@ -7,6 +7,9 @@ one piece. Pieces are what streams are made of, and where stop strings, which en
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from ..engines.adjustment import Adjustment
 from ..engines.engine import Completion, Engine, GenerateRequest, Likeliest
 from .asked import Sampling
 from .replies import Telling
@@ -108,6 +111,7 @@ class Choice:
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 top=sampling.top,
+                adjustment=self._adjustment(),
             )
         )
         before = len(self.token_ids)
@@ -143,6 +147,11 @@ class Choice:
             self.token_ids[first:], self.logprobs[first:], text, first, self.likeliest[first:]
         )
 
+    def _adjustment(self) -> Adjustment | None:
+        """For the next piece: to the engine, what was drawn is at the end of a prompt."""
+        asked = self.wanted.sampling.adjustment
+        return asked and msgspec.structs.replace(asked, drawn=len(self.token_ids))
+
     def _add(self, drawn: Completion) -> None:
         before = len(self.token_ids)
         self.token_ids += drawn.token_ids
@@ -163,13 +172,16 @@ class Choice:
 
     def _cut(self, text: Text, before: int) -> None:
         """End at the first stop string, with the token that completes it; looked for in tokens from `before`
-        on, which may complete what others began."""
-        stops = self.wanted.sampling.stops
-        if find_stop(self.text, stops) is None:
+        on, which may complete what others began. Not by one that is complete in the first min_tokens."""
+        stops, least = self.wanted.sampling.stops, self.wanted.sampling.least
+        if len(self.token_ids) <= least:
             return
-        for tokens in range(before + 1, len(self.token_ids) + 1):
+        past = len(self._said(text, least)) if least else 0
+        if find_stop(self.text, stops, past) is None:
+            return
+        for tokens in range(max(before, least) + 1, len(self.token_ids) + 1):
             said = self._said(text, tokens)
-            found = find_stop(said, stops)
+            found = find_stop(said, stops, past)
             if found is not None:
                 break
         else:

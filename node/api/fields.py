@@ -5,25 +5,18 @@ list): clients fill in defaults.
 """
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 from .errors import ApiError, bad
 
-PENALTY = "penalties are not made: a token is drawn from softmax(logits / temperature) as it is"
 GUIDED = "output is not constrained to a format"
 TOOLS = "only /v1/chat/completions knows tools, by its field tools"
 
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((0,), PENALTY),
-    "frequency_penalty": ((0,), PENALTY),
-    "repetition_penalty": ((1,), PENALTY),
-    "length_penalty": ((1,), PENALTY),
-    "min_p": ((0,), "use top_p or top_k"),
-    "logit_bias": (({},), "logits are not changed"),
-    "bad_words": (([],), "logits are not changed"),
-    "allowed_token_ids": ((), "logits are not changed"),
-    "logits_processors": (([],), "logits are not changed"),
+    "length_penalty": ((1,), "there is no beam search"),
+    "bad_words": (([],), "use logit_bias, which knows tokens"),
+    "allowed_token_ids": ((), "use logit_bias, up to 100"),
+    "logits_processors": (([],), "no code is run for a request"),
     "tools": (([],), TOOLS),
     "functions": (([],), TOOLS),
     "tool_choice": (("none", "auto"), TOOLS),
@@ -41,7 +34,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "there is no completion in the middle of a text"),
     "best_of": ((1,), "use n, and choose"),
     "use_beam_search": ((False,), "there is no beam search: use temperature 0"),
-    "min_tokens": ((0,), "a stop token always ends a completion: use ignore_eos"),
     "modalities": ((["text"],), "only text goes in and out"),
     "audio": ((), "only text goes in and out"),
     "prediction": ((), "leave it out"),
@@ -106,7 +98,7 @@ class Fields:
         if value is None:
             return default
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not isfinite(value) or not low <= value <= high:
+        if not good or not low <= value <= high:  # NaN is in no range
             raise bad(self.name(name), f"give a number of {low} to {high}")
         return float(value)
 

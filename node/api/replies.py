@@ -36,13 +36,15 @@ class Reply:
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
 
-    def until(self, stop: str, *, included: bool) -> "Reply":
-        """The same up to the string that ended it."""
+    def until(self, stop: str, *, included: bool, last: bool = False) -> "Reply":
+        """The same up to the string that ended it. `last`: those before the last one did not."""
 
         def cut(text: str) -> str:
-            place = text.find(stop)
+            place = text.rfind(stop) if last else text.find(stop)
             return text if place < 0 else text[: place + included * len(stop)]
 
+        if last and stop in self.content:
+            return Reply(cut(self.content), self.reasoning, self.calls)
         return Reply(cut(self.content), cut(self.reasoning), self.calls)
 
 

@@ -21,7 +21,10 @@ def may_begin(text: str, stops: Sequence[str]) -> int:
     return longest
 
 
-def find_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:
-    """Where the first of `stops` begins in `text`, looked for from `start` on; of several there the longest."""
-    places = [(place, stop) for stop in stops if (place := text.find(stop, start)) >= 0]
+def find_stop(text: str, stops: Sequence[str], past: int = 0) -> tuple[int, str] | None:
+    """Where the first of `stops` begins that ends beyond `past` characters of `text`; of several there the
+    longest."""
+    starts = [max(0, past - len(stop) + 1) for stop in stops]
+    found = [(text.find(stop, start), stop) for stop, start in zip(stops, starts, strict=True)]
+    places = [one for one in found if one[0] >= 0]
     return min(places, key=lambda one: (one[0], -len(one[1]))) if places else None

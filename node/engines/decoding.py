@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import EngineError
+from .adjusting import Adjusting
 from .engine import GenerateRequest, Likeliest
 from .network import Network, Session
 from .output import Output
@@ -83,6 +85,7 @@ def decode(
         rows = _rows(requests, network.device, max_length)
         narrow = rows.narrowed() is not None
         telling = any(request.top for request in requests)
+        changes = Changes(requests, rows) if any(one.adjustment for one in requests) else None
         session, output = _prefill(network, requests)
         while True:
             if cancelled():
@@ -90,7 +93,11 @@ def decode(
             if keep_hidden:
                 trail.add(output, rows)
             narrowed = rows.narrowed() if narrow else None
-            drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
+            adjusted = changes.of(rows) if changes else None
+            columns = rows.temperatures, rows.seeds, rows.positions
+            drawn = draw(output.logits, *columns, narrowed, adjusted)
+            if changes:
+                changes.note(rows, drawn.tokens)
             stopped = (drawn.tokens[:, None] == rows.stops).any(1)
             _record(replies, rows, drawn, stopped)
             if telling:
@@ -104,6 +111,42 @@ def decode(
         if keep_hidden:
             trail.share_out(replies)
     return replies
+
+
+class Changes:
+    """What is done to the logits of a batch; only made where some request asks for it."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], rows: Rows) -> None:
+        """`rows` are all of them."""
+        self._adjusting = Adjusting(rows.seeds.device, int(rows.ends.max()))
+        for index, request in enumerate(requests):
+            if request.adjustment is not None:
+                self._adjusting.start(index, request.adjustment, request.prompt)
+        self._rows: Rows | None = None
+        self._found: Narrowed | None = None
+
+    def of(self, rows: Rows) -> Narrowed | None:
+        """Those of the live rows; None if none of them has any."""
+        if rows is not self._rows:
+            self._rows, self._found = rows, self._of(rows)
+        return self._found
+
+    def note(self, rows: Rows, tokens: Tensor) -> None:
+        """Each row that still lives has drawn one of these."""
+        if (found := self.of(rows)) is None:
+            return
+        at = found.rows
+        if found.adjusted is not None and found.adjusted.penalties is not None:
+            found.adjusted.penalties.note(rows.positions[at], tokens[at], rows.alive[at])
+
+    def _of(self, rows: Rows) -> Narrowed | None:
+        requests = np.array(rows.requests.tolist(), np.int64)
+        places = self._adjusting.wanted(requests)
+        if not len(places):
+            return None
+        at = torch.from_numpy(places).to(rows.seeds.device)
+        adjusted = self._adjusting.adjusted(requests[places])
+        return Narrowed(at, rows.top_ks[at], rows.top_ps[at], adjusted)
 
 
 class Trail:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ..weights.state import Changed, State
+from .adjustment import Adjustment
 
 Likeliest = list[tuple[int, float]]
 """Token ids and their log-probabilities under softmax(logits / temperature), the likeliest first."""
@@ -42,12 +43,15 @@ class GenerateRequest:
     top: int = 0
     """Tell so many of the likeliest tokens beside each that is drawn. No lease asks for it, and engines of a
     pipeline tell none."""
+    adjustment: Adjustment | None = None
+    """How its logits are changed before. No lease asks for it, and engines of a pipeline refuse it."""
 
 
 @dataclass(frozen=True)
 class Completion:
     """What was sampled: `logprobs[i]` is the log-probability of `token_ids[i]` under
-    softmax(logits / temperature) over the whole vocabulary, whatever top_k and top_p left out."""
+    softmax(logits / temperature) over the whole vocabulary, whatever top_k and top_p left out
+    and however an adjustment changed logits for the draw."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from .adjustment import Adjustment
 from .engine import Completion, GenerateRequest, Likeliest
 
 MAX_FRAME = 64 << 20
@@ -69,6 +70,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, tag="draw"):
     top_k: int
     top_p: float
     top: int = 0
+    adjustment: Adjustment | None = None
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
@@ -189,6 +191,7 @@ def as_draw(number: int, request: GenerateRequest) -> Draw:
         request.top_k,
         request.top_p,
         request.top,
+        request.adjustment,
     )
 
 
@@ -203,6 +206,7 @@ def as_request(draw: Draw) -> GenerateRequest:
         top_k=draw.top_k,
         top_p=draw.top_p,
         top=draw.top,
+        adjustment=draw.adjustment,
     )
 
 

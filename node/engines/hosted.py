@@ -141,7 +141,8 @@ class HostedEngine:
         self._require("")
         if self._weights.version < 0:
             raise EngineError(f"the {self._title} engine holds no weights: call load() first")
-        check_request(request, self._vocab_size, self._config.max_model_len)
+        longest = self._config.max_model_len
+        check_request(request, self._vocab_size, longest, pipeline=self._place is not None)
         seat = self._choose(request.group)
         child = seat.child if seat else None
         if seat is None or child is None:

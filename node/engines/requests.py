@@ -6,17 +6,24 @@ from ..errors import EngineError
 from ..fingerprints.build import KNOWN, find
 from ..fingerprints.fingerprint import Fingerprint
 from ..weights.state import Changed, State
+from .adjustment import check_adjustment
 from .engine import GenerateRequest
 
 MOST_TOLD = 20
 """Likeliest tokens that are told beside a drawn one."""
+NOT_IN_PIPELINE = (
+    "min_p, penalties, logit_bias and min_tokens cannot be had of a pipeline of several nodes: leave them "
+    "out, or ask a node that holds the whole model"
+)
 
 
-def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
+def check_request(
+    request: GenerateRequest, vocab_size: int, max_model_len: int, *, pipeline: bool = False
+) -> None:
     """Raise EngineError unless a model of `vocab_size` can answer within `max_model_len` tokens.
 
     A completion that would not fit is cut at `max_model_len`; a prompt that leaves no room for one
-    token is refused.
+    token is refused. `pipeline`: nodes with some layers each answer, and who draws knows no prompt.
     """
     prompt = request.prompt
     if not prompt:
@@ -39,6 +46,10 @@ def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int)
         raise EngineError(f"top is {request.top}: ask for at most {MOST_TOLD} tokens")
     if not 0 <= request.seed < 2**63:
         raise EngineError(f"seed {request.seed} is outside 0..2**63-1: reduce it")
+    if request.adjustment is not None:
+        if pipeline:
+            raise EngineError(NOT_IN_PIPELINE)
+        check_adjustment(request.adjustment, len(prompt), vocab_size)
 
 
 def narrowing(request: GenerateRequest) -> tuple[float, int, float]:

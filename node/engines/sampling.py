@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from .adjusting import Adjusted
 from .noise import chunk, gumbel
 from .noise import gumbel_at as gumbel_at
 
@@ -31,7 +32,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Narrowed:
-    """The rows of a batch that may draw from their likeliest tokens only."""
+    """The rows of a batch that may draw from their likeliest tokens only, of logits as they are or not."""
 
     rows: Tensor
     """[N] int64, ascending."""
@@ -39,6 +40,8 @@ class Narrowed:
     """[N] int64: so many; 0 is all."""
     top_p: Tensor
     """[N] fp32: those that hold this probability together, and one at least; 1 is all."""
+    adjusted: Adjusted | None = None
+    """What is done to their logits before."""
 
 
 def draw(
@@ -47,6 +50,7 @@ def draw(
     seeds: Tensor,
     positions: Tensor,
     narrowed: Narrowed | None = None,
+    adjusted: Narrowed | None = None,
 ) -> Drawn:
     """Draw one token a row from softmax(logits / temperature), without waiting for the device.
 
@@ -54,7 +58,8 @@ def draw(
     index in its sequence of the token to draw. The Gumbel-max trick: argmax(log p + Gumbel noise) is
     distributed as p (Gumbel 1954; Maddison et al. 2014); the lowest of equal ones wins. Logits that are
     not numbers show in `logprobs`. The rows of `narrowed` are drawn once more, by the same noise, from
-    fewer tokens; what the others draw does not depend on them.
+    fewer tokens, and then those of `adjusted`, some of which may be in both: what the others draw does
+    not depend on them. Logprobs and sums are of the logits as they are, whatever was done for a draw.
     """
     if logits.is_cuda and _has_triton():
         from .noise_kernel import draw_on_gpu
@@ -62,9 +67,11 @@ def draw(
         drawn = Drawn(*draw_on_gpu(logits, temperature, seeds, positions))
     else:
         drawn = draw_eager(logits, temperature, seeds, positions)
-    if narrowed is None:
-        return drawn
-    return _draw_again(drawn, logits, temperature, seeds, positions, narrowed)
+    if narrowed is not None:
+        drawn = _draw_again(drawn, logits, temperature, seeds, positions, narrowed)
+    if adjusted is not None:
+        drawn = _draw_again(drawn, logits, temperature, seeds, positions, adjusted)
+    return drawn
 
 
 def likeliest(
@@ -114,9 +121,13 @@ def _draw_again(
     for first in range(0, len(narrowed.rows), step):
         part = slice(first, first + step)
         rows = narrowed.rows[part]
-        scaled = logits[rows].float() * temperature[rows].reciprocal()[:, None]
-        noisy = gumbel(seeds[rows], positions[rows], logits.shape[-1]).add_(scaled)
-        left_out = _left_out(scaled, narrowed.top_k[part], narrowed.top_p[part])
+        factor = temperature[rows].reciprocal()[:, None]
+        scaled = allowed = logits[rows].float() * factor
+        if (adjusted := narrowed.adjusted) is not None:
+            changed = adjusted.apply(logits[rows].float(), positions[rows], part)
+            allowed = adjusted.cut(changed * factor, part)
+        noisy = gumbel(seeds[rows], positions[rows], logits.shape[-1]).add_(allowed)
+        left_out = _left_out(allowed, narrowed.top_k[part], narrowed.top_p[part])
         tokens = noisy.masked_fill_(left_out, -torch.inf).argmax(-1, keepdim=True)
         logprobs = torch.log_softmax(scaled, -1).gather(1, tokens)
         sums = scaled.gather(1, tokens) - logprobs

@@ -9,85 +9,25 @@ before, and the device holds nothing of what was drawn, except a ring of hidden 
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..fingerprints.projection import NUMBERS, signs
+from .adjusting import Adjusting
+from .adjustment import Adjustment
 from .sampling import Narrowed, draw
 from .vllm_largest import Largest, upload
 from .vllm_sampling import Step
+from .vllm_slots import Ints, Slots
 from .vllm_told import Told
 
 MOST_PENDING = 64
 """Copies on their way to the host; vLLM itself is never more than a few steps ahead."""
-
-Ints = NDArray[np.int64]
-
-
-@dataclass
-class Slots:
-    """The requests that were not collected yet, each at its index of every array; all grow together."""
-
-    size: int
-    of: dict[str, int] = field(default_factory=dict[str, int])
-    ids: dict[int, str] = field(default_factory=dict[int, str])
-
-    def __post_init__(self) -> None:
-        self.seeds = np.zeros(self.size, np.int64)
-        self.temperatures = np.ones(self.size, np.float64)
-        self.top_ks = np.zeros(self.size, np.int64)
-        self.top_ps = np.ones(self.size, np.float64)
-        self.prompts = np.zeros(self.size, np.int64)
-        self.drawn = np.zeros(self.size, np.int64)
-        """Tokens whose drawing was begun."""
-        self.filed = np.zeros(self.size, np.int64)
-        """Tokens whose rows have come."""
-        self.versions = np.zeros(self.size, np.int64)
-        self.spans: list[list[list[int]]] = [[] for _ in range(self.size)]
-        self._free = list(range(self.size - 1, -1, -1))
-
-    def take(self, request_id: str, key: int) -> int:
-        """A slot with nothing drawn; call grow() first if full()."""
-        slot = self._free.pop()
-        self.of[request_id], self.ids[key] = slot, request_id
-        self.drawn[slot] = self.filed[slot] = 0
-        self.versions[slot] = np.iinfo(np.int64).min  # none: the first token begins a span
-        self.spans[slot] = []
-        return slot
-
-    def leave(self, key: int) -> None:
-        """Free the slot of a request, if it has one."""
-        if (request_id := self.ids.pop(key, None)) is not None:
-            self._free.append(self.of.pop(request_id))
-
-    def full(self) -> bool:
-        """Whether there is no slot to take."""
-        return not self._free
-
-    def grow(self) -> None:
-        """Twice as many slots."""
-        more = Slots(self.size)
-        for name, column in list(vars(self).items()):
-            if isinstance(column, np.ndarray):
-                setattr(self, name, np.concatenate([column, getattr(more, name)]))
-        self.spans += more.spans
-        self._free = list(range(2 * self.size - 1, self.size - 1, -1))
-        self.size *= 2
-
-    def stamp(self, slots: Ints, rows: Ints, version: int) -> None:
-        """Begin a span for each request whose token at `rows` is the first of its under `version`."""
-        for index in np.flatnonzero(self.versions[slots] != version).tolist():
-            slot, row = int(slots[index]), int(rows[index])
-            spans = self.spans[slot]
-            while spans and spans[-1][0] >= row:
-                spans.pop()  # of tokens that vLLM has thrown away, and that are drawn again now
-            spans.append([row, version])
-            self.versions[slot] = version
 
 
 @dataclass
@@ -102,6 +42,7 @@ class Batch:
     temperatures: Tensor
     positions: Tensor
     narrowed: Narrowed | None
+    adjusted: Narrowed | None
     told: Ints
     """Rows beside whose tokens others are told."""
 
@@ -138,6 +79,7 @@ class Recorder:
         self._scale = np.float32(1 / np.sqrt(width))
         self._largest = Largest(device, requests, width) if fingerprint == "toploc" else None
         self._told_beside = Told(device)
+        self._adjusting = Adjusting(device, length)
         self._columns = 1 if self._signs is None else 1 + NUMBERS
         # never written before it is used: what is not used takes no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)
@@ -181,9 +123,18 @@ class Recorder:
         slots.top_ks[slot], slots.top_ps[slot] = top_k, top_p
         slots.prompts[slot] = prompt
         self._told_beside.start(slot, top)
+        self._adjusting.leave(slot)
         if self._largest is not None:
             self._largest.start(slot)
         self._batch = None  # a new request may bear an old one's id
+
+    def adjust(self, request_id: str, prompt: Sequence[int], adjustment: Any) -> None:
+        """See Recording."""
+        slot = self._slots.of[request_id]
+        if self._adjusting.has(slot):
+            return  # it was preempted, and what it has said is known
+        with torch.inference_mode():  # as where it is written to
+            self._adjusting.start(slot, msgspec.convert(adjustment, Adjustment), prompt)
 
     def begin(self, step: Step) -> None:
         """See Recording."""
@@ -205,7 +156,10 @@ class Recorder:
             raise RuntimeError("vLLM sampled other rows than it computed: use vLLM 0.25 to 0.33")
         self._step = None
         with torch.inference_mode():
-            drawn = draw(logits, batch.temperatures, batch.seeds, batch.positions, batch.narrowed)
+            columns = batch.temperatures, batch.seeds, batch.positions
+            drawn = draw(logits, *columns, batch.narrowed, batch.adjusted)
+            if batch.adjusted is not None:
+                self._note(batch, batch.adjusted, step, drawn.tokens)
             if len(batch.told) and self.collecting:
                 self._tell(batch, step, logits, drawn.logsumexp)
             self._record(batch, step, drawn.logprobs)
@@ -235,6 +189,7 @@ class Recorder:
             temperatures=temperatures.view(torch.float64).float(),
             positions=positions,
             narrowed=self._narrowed(where),
+            adjusted=self._adjusted(where),
             told=self._told_beside.wanted(where),
         )
 
@@ -242,11 +197,26 @@ class Recorder:
         """The rows whose requests may not draw any token; no lease has such."""
         top_ks, top_ps = self._slots.top_ks[where], self._slots.top_ps[where]
         rows = np.flatnonzero((top_ks > 0) | (top_ps < 1))
+        return self._limits(where, rows) if len(rows) else None
+
+    def _adjusted(self, where: Ints) -> Narrowed | None:
+        """The rows whose logits are changed before; no lease has such."""
+        rows = self._adjusting.wanted(where)
         if not len(rows):
             return None
-        columns = np.stack([rows, top_ks[rows], top_ps[rows].view(np.int64)])
-        places, ks, ps = upload(columns, self._device)
+        return replace(self._limits(where, rows), adjusted=self._adjusting.adjusted(where[rows]))
+
+    def _limits(self, where: Ints, rows: Ints) -> Narrowed:
+        top_ks, top_ps = self._slots.top_ks[where[rows]], self._slots.top_ps[where[rows]]
+        places, ks, ps = upload(np.stack([rows, top_ks, top_ps.view(np.int64)]), self._device)
         return Narrowed(places, ks, ps.view(torch.float64).float())
+
+    def _note(self, batch: Batch, adjusted: Narrowed, step: Step, tokens: Tensor) -> None:
+        """What the rows of `adjusted` have said; a row that reads a part of its prompt says nothing."""
+        changes, rows = adjusted.adjusted, adjusted.rows
+        if changes is not None and changes.penalties is not None:
+            drawn = upload(step.sampling.astype(np.int64), self._device).bool()[rows]
+            changes.penalties.note(batch.positions[rows], tokens[rows], drawn)
 
     def _tell(self, batch: Batch, step: Step, logits: Tensor, logsumexp: Tensor) -> None:
         """What is told beside the tokens of this step; filed before their rows are, which end the wait."""

@@ -10,6 +10,7 @@ Nothing here imports vLLM, so tests drive it with a runner of their own.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .vllm_options import SAMPLING
+from .vllm_options import ADJUSTMENT, SAMPLING
 
 _WANTED = ("execute_model", "sample_tokens", "execute_model_state", "sampler")
 _WANTED_V1 = ("input_batch", "discard_request_mask")
@@ -51,6 +52,10 @@ class Recording(Protocol):
         top: int = 0,
     ) -> None:
         """A request of `prompt` tokens starts, or goes on after it was preempted. `temperature` > 0."""
+        ...
+
+    def adjust(self, request_id: str, prompt: Sequence[int], adjustment: Any) -> None:
+        """It was admitted, and has an Adjustment, of which msgspec made a list."""
         ...
 
     def begin(self, step: Step) -> None:
@@ -99,6 +104,8 @@ class Hooks:
             if SAMPLING not in extra:
                 continue  # of vLLM's own dummy runs; a real one is missed by begin()
             self._recording.admit(new.req_id, len(new.prompt_token_ids), *extra[SAMPLING])
+            if ADJUSTMENT in extra:
+                self._recording.adjust(new.req_id, new.prompt_token_ids, extra[ADJUSTMENT])
         return self._execute(scheduler_output, *arguments, **named)
 
     def _wrapped_tokens(self, *arguments: Any, **named: Any) -> Any:

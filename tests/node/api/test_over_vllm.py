@@ -30,6 +30,10 @@ ASKED: list[dict[str, Any]] = [
     {"prompt": ["xyz", "q"], "seed": 2, "top_k": 5, "n": 2, "max_tokens": 24},
     {"prompt": [97, 98], "seed": 3, "top_p": 0.6, "temperature": 1.4, "max_tokens": 24},
     {"prompt": "abc", "seed": 5, "max_tokens": 60, "ignore_eos": True, "stop": ["</th", "8s"]},
+    {"prompt": "abcabc", "temperature": 0, "max_tokens": 24, "frequency_penalty": 1.5, "n": 2},
+    {"prompt": "abc", "seed": 6, "max_tokens": 40, "min_tokens": 30, "presence_penalty": -1},
+    {"prompt": "q", "seed": 7, "max_tokens": 24, "min_p": 0.2, "repetition_penalty": 1.5},
+    {"prompt": "q", "seed": 8, "max_tokens": 24, "logit_bias": {"65": 4, "66": -100}, "top_k": 9},
 ]
 
 
@@ -78,8 +82,12 @@ async def test_the_same_request_gets_the_same_tokens_from_either_engine(
         assert told[0] == told[1], fields
 
 
-async def test_a_stream_is_the_answer_in_one_piece(over_vllm: Client) -> None:
+@pytest.mark.parametrize(
+    "bent", [{}, {"frequency_penalty": 1.0, "repetition_penalty": 1.2}], ids=str
+)
+async def test_a_stream_is_the_answer_in_one_piece(over_vllm: Client, bent: dict[str, Any]) -> None:
     fields = {"prompt": "hello", "seed": 6, "max_tokens": 50, "ignore_eos": True}
+    fields |= bent
     whole = (await over_vllm.complete(return_token_ids=True, **fields)).json["choices"][0]
     events = (await over_vllm.complete(stream=True, return_token_ids=True, **fields)).events
     made = [event["choices"][0] for event in events]

@@ -17,7 +17,9 @@ from primerl.node.proofs.verifier import Arrival, AuditResults, Verified, make_v
 from primerl.node.roles.inbox import AT_ONCE, Inbox
 from primerl.node.roles.progress import Progress
 from primerl.node.training.buffer import RolloutBuffer
+from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Reputation
+from primerl.protocol.rollouts import Submission
 
 WORKER = b"w" * 32
 KEY = SecretKey.from_seed(bytes(32))
@@ -49,6 +51,13 @@ class Auditor:
             self.free.setdefault(number, asyncio.Event()).set()
 
 
+class Opened(Inbox):
+    """Every submission of it is an empty one."""
+
+    def open(self, arrived: Arrived) -> tuple[Submission, Lease]:
+        return Submission(lease=b"", groups=(), engine="hf"), LEASE
+
+
 class World:
     """An inbox with a ledger and a desk that only remember."""
 
@@ -56,19 +65,16 @@ class World:
         self.arrivals: asyncio.Queue[Arrived] = asyncio.Queue()
         self.auditor, self.progress = Auditor(), Progress()
         self.judged: list[int] = []
-        left = [arrived(number) for number in before]
-        ledger = SimpleNamespace(
-            arrived_after=lambda after: [one for one in left if one.arrival > after],
-            add_verdict=lambda node, sealed: self.judged.append(self.inbox.verified_up_to),
-        )
+        self.left = [arrived(number) for number in before]
+        self.reputations: dict[bytes, Reputation] = {}
+        ledger = SimpleNamespace(arrived_after=self.arrived_after, add_verdict=self.add_verdict)
         desk = SimpleNamespace(
-            reputation=lambda node: self.reputation,
+            reputation=self.reputation,
             pipelines=SimpleNamespace(dissolve=None),
             work_changed=self.nothing,
             workers={},
         )
-        self.reputation = Reputation()
-        self.inbox = Inbox(
+        self.inbox = Opened(
             key=KEY,
             run_id=RUN,
             ledger=cast(Any, ledger),
@@ -81,8 +87,15 @@ class World:
             contract=PROOFS,
             expected_audits=1000,
         )
-        submission = SimpleNamespace(groups=())
-        self.inbox.open = lambda one: cast(Any, (submission, LEASE))
+
+    def arrived_after(self, arrival: int) -> list[Arrived]:
+        return [one for one in self.left if one.arrival > arrival]
+
+    def add_verdict(self, node: bytes, sealed: bytes) -> None:
+        self.judged.append(self.inbox.verified_up_to)
+
+    def reputation(self, node: bytes) -> Reputation:
+        return self.reputations.setdefault(node, Reputation())
 
     async def nothing(self) -> None:
         pass
