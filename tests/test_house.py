@@ -211,7 +211,7 @@ LOADED_LAZILY = {
         node.training.saving.agreement node.training.saving.saved node.training.saving.shards
         node.training.saving.staging node.training.world node.engines.pipelined.vllm_executor
         node.engines.pipelined.vllm_rank node.engines.pipelined.vllm_head_worker
-        node.engines.pipelined.vllm_recorders
+        node.engines.pipelined.vllm_batches node.engines.pipelined.vllm_recorders
         node.engines.pipelined.vllm_stage_worker node.engines.pipelined.vllm_states
         node.engines.pipelined.activations node.engines.pipelined.hf_chain
         node.engines.pipelined.hf_compute node.engines.pipelined.hf_events

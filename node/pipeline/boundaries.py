@@ -23,7 +23,7 @@ def append(trail: bytes, own: bytes) -> bytes:
 
 def split(trail: bytes, rows: int, count: int) -> list[tuple[bytes, ...]]:
     """Of each row, its fingerprint at each of `count` boundaries. Raises BadTrail."""
-    _check(trail, rows, count)
+    check(trail, rows, count)
     starts = range(0, rows * ROW, ROW)
     parts = [trail[at : at + rows * ROW] for at in range(0, len(trail), rows * ROW or 1)]
     return [tuple(part[at : at + ROW] for part in parts) for at in starts]
@@ -31,11 +31,12 @@ def split(trail: bytes, rows: int, count: int) -> list[tuple[bytes, ...]]:
 
 def latest(trail: bytes, rows: int, count: int) -> bytes:
     """What the last one of `count` stages so far says of its rows. Raises BadTrail."""
-    _check(trail, rows, count)
+    check(trail, rows, count)
     return trail[len(trail) - rows * ROW :]
 
 
-def _check(trail: bytes, rows: int, count: int) -> None:
+def check(trail: bytes, rows: int, count: int) -> None:
+    """Raise BadTrail for one that is not of `rows` rows at `count` boundaries."""
     if len(trail) != rows * count * ROW:
         raise BadTrail(f"{len(trail)} bytes of fingerprints for {rows} rows at {count} boundaries")
 

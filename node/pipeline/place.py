@@ -1,5 +1,6 @@
 """Where in a pipeline a process computes, and where it finds its port: all that it has to be told."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -37,6 +38,10 @@ class Place(msgspec.Struct, frozen=True):
         return self.rank == len(self.plan.stages) - 1
 
 
+Later = Callable[[], Frame]
+"""Waits for a micro-batch that a device computes, in another thread. Raises EngineError."""
+
+
 class StageCompute(Protocol):
     """What a stage that does not schedule computes with; see stage_loop.py. Called by one thread."""
 
@@ -48,6 +53,9 @@ class StageCompute(Protocol):
         """Write the weights that were prepared for `version`. Raises EngineError if none were."""
         ...
 
-    def step(self, frame: Frame) -> Frame:
-        """Compute a micro-batch: what the next stage gets, or what was drawn. Raises EngineError."""
+    def step(self, frame: Frame) -> "Frame | Later":
+        """Compute a micro-batch: what the next stage gets, or what was drawn. Raises EngineError.
+
+        Who computes on a device may return what waits for it: the next one is begun meanwhile.
+        """
         ...

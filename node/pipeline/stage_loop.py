@@ -4,13 +4,15 @@ Everything in order. After a fault nothing more of that chain is computed, until
 """
 
 import logging
+import queue
+import threading
 import time
 from dataclasses import dataclass, replace
 
 from ..errors import EngineError
 from .frame import Frame, Kind
 from .frame_codec import MAX_WORDS
-from .place import StageCompute
+from .place import Later, StageCompute
 from .port import Port, PortClosed
 
 logger = logging.getLogger(__name__)
@@ -40,19 +42,22 @@ def serve(port: Port, compute: StageCompute, *, rank: int, stats: LoopStats | No
     the other end of the port sees it close.
     """
     loop = _Loop(compute, rank, stats or LoopStats())
+    sender: _Sender | None = None
     try:
         while True:
-            since = time.monotonic()
-            frame = port.receive()
-            if frame.kind is Kind.STEP:
-                loop.idle(time.monotonic() - since)
-            answer = loop.answer(frame)
-            if answer is not None:
+            answer = loop.answer(port.receive())
+            if isinstance(answer, _Begun) and sender is None:
+                sender = _Sender(port, loop)
+            if sender is not None:
+                sender.put(answer)
+            elif isinstance(answer, Frame):
                 port.send(answer)
     except PortClosed as error:
         logger.debug("stage %d ends: %s", rank, error)
     finally:
         port.close()
+        if sender is not None:
+            sender.close()
 
 
 def fault(epoch: int, rank: int, words: str) -> Frame:
@@ -60,41 +65,92 @@ def fault(epoch: int, rank: int, words: str) -> Frame:
     return Frame(Kind.FAULT, epoch, max(0, rank), words.encode()[:MAX_WORDS])
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A micro-batch that a device computes."""
+
+    frame: Frame
+    later: Later
+    at: float
+
+
+class _Sender:
+    """Sends what was answered, in order; waits for the device, so that whoever computes need not."""
+
+    def __init__(self, port: Port, loop: "_Loop") -> None:
+        self._port = port
+        self._loop = loop
+        self._queue: queue.SimpleQueue[Frame | _Begun | None] = queue.SimpleQueue()
+        """No more than is in flight, and one that ends it."""
+        self._ended = False
+        self._bug: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="primerl-answers", daemon=True)
+        self._thread.start()
+
+    def put(self, answer: Frame | _Begun | None) -> None:
+        """Behind what was put before; None is nothing."""
+        if answer is not None:
+            self._queue.put(answer)
+
+    def close(self) -> None:
+        """End it, with the port closed. Raises what was raised there."""
+        self._ended = True
+        self._queue.put(None)
+        self._thread.join()
+        if self._bug is not None:
+            raise self._bug
+
+    def _run(self) -> None:
+        try:
+            while (one := self._queue.get()) is not None and not self._ended:
+                answer = self._loop.finish(one) if isinstance(one, _Begun) else one
+                if answer is not None:
+                    self._port.send(answer)
+        except PortClosed:
+            pass
+        except BaseException as error:  # a bug: serve() raises it as soon as it sees the port close
+            self._bug = error
+            self._port.close()
+
+
 class _Loop:
-    """Which chain it is, and whether it is still of use."""
+    """Which chain it is, and whether it is still of use. finish() may be called by another thread."""
 
     def __init__(self, compute: StageCompute, rank: int, stats: LoopStats) -> None:
         self._compute = compute
         self._rank = rank
         self._stats = stats
         self._epoch = -1
-        self._broken = False
-        self._began = False
-        """Whether this chain has had a micro-batch; waiting for the first one is not idling."""
+        self._broken = -1
+        """The newest chain that cannot go on."""
+        self._done: float | None = None
+        """When the last micro-batch of this chain was; waiting for the first one is not idling."""
 
-    def idle(self, seconds: float) -> None:
-        """The next micro-batch was waited for so long."""
-        if self._began:
-            self._stats.idle_s += seconds
-
-    def answer(self, frame: Frame) -> Frame | None:
+    def answer(self, frame: Frame) -> Frame | _Begun | None:
         """What to send for `frame`; None for what belongs to another chain."""
         if frame.kind in (Kind.PING, Kind.FAULT, Kind.DRAWN):
             return frame
         if frame.kind is Kind.RESET:
             if frame.epoch <= self._epoch:
                 return None
-            self._epoch, self._broken, self._began = frame.epoch, False, False
-        elif frame.epoch != self._epoch or self._broken:
+            self._epoch, self._done = frame.epoch, None
+        elif frame.epoch != self._epoch or self._broken == self._epoch:
             return None
         try:
             return self._do(frame)
         except EngineError as error:
-            logger.warning("stage %d cannot go on: %s", self._rank, error)
-            self._broken = True
-            return fault(frame.epoch, self._rank, str(error))
+            return self._break(frame.epoch, error)
 
-    def _do(self, frame: Frame) -> Frame:
+    def finish(self, begun: _Begun) -> Frame | None:
+        """Wait for what was begun: what to send for it; None if its chain is of no use any more."""
+        if self._broken == begun.frame.epoch:
+            return None
+        try:
+            return self._timed(begun.frame, begun.later(), begun.at)
+        except EngineError as error:
+            return self._break(begun.frame.epoch, error)
+
+    def _do(self, frame: Frame) -> Frame | _Begun:
         if frame.kind is Kind.RESET:
             self._compute.reset()
             return frame
@@ -103,9 +159,25 @@ class _Loop:
             return frame
         begin = time.monotonic()
         answer = self._compute.step(frame)
-        took = time.monotonic() - begin
-        self._began = True
+        if isinstance(answer, Frame):
+            return self._timed(frame, answer, begin)
+        return _Begun(frame, answer, begin)
+
+    def _timed(self, frame: Frame, answer: Frame, at: float) -> Frame:
+        """`answer` with how long it took, from when those before it were done; until then it waited."""
+        before, now = self._done, time.monotonic()
+        begin = at if before is None else max(at, before)
+        if frame.epoch == self._epoch:
+            self._done = now
         self._stats.steps += 1
-        self._stats.busy_s += took
-        busy = max(frame.busy_us, int(took * 1e6))
-        return replace(answer, busy_us=busy, waited_us=frame.waited_us)
+        self._stats.busy_s += now - begin
+        if before is not None:
+            self._stats.idle_s += begin - before
+        busy = max(frame.busy_us, int((now - begin) * 1e6))
+        waited = frame.waited_us + int((begin - at) * 1e6)
+        return replace(answer, busy_us=busy, waited_us=waited)
+
+    def _break(self, epoch: int, error: EngineError) -> Frame:
+        logger.warning("stage %d cannot go on: %s", self._rank, error)
+        self._broken = max(self._broken, epoch)
+        return fault(epoch, self._rank, str(error))

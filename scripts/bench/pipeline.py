@@ -3,7 +3,7 @@ and against a ring in which nothing overlaps.
 
     python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rates 20 40] [--batch 64]
         [--lanes 4] [--engine hf|vllm] [--shape NAME] [--encoding raw|fp8|int8] [--local]
-        [--tp 1] [--quick] [--json FILE]
+        [--tp 1] [--ways WAY ...] [--quick] [--json FILE]
 
 Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
 what each sends by half a round trip: a ring of four stages is twice as long as one of two.
@@ -56,6 +56,8 @@ SMALL: dict[str, Any] = {
 """For two CPU cores: a step of 64 sequences takes some ten milliseconds."""
 ALL_SHAPES = SHAPES | {"small": SMALL}
 
+WAYS = ("one", "one, large", "overlap, few", "overlap")
+
 Row = dict[str, Any]
 
 
@@ -72,6 +74,7 @@ class Bench:
         self.rows: list[Row] = []
         self._plans = 0
         self._joined: tuple[Any, ...] = ()
+        self._connected: tuple[Any, ...] = ()
         self._rate = 0.0
         self._encoding: Encoding = options.encoding
         """Of the next join: Mbit/s that each may send, 0 for any."""
@@ -83,8 +86,7 @@ class Bench:
                 await self._start(rank)
             await self._whole()
             for stages in self.options.stages:
-                for rtt in self.options.rtt:
-                    await self._ways(stages, rtt)
+                await self._ways(stages)
             for rate in self.options.rates:
                 await self._narrow(min(self.options.stages), rate)
         finally:
@@ -110,6 +112,7 @@ class Bench:
         """The model in one piece, and split by vLLM itself."""
         await self._measure_whole("whole", self._engine())
         if self.options.local:
+            await self.children[0].ask("leave")  # its GPU is wanted
             local = Child("local", self.directory / "local.log")
             self.children.append(local)
             await local.start(sys.executable, str(HERE / "pipeline_stage.py"), "0")
@@ -129,13 +132,16 @@ class Bench:
             stages = 2 if way == "local" else 1
             self.rows.append({"way": way, "stages": stages, "rtt_ms": 0.0, **found})
 
-    async def _ways(self, stages: int, rtt: float) -> None:
+    async def _ways(self, stages: int) -> None:
+        """All that one plan can do, then the other one: engines take long to start, lines do not."""
         batch, lanes = self.options.batch, self.options.lanes * stages
-        await self._one("one", stages, rtt, 1, batch)
-        if not self.options.quick:
-            await self._one("one, large", stages, rtt, 1, batch * lanes)
-            await self._one("overlap, few", stages, rtt, lanes, batch)
-        await self._one("overlap", stages, rtt, lanes, batch * lanes)
+        for most, ways in (
+            (1, {"one": batch, "one, large": batch * lanes}),
+            (lanes, {"overlap, few": batch, "overlap": batch * lanes}),
+        ):
+            for rtt in self.options.rtt:
+                for way in filter(self.options.ways.__contains__, ways):
+                    await self._one(way, stages, rtt, most, ways[way])
 
     async def _narrow(self, stages: int, rate: float) -> None:
         """Lines that carry little."""
@@ -148,7 +154,8 @@ class Bench:
         self._rate, self._encoding = 0.0, self.options.encoding
 
     async def _one(self, way: str, stages: int, rtt: float, lanes: int, sequences: int) -> None:
-        await self._join(stages, rtt, lanes)
+        await self._join(stages, lanes)
+        await self._connect(stages, rtt)
         found = await self._best(self.children[0], sequences)
         row = {"way": way, "stages": stages, "rtt_ms": rtt, "encoding": self._encoding}
         self.rows.append(row | found)
@@ -172,9 +179,9 @@ class Bench:
 
     # -- plans -----------------------------------------------------------------------------------
 
-    async def _join(self, stages: int, rtt: float, lanes: int) -> None:
+    async def _join(self, stages: int, lanes: int) -> None:
         """Have the first stages be a pipeline; the others keep what they had, idle."""
-        asked_for = (stages, rtt, lanes, self._rate, self._encoding)
+        asked_for = (stages, lanes, self._encoding)
         if self._joined == asked_for:
             return
         plan = self._plan(stages, lanes)
@@ -187,16 +194,22 @@ class Bench:
             "run": self.run_id.hex(),
             "trainer": self.trainer.node_id.hex(),
             "peers": peers,
-            "delay_s": rtt / 2e3,
-            "bytes_per_s": self._rate * 1e6 / 8,
             "engine": self._engine(),
             "model": str(self.directory / "model"),
         }
-        # stage 0 answers when the ring is whole: all of them at once
-        await asyncio.gather(
-            *(child.ask("join", START_S, **asked) for child in self.children[:stages])
-        )
-        self._joined = asked_for
+        await self._all(stages, "join", **asked)
+        self._joined, self._connected = asked_for, ()
+
+    async def _connect(self, stages: int, rtt: float) -> None:
+        """Make the lines between them so long, and as wide as is wanted now."""
+        if self._connected == (rtt, self._rate):
+            return
+        await self._all(stages, "connect", delay_s=rtt / 2e3, bytes_per_s=self._rate * 1e6 / 8)
+        self._connected = (rtt, self._rate)
+
+    async def _all(self, stages: int, do: str, **asked: Any) -> None:
+        """At once: stage 0 answers when the ring is whole."""
+        await asyncio.gather(*(child.ask(do, START_S, **asked) for child in self.children[:stages]))
 
     def _plan(self, stages: int, lanes: int) -> PipelinePlan:
         options, layers = self.options, self.config["num_hidden_layers"]
@@ -279,13 +292,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.3, help="of a GPU, for each engine")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of each stage (vllm)")
     parser.add_argument("--local", action="store_true", help="also vLLM's own pp = 2")
-    parser.add_argument("--quick", action="store_true", help="2 stages, two round trips, one round")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="of stages")
+    parser.add_argument("--quick", action="store_true", help="2 stages, two ways, one round")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave the logs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args()
     options.cuda = cuda
     if options.quick:
         options.stages, options.rtt, options.rounds = [2], [0.0, 50.0, 100.0], 1
+        options.ways = ("one", "overlap")
         options.tokens = min(options.tokens, 24)
     if options.rates is None:
         options.rates = [] if options.quick else [20.0, 40.0]

@@ -2,8 +2,9 @@
 
     python scripts/bench/pipeline_stage.py RANK
 
-Commands on stdin (children.py): `join` a plan, `measure` at stage 0, `whole` for an engine that has all of
-the model. Each join tears down what was there before.
+Commands on stdin (children.py): `join` a plan, `connect` its stages by lines of some length and width,
+`measure` at stage 0, `whole` for an engine that has all of the model. Each join tears down what was there
+before; connecting anew keeps the engine, which takes long to start.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,9 @@ class Member:
         self.peers = PeerTable()
         self.engine: Engine | None = None
         self.ring: Ring | None = None
-        self._joined = AsyncExitStack()
+        self._joined, self._connected = AsyncExitStack(), AsyncExitStack()
+        self._ring_of: Callable[[Shaper | None], Ring] | None = None
+        """Makes a ring of the plan that was joined."""
         self._joins = 0
         self._looks: list[tuple[int, float]] = []
 
@@ -66,21 +70,30 @@ class Member:
         self.links = Links(self.transport, self.peers, connect_timeout_s=10.0)
         self.wire.tell("up", node=self.key.node_id.hex(), addresses=self.transport.addresses())
         try:
-            handlers = {"join": self.join, "whole": self.whole, "measure": self.measure}
+            handlers = {
+                "join": self.join,
+                "connect": self.connect,
+                "leave": self.leave,
+                "whole": self.whole,
+                "measure": self.measure,
+            }
             await self.wire.serve(handlers)
         finally:
-            await self.leave()
+            await self.leave({})
             await self.links.close()
             await self.transport.close()
 
-    async def leave(self) -> None:
+    async def leave(self, _: Event) -> Event:
         """Give up what was joined."""
+        await self._connected.aclose()
         await self._joined.aclose()
-        self._joined, self.engine, self.ring = AsyncExitStack(), None, None
+        self._connected, self._joined = AsyncExitStack(), AsyncExitStack()
+        self.engine = self.ring = self._ring_of = None
+        return {}
 
     async def whole(self, command: Event) -> Event:
         """Have an engine with the whole model."""
-        await self.leave()
+        await self.leave({})
         engine = self.engine = build_engine(EngineConfig.model_validate(command["engine"]))
         self._joined.push_async_callback(engine.close)
         model = Path(command["model"])
@@ -89,8 +102,8 @@ class Member:
         return {}
 
     async def join(self, command: Event) -> Event:
-        """Be a stage of the sealed plan; answers when the ring is whole."""
-        await self.leave()
+        """Be a stage of the sealed plan, with an engine that has its weights, but no lines yet."""
+        await self.leave({})
         for node, addresses in command["peers"].items():
             self.peers.hint(bytes.fromhex(node), addresses)
         sealed, run = bytes.fromhex(command["plan"]), bytes.fromhex(command["run"])
@@ -101,18 +114,21 @@ class Member:
         path = self.home / f"{self._joins}.sock"
         limits = FrameLimits.of(plan.shape)
         local = await self._joined.enter_async_context(LocalEnd(path, limits))
-        delay, rate = command["delay_s"], command["bytes_per_s"]
-        shaper = Shaper(delay, rate) if delay or rate else None
-        ring = self.ring = Ring(
-            sealed,
-            plan,
-            self.rank,
-            links=self.links,
-            local=local,
-            stall_s=STALL_S,
-            shaper=shaper,
-        )
-        door.attach(ring, None)
+
+        def ring_of(shaper: Shaper | None) -> Ring:
+            ring = Ring(
+                sealed,
+                plan,
+                self.rank,
+                links=self.links,
+                local=local,
+                stall_s=STALL_S,
+                shaper=shaper,
+            )
+            door.attach(ring, None)
+            return ring
+
+        self._ring_of = ring_of
         place = Place(plan, self.rank, str(path))
         config, model = EngineConfig.model_validate(command["engine"]), Path(command["model"])
         state = read_state(model)
@@ -122,12 +138,21 @@ class Member:
         self._joined.push_async_callback(engine.close)
         await engine.start(model, fingerprint=plan.shape.fingerprint)
         await engine.load(0, {name: state[name] for name in wanted})
-        await self._joined.enter_async_context(ring.running())
+        return {"tensors": sum(state[name].data.nbytes for name in wanted)}
+
+    async def connect(self, command: Event) -> Event:
+        """Open lines in the place of those that there are; answers when the ring is whole."""
+        assert self._ring_of is not None, "join comes first"
+        await self._connected.aclose()
+        delay, rate = command["delay_s"], command["bytes_per_s"]
+        self._connected = AsyncExitStack()
+        ring = self.ring = self._ring_of(Shaper(delay, rate) if delay or rate else None)
+        await self._connected.enter_async_context(ring.running())
         async with asyncio.timeout(START_S):
             await ring.whole()
             if self.rank == 0:
-                await engine.rejoin(ring.begin())  # pyright: ignore
-        return {"tensors": sum(state[name].data.nbytes for name in wanted)}
+                await self.engine.rejoin(ring.begin())  # pyright: ignore
+        return {}
 
     async def _serve_door(self, door: Door) -> None:
         router = Router(

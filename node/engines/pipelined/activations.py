@@ -73,17 +73,16 @@ def unpack(
         or arrays[0].shape[1] != width
     ):
         raise EngineError(f"the stage before sent no {encoding} states of width {width}")
-    first = torch.from_numpy(np.array(arrays[0]))  # a copy: frames are read-only, streams are not
+    first = _uploaded(arrays[0], device)
     if encoding == "raw":
         if len(arrays) != 1:
             raise EngineError("the stage before sent more than raw states")
-        return (first.view(torch.bfloat16) if dtype == torch.bfloat16 else first).to(device)
+        return first.view(torch.bfloat16) if dtype == torch.bfloat16 else first
     if len(arrays) != 2 or arrays[1].dtype != np.float32 or arrays[1].shape != (len(first), 1):
         raise EngineError(f"the stage before sent no scale for every token of {encoding} states")
     if encoding == "fp8":
         first = first.view(torch.float8_e4m3fn)
-    scales = torch.from_numpy(np.array(arrays[1]))
-    return _decoded(first.to(device), scales.to(device), dtype)
+    return _decoded(first, _uploaded(arrays[1], device), dtype)
 
 
 def rounded(hidden: Tensor, encoding: Encoding) -> Tensor:
@@ -91,6 +90,14 @@ def rounded(hidden: Tensor, encoding: Encoding) -> Tensor:
     if encoding == "raw":
         return hidden
     return _decoded(*_coded(hidden, encoding), hidden.dtype)
+
+
+def _uploaded(array: Array, device: torch.device) -> Tensor:
+    """A copy on `device`, not waited for; a copy anyway, as frames are read-only and streams are not."""
+    kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    host = torch.empty(array.shape, dtype=kind, pin_memory=device.type == "cuda")
+    host.numpy()[...] = array
+    return host.to(device, non_blocking=True)
 
 
 def _coded(hidden: Tensor, encoding: Encoding) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,7 @@ class Lanes:
         """
         lanes, most = self.target(len(running) + min(waiting, free))
         members = self._members(running, lanes)
+        lane %= lanes  # their number may have changed since it was picked
         for number, found in enumerate(members):
             self.settle(number, found)
         self._even(lane, members, most)

@@ -4,7 +4,6 @@ No token travels, and nothing is pickled. Who reads it trusts nothing: `Sequence
 the plan and against the steps before, for a block that is none would be written to.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -180,9 +179,9 @@ class Sequences:
         one.length, one.tokens = end, part.tokens
 
 
-def check_drawn(drawn: Drawn, parts: Sequence[Part], vocab_size: int) -> None:
-    """Raise EngineError for tokens that are not one of the vocabulary for every part that draws."""
-    if len(drawn.tokens) != sum(map(draws, parts)):
+def check_drawn(drawn: Drawn, count: int, vocab_size: int) -> None:
+    """Raise EngineError for tokens that are not `count` of the vocabulary."""
+    if len(drawn.tokens) != count:
         raise EngineError("the last stage drew for other sequences than it was asked for")
-    if any(token >= vocab_size for token in drawn.tokens):
+    if drawn.tokens and max(drawn.tokens) >= vocab_size:
         raise EngineError("the last stage drew a token that there is not")

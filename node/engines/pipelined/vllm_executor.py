@@ -7,6 +7,8 @@ round the ring: the engine is all vLLM's own, it schedules, asks for a step, and
 import functools
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from ...pipeline.port import Port
 from ...pipeline.socket_port import SocketPort
 from ..vllm_options import SAMPLING
 from .chain import Chain
-from .step_codec import Step, check_drawn, decode_drawn, draws, encode
+from .step_codec import check_drawn, decode_drawn, draws, encode
 from .vllm_encoder import Encoder
 from .vllm_follower import main as follow
 from .vllm_followers import Followers
@@ -142,7 +144,7 @@ class HeadExecutor(StageExecutor):
             extra = new.sampling_params.extra_args[SAMPLING]
             keeper.admit(new.req_id, len(new.prompt_token_ids), *extra)
         step = self._encoder.encode(output)
-        names = list(output.num_scheduled_tokens)
+        names, drawing = list(output.num_scheduled_tokens), [draws(part) for part in step.parts]
         self.followers.turns.tell("primerl_compute", output)
         with torch.inference_mode():
             found = runner.execute_model(output, None)
@@ -150,9 +152,19 @@ class HeadExecutor(StageExecutor):
             stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
             proven = bool(shape.fingerprint)
             departure = Departure(stream, step.parts, shape.encoding, proven=proven)
-        drawing = sum(map(draws, step.parts))
-        future = self._chain.submit(encode(step), departure.wait, drawing, began)
-        return Answer(self._chain, keeper, future, names, step, worker.vocab_size)
+        future = self._chain.submit(encode(step), departure.wait, sum(drawing), began)
+        asked = Asked(names, drawing, [part.tokens for part in step.parts])
+        return Answer(self._chain, keeper, future, asked, worker.vocab_size)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The sequences of a step."""
+
+    names: list[str]
+    drawing: list[bool]
+    """Whether a token comes back for it."""
+    lengths: list[int]
 
 
 class Answer:
@@ -163,12 +175,11 @@ class Answer:
         chain: Chain,
         keeper: Keeper,
         future: "Future[Frame | None]",
-        names: list[str],
-        step: Step,
+        asked: Asked,
         vocab_size: int,
     ) -> None:
         self._chain, self._keeper, self._future = chain, keeper, future
-        self._names, self._step, self._vocab_size = names, step, vocab_size
+        self._asked, self._vocab_size = asked, vocab_size
 
     def done(self) -> bool:
         """Whether result() does not wait."""
@@ -177,26 +188,23 @@ class Answer:
     def result(self, timeout: float | None = None) -> Any:
         """vLLM's output; without a token where the chain broke."""
         frame = self._future.result(timeout)
-        tokens: dict[str, int] = {}
+        names, drawing = self._asked.names, self._asked.drawing
+        sampled: list[list[int]] = [[] for _ in names]
         if frame is not None:
             try:
-                tokens = self._filed(frame)
+                tokens = iter(self._filed(frame))
+                sampled = [[next(tokens)] if one else [] for one in drawing]
             except EngineError as error:
                 self._chain.fail(str(error))
-        sampled = [[tokens[name]] if name in tokens else [] for name in self._names]
-        index = {name: row for row, name in enumerate(self._names)}
-        return _Output(req_ids=self._names, req_id_to_index=index, sampled_token_ids=sampled)
+        index = dict(zip(names, range(len(names)), strict=True))
+        return _Output(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
 
-    def _filed(self, frame: Frame) -> dict[str, int]:
-        drawn = decode_drawn(frame.body)
-        parts = self._step.parts
-        check_drawn(drawn, parts, self._vocab_size)
+    def _filed(self, frame: Frame) -> tuple[int, ...]:
+        drawn, asked = decode_drawn(frame.body), self._asked
+        check_drawn(drawn, sum(asked.drawing), self._vocab_size)
         if len(frame.tensors) != 1:
             raise EngineError("the last stage sent no numbers with its tokens")
-        drawing = [
-            (name, part) for name, part in zip(self._names, parts, strict=True) if draws(part)
-        ]
-        names = [name for name, _ in drawing]
-        lengths = [part.tokens for _, part in drawing]
+        names = list(compress(asked.names, asked.drawing))
+        lengths = list(compress(asked.lengths, asked.drawing))
         self._keeper.file(names, lengths, frame.tensors[0], frame.trail)
-        return dict(zip(names, drawn.tokens, strict=True))
+        return drawn.tokens

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
+from vllm.v1.worker import gpu_model_runner  # pyright: ignore
 
 from ...pipeline.place import Place
+from .vllm_batches import LaneBatches, remember_making
 from .vllm_place import check_passes, read_place
 
 _Base: Any = UniProcExecutor
@@ -44,7 +46,13 @@ class RankExecutor(_Base):
     def _init_executor(self) -> None:
         self.place = read_place(os.environ)
         check_passes(self.vllm_config.compilation_config)
+        remember_making(gpu_model_runner)
         super()._init_executor()
+        runner = self.worker.model_runner
+        LaneBatches(runner, self.place.shape.micro_batches).install()
+        if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
+            # steps are not waited for: what the device still reads of one must not be written over by the next
+            runner.prepare_inputs_event = torch.cuda.Event()
 
     def _distributed_args(self) -> tuple[str, int, int]:
         first = self.place.rank * self.parallel_config.tensor_parallel_size

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import EngineError
-from ...pipeline.boundaries import ROW, BadTrail, split
+from ...pipeline.boundaries import ROW, BadTrail, check
+from ..transfers import Mark, download
 from ..vllm_recorder import Batch, Recorder
 from ..vllm_sampling import Step
 from .fingerprinted import check_numbers
@@ -17,31 +18,50 @@ from .fingerprinted import check_numbers
 Floats = NDArray[np.float32]
 
 
+class Told:
+    """What was drawn in a step, on its way to the host, which nobody has waited for yet."""
+
+    def __init__(self, ids: Sequence[str], tokens: Tensor, numbers: Tensor) -> None:
+        """Of the sequences `ids`, whose rows these are."""
+        self._ids = list(ids)
+        self._tokens, self._numbers = download(tokens), download(numbers)
+        self._mark = Mark(tokens.device)
+
+    def wait(self, names: Sequence[str]) -> tuple[tuple[int, ...], Floats]:
+        """Tokens, and numbers [n, columns], of these sequences in this order."""
+        self._mark.wait()
+        where = dict(zip(self._ids, range(len(self._ids)), strict=True))
+        rows = [where[name] for name in names]
+        return tuple(self._tokens.numpy()[rows].tolist()), self._numbers.numpy()[rows]
+
+
 class Teller(Recorder):
-    """In the last stage: keeps nothing but the numbers of the step that was drawn last."""
+    """In the last stage: keeps nothing of what was drawn."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._told: dict[str, int] = {}
         self._numbers: Tensor | None = None
+        self._lanes: dict[str, Batch] = {}
+        """First sequence of a lane -> its batch: lanes take turns."""
 
-    def tell(self, names: Sequence[str]) -> Floats:
-        """[n, columns] of these sequences of the last step, in this order; waits for the device."""
-        if self._numbers is None:
-            raise EngineError("vLLM drew nothing in a step that draws")
-        numbers = self._numbers.cpu().numpy()
-        return numbers[[self._told[name] for name in names]]
+    def tell(self, step: Step, logits: Tensor) -> Told:
+        """Draw in a step whose logits [n, vocabulary] are these, in fp32; the device is not waited for."""
+        self._batch = self._lanes.get(step.ids[0])
+        self.begin(step)
+        assert self._batch is not None  # begin() makes it
+        self._lanes[step.ids[0]] = self._batch
+        tokens = self.draw(logits)
+        assert self._numbers is not None  # and draw() these
+        return Told(step.ids, tokens, self._numbers)
 
     def leave(self, names: Sequence[str]) -> None:
         """These sequences are over."""
         for name in names:
+            self._lanes.pop(name, None)
             if name in self._slots.of:
                 self._slots.leave(number_of(name))
 
     def _record(self, batch: Batch, step: Step, logprobs: Tensor) -> None:
-        if not self.collecting:
-            return
-        self._told = {name: row for row, name in enumerate(batch.ids)}
         self._numbers = self._project(step.hidden, logprobs)
 
 
@@ -78,10 +98,10 @@ class Keeper(Recorder):
         check_numbers(rows[:, 0])
         crossed = self._split(trail, len(names))
         slots = self._slots
-        known = [row for row, name in enumerate(names) if name in slots.of]  # others were given up
-        where = np.fromiter((slots.of[names[row]] for row in known), np.int64, len(known))
-        at = np.fromiter((lengths[row] for row in known), np.int64, len(known))
-        at -= slots.prompts[where]
+        where = np.fromiter((slots.of.get(name, -1) for name in names), np.int64, len(names))
+        known = np.flatnonzero(where >= 0)  # others were given up
+        where = where[known]
+        at = np.fromiter(lengths, np.int64, len(names))[known] - slots.prompts[where]
         if (at > slots.drawn[where]).any() or (at < 0).any():
             raise EngineError("a token came back out of turn")
         slots.drawn[where] = slots.filed[where] = at + 1
@@ -92,11 +112,11 @@ class Keeper(Recorder):
     def _split(self, trail: bytes, rows: int) -> NDArray[np.uint8]:
         """[rows, boundaries x 8]"""
         try:
-            parts = split(trail, rows, self._count)
+            check(trail, rows, self._count)
         except BadTrail as error:
             raise EngineError(f"the last stage sent no trail of this plan ({error})") from error
-        joined = b"".join(b"".join(one) for one in parts)
-        return np.frombuffer(joined, np.uint8).reshape(rows, self._count * ROW)
+        parts = np.frombuffer(trail, np.uint8).reshape(self._count, rows, ROW)
+        return parts.transpose(1, 0, 2).reshape(rows, self._count * ROW)
 
     def _grow(self) -> None:
         old = self._crossed

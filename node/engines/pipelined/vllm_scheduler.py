@@ -28,6 +28,8 @@ class LaneScheduler(_Base):
         """What was scheduled and is not back: its lane, if it draws."""
         self._tried = False
         """Whether nothing could be scheduled since something came back."""
+        self._picked: tuple[tuple[int, int, int], int | None] | None = None
+        """(what it was picked from, the lane): vLLM asks has_requests() twice before each schedule()."""
 
     def has_requests(self) -> bool:
         """Whether schedule() should be called: else vLLM waits for what is in flight, or for news."""
@@ -40,7 +42,7 @@ class LaneScheduler(_Base):
     def schedule(self, *arguments: Any, **named: Any) -> Any:
         """A micro-batch of the lane whose turn it is; an empty one if none can do anything."""
         waiting, free = self._room()
-        lane = self._pick()
+        lane, self._picked = self._pick(), None
         mine, most = [], 0
         running: list[Any] = self.running
         if lane is not None:
@@ -65,13 +67,16 @@ class LaneScheduler(_Base):
         lane = self._flying.pop(id(scheduler_output), None)
         if lane is not None:
             self._lanes.back(lane)
-        self._tried = False
+        self._tried, self._picked = False, None
         if len(self._lanes) > _FORGET_FROM + 2 * len(self.requests):
             self._lanes.forget(self.requests.__contains__)
         return super().update_from_output(scheduler_output, *arguments, **named)
 
     def _pick(self) -> int | None:
-        return self._lanes.pick(self.running, *self._room())
+        now = (len(self.running), *self._room())
+        if self._picked is None or self._picked[0] != now:
+            self._picked = now, self._lanes.pick(self.running, *now[1:])
+        return self._picked[1]
 
     def _room(self) -> tuple[int, int]:
         """(requests that wait, how many more may run)."""

@@ -6,7 +6,7 @@ vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worke
 import contextlib
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -20,14 +20,16 @@ from vllm.v1.core.sched.output import (  # pyright: ignore
 from ...errors import EngineError
 from ...pipeline import boundaries
 from ...pipeline.frame import Array, Frame, Kind
-from ...pipeline.place import Place
+from ...pipeline.place import Later, Place
 from ..boundary_states import agrees, project
+from ..transfers import download
 from ..vllm_options import SAMPLING
+from ..vllm_sampling import read_step
 from ..vllm_worker import Staged, WorkerExtension, tensors_of
 from . import activations
 from .step_codec import Drawn, Going, New, Sequences, Step, decode_step, draws, encode
 from .vllm_place import read_place
-from .vllm_recorders import Teller, number_of
+from .vllm_recorders import Teller, Told, number_of
 from .vllm_states import Arrivals, Departure, drawing, gather, leaving, order_of
 
 MOST_PREPARED = 4
@@ -79,8 +81,19 @@ class StageExtension(WorkerExtension):
         """The part of a rank that follows: the first one has looked at everything, and answers for all."""
         with torch.inference_mode():
             self.primerl_step(output, self.primerl_unpack(tensors))
-            if self._primerl_place.last:
-                self.model_runner.sample_tokens(None)
+            self.model_runner.execute_model_state = None  # the first one draws
+
+    def primerl_draw(self) -> Told:
+        """What the step that was computed draws.
+
+        Not by the runner's sample_tokens(): it waits for the tokens and keeps them, and here nobody reads them.
+        """
+        runner: Any = self.model_runner
+        state, runner.execute_model_state = runner.execute_model_state, None
+        recorder = self._primerl_recorder
+        if state is None or state.logits is None or not isinstance(recorder, Teller):
+            raise EngineError("vLLM computed nothing that could be drawn from")
+        return recorder.tell(read_step(runner, state), state.logits.float())
 
     def primerl_unpack(self, tensors: tuple[Array, ...]) -> torch.Tensor:
         """The states that a frame holds. Raises EngineError."""
@@ -191,60 +204,82 @@ class StageSteps:
             self._worker.primerl_find(version)  # what is here is everywhere
             self._ranks.collective_rpc("primerl_switch", args=(version,))
 
-    def step(self, frame: Frame) -> Frame:
+    def step(self, frame: Frame) -> Later:
         """See StageCompute. Where ranks wait for each other, what vLLM raises is raised: none can go on."""
-        alone = not len(self._ranks.followers)
+        judged = contextlib.nullcontext if len(self._ranks.followers) else _judged
         with self._turn, torch.inference_mode():
             with _judged():
                 step, stream = decode_step(frame.body), self._arrived(frame)
-                self._check(frame, step, stream)
+                check = self._checked(frame, step, stream)
                 names, over = self._sequences.take(step)
             self._over += over
             output = _output(step.parts, names, self._over, self._parameters)
             self._ranks.followers.turns.tell("primerl_compute", output, frame.tensors)
-            with _judged() if alone else contextlib.nullcontext():
+            with judged():
                 found = self._worker.primerl_step(output, stream)
                 self._over.clear()
                 if self._place.last:
-                    return self._drawn(frame, step, names)
-                return self._sent(frame, step, names, found)
+                    answer = self._drawn(frame, step, names)
+                else:
+                    answer = self._sent(frame, step, names, found)
+
+        def later() -> Frame:
+            with judged():
+                found = answer()
+                check()  # its states came before those of the answer
+                return found
+
+        return later
 
     def _arrived(self, frame: Frame) -> torch.Tensor:
         return self._worker.primerl_unpack(frame.tensors)
 
-    def _check(self, frame: Frame, step: Step, stream: torch.Tensor) -> None:
-        """Raise EngineError for states that are not the step's, or not what fingerprints were made of."""
+    def _checked(self, frame: Frame, step: Step, stream: torch.Tensor) -> Callable[[], None]:
+        """Raise EngineError for states that are not the step's.
+
+        What is returned raises it for those that fingerprints were not made of, once the device is done.
+        """
         if len(stream) != sum(part.scheduled for part in step.parts):
             raise EngineError("the stage before sent other states than the step has tokens")
         if not self._place.shape.fingerprint:
-            return
+            return lambda: None
         rank, count = self._place.rank, sum(map(draws, step.parts))
         try:
             claimed = boundaries.latest(frame.trail, count, rank)
         except boundaries.BadTrail as error:
             raise EngineError(f"stage {rank - 1} sent no trail of this plan ({error})") from error
-        own = project(drawing(stream, step.parts)).cpu().numpy()
-        if not agrees(claimed, own):
-            raise EngineError(f"stage {rank - 1} sent other states than it signed for")
+        own = download(project(drawing(stream, step.parts)))
 
-    def _sent(self, frame: Frame, step: Step, names: list[str], found: Any) -> Frame:
+        def check() -> None:
+            if not agrees(claimed, own.numpy()):
+                raise EngineError(f"stage {rank - 1} sent other states than it signed for")
+
+        return check
+
+    def _sent(self, frame: Frame, step: Step, names: list[str], found: Any) -> Later:
         counts = {name: part.scheduled for name, part in zip(names, step.parts, strict=True)}
         index = gather(order_of(self._runner), names, counts)
         stream = leaving(found.tensors, sum(counts.values()), index)
         shape = self._place.shape
         departure = Departure(stream, step.parts, shape.encoding, proven=bool(shape.fingerprint))
-        packed, own = departure.wait()
-        trail = boundaries.append(frame.trail, own)
-        return Frame(Kind.STEP, frame.epoch, frame.number, frame.body, packed, trail)
 
-    def _drawn(self, frame: Frame, step: Step, names: list[str]) -> Frame:
-        result = self._runner.sample_tokens(None)
+        def later() -> Frame:
+            packed, own = departure.wait()
+            trail = boundaries.append(frame.trail, own)
+            return Frame(Kind.STEP, frame.epoch, frame.number, frame.body, packed, trail)
+
+        return later
+
+    def _drawn(self, frame: Frame, step: Step, names: list[str]) -> Later:
+        told = self._worker.primerl_draw()
         wanted = [name for name, part in zip(names, step.parts, strict=True) if draws(part)]
-        where, sampled = result.req_id_to_index, result.sampled_token_ids
-        tokens = tuple(int(sampled[where[name]][0]) for name in wanted)
-        rows = self._worker._primerl_recorder.tell(wanted)
-        body = encode(Drawn(tokens))
-        return Frame(Kind.DRAWN, frame.epoch, frame.number, body, (rows,), frame.trail)
+
+        def later() -> Frame:
+            tokens, rows = told.wait(wanted)
+            body = encode(Drawn(tokens))
+            return Frame(Kind.DRAWN, frame.epoch, frame.number, body, (rows,), frame.trail)
+
+        return later
 
 
 @contextlib.contextmanager

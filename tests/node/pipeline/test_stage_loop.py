@@ -13,6 +13,7 @@ from primerl.node.errors import EngineError
 from primerl.node.pipeline import memory_port, stage_loop
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.memory_port import MemoryPort
+from primerl.node.pipeline.place import Later
 from primerl.node.pipeline.port import PortTimeout
 
 WAIT_S = 60.0
@@ -33,7 +34,7 @@ class Compute:
             raise EngineError(f"version {version} was not prepared")
         self.told.append(version)
 
-    def step(self, frame: Frame) -> Frame:
+    def step(self, frame: Frame) -> Frame | Later:
         if frame.number == 13:
             raise EngineError("out of memory")
         if frame.number == 14:
@@ -152,6 +153,78 @@ def test_time_is_counted_within_chains_only() -> None:
     assert stats.steps == 2
     assert stats.idle_s >= 0.25
     assert 0.5 < stats.stall_share <= 1.0
+
+
+class Device(Compute):
+    """Begins micro-batches at once; each is done when its number is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = {number: threading.Event() for number in range(20)}
+
+    def step(self, frame: Frame) -> Later:
+        self.told.append(("step", frame.number))
+        answer = replace(frame, kind=Kind.DRAWN, tensors=(), busy_us=0)
+
+        def later() -> Frame:
+            assert self.done[frame.number].wait(WAIT_S)
+            if frame.number == 13:
+                raise EngineError("other states than it signed for")
+            if frame.number == 14:
+                raise ZeroDivisionError
+            return answer
+
+        return later
+
+
+def let_go(compute: Device, *numbers: int) -> None:
+    for number in numbers:
+        compute.done[number].set()
+
+
+def test_the_next_micro_batch_is_begun_while_a_device_computes_one() -> None:
+    compute = Device()
+    with stage(compute) as port:
+        for frame in (Frame(Kind.RESET, 1, 0), step(1, 1), step(1, 2), Frame(Kind.SWITCH, 1, 2)):
+            port.send(frame)
+        assert port.receive(WAIT_S).kind is Kind.RESET
+        while 2 not in compute.told:
+            time.sleep(0.001)
+        let_go(compute, 2)
+        with pytest.raises(PortTimeout):
+            port.receive(0.05)  # what was sent first comes back first
+        let_go(compute, 1)
+        found = [port.receive(WAIT_S) for _ in range(3)]
+    assert [(one.kind, one.number) for one in found] == [
+        (Kind.DRAWN, 1),
+        (Kind.DRAWN, 2),
+        (Kind.SWITCH, 2),
+    ]
+    assert found[1].waited_us > 0  # for the one before it
+
+
+def test_what_a_device_could_not_do_is_a_fault_of_that_chain_alone() -> None:
+    compute = Device()
+    let_go(compute, *range(20))
+    with stage(compute, rank=2) as port:
+        for frame in (Frame(Kind.RESET, 5, 0), step(5, 12), step(5, 13), step(5, 15)):
+            port.send(frame)
+        kinds = [port.receive(WAIT_S).kind for _ in range(3)]
+        assert kinds == [Kind.RESET, Kind.DRAWN, Kind.FAULT]
+        for frame in (step(5, 16), Frame(Kind.RESET, 6, 0), step(6, 17)):
+            port.send(frame)
+        found = [port.receive(WAIT_S) for _ in range(2)]
+    assert [(one.kind, one.epoch) for one in found] == [(Kind.RESET, 6), (Kind.DRAWN, 6)]
+
+
+def test_a_bug_behind_a_device_closes_the_port_too() -> None:
+    compute = Device()
+    let_go(compute, *range(20))
+    near, far = memory_port.pair()
+    near.send(Frame(Kind.RESET, 1, 0))
+    near.send(step(1, 14))
+    with pytest.raises(ZeroDivisionError):
+        stage_loop.serve(far, compute, rank=1)
 
 
 def test_a_ring_of_ports_leads_from_stage_to_stage_and_back() -> None:

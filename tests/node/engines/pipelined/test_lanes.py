@@ -100,6 +100,18 @@ def test_fewer_lanes_are_joined_once_they_are_back() -> None:
     assert world.pick() is None
 
 
+def test_a_lane_that_is_gone_by_its_turn_is_the_one_its_sequences_went_to() -> None:
+    world = Scheduler(4, 8)
+    for _ in range(3):
+        world.step()
+    lane = world.pick()
+    assert lane == 3
+    world.wanted = 2  # what came back meanwhile says so
+    mine, most = world.lanes.take(lane, world.running, len(world.waiting), 2)
+    assert most == 4
+    assert {one.request_id for one in mine} == {"r2", "r3"}
+
+
 def test_a_lane_of_which_a_half_is_under_way_waits_for_it() -> None:
     world = Scheduler(2, 4)
     world.step()

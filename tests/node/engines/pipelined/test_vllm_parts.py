@@ -24,7 +24,7 @@ from primerl.node.engines.pipelined.vllm_place import (
     placed_arguments,
     read_place,
 )
-from primerl.node.engines.pipelined.vllm_recorders import Keeper
+from primerl.node.engines.pipelined.vllm_recorders import Keeper, Teller
 from primerl.node.engines.pipelined.vllm_states import (
     HIDDEN,
     RESIDUAL,
@@ -36,6 +36,7 @@ from primerl.node.engines.pipelined.vllm_states import (
 )
 from primerl.node.engines.vllm_collector import Collector
 from primerl.node.engines.vllm_options import SAMPLING
+from primerl.node.engines.vllm_sampling import Step
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.fingerprints.projection import NUMBERS
 from primerl.node.pipeline.boundaries import ROW
@@ -209,6 +210,40 @@ async def test_what_came_back_is_collected_with_versions_and_boundaries() -> Non
     assert found.spans == ((0, 1), (1, 2))
     assert found.boundaries == (b"B" * 8 + b"C" * 8, b"b" * 8 + b"c" * 8)
     assert len(found.proof) == 2 * ROW
+
+
+def test_the_last_stage_tells_what_each_lane_drew_in_the_order_it_is_asked_for() -> None:
+    teller = Teller(
+        torch.device("cpu"),
+        width=4,
+        dtype=torch.float32,
+        fingerprint="",
+        requests=4,
+        length=8,
+    )
+    for key, name in enumerate("abc"):
+        teller.admit(name, 2, key, 7 + key, 1.0)
+    logits = torch.full((3, 5), -30.0)
+    logits[[0, 1, 2], [4, 2, 3]] = 30.0
+    for length in (2, 3):
+        told = [
+            teller.tell(
+                Step(
+                    lane,
+                    np.full(len(lane), length),
+                    np.ones(len(lane), bool),
+                    torch.ones(len(lane), 4),
+                ),
+                of,
+            )
+            for lane, of in ((["a", "b"], logits[:2]), (["c"], logits[2:]))
+        ]
+        tokens, numbers = told[0].wait(["b", "a"])
+        assert tokens == (2, 4)
+        assert numbers.shape == (2, 1)
+        assert numbers == pytest.approx(0.0, abs=1e-6)
+        assert told[1].wait(["c"])[0] == (3,)
+        assert told[1].wait([])[0] == ()
 
 
 def test_what_was_drawn_twice_counts_once() -> None:
