@@ -52,7 +52,7 @@ class RankExecutor(_Base):
         LaneBatches(runner, self.place.shape.micro_batches).install()
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # steps are not waited for: what the device still reads of one must not be written over by the next
-            runner.prepare_inputs_event = torch.cuda.Event()
+            runner.prepare_inputs_event = torch.cuda.Event(blocking=True)  # as vLLM's own
 
     def _distributed_args(self) -> tuple[str, int, int]:
         first = self.place.rank * self.parallel_config.tensor_parallel_size
