@@ -78,6 +78,8 @@ def _params(*slow: str) -> list[Any]:
 PARAMS = _params("vllm", "hf-pipeline")
 """What tests are parametrised with: vLLM only where it is installed and slow tests are asked for."""
 MOST_PARAMS = _params("vllm")
+DRAWING_PARAMS = [name for name in PARAMS if name not in ("scripted", "hf-general")]
+"""Those whose tokens a definition tells."""
 
 
 @dataclass(frozen=True)

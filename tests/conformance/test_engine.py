@@ -2,13 +2,12 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from math import isfinite
 
 import pytest
 from conformance.engine_factories import MOST_PARAMS, Case, make_case
-from engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, started, varied_requests
+from engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, varied_requests
 
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
 from primerl.node.errors import EngineError
@@ -19,15 +18,6 @@ DEADLINE_S = 240.0
 @pytest.fixture(scope="module", params=MOST_PARAMS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(request.param, tmp_path_factory)
-
-
-@pytest.fixture
-async def engine(case: Case) -> AsyncIterator[Engine]:
-    engine = case.factory.engine()
-    try:
-        yield await started(engine, case.model_dir, case.states[0])
-    finally:
-        await engine.close()
 
 
 async def generate_all(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:

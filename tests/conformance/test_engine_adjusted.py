@@ -2,7 +2,6 @@
 says (adjusted_cases.py), whatever the engine; a pipeline of several nodes refuses them."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +9,8 @@ import msgspec
 import pytest
 import torch
 from adjusted_cases import adjusted, by_definition
-from conformance.engine_factories import PARAMS, Case, make_case
-from engine_cases import STOP, request, started
+from conformance.engine_factories import DRAWING_PARAMS, Case, make_case
+from engine_cases import STOP, request
 
 from primerl.node import models
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
@@ -48,20 +47,9 @@ REQUESTS: dict[str, GenerateRequest] = {
 PLAIN = [request("abc", seed=1, stop=()), replace(request("xy", seed=4, stop=()), top_k=5)]
 
 
-@pytest.fixture(
-    scope="module", params=[name for name in PARAMS if name not in ("scripted", "hf-general")]
-)
+@pytest.fixture(scope="module", params=DRAWING_PARAMS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(request.param, tmp_path_factory)
-
-
-@pytest.fixture
-async def engine(case: Case) -> AsyncIterator[Engine]:
-    engine = case.factory.engine()
-    try:
-        yield await started(engine, case.model_dir, case.states[0])
-    finally:
-        await engine.close()
 
 
 async def made_by(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:

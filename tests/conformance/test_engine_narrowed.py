@@ -2,14 +2,13 @@
 the engine; and beside them the likeliest are told to who asks."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conformance.engine_factories import PARAMS, Case, make_case
-from engine_cases import request, started
+from conformance.engine_factories import DRAWING_PARAMS, Case, make_case
+from engine_cases import request
 
 from primerl.node import models
 from primerl.node.engines.engine import Engine, GenerateRequest
@@ -25,20 +24,9 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(
-    scope="module", params=[name for name in PARAMS if name not in ("scripted", "hf-general")]
-)
+@pytest.fixture(scope="module", params=DRAWING_PARAMS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(request.param, tmp_path_factory)
-
-
-@pytest.fixture
-async def engine(case: Case) -> AsyncIterator[Engine]:
-    engine = case.factory.engine()
-    try:
-        yield await started(engine, case.model_dir, case.states[0])
-    finally:
-        await engine.close()
 
 
 async def test_tokens_are_those_that_the_definition_draws_from_the_models_logits(
