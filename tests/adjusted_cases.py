@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import exp, inf
 
 import torch
+from engine_cases import request
 from torch import Tensor
 
 from primerl.node.engines.adjustment import Adjustment
@@ -69,3 +70,34 @@ def by_definition(
         tokens.append(token)
         logprobs.append(float(torch.log_softmax(row / temperature, -1)[token]))
     return tokens, logprobs
+
+
+MANY = tuple(range(0, 272, 2))
+"""Stop tokens, of which one would come soon."""
+LONG = request("abca", seed=1, stop=(), max_tokens=24)
+REQUESTS: dict[str, GenerateRequest] = {
+    "presence_penalty": adjusted(replace(LONG, temperature=0.0), presence=2.0),
+    "frequency_penalty": adjusted(replace(LONG, temperature=0.0), frequency=1.5),
+    "a reward for what was said": adjusted(
+        request("q", seed=3, stop=()), frequency=-2.0, presence=-2.0
+    ),
+    "repetition_penalty": adjusted(replace(LONG, temperature=0.0), repetition=1.8),
+    "logit_bias": adjusted(request("xy", seed=4, stop=()), bias=((7, 100.0),)),
+    "a bias that forbids": adjusted(
+        replace(request("xy", seed=4, stop=()), top_k=5),
+        bias=tuple((token, -100.0) for token in MANY),
+    ),
+    "min_tokens": adjusted(request("abc", seed=5, stop=MANY), min_tokens=6, ends=MANY),
+    "min_p": adjusted(request("abc", seed=6, stop=(), temperature=1.6), min_p=0.3),
+    "all of them": adjusted(
+        replace(request("hello", seed=7, stop=MANY, temperature=1.2), top_k=40, top_p=0.9, top=3),
+        min_p=0.02,
+        presence=0.5,
+        frequency=0.3,
+        repetition=1.2,
+        bias=((11, 3.0), (13, -4.0)),
+        min_tokens=4,
+        ends=MANY,
+    ),
+}
+PLAIN = [request("abc", seed=1, stop=()), replace(request("xy", seed=4, stop=()), top_k=5)]

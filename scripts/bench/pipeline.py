@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from children import Child, Event
+from pipeline_drawn import agreement
 from pipeline_goals import judge, show
 from shapes import SHAPES
 
@@ -166,14 +167,19 @@ class Bench:
 
     async def _best(self, child: Child, sequences: int) -> Row:
         """The best of some rounds, after one that warms up and lets the number of micro-batches settle."""
-        asked = {"tokens": self.options.tokens, "prompt": self.options.prompt}
+        drawn, whole = self.directory / "drawn.npz", self.directory / f"whole-{sequences}.npz"
+        asked = {"tokens": self.options.tokens, "prompt": self.options.prompt, "keep": str(drawn)}
         rounds = [
             await child.ask("measure", START_S, sequences=sequences, **asked)
             for _ in range(1 + self.options.rounds)
         ]
         best = max(rounds[1:], key=lambda one: one["tokens_per_s"])
+        if not whole.exists():  # that is measured first
+            drawn.rename(whole)
+            drawn = whole
         return {
             "sequences": sequences,
+            **agreement(drawn, whole),
             **{k: v for k, v in best.items() if k not in ("event", "at")},
         }
 
@@ -263,10 +269,13 @@ class Bench:
 
 
 def make_model(directory: Path, shape: str, length: int) -> dict[str, Any]:
-    """Random weights of that shape; the model's config."""
+    """Random weights of that shape, made if they are not there; the model's config."""
     changes = {"max_position_embeddings": length}
     config = ModelCreateConfig.model_validate({**ALL_SHAPES[shape], **changes})
-    models.create(directory, config, seed=0)
+    if not (directory / "config.json").exists():
+        making = directory.with_suffix(".part")
+        models.create(making, config, seed=0)
+        making.rename(directory)
     return json.loads((directory / "config.json").read_text())
 
 
@@ -294,7 +303,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--local", action="store_true", help="also vLLM's own pp = 2")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="of stages")
     parser.add_argument("--quick", action="store_true", help="2 stages, two ways, one round")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave the logs")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="work there; a model there is used, logs stay"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args()
     options.cuda = cuda
@@ -314,6 +325,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = (options.keep or Path(name)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
+        for one in directory.glob("whole-*.npz"):  # of a run before
+            one.unlink()
         config = make_model(directory / "model", options.shape, options.length)
         bench = Bench(options, directory, config)
         asyncio.run(bench.run())

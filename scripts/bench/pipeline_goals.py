@@ -12,6 +12,8 @@ LOCAL = 0.8
 OVERHEAD = 1.25
 """Bytes that a hop carries per token that is computed, of those of one hidden state; what is above is schedule
 and proofs."""
+OFF = 0.01
+"""Most that logprobs may be from those of the whole model, in the mean of a way."""
 
 
 def judge(rows: list[Row], *, hidden: int, cuda: bool) -> list[Goal]:
@@ -40,6 +42,8 @@ def judge(rows: list[Row], *, hidden: int, cuda: bool) -> list[Goal]:
         if near and local:
             ratio = near["tokens_per_s"] / local["tokens_per_s"]
             goal(f"{stages} stages, 0 ms / vLLM's own", ratio, LOCAL, "x")
+    exact = [row["logprob_off"] for row in rows if row.get("encoding", "raw") == "raw"]
+    goal("logprobs from the whole model's, at most", max(exact), OFF, "", most=True)
     if not cuda:  # in bfloat16 near ties turn with the size of a batch
         goal("ways that draw other tokens than the whole model", _others(rows), 0.0, "", most=True)
     return goals
@@ -60,7 +64,7 @@ def show(rows: list[Row], goals: list[Goal]) -> None:
     whole = {row["sequences"]: row["tokens_per_s"] for row in rows if row["way"] == "whole"}
     print(
         f"{'way':<14}{'stages':>7}{'RTT ms':>8}{'seqs':>7}{'tokens/s':>11}{'of whole':>10}{'lanes':>7}"
-        f"{'B/token':>9}{'Mbit/s':>8}{'stall':>7}"
+        f"{'B/token':>9}{'Mbit/s':>8}{'stall':>7}{'same':>7}{'off':>9}"
     )
     for row in rows:
         share = row["tokens_per_s"] / whole[row["sequences"]]
@@ -70,7 +74,7 @@ def show(rows: list[Row], goals: list[Goal]) -> None:
             f"{row['way']:<14}{row['stages']:>7}{row['rtt_ms']:>8g}{row['sequences']:>7}"
             f"{row['tokens_per_s']:>11,.0f}{share:>10.2f}{lanes if lanes else '':>7}"
             f"{_number(row.get('bytes_per_token'), '.0f'):>9}{_number(row.get('mbit_s'), '.1f'):>8}"
-            f"{_number(stall, '.0%'):>7}"
+            f"{_number(stall, '.0%'):>7}{row['same_share']:>7.0%}{row['logprob_off']:>9.1e}"
         )
     for goal in goals:
         mark = "ok  " if goal["ok"] else "MISS"

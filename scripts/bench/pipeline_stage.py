@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from children import Event, Wire, cpu_seconds
+from pipeline_drawn import keep
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config import EngineConfig, NetworkConfig
@@ -182,6 +183,7 @@ class Member:
         seconds = time.monotonic() - begin
         watching.cancel()
         await asyncio.wait([watching])
+        keep(Path(command["keep"]), done)
         drawn = sum(len(one.token_ids) for one in done)
         found: Event = {
             "tokens_per_s": drawn / seconds,

@@ -2,9 +2,9 @@
 
     python tests/gpu/measure_options.py [ROW]... [--small]
 
-All rows that the visible GPUs allow, or those that are named. Each has to draw what a forward pass of
-transformers explains, before and after an update in place; 0 is left when all do. Needs vLLM. --small is for a
-machine without GPUs, to see that this runs.
+All rows that the visible GPUs allow, or those that are named; several of these programs may share a GPU. Each
+row has to draw what a forward pass of transformers explains, before and after an update in place: 0 is left if
+all do. Needs vLLM. --small is for a machine without GPUs, to see that this runs.
 """
 
 import argparse
@@ -48,6 +48,8 @@ TINY = ModelCreateConfig(hidden_size=64, intermediate_size=128, head_dim=32, voc
 LENGTH, TOKENS, ROW_S = 1024, 64, 240.0
 FAR, OFF = 0.05, 0.08
 """Most that the mean distance of proofs, and the mean difference of logprobs, may be from fp32."""
+CACHE = 4 << 30
+"""Bytes of keys and values: said, for vLLM can't find out beside another that gives memory back."""
 BLOCKS = 8 * LENGTH // 16
 """Of a cache that is too small for all prompts, so that keys and values have to be brought back."""
 
@@ -155,7 +157,7 @@ async def measure(row: Row, case: Case, wanted: list[GenerateRequest], device: s
         dtype="float32" if cpu else "bfloat16",
         max_batch=64,
         max_model_len=LENGTH,
-        vllm=row.vllm if cpu else {"gpu_memory_utilization": 0.3} | row.vllm,
+        vllm=row.vllm if cpu else {"kv_cache_memory_bytes": CACHE} | row.vllm,
         **row.shape,
     )
     engine = build_engine(config)
