@@ -3,13 +3,13 @@ and against a ring in which nothing overlaps.
 
     python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rates 20 40] [--batch 64]
         [--lanes 4] [--engine hf|vllm] [--shape NAME] [--encoding raw|fp8|int8] [--local]
-        [--tp 1] [--ways WAY ...] [--quick] [--json FILE]
+        [--few 64] [--tp 1] [--ways WAY ...] [--quick] [--json FILE]
 
 Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
 what each sends by half a round trip: a ring of four stages is twice as long as one of two.
 
 overlap      up to --lanes micro-batches for each stage in flight, of --batch sequences each
-overlap, few the same, but --batch sequences in all
+overlap, few the same, but --few sequences in all: as many as a micro-batch has, unless said
 one          one micro-batch of --batch sequences: the ring waits for it, as the ring of INTELLECT-2 did
 one, large   one micro-batch of as many sequences as overlap has in all
 local        with --local: vLLM's own pipeline over NCCL, on this machine's GPUs
@@ -128,7 +128,7 @@ class Bench:
         common = {"model": str(self.directory / "model"), "fingerprint": self.options.fingerprint}
         await child.ask("whole", START_S, engine=engine, **common)
         sizes = {self._sequences(stages) for stages in self.options.stages}
-        for sequences in sorted({self.options.batch} | sizes):
+        for sequences in sorted({self.options.batch, *self.options.few} | sizes):
             found = await self._best(child, sequences)
             stages = 2 if way == "local" else 1
             self.rows.append({"way": way, "stages": stages, "rtt_ms": 0.0, **found})
@@ -136,13 +136,15 @@ class Bench:
     async def _ways(self, stages: int) -> None:
         """All that one plan can do, then the other one: engines take long to start, lines do not."""
         batch, lanes = self.options.batch, self.options.lanes * stages
+        few = [("overlap, few", sequences) for sequences in self.options.few]
         for most, ways in (
-            (1, {"one": batch, "one, large": batch * lanes}),
-            (lanes, {"overlap, few": batch, "overlap": batch * lanes}),
+            (1, [("one", batch), ("one, large", batch * lanes)]),
+            (lanes, [*few, ("overlap", batch * lanes)]),
         ):
             for rtt in self.options.rtt:
-                for way in filter(self.options.ways.__contains__, ways):
-                    await self._one(way, stages, rtt, most, ways[way])
+                for way, sequences in ways:
+                    if way in self.options.ways:
+                        await self._one(way, stages, rtt, most, sequences)
 
     async def _narrow(self, stages: int, rate: float) -> None:
         """Lines that carry little."""
@@ -160,10 +162,8 @@ class Bench:
         found = await self._best(self.children[0], sequences)
         row = {"way": way, "stages": stages, "rtt_ms": rtt, "encoding": self._encoding}
         self.rows.append(row | found)
-        print(
-            f"  {stages} stages, {rtt:g} ms, {way}: {found['tokens_per_s']:,.0f} tokens/s",
-            flush=True,
-        )
+        speed = f"{found['tokens_per_s']:,.0f} tokens/s"
+        print(f"  {stages} stages, {rtt:g} ms, {way} ({sequences}): {speed}", flush=True)
 
     async def _best(self, child: Child, sequences: int) -> Row:
         """The best of some rounds, after one that warms up and lets the number of micro-batches settle."""
@@ -289,6 +289,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rtt", type=float, nargs="+", default=[0.0, 20.0, 50.0, 100.0])
     parser.add_argument("--rates", type=float, nargs="*", help="Mbit/s, for rows of narrow lines")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a micro-batch")
+    parser.add_argument("--few", type=int, nargs="+", help="sequences in all of `overlap, few`")
     parser.add_argument("--lanes", type=int, default=4, help="most in flight, for each stage")
     parser.add_argument("--tokens", type=int, default=48, help="of a completion")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
@@ -309,6 +310,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args()
     options.cuda = cuda
+    options.few = options.few or [options.batch]
     if options.quick:
         options.stages, options.rtt, options.rounds = [2], [0.0, 50.0, 100.0], 1
         options.ways = ("one", "overlap")
