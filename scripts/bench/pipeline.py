@@ -43,6 +43,8 @@ from primerl.protocol.pipelines import Encoding, PipelinePlan, PipelineShape, St
 
 HERE = Path(__file__).parent
 START_S = 400.0
+STEP_TOKENS = 2048
+"""Of a step, as vLLM has it by default; with more sequences one for each."""
 NARROW_MS = 20.0
 """Round trip of narrow lines."""
 SMALL: dict[str, Any] = {
@@ -126,6 +128,8 @@ class Bench:
     async def _measure_whole(self, way: str, engine: Event, child: Child | None = None) -> None:
         child = child or self.children[0]
         common = {"model": str(self.directory / "model"), "fingerprint": self.options.fingerprint}
+        if engine["max_batch"] > STEP_TOKENS and "vllm" in engine:
+            engine["vllm"]["max_num_batched_tokens"] = engine["max_batch"]
         await child.ask("whole", START_S, engine=engine, **common)
         sizes = {self._sequences(stages) for stages in self.options.stages}
         for sequences in sorted({self.options.batch, *self.options.few} | sizes):
@@ -239,7 +243,7 @@ class Bench:
                 hidden_size=self.config["hidden_size"],
                 max_model_len=options.length,
                 max_sequences=sequences,
-                max_step_tokens=max(2048, sequences),
+                max_step_tokens=max(STEP_TOKENS, sequences),
                 block_size=block,
                 kv_tokens=-(-room // block) * block,
                 micro_batches=lanes,
