@@ -47,8 +47,8 @@ EXPERTS = DENSE.model_copy(
 TINY = ModelCreateConfig(hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=320)
 LENGTH, TOKENS, ROW_S = 1024, 64, 240.0
 FAR, OFF = 0.05, 0.12
-"""Most that the mean distance of proofs, and the mean difference of logprobs, may be from fp32: in bfloat16 all rows
-of weights as sharp as these are 0.08 to 0.09 off. Another policy is further off than twice of this."""
+"""Most that the mean distance of proofs, and the mean difference of logprobs, may be from fp32: in bfloat16 all
+rows of weights as sharp as these are 0.08 to 0.09 off. Another policy is further off than twice of this."""
 CACHE = 4 << 30
 """Bytes of keys and values: said, for vLLM can't find out beside another that gives memory back."""
 BLOCKS = 8 * LENGTH // 16
