@@ -31,7 +31,8 @@ def plan_parts(asked: Asked, whole: Whole) -> Iterator[Any]:
     yield _worker_table(asked, whole)
     yield f"[bold]{escape(whole.advice.verdict)}[/]"
     if whole.must_be_told:
-        yield f"others are on this GPU: it needs --engine.vllm.gpu-memory-utilization {whole.must_be_told:g}"
+        share = f"--engine.vllm.gpu-memory-utilization {whole.must_be_told:g}"
+        yield f"vLLM's own share and what is beside it are more than this GPU has left: it needs {share}"
     if whole.worker.tight and whole.worker.fits:
         yield f"updates find no room beside it, and are loaded whole (a longer pause): {_looser(whole)}"
     for way in whole.advice.ways:

@@ -48,12 +48,16 @@ class Fake:
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """`fails`: a file; while it is there no start succeeds. `refuses`: the option is wrong.
+        `breaks`: the start fails, and only the log says why.
         `starts_s`: how long it takes; `with_another`: a process of its own is there meanwhile."""
         if self._says.get("with_another"):
             await asyncio.create_subprocess_exec("sleep", "600")
         await asyncio.sleep(self._says.get("starts_s", 0))
         if "refuses" in self._says:
             raise UsageError("engine.vllm.refuses cannot be set: remove it")
+        if words := self._says.get("breaks"):
+            print(f"(EngineCore pid=1) ValueError: {words}", file=sys.stderr, flush=True)
+            raise EngineError("vLLM did not start (RuntimeError See root cause above)")
         if os.path.exists(self._says.get("fails", "/nowhere")):  # noqa: ASYNC240
             print("this machine has no GPU any more", file=sys.stderr, flush=True)
             os._exit(4)

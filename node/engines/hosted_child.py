@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -46,7 +47,7 @@ from .host_frames import (
     as_draw,
     read_answer,
 )
-from .last_words import explain
+from .last_words import explain, meaning
 from .replica import Finding, Written
 
 logger = logging.getLogger(__name__)
@@ -248,10 +249,18 @@ class EngineChild:
         if answer.kind == USAGE:
             return UsageError(answer.detail)
         if answer.kind != LOST:
-            return EngineError(answer.detail)
+            return EngineError(answer.detail if self._ready else await self._cause(answer.detail))
         self._tail.append(answer.detail)
         await self._lose("")
         return EngineLost(self._fault)
+
+    async def _cause(self, detail: str) -> str:
+        """Why it did not start: vLLM's engine process says it in the log, and only there."""
+        until = time.monotonic() + LAST_WORDS_S
+        # the lines come by another pipe
+        while not (known := meaning(self._tail, self._title)) and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return f"{known} ({detail})" if known else detail
 
     def _send(self, request: Request) -> None:
         """Those of one turn of the event loop together."""

@@ -62,14 +62,20 @@ _SIGNALS = {
 
 def explain(code: int | None, lines: Sequence[str], title: str = "vLLM") -> str:
     """One sentence for the operator. `code` as asyncio gives it: negative for a signal, None while it runs."""
-    for pattern, meaning in _WORDS if title == "vLLM" else _OTHERS:
-        if any(re.search(pattern, line) for line in lines):
-            return meaning
+    if known := meaning(lines, title):
+        return known
     if code is not None and code < 0:
         return f"{title}'s process {_signal(-code)}"
     last = f" ({lines[-1]})" if lines else ""
     ended = "broke" if code is None else f"ended with exit code {code}"
     return f"{title}'s process {ended}{last}: look at its log lines above"
+
+
+def meaning(lines: Sequence[str], title: str = "vLLM") -> str:
+    """What the lines of a process are known to mean, with what to do; empty if nothing is."""
+    known = _WORDS if title == "vLLM" else _OTHERS
+    found = (words for pattern, words in known if any(re.search(pattern, line) for line in lines))
+    return next(found, "")
 
 
 def _signal(number: int) -> str:

@@ -14,7 +14,7 @@ from ..json_files import read_json
 from .bill import gib
 from .fit import advise
 from .shape import read_shape
-from .worker import Device, plan_worker
+from .worker import UTILIZATION, Device, plan_worker
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,10 @@ def refuse_what_cannot_fit(
         return
     needed = plan.budget + plan.missing
     sure = sum(line.nbytes for line in plan.engine if not line.estimate) + plan.sequence
-    if plan.overdrawn <= 0 and sure <= plan.budget and needed * LENIENCE <= plan.budget:
+    most = plan.budget
+    if "gpu_memory_utilization" not in config.vllm:  # only estimates made the plan's smaller
+        most = max(most, int(UTILIZATION * (smallest - taken)))
+    if plan.overdrawn <= 0 and sure <= most and needed * LENIENCE <= most:
         logger.warning("memory of %s: %s, by estimates: trying", gib(smallest), advice.verdict)
         return
     instead = advice.ways[0].flags if advice.ways else "a smaller model, or more GPUs"

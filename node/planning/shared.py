@@ -4,7 +4,7 @@ from ..config import RunConfig
 from .bill import MIB, Bill, Line
 from .shape import ModelShape
 from .trainer import LearnerPlan, plan_learner
-from .worker import CONTEXT, ELEMENT, RESERVE
+from .worker import CONTEXT, ELEMENT, RESERVE, uncounted
 
 AUDIT_TOKENS = 1 << 14
 """Of a forward pass of the process that audits (audits/replay.py)."""
@@ -72,5 +72,6 @@ def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
     0.0 if the trainer leaves nothing.
     """
     learner, others = plan_trainer(config, shape, gpu=True)
-    left = gpu - learner.total - others.total - RESERVE
+    beyond = Bill.of(uncounted(config.engine, shape))
+    left = gpu - learner.total - others.total - beyond.total - RESERVE
     return max(0, int(100 * left / gpu)) / 100

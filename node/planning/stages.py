@@ -17,7 +17,15 @@ from ..pipeline.planner import Costs, Terms
 from ..store import Store
 from .bill import GIB, Bill, gib
 from .shape import VOCABULARY_MULTIPLE, ModelShape, read_shape
-from .worker import ELEMENT, RESERVE, UTILIZATION, Device, plan_worker, tensor_parallel
+from .worker import (
+    ELEMENT,
+    RESERVE,
+    UTILIZATION,
+    Device,
+    plan_worker,
+    tensor_parallel,
+    uncounted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +126,8 @@ def memory_to_offer(
     device, ranks = _device(config, there, free)
     if device.kind == "cuda" and config.type == "vllm":
         share = float(config.vllm.get("gpu_memory_utilization") or UTILIZATION)
-        budget = min(int(share * device.nbytes), device.nbytes - device.taken - RESERVE)
+        beyond = Bill.of(uncounted(config, shape)).total
+        budget = min(int(share * device.nbytes), device.nbytes - device.taken - beyond - RESERVE)
     elif device.kind == "cuda":
         budget = device.nbytes - device.taken - RESERVE
     else:

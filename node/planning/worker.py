@@ -1,7 +1,8 @@
 """What an engine takes of one GPU, or of a machine's memory, and how many sequences its cache then holds.
 
-What vLLM takes counts against its budget, gpu_memory_utilization x the GPU; what this package keeps beside it
-(proofs, updates) has to fit into the rest. Lines marked as estimates were not derived but measured elsewhere.
+What vLLM counts goes against its budget, gpu_memory_utilization x the GPU; what it does not count (CUDA's
+context, captured graphs) and what this package keeps beside it (proofs, updates) has to fit into the rest.
+Lines marked as estimates were not derived but measured elsewhere.
 """
 
 from collections.abc import Mapping
@@ -24,6 +25,10 @@ BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 """Tokens of a block of vLLM's cache, where engine.vllm.block_size says nothing."""
 CONTEXT = 512 * MIB
 """CUDA's context, kernels and cuBLAS's workspaces in one process."""
+LIBRARIES = 512 * MIB
+"""What vLLM counts of its budget beside the tensors named here: kernels, workspaces."""
+UNCOUNTED = 576 * MIB
+"""What it takes and does not count: 0.54 GiB of an H200 with vLLM 0.25.1 (docs/benchmarks.md)."""
 COLLECTIVES = 512 * MIB
 """NCCL's buffers and vLLM's own all-reduce, once there is more than one rank."""
 GRAPHS = (128 * MIB, 16 * MIB)
@@ -202,13 +207,14 @@ def _vllm_gpu(
             _weights(config, shape, tp, config.pp),
             _activations(config, shape, tp, step_tokens(config, "cuda")),
             Line("logits", _logits(config, shape), f"{config.max_batch} rows, in fp32 too", True),
-            Line("CUDA context, libraries", CONTEXT, "", True),
+            Line("libraries, workspaces", LIBRARIES, "", True),
             Line("collectives", COLLECTIVES if ranks > 1 else 0, f"{ranks} ranks", True),
-            _graphs(config, shape),
         ]
     )
+    beyond = uncounted(config, shape)
     beside = Bill.of(
         [
+            *beyond,
             *_proofs(config, shape, fingerprint),
             Line(
                 "an update on its way in",
@@ -217,7 +223,7 @@ def _vllm_gpu(
             ),
         ]
     )
-    utilization = _utilization(config.vllm, device, beside)
+    utilization = _utilization(config.vllm, device, Bill.of(beyond), beside)
     budget = int(utilization * device.nbytes)
     fixed = config.vllm.get("kv_cache_memory_bytes")
     if fixed:
@@ -237,14 +243,15 @@ def _vllm_gpu(
     )
 
 
-def _utilization(vllm: Mapping[str, Any], device: Device, beside: Bill) -> float:
-    """What is said, or vLLM's own; on a GPU where others leave less, what they and our own buffers leave."""
+def _utilization(vllm: Mapping[str, Any], device: Device, beyond: Bill, beside: Bill) -> float:
+    """What is said, or vLLM's own; on a GPU that is too small or shared for that, what all others leave."""
     said = vllm.get("gpu_memory_utilization")
     if said is not None:
         return float(said)
-    if UTILIZATION * device.nbytes <= device.nbytes - device.taken:
+    if UTILIZATION * device.nbytes + beyond.total <= device.nbytes - device.taken:
         return UTILIZATION
-    left = device.nbytes - device.taken - beside.total - RESERVE
+    needed = beside if device.taken else beyond  # an update that finds no room is loaded whole
+    left = device.nbytes - device.taken - needed.total - RESERVE
     return max(0, int(100 * left / device.nbytes)) / 100
 
 
@@ -271,11 +278,16 @@ def _logits(config: EngineConfig, shape: ModelShape) -> int:
     return config.max_batch * shape.vocabulary * (ELEMENT[config.dtype] + 8)
 
 
-def _graphs(config: EngineConfig, shape: ModelShape) -> Line:
+def uncounted(config: EngineConfig, shape: ModelShape) -> list[Line]:
+    """What vLLM takes of a GPU beyond its budget."""
     model, layer = GRAPHS
     eager = bool(config.vllm.get("enforce_eager"))
     layers = -(-shape.layers // config.pp)
-    return Line("CUDA graphs", 0 if eager else model + layers * layer, f"{layers} layers", True)
+    graphs = 0 if eager else model + layers * layer
+    return [
+        Line("CUDA context", UNCOUNTED, "", True),
+        Line("CUDA graphs", graphs, f"{layers} layers", True),
+    ]
 
 
 def _proofs(config: EngineConfig, shape: ModelShape, fingerprint: str) -> list[Line]:

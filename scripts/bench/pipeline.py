@@ -171,7 +171,7 @@ class Bench:
 
     async def _best(self, child: Child, sequences: int) -> Row:
         """The best of some rounds, after one that warms up and lets the number of micro-batches settle."""
-        drawn, whole = self.directory / "drawn.npz", self.directory / f"whole-{sequences}.npz"
+        drawn, whole = self.directory / "drawn.json", self.directory / f"whole-{sequences}.json"
         asked = {"tokens": self.options.tokens, "prompt": self.options.prompt, "keep": str(drawn)}
         rounds = [
             await child.ask("measure", START_S, sequences=sequences, **asked)
@@ -331,7 +331,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = (options.keep or Path(name)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        for one in directory.glob("whole-*.npz"):  # of a run before
+        for one in directory.glob("whole-*.json"):  # of a run before
             one.unlink()
         config = make_model(directory / "model", options.shape, options.length)
         bench = Bench(options, directory, config)

@@ -42,7 +42,7 @@ def test_a_plan_for_another_machine_says_what_to_give(cli: Callable[..., Ran], m
     ran = cli("doctor", "--model.name", model, "--gpu-memory", "24", *WORKER)
     assert "WORKER: vllm, bfloat16, on the GPU, 24.0 GiB" in ran.out
     assert "gpu_memory_utilization 0.92" in ran.out
-    assert "--engine.max-batch 36" in ran.out
+    assert "--engine.max-batch 40" in ran.out
     assert "TRAINER: 2048 tokens a row" in ran.out
 
 

@@ -70,8 +70,9 @@ def engines(shape_name: str, directory: Path, shape: ModelShape, device: Device)
         name = f"{shape_name} vLLM, {'eager' if eager else 'graphs'}, {fingerprint}"
         close = plan.room / GIB <= cache * 1.001 and plan.room / GIB >= cache * (1 - WASTE)
         rows.append(Row(f"{name}: cache", plan.room / GIB, cache, "<= found, 10 %", close))
-        # only its budget and the buffers beside it: an update is not on its way
-        most = (plan.budget + sum(one.nbytes for one in plan.beside if one.name == "proofs")) / GIB
+        # an update is not on its way
+        beside = [one.nbytes for one in plan.beside if "update" not in one.name]
+        most = (plan.budget + sum(beside)) / GIB
         rows.append(Row(f"{name}: of the GPU", most, taken / GIB, ">= found", most >= taken / GIB))
     return rows
 

@@ -297,6 +297,11 @@ async def test_a_start_that_fails_is_not_tried_again(model_dir: Path, tmp_path: 
     with pytest.raises(EngineError, match="make a new one"):
         await broken.start(model_dir)
     await broken.close()
+    words = "Free memory on device cuda:0 (13/139 GiB) on startup is less than desired"
+    crowded = HostedEngine(config(breaks=words), PROGRAM)
+    with pytest.raises(EngineError, match=r"less GPU memory is free.*See root cause above"):
+        await crowded.start(model_dir)
+    await crowded.close()
     nothing = HostedEngine(config(), ("/nowhere/at/all",))
     with pytest.raises(EngineError, match="cannot be started"):
         await nothing.start(model_dir)

@@ -84,7 +84,7 @@ def test_what_is_left_of_the_budget_is_the_cache() -> None:
     assert plan.budget == int(0.92 * 24 * GIB)
     assert plan.room == plan.budget - plan.engine.total
     assert plan.engine.lines[0] == Line("weights", 2 * Q8B.parameters, "8,191 M x 2 bytes")
-    assert plan.at_once == plan.room // (8192 * token_bytes(vllm(), Q8B)) == 4
+    assert plan.at_once == plan.room // (8192 * token_bytes(vllm(), Q8B)) == 5
     assert plan.fits
     assert not plan.holds_all
 
@@ -107,14 +107,25 @@ def test_beside_others_vllm_gets_what_they_leave() -> None:
     taken = Device("cuda", 24 * GIB, taken=4 * GIB)
     plan = plan_worker(vllm(), TINY, taken)
     assert plan.utilization is not None
-    assert 0.8 < plan.utilization < 20 / 24
+    assert 0.77 < plan.utilization < 20 / 24
     assert plan.fits
     few = plan_worker(vllm(), TINY, Device("cuda", 24 * GIB, taken=GIB))
     assert few.utilization == 0.92  # vLLM's own, as long as so much is free
+    more = plan_worker(vllm(), TINY, Device("cuda", 24 * GIB, taken=3 * GIB // 2))
+    assert more.utilization is not None
+    assert more.utilization < 0.92
     greedy = plan_worker(vllm(vllm={"gpu_memory_utilization": 0.9}), TINY, taken)
     assert not greedy.fits  # vLLM refuses to start where less is free than it may take
     assert greedy.missing == greedy.overdrawn > 0
     assert plan_worker(vllm(), TINY, Device("cuda", 24 * GIB, 24 * GIB)).utilization == 0
+
+
+def test_a_small_gpu_leaves_room_for_what_vllm_does_not_count() -> None:
+    """Its context and graphs: 0.97 GiB of 12, of which vLLM's own share would leave 0.96."""
+    plan = plan_worker(vllm(pp=2, max_model_len=1024), Q8B, Device("cuda", 12 * GIB))
+    assert plan.utilization == 0.89
+    assert plan.fits
+    assert plan.tight
 
 
 def test_proofs_take_what_the_recorder_keeps() -> None:
@@ -129,7 +140,7 @@ def test_proofs_take_what_the_recorder_keeps() -> None:
     assert real._ring.nbytes == 65 * RING * 4096 * 2  # pyright: ignore[reportPrivateUsage]
     assert ring == 2 * real._ring.nbytes  # pyright: ignore[reportPrivateUsage]
     none = plan_worker(vllm(), Q8B, CARD, fingerprint="")
-    assert [line.name for line in none.beside] == ["an update on its way in"]
+    assert "proofs" not in [line.name for line in none.beside]
 
 
 def test_a_large_update_finds_no_room_beside_a_full_gpu() -> None:
@@ -146,8 +157,8 @@ def test_auto_has_to_be_a_number_first() -> None:
 
 
 def test_what_fits_is_said_without_advice() -> None:
-    advice = advise(vllm(max_batch=4), Q8B, CARD)
-    assert advice.verdict == "fits: 4 sequences of 8192 tokens at once"
+    advice = advise(vllm(max_batch=5), Q8B, CARD)
+    assert advice.verdict == "fits: 5 sequences of 8192 tokens at once"
     assert advice.ways == ()
 
 
@@ -163,8 +174,8 @@ def test_every_way_that_is_proposed_fits() -> None:
 @pytest.mark.parametrize(
     ("gpu", "config", "flags"),
     [
-        (24, vllm(), "--engine.max-batch 4"),
-        (24, vllm(dtype="float32"), "--engine.dtype bfloat16 --engine.max-batch 4"),
+        (24, vllm(), "--engine.max-batch 5"),
+        (24, vllm(dtype="float32"), "--engine.dtype bfloat16 --engine.max-batch 5"),
         (20, vllm(max_model_len=32768), "--engine.max-model-len"),
         (16, vllm(), "--engine.tp 2"),
     ],
