@@ -153,8 +153,8 @@ HEAVY = {
     "vllm": {
         "node.engines.vllm",
         "node.engines.vllm_worker",
-        "node.engines.pipelined.vllm_executor",
         "node.engines.pipelined.vllm_group",
+        "node.engines.pipelined.vllm_head_executor",
         "node.engines.pipelined.vllm_rank",
         "node.engines.pipelined.vllm_scheduler",
         "node.engines.pipelined.vllm_stage",
@@ -210,6 +210,7 @@ LOADED_LAZILY = {
         node.training.rank node.training.ranks.share node.training.ranks.wire
         node.training.saving.agreement node.training.saving.saved node.training.saving.shards
         node.training.saving.staging node.training.world node.engines.pipelined.vllm_executor
+        node.engines.pipelined.vllm_head_executor node.engines.pipelined.vllm_head_side
         node.engines.pipelined.vllm_rank node.engines.pipelined.vllm_head_worker
         node.engines.pipelined.vllm_batches node.engines.pipelined.vllm_recorders
         node.engines.pipelined.vllm_stage_worker node.engines.pipelined.vllm_states
@@ -219,6 +220,7 @@ LOADED_LAZILY = {
     "triton": "node.engines.noise_kernel node.engines.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
     "vllm": """node.engines.pipelined.vllm_executor node.engines.pipelined.vllm_group
+        node.engines.pipelined.vllm_head_executor
         node.engines.pipelined.vllm_rank
         node.engines.pipelined.vllm_scheduler node.engines.pipelined.vllm_stage_worker""",
 }

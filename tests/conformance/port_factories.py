@@ -11,9 +11,11 @@ from pathlib import Path
 
 from frame_cases import SHAPE
 
+from primerl.node.engines.pipelined.split_port import SplitPort
 from primerl.node.pipeline import memory_port
 from primerl.node.pipeline.frame_codec import FrameLimits
 from primerl.node.pipeline.port import Port
+from primerl.node.pipeline.socket_outlet import SocketOutlet
 from primerl.node.pipeline.socket_port import SocketPort
 
 Factory = Callable[[Path], AbstractContextManager[tuple[Port, Port]]]
@@ -28,17 +30,39 @@ def memory(directory: Path) -> Generator[tuple[Port, Port]]:
     far.close()
 
 
+def socket_port(path: str, limits: FrameLimits) -> Port:
+    """Both directions by one process."""
+    return SocketPort(path, limits, ahead=1, behind=3)
+
+
+def split_port(path: str, limits: FrameLimits) -> Port:
+    """As if two processes had it, of which one sends and one receives."""
+    return SplitPort(path, limits, SocketOutlet(limits))
+
+
+def sockets(directory: Path) -> AbstractContextManager[tuple[Port, Port]]:
+    """Two processes' ends."""
+    return spliced(directory, socket_port)
+
+
+def split(directory: Path) -> AbstractContextManager[tuple[Port, Port]]:
+    """Two ends, each of two processes."""
+    return spliced(directory, split_port)
+
+
 @contextmanager
-def sockets(directory: Path) -> Generator[tuple[Port, Port]]:
-    """Two processes' ends of Unix sockets, and between them somebody who passes bytes on, as a node does."""
+def spliced(
+    directory: Path, made: Callable[[str, FrameLimits], Port]
+) -> Generator[tuple[Port, Port]]:
+    """Ends of Unix sockets, and between them somebody who passes bytes on, as a node does."""
     path = directory / "port.sock"
     limits = FrameLimits.of(SHAPE)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(str(path))
         server.listen()
-        near = SocketPort(str(path), limits, ahead=1, behind=3)
+        near = made(str(path), limits)
         first, _ = server.accept()
-        far = SocketPort(str(path), limits, ahead=1, behind=3)
+        far = made(str(path), limits)
         second, _ = server.accept()
     splices = [
         threading.Thread(target=splice, args=ends) for ends in ((first, second), (second, first))
@@ -68,4 +92,4 @@ def splice(source: socket.socket, target: socket.socket) -> None:
             pass
 
 
-FACTORIES: dict[str, Factory] = {"memory": memory, "socket": sockets}
+FACTORIES: dict[str, Factory] = {"memory": memory, "socket": sockets, "split": split}

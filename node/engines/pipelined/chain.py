@@ -5,17 +5,15 @@ begin() makes another one.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ....protocol.errors import LocalProtocolError
 from ...errors import EngineError
-from ...pipeline.frame import Array, Frame, Kind
+from ...pipeline.frame import Frame, Kind
 from ...pipeline.frame_codec import MAX_WORDS
 from ...pipeline.micro_batches import MicroBatches
 from ...pipeline.port import Port, PortClosed, PortTimeout
@@ -27,19 +25,6 @@ STALL_S = 120.0
 LOOK_S = 1.0
 """Between two looks whether one is late."""
 UNMADE = "no chain was made yet"
-
-
-Load = Callable[[], tuple[tuple[Array, ...], bytes]]
-"""Waits for the states of a micro-batch: tensors and trail of its frame. Raises EngineError."""
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """A frame to be sent, and what has yet to come into it."""
-
-    frame: Frame
-    load: Load | None = None
-    began: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +46,7 @@ class Awaited:
 
 
 class Chain:
-    """close() last. Whoever calls is one thread; two more are owned here."""
+    """close() last. Whoever calls is one thread; one more is owned here."""
 
     def __init__(
         self, connect: Callable[[], Port], micro_batches: MicroBatches, stall_s: float = STALL_S
@@ -71,8 +56,6 @@ class Chain:
         self._batches = micro_batches
         self._stall_s = stall_s
         self._port: Port | None = None
-        self._out: queue.SimpleQueue[Leaving | None] = queue.SimpleQueue()
-        """Holds no more than is in flight."""
         self._lock = threading.Lock()
         self._sent: deque[Sent] = deque()
         self._awaited: Awaited | None = None
@@ -112,11 +95,9 @@ class Chain:
             raise EngineError(
                 f"the node's end of the pipeline cannot be reached ({error})"
             ) from error
-        out = self._out = queue.SimpleQueue[Leaving | None]()
-        for name, work in (("in", self._receive), ("out", self._send)):
-            threading.Thread(
-                target=work, args=(port, out), name=f"primerl-chain-{name}", daemon=True
-            ).start()
+        threading.Thread(
+            target=self._receive, args=(port,), name="primerl-chain", daemon=True
+        ).start()
 
     def begin(self, epoch: int, version: int, timeout_s: float) -> None:
         """Make a chain: all stages forget their sequences, and have the weights of `version`.
@@ -153,10 +134,10 @@ class Chain:
 
         return wait
 
-    def submit(self, body: bytes, load: Load, rows: int, began: float) -> "Future[Frame | None]":
-        """Send a micro-batch in which `rows` sequences draw, begun at `began`, with what `load` gives.
+    def submit(self, body: bytes, rows: int) -> "tuple[Frame | None, Future[Frame | None]]":
+        """The frame of a micro-batch in which `rows` sequences draw, for whoever computes it to send.
 
-        The future's result is its DRAWN, or None if none comes.
+        None if there is nowhere to send it to. The future's result is its DRAWN, or None if none comes.
         """
         answer: Future[Frame | None] = Future()
         now = time.monotonic()
@@ -164,20 +145,18 @@ class Chain:
             port = self._port
             if self._fault or port is None:
                 answer.set_result(None)
-                return answer
+                return None, answer
             number, self._number = self._number, self._number + 1
             self._sent.append(Sent(number, now, answer))
             self._batches.sent(number, rows, now)
-            frame = Frame(Kind.STEP, self._epoch, number, body)
-        self._out.put(Leaving(frame, load, began))
-        return answer
+            return Frame(Kind.STEP, self._epoch, number, body), answer
 
     def fail(self, words: str) -> None:
         """Give the chain up, and tell the others why."""
         if self._fault:
             return
         self._break(words)
-        self._out.put(Leaving(Frame(Kind.FAULT, self._epoch, 0, words.encode()[:MAX_WORDS])))
+        self._leave(Frame(Kind.FAULT, self._epoch, 0, words.encode()[:MAX_WORDS]))
 
     def close(self) -> None:
         """End it; everything in flight is answered by None."""
@@ -192,13 +171,20 @@ class Chain:
                 awaited.over.set()
                 return awaited
             self._awaited = awaited
-        self._out.put(Leaving(Frame(kind, self._epoch, number)))
+        self._leave(Frame(kind, self._epoch, number))
         return awaited
+
+    def _leave(self, frame: Frame) -> None:
+        port = self._port
+        if port is not None:
+            try:
+                port.send(frame)
+            except PortClosed as error:
+                self._gone(port, error)
 
     def _gone(self, port: Port, error: PortClosed) -> None:
         if self._port is port:  # and not one before it
             self._port = None
-            self._out.put(None)
             self._break(f"the node's process has gone ({error})")
 
     def _break(self, words: str) -> None:
@@ -218,29 +204,11 @@ class Chain:
         port, self._port = self._port, None
         self._break(words)
         if port is not None:
-            self._out.put(None)
             port.close()
 
-    # -- the others -----------------------------------------------------------------------------
+    # -- the other one --------------------------------------------------------------------------
 
-    def _send(self, port: Port, out: "queue.SimpleQueue[Leaving | None]") -> None:
-        """Waits for the device, so that whoever computes need not."""
-        done = 0.0
-        try:
-            while (one := out.get()) is not None:
-                frame = one.frame
-                if one.load is not None:
-                    tensors, trail = one.load()
-                    began, done = max(one.began, done), time.monotonic()
-                    busy = max(0, int((done - began) * 1e6))
-                    frame = replace(frame, tensors=tensors, trail=trail, busy_us=busy)
-                port.send(frame)
-        except PortClosed as error:
-            self._gone(port, error)
-        except (EngineError, LocalProtocolError) as error:
-            self._stalled(str(error))
-
-    def _receive(self, port: Port, out: "queue.SimpleQueue[Leaving | None]") -> None:
+    def _receive(self, port: Port) -> None:
         try:
             while True:
                 try:
@@ -258,7 +226,7 @@ class Chain:
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is Kind.PING:
-            self._out.put(Leaving(frame))
+            self._leave(frame)
         elif frame.epoch != self._epoch or self._fault:
             return
         elif frame.kind is Kind.FAULT:

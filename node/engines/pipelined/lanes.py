@@ -1,10 +1,12 @@
 """Which sequences are computed together: lanes, each a micro-batch, in turns while the others are under way.
 
-Pure bookkeeping over requests as vLLM's scheduler keeps them; it alone says what is scheduled.
+Pure bookkeeping over requests as vLLM's scheduler keeps them; it alone says what is scheduled. There may be
+thousands, and each micro-batch waits for it: who is in which lane is kept, and all are walked over only when
+somebody left.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 
 class Request(Protocol):
@@ -27,13 +29,28 @@ def is_ready(request: Request) -> bool:
     return request.num_tokens > request.num_computed_tokens
 
 
+def rest(running: list[R], mine: Sequence[R]) -> list[R]:
+    """`running` but for `mine`, in its order."""
+    if running[: len(mine)] == mine:  # mostly: the lane whose turn it is was scheduled longest ago
+        return running[len(mine) :]
+    names = {one.request_id for one in mine}
+    return [one for one in running if one.request_id not in names]
+
+
 class Lanes:
-    """Who is in which lane; told by the scheduler what it does."""
+    """Who is in which lane; told by the scheduler what it does.
+
+    From one call to the next requests may leave what runs, but they join it only by settle().
+    """
 
     def __init__(self, count: Callable[[int], int]) -> None:
         """`count` says how many lanes so many sequences should have."""
         self._count = count
         self._lane: dict[str, int] = {}
+        self._below = 1
+        """All lanes of these are below."""
+        self._members: list[list[Any]] = []
+        """Of each lane, in the order in which they run; some may have left. Empty if it is not known."""
         self._under_way: dict[int, int] = {}
         """Lane -> its micro-batches in flight that draw; None waits for those of parts of prompts."""
         self._next = 0
@@ -49,10 +66,11 @@ class Lanes:
         `waiting` requests could be taken in, `free` at most.
         """
         lanes, most = self.target(len(running) + min(waiting, free))
-        members = self._members(running, lanes)
+        members = self._look(running, lanes)
+        under_way = {lane % lanes for lane, count in self._under_way.items() if count}
         for step in range(lanes):
             lane = (self._next + step) % lanes
-            if self._is_under_way(lane, lanes):
+            if lane in under_way:
                 continue
             room = waiting > 0 and free > 0 and len(members[lane]) < most
             if room or any(map(is_ready, members[lane])):
@@ -65,18 +83,30 @@ class Lanes:
         What it has too many of goes to the smallest lanes.
         """
         lanes, most = self.target(len(running) + min(waiting, free))
-        members = self._members(running, lanes)
+        members = self._look(running, lanes)
         lane %= lanes  # their number may have changed since it was picked
-        for number, found in enumerate(members):
-            self.settle(number, found)
-        self._even(lane, members, most)
+        if lanes < self._below:
+            self._renumber()
+        self._below = lanes
+        mine = members[lane]
+        if len(mine) > most:
+            self._even(lane, members, most)
+            self._members = []  # what was moved keeps its place in what runs
         self._next = (lane + 1) % lanes
-        return members[lane], most
+        return list(mine), most
 
     def settle(self, lane: int, requests: Iterable[Request]) -> None:
-        """These are in that lane now."""
-        for one in requests:
+        """These are in that lane now, and nobody else."""
+        found, known = list(requests), lane < len(self._members)
+        if known and found == self._members[lane]:
+            return
+        for one in found:
             self._lane[one.request_id] = lane
+        self._below = max(self._below, lane + 1)
+        if known:
+            self._members[lane] = found
+        else:
+            self._members = []
 
     def sent(self, lane: int) -> None:
         """A micro-batch of it that draws is under way."""
@@ -94,14 +124,21 @@ class Lanes:
         """Sequences that are remembered."""
         return len(self._lane)
 
-    def _is_under_way(self, lane: int, lanes: int) -> bool:
-        return any(count for one, count in self._under_way.items() if one % lanes == lane)
+    def _look(self, running: Sequence[R], lanes: int) -> list[list[R]]:
+        """The members of each lane."""
+        if len(self._members) != lanes or sum(map(len, self._members)) != len(running):
+            found: list[list[R]] = [[] for _ in range(lanes)]
+            find = self._lane.get
+            for one in running:
+                found[find(one.request_id, 0) % lanes].append(one)
+            self._members = found
+        return self._members
 
-    def _members(self, running: Sequence[R], lanes: int) -> list[list[R]]:
-        found: list[list[R]] = [[] for _ in range(lanes)]
-        for one in running:
-            found[self._lane.get(one.request_id, 0) % lanes].append(one)
-        return found
+    def _renumber(self) -> None:
+        """There are fewer lanes: all are in the one that they were counted to."""
+        for lane, found in enumerate(self._members):
+            for one in found:
+                self._lane[one.request_id] = lane
 
     def _even(self, lane: int, members: list[list[R]], most: int) -> None:
         """Move what is too much for a lane that is not under way to the smallest ones."""

@@ -1,5 +1,6 @@
-"""The other ranks of a stage whose layers several GPUs of a host share: processes that the first one commands.
+"""Ranks of a stage in processes of their own, which another process of this host commands.
 
+Of stage 0 these are all ranks, so that its scheduler has a process to itself; elsewhere all but the first.
 Every rank is told the same in the same order, as what one computes waits for the others; so one that fails or
 ends, ends all of them. They are this machine's own processes, the only ones that take objects from each other.
 """
@@ -41,12 +42,17 @@ class Line:
         self._pipes = pipes
         self._answer_s = answer_s
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._sending, self._reading = threading.Lock(), threading.Lock()
 
     def tell(self, method: str, *arguments: Any) -> None:
         """They do it, and nobody waits; if one cannot, it ends."""
-        with self._lock:
-            self._send(0, method, arguments)
+        with self._sending:
+            self._send(self._pipes, 0, method, arguments)
+
+    def tell_first(self, method: str, *arguments: Any) -> None:
+        """As tell(), but only the first of them."""
+        with self._sending:
+            self._send(self._pipes[:1], 0, method, arguments)
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """What each of them answers. Raises EngineError if one refused, RuntimeError if one failed."""
@@ -54,19 +60,21 @@ class Line:
 
     def begin(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
         """As ask(); what is returned waits for the answers, and is called before anything else is asked."""
-        with self._lock:
+        with self._sending:
             number = next(self._numbers)
-            self._send(number, method, arguments)
+            self._send(self._pipes, number, method, arguments)
         return lambda: self._answers(number, method)
 
-    def _send(self, number: int, method: str, arguments: Sequence[Any]) -> None:
-        if self._pipes:
+    def _send(
+        self, pipes: Sequence[Connection], number: int, method: str, arguments: Sequence[Any]
+    ) -> None:
+        if pipes:
             order = ForkingPickler.dumps((number, method, arguments))
-            for pipe in self._pipes:
+            for pipe in pipes:
                 pipe.send_bytes(order)
 
     def _answers(self, number: int, method: str) -> list[Any]:
-        with self._lock:
+        with self._reading:
             found = [self._answer(pipe, number, method) for pipe in self._pipes]
         for fault, refused, _ in found:
             if fault:
@@ -87,9 +95,12 @@ class Line:
 class Followers:
     """start() first, close() last."""
 
-    def __init__(self, count: int, lost: Callable[[], None] | None = None) -> None:
-        """`lost` is called in a thread of its own when one of them ends; else this process ends too."""
-        self._count = count
+    def __init__(
+        self, count: int, lost: Callable[[], None] | None = None, *, first: int = 1
+    ) -> None:
+        """Ranks `first` and up. `lost` is called in a thread of its own when one of them ends; else this
+        process ends too."""
+        self._count, self._first = count, first
         self._lost = lost or _end
         self._closing = False
         self._processes: list[Any] = []
@@ -102,10 +113,10 @@ class Followers:
         return self._count
 
     def start(self, main: Main, *arguments: Any) -> None:
-        """Start the processes, ranks 1 and up; nothing is waited for."""
+        """Start the processes; nothing is waited for."""
         context = multiprocessing.get_context("spawn")
         lines: tuple[list[Connection], list[Connection]] = ([], [])
-        for rank in range(1, self._count + 1):
+        for rank in range(self._first, self._first + self._count):
             pairs = [context.Pipe() for _ in lines]
             theirs = [pair[1] for pair in pairs]
             process = context.Process(

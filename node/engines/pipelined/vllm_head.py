@@ -83,7 +83,7 @@ class HeadCore(VllmCore):
     def _arguments(self, model_dir: Path, shape: dict[str, Any], *, proven: bool) -> dict[str, Any]:
         check_placed(self._config, self._place, shape)
         os.environ.update(environment_of(self._place))
-        from .vllm_executor import HeadExecutor
+        from .vllm_head_executor import HeadExecutor
 
         arguments = super()._arguments(model_dir, shape, proven=proven)
         arguments.setdefault("gpu_memory_utilization", START_SHARE)

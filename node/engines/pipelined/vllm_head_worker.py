@@ -1,87 +1,66 @@
-"""What runs inside vLLM's worker at stage 0: it keeps what comes back, and switches together with the others.
+"""What runs inside vLLM's workers at stage 0: they compute what they are told, and the first one sends it on.
 
 vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worker.py.
 """
 
+import os
+import socket
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import torch
 
-from ....protocol.pipelines import PipelineShape
-from ...errors import EngineError
+from ...pipeline.frame import Frame
+from ...pipeline.frame_codec import FrameLimits
+from ...pipeline.place import Place
+from ...pipeline.socket_outlet import SocketOutlet
 from ..vllm_worker import WorkerExtension
-from .chain import Chain
-from .vllm_recorders import Keeper
-
-SWITCH_S = 30.0
-"""For all stages to write; what is not over then is done when the next chain begins."""
-BEGIN_S = 30.0
+from .step_codec import decode_step
+from .vllm_place import read_place
+from .vllm_states import Departure, gather, leaving, order_of
 
 
 class HeadExtension(WorkerExtension):
-    """As everywhere, but that tokens are drawn elsewhere."""
+    """As everywhere, but that nothing is drawn here."""
 
-    _primerl_chain: Chain
-    """Set by vllm_executor.py, which made it."""
-    _primerl_stages: int
-    _primerl_shape: PipelineShape
-    _primerl_version: int
+    _primerl_place: Place
+    _primerl_handles: Connection
+    _primerl_outlet: SocketOutlet | None = None
+    """Of the first rank."""
 
-    def primerl_record(self, fingerprint: str) -> str:
-        """Keep what comes back from now on. Returns what speaks against it; "" if nothing."""
-        self._primerl_recorder, self._primerl_loaded = None, False
-        self._primerl_version = -1
-        model = self.vllm_config.model_config
-        if fingerprint not in ("", "projection"):
-            return f"a pipeline carries no proofs of {fingerprint}: the run's fingerprint must be projection"
-        proven = self._primerl_shape.fingerprint == "projection"
-        self._primerl_recorder = Keeper(
-            boundaries=self._primerl_stages - 1 if proven else 0,
-            width=model.get_hidden_size(),
-            dtype=torch.float32,
-            fingerprint=fingerprint,
-            requests=self.vllm_config.scheduler_config.max_num_seqs,
-            length=model.max_model_len,
-        )
-        return ""
+    def primerl_handles(self, handles: Connection) -> None:
+        """Be the first rank; sockets come through `handles`."""
+        self._primerl_place, self._primerl_handles = read_place(os.environ), handles
+        self._primerl_outlet = SocketOutlet(FrameLimits.of(self._primerl_place.shape))
 
-    def primerl_load(self, version: int, path: str) -> None:
-        """As everywhere; the other stages write theirs meanwhile."""
-        chain = self._primerl_chain
-        wait = chain.switch(version)
-        super().primerl_load(version, path)
-        wait(SWITCH_S)
+    def primerl_connect(self) -> None:
+        """Send through the socket that waits in `handles`."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        with socket.socket(fileno=recv_handle(self._primerl_handles)) as given:
+            self._primerl_outlet.connect(given)
 
-    def primerl_write(self, version: int) -> int:
-        """As everywhere; the other stages write theirs meanwhile."""
-        wait = self._primerl_chain.switch(version)
-        count = super().primerl_write(version)
-        wait(SWITCH_S)
-        return count
+    def primerl_finish(self) -> None:
+        """End that connection, behind what was computed before."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        self._primerl_outlet.finish()
 
-    def primerl_rejoin(self, epoch: int) -> str:
-        """Begin a chain, while nothing is generated. Returns why it did not; "" if it did."""
-        if self._primerl_version < 0:
-            return "stage 0 has no weights yet: load a policy first"
-        try:
-            self._primerl_chain.begin(epoch, self._primerl_version, BEGIN_S)
-        except EngineError as error:
-            return str(error)[:1000]
-        return ""
+    def primerl_pass(self, frame: Frame) -> None:
+        """Send `frame` as it is, behind what was computed before."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        self._primerl_outlet.put(frame)
 
-    def primerl_lanes(self) -> list[float]:
-        """See Chain.cut."""
-        return list(self._primerl_chain.cut)
-
-    def _primerl_written(self, version: int) -> None:
-        super()._primerl_written(version)
-        self._primerl_version = version
-
-
-class FollowerExtension(WorkerExtension):
-    """At stage 0 on every rank but the first: it holds its part of the weights, and does what it is told."""
-
-    def primerl_compute(self, output: Any) -> None:
-        """Its part of a step."""
+    def primerl_compute(self, output: Any, frame: Frame | None) -> None:
+        """This rank's part of a step, of which `frame` is to tell the other stages; None tells nobody."""
+        began, runner = time.monotonic(), self.model_runner
         with torch.inference_mode():
-            self.model_runner.execute_model(output, None)
+            found = runner.execute_model(output, None)
+            if frame is None or self._primerl_outlet is None:
+                return
+            counts, parts = output.num_scheduled_tokens, decode_step(frame.body).parts
+            index = gather(order_of(runner), list(counts), counts)
+            stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
+            shape = self._primerl_place.shape
+            departure = Departure(stream, parts, shape.encoding, proven=bool(shape.fingerprint))
+        self._primerl_outlet.put(frame, departure.wait, began)

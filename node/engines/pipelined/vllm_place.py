@@ -21,8 +21,6 @@ HEAD_PROGRAM_MODULE = f"{_ROOM}.vllm_head"
 STAGE_PROGRAM_MODULE = f"{_ROOM}.vllm_stage"
 HEAD_EXTENSION = f"{_ROOM}.vllm_head_worker.HeadExtension"
 STAGE_EXTENSION = f"{_ROOM}.vllm_stage_worker.StageExtension"
-FOLLOWER_EXTENSION = f"{_ROOM}.vllm_head_worker.FollowerExtension"
-"""Of stage 0's other ranks; elsewhere all ranks of a stage have one."""
 WORKER = f"{_ROOM}.vllm_group.StageWorker"
 DECIDED = (
     "block_size",

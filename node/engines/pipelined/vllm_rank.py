@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import torch
+from vllm.utils import network_utils  # pyright: ignore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
 from vllm.v1.worker import gpu_model_runner  # pyright: ignore
 
@@ -16,6 +17,7 @@ from .vllm_batches import LaneBatches, remember_making
 from .vllm_place import check_passes, read_place
 
 _Base: Any = UniProcExecutor
+_network: Any = network_utils
 
 
 class RankExecutor(_Base):
@@ -57,6 +59,16 @@ class RankExecutor(_Base):
     def _distributed_args(self) -> tuple[str, int, int]:
         first = self.place.rank * self.parallel_config.tensor_parallel_size
         return self._method, first + self._member, self._member
+
+
+def meeting_place(executor: Any) -> str:
+    """Where the ranks of a stage meet, for torch.distributed; `executor` is vLLM's."""
+    method: str = _Base._distributed_args(executor)[0]
+    if method.startswith("file:"):
+        return method
+    # in 0.25: an address that others can reach
+    here, port = _network.get_loopback_ip(), _network.get_open_port()
+    return _network.get_distributed_init_method(here, port)
 
 
 class FollowerExecutor(RankExecutor):

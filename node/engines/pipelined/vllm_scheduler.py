@@ -9,7 +9,7 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler  # pyright: ignore
 
 from .chain import Chain
-from .lanes import Lanes, is_ready
+from .lanes import Lanes, is_ready, rest
 
 _Base: Any = Scheduler
 _CAPS = ("max_num_running_reqs", "max_num_active_reqs")
@@ -30,9 +30,22 @@ class LaneScheduler(_Base):
         """Whether nothing could be scheduled since something came back."""
         self._picked: tuple[tuple[int, int, int], int | None] | None = None
         """(what it was picked from, the lane): vLLM asks has_requests() twice before each schedule()."""
+        self._said = False
+        """What has_requests() answered last."""
+        self._hushed = False
+        """Whether it is asked next by who would sleep."""
 
     def has_requests(self) -> bool:
-        """Whether schedule() should be called: else vLLM waits for what is in flight, or for news."""
+        """Whether schedule() should be called: else vLLM waits for what is in flight, or for news.
+
+        A step that only took a result in asks once more, to sleep a millisecond if there is work: that is
+        answered by no. While something is in flight a no never makes vLLM wait for news alone.
+        """
+        hushed, self._hushed = self._hushed, False
+        self._said = not hushed and self._has_work()
+        return self._said
+
+    def _has_work(self) -> bool:
         if not self._chain.whole:
             return False
         if not super().has_requests():
@@ -43,16 +56,16 @@ class LaneScheduler(_Base):
         """A micro-batch of the lane whose turn it is; an empty one if none can do anything."""
         waiting, free = self._room()
         lane, self._picked = self._pick(), None
-        mine, most = [], 0
+        mine: list[Any] = []
+        most = 0
         running: list[Any] = self.running
         if lane is not None:
             mine, most = self._lanes.take(lane, running, waiting, free)
-        names = {one.request_id for one in mine}
-        others = [one for one in running if one.request_id not in names]
+        others = rest(running, mine)
         caps = {name: getattr(self, name) for name in _CAPS if hasattr(self, name)}
-        self.running = list(mine)
         for name in caps:
             setattr(self, name, max(len(mine), min(most, free + len(mine))))
+        self.running = mine
         try:
             output = super().schedule(*arguments, **named)
         finally:
@@ -68,6 +81,7 @@ class LaneScheduler(_Base):
         if lane is not None:
             self._lanes.back(lane)
         self._tried, self._picked = False, None
+        self._hushed = not self._said and bool(self._flying)
         if len(self._lanes) > _FORGET_FROM + 2 * len(self.requests):
             self._lanes.forget(self.requests.__contains__)
         return super().update_from_output(scheduler_output, *arguments, **named)

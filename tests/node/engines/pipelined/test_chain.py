@@ -4,9 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from primerl.node.engines.pipelined.chain import Chain
@@ -27,6 +25,7 @@ class Far:
         self.seen: list[Frame] = []
         self.change: Change = lambda frame: frame
         self.ports: list[MemoryPort] = []
+        self.near: list[MemoryPort] = []
         self.refuses = False
 
     def connect(self) -> Port:
@@ -34,6 +33,7 @@ class Far:
             raise PortClosed("nobody listens")
         near, far = pair()
         self.ports.append(far)
+        self.near.append(near)
         threading.Thread(target=self._answer, args=(far,), daemon=True).start()
         return near
 
@@ -65,10 +65,11 @@ def chain(far: Far) -> Generator[Chain]:
     found.close()
 
 
-def send(chain: Chain, body: bytes = b"step") -> Frame | None:
-    return chain.submit(
-        body, lambda: ((np.zeros(3, np.float32),), b"trail"), 2, time.monotonic()
-    ).result(WAIT_S)
+def send(chain: Chain, far: Far) -> Frame | None:
+    frame, answer = chain.submit(b"step", 2)
+    if frame is not None:
+        far.near[-1].send(replace(frame, trail=b"trail"))
+    return answer.result(WAIT_S)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -81,7 +82,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_before_the_first_chain_nothing_is_sent(chain: Chain, far: Far) -> None:
     chain.open()
     assert not chain.whole
-    assert send(chain) is None
+    assert send(chain, far) is None
     assert far.seen == []
 
 
@@ -92,18 +93,17 @@ def test_a_chain_begins_with_everybody_on_the_version_of_stage_0(chain: Chain, f
         (Kind.SWITCH, 3, 17),
     ]
     assert chain.whole
-    found = send(chain)
+    found = send(chain, far)
     assert found is not None
     assert (found.kind, found.body, found.number) == (Kind.DRAWN, b"step", 0)
     assert far.seen[-1].trail == b"trail"
-    assert far.seen[-1].busy_us < 1e6
 
 
 def test_numbers_begin_anew_with_every_chain(chain: Chain, far: Far) -> None:
     for epoch in (1, 2):
         chain.begin(epoch, 0, WAIT_S)
         for number in range(2):
-            found = send(chain)
+            found = send(chain, far)
             assert found is not None
             assert (found.epoch, found.number) == (epoch, number)
     with pytest.raises(EngineError, match="is over"):
@@ -113,16 +113,16 @@ def test_numbers_begin_anew_with_every_chain(chain: Chain, far: Far) -> None:
 def test_a_fault_answers_everything_that_is_in_flight(chain: Chain, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: None
-    futures = [chain.submit(b"", lambda: ((), b""), 1, 0.0) for _ in range(3)]
+    futures = [chain.submit(b"", 1)[1] for _ in range(3)]
     assert chain.lanes(8) == 2
     assert chain.cut == (2, 3, 0.0)
     far.tell(Frame(Kind.FAULT, 1, 2, b"no memory"))
     assert [one.result(WAIT_S) for one in futures] == [None] * 3
     assert chain.fault == "stage 2: no memory"
-    assert send(chain) is None
+    assert send(chain, far) is None
     far.change = lambda frame: frame
     chain.begin(2, 0, WAIT_S)
-    assert send(chain) is not None
+    assert send(chain, far) is not None
 
 
 def test_what_is_of_another_chain_is_dropped(chain: Chain, far: Far) -> None:
@@ -130,7 +130,7 @@ def test_what_is_of_another_chain_is_dropped(chain: Chain, far: Far) -> None:
     far.tell(Frame(Kind.FAULT, 4, 1, b"long ago"))
     far.tell(Frame(Kind.DRAWN, 4, 0))
     far.tell(Frame(Kind.DRAWN, 6, 0))
-    assert send(chain) is not None
+    assert send(chain, far) is not None
     assert chain.whole
 
 
@@ -140,7 +140,7 @@ def test_an_answer_out_of_turn_breaks_the_chain_and_is_told(
 ) -> None:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: replace(frame, number=number)
-    assert send(chain) is None
+    assert send(chain, far) is None
     assert "out of turn" in chain.fault
     until(lambda: far.seen[-1].kind is Kind.FAULT)
 
@@ -183,7 +183,7 @@ def test_a_switch_is_waited_for(chain: Chain, far: Far) -> None:
 def test_a_micro_batch_that_never_comes_back_is_given_up(chain: Chain, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: None
-    assert send(chain) is None
+    assert send(chain, far) is None
     assert "not back" in chain.fault
 
 
@@ -191,30 +191,19 @@ def test_a_node_that_goes_away_is_connected_to_again(chain: Chain, far: Far) -> 
     chain.begin(1, 0, WAIT_S)
     far.ports[-1].close()
     until(lambda: not chain.whole)
-    assert send(chain) is None
+    assert send(chain, far) is None
     far.refuses = True
     with pytest.raises(EngineError, match="cannot be reached"):
         chain.begin(2, 0, WAIT_S)
     far.refuses = False
     chain.begin(3, 0, WAIT_S)
-    assert send(chain) is not None
+    assert send(chain, far) is not None
     assert len(far.ports) == 2
-
-
-def test_states_that_cannot_be_sent_break_the_chain(chain: Chain, far: Far) -> None:
-    def fail() -> Any:
-        raise EngineError("not finite")
-
-    chain.begin(1, 0, WAIT_S)
-    assert chain.submit(b"", fail, 1, 0.0).result(WAIT_S) is None
-    assert chain.fault == "not finite"
-    chain.begin(2, 0, WAIT_S)
-    assert send(chain) is not None
 
 
 def test_closing_answers_everything(chain: Chain, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: None
-    future = chain.submit(b"", lambda: ((), b""), 1, 0.0)
+    _, future = chain.submit(b"", 1)
     chain.close()
     assert future.result(WAIT_S) is None

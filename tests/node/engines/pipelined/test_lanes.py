@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from primerl.node.engines.pipelined.lanes import Lanes, is_ready
+from primerl.node.engines.pipelined.lanes import Lanes, is_ready, rest
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Scheduler:
         assert lane is not None
         free = self.cap - len(self.running)
         mine, most = self.lanes.take(lane, self.running, len(self.waiting), free)
-        others = [one for one in self.running if one not in mine]
+        others = rest(self.running, mine)
         room = min(most, free + len(mine))
         while self.waiting and len(mine) < room:
             mine.append(self.waiting.popleft())
@@ -160,3 +160,69 @@ def test_a_single_sequence_is_one_lane() -> None:
     assert world.pick() is None
     world.come()
     assert world.step() == ["r0"]
+
+
+def test_what_has_left_is_in_no_lane() -> None:
+    world = Scheduler(2, 6)
+    assert [world.step(), world.step()] == [["r0", "r1", "r2"], ["r3", "r4", "r5"]]
+    for name in ("r1", "r3", "r4", "r5"):
+        world.running = [one for one in world.running if one.request_id != name]
+    world.come()
+    world.come()
+    assert world.step() == ["r0"]  # one of the two goes to the lane that has none
+    assert world.step() == ["r2"]
+
+
+def test_what_comes_takes_the_place_of_what_left_its_lane() -> None:
+    world = Scheduler(2, 4)
+    assert [world.step(), world.step()] == [["r0", "r1"], ["r2", "r3"]]
+    world.running = [one for one in world.running if one.request_id != "r2"]
+    world.waiting.append(One("new", 5, 0))
+    world.come()
+    world.come()
+    assert world.step() == ["r0", "r1"]
+    assert world.step() == ["new", "r3"]
+
+
+def test_a_number_of_lanes_by_which_nothing_was_taken_moves_nobody() -> None:
+    world = Scheduler(4, 8)
+    before = [world.step() for _ in range(4)]
+    world.wanted = 2
+    assert world.pick() is None
+    world.wanted = 4
+    for _ in range(4):
+        world.come()
+    assert [world.step() for _ in range(4)] == before
+
+
+def test_sequences_of_lanes_that_were_joined_stay_together_until_they_are_too_many() -> None:
+    world = Scheduler(4, 4)
+    for _ in range(4):
+        world.step()
+    for _ in range(4):
+        world.come()
+    world.wanted = 2
+    assert [world.step(), world.step()] == [["r0", "r2"], ["r1", "r3"]]
+    world.wanted = 3
+    world.come()
+    world.come()
+    assert [len(world.step()), len(world.step())] == [2, 2]
+    assert world.pick() is None
+
+
+def test_what_is_moved_to_another_lane_keeps_its_place_in_what_runs() -> None:
+    world = Scheduler(1, 4)
+    world.step()
+    world.come()
+    world.wanted = 2
+    assert world.step() == ["r0", "r1"]
+    assert [one.request_id for one in world.running] == ["r2", "r3", "r0", "r1"]
+    world.step()
+    assert [one.request_id for one in world.running] == ["r0", "r1", "r2", "r3"]
+
+
+def test_the_rest_keeps_its_order_wherever_a_lane_stands_in_what_runs() -> None:
+    running = [One(name) for name in "abcd"]
+    for mine, others in (("ab", "cd"), ("bc", "ad"), ("d", "abc"), ("", "abcd"), ("abcd", "")):
+        found = rest(running, [one for one in running if one.request_id in mine])
+        assert "".join(one.request_id for one in found) == others

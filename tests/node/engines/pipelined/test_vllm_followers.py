@@ -39,6 +39,12 @@ def test_every_rank_is_told_the_same_in_the_same_order() -> None:
     assert Line(()).ask("note", 1) == []
 
 
+def test_what_is_for_the_first_rank_only_is_told_to_no_other() -> None:
+    found, _ = line(2)
+    found.tell_first("note", 1)
+    assert found.ask("note", 2) == [[1, 1, 2], [2, 2]]
+
+
 def test_who_refuses_and_who_fails_is_heard_and_the_next_answer_is_the_next_ones() -> None:
     found, _ = line(2)
     with pytest.raises(EngineError, match="rank 1 does not want to"):

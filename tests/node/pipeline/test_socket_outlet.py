@@ -1,0 +1,114 @@
+"""What a process that computes sends: in order, whole or as a fault, and never to whoever is gone."""
+
+import socket
+import threading
+import time
+from collections.abc import Generator
+
+import numpy as np
+import pytest
+from frame_cases import SHAPE, step
+
+from primerl.node.errors import EngineError
+from primerl.node.pipeline.frame import Array, Frame, Kind
+from primerl.node.pipeline.frame_codec import FrameLimits
+from primerl.node.pipeline.port import PortClosed
+from primerl.node.pipeline.socket_inlet import SocketInlet
+from primerl.node.pipeline.socket_outlet import SocketOutlet
+
+WAIT_S = 60.0
+LIMITS = FrameLimits.of(SHAPE)
+
+
+class Far:
+    """Who reads at the other end of a socket that `outlet` was given."""
+
+    def __init__(self, outlet: SocketOutlet) -> None:
+        self.near, self.far = socket.socketpair()
+        outlet.connect(self.near)
+        self._inlet = SocketInlet(self.far, LIMITS, lambda why: self._inlet.end(why))
+        self._inlet.start()
+
+    def next(self) -> Frame:
+        return self._inlet.receive(WAIT_S)
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture
+def outlet() -> SocketOutlet:
+    return SocketOutlet(LIMITS, rank=0)
+
+
+@pytest.fixture
+def far(outlet: SocketOutlet) -> Generator[Far]:
+    made = Far(outlet)
+    yield made
+    outlet.finish()
+    made.close()
+
+
+def states(count: int = 3) -> tuple[tuple[Array, ...], bytes]:
+    return (np.zeros((count, SHAPE.hidden_size), np.float32),), b"trail"
+
+
+def test_a_step_waits_for_its_states_and_what_is_behind_it_waits_for_the_step(
+    outlet: SocketOutlet, far: Far
+) -> None:
+    ready = threading.Event()
+
+    def load() -> tuple[tuple[Array, ...], bytes]:
+        assert ready.wait(WAIT_S)
+        return states()
+
+    outlet.put(Frame(Kind.STEP, 4, 0, b"step"), load, time.monotonic())
+    outlet.put(Frame(Kind.SWITCH, 4, 9))
+    time.sleep(0.02)
+    ready.set()
+    first, second = far.next(), far.next()
+    assert (first.kind, first.body, first.trail) == (Kind.STEP, b"step", b"trail")
+    assert first.tensors[0].shape == (3, SHAPE.hidden_size)
+    assert 20_000 <= first.busy_us < 60e6
+    assert (second.kind, second.number) == (Kind.SWITCH, 9)
+
+
+def test_states_that_cannot_be_sent_are_a_fault_of_this_stage(
+    outlet: SocketOutlet, far: Far
+) -> None:
+    def fail() -> tuple[tuple[Array, ...], bytes]:
+        raise EngineError("not finite")
+
+    outlet.put(Frame(Kind.STEP, 4, 0), fail)
+    told = far.next()
+    assert (told.kind, told.epoch, told.number, told.body) == (Kind.FAULT, 4, 0, b"not finite")
+    outlet.put(Frame(Kind.STEP, 4, 1), lambda: states(1 << 16))
+    assert far.next().kind is Kind.FAULT
+    outlet.put(step(4, 2))
+    assert far.next().number == 2
+
+
+def test_a_newer_connection_takes_all_that_is_put_from_then_on(
+    outlet: SocketOutlet, far: Far
+) -> None:
+    outlet.put(step(1, 1))
+    newer = Far(outlet)
+    outlet.put(step(1, 2))
+    assert far.next().number == 1
+    with pytest.raises(PortClosed):
+        far.next()
+    assert newer.next().number == 2
+    newer.close()
+
+
+def test_whoever_is_gone_keeps_nobody_waiting(outlet: SocketOutlet) -> None:
+    outlet.put(step(1, 0))  # to nobody
+    gone = Far(outlet)
+    gone.close()
+    for number in range(500):
+        outlet.put(step(1, number, tokens=32))
+    newer = Far(outlet)
+    outlet.put(step(1, 7))
+    assert newer.next().number == 7
+    newer.close()
