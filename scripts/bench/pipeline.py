@@ -39,7 +39,14 @@ from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.roles.stages.offers import software
 from primerl.protocol.envelope import Purpose, seal
-from primerl.protocol.pipelines import Encoding, PipelinePlan, PipelineShape, Stage, check_plan
+from primerl.protocol.pipelines import (
+    MAX_MICRO_BATCHES,
+    Encoding,
+    PipelinePlan,
+    PipelineShape,
+    Stage,
+    check_plan,
+)
 
 HERE = Path(__file__).parent
 START_S = 400.0
@@ -246,7 +253,7 @@ class Bench:
                 max_step_tokens=max(STEP_TOKENS, sequences),
                 block_size=block,
                 kv_tokens=-(-room // block) * block,
-                micro_batches=lanes,
+                micro_batches=min(lanes, MAX_MICRO_BATCHES),
                 encoding=self._encoding,
                 fingerprint=options.fingerprint,
             ),
