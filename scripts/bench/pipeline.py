@@ -142,7 +142,7 @@ class Bench:
         for sequences in sorted({self.options.batch, *self.options.few} | sizes):
             found = await self._best(child, sequences)
             stages = 2 if way == "local" else 1
-            self.rows.append({"way": way, "stages": stages, "rtt_ms": 0.0, **found})
+            self._note({"way": way, "stages": stages, "rtt_ms": 0.0, **found})
 
     async def _ways(self, stages: int) -> None:
         """All that one plan can do, then the other one: engines take long to start, lines do not."""
@@ -172,9 +172,16 @@ class Bench:
         await self._connect(stages, rtt)
         found = await self._best(self.children[0], sequences)
         row = {"way": way, "stages": stages, "rtt_ms": rtt, "encoding": self._encoding}
-        self.rows.append(row | found)
-        speed = f"{found['tokens_per_s']:,.0f} tokens/s"
-        print(f"  {stages} stages, {rtt:g} ms, {way} ({sequences}): {speed}", flush=True)
+        self._note(row | found)
+
+    def _note(self, row: Row) -> None:
+        """Show it at once, as the rest takes long."""
+        self.rows.append(row)
+        what = f"{row['stages']} stages, {row['rtt_ms']:g} ms, {row['way']} ({row['sequences']})"
+        print(
+            f"  {what}: {row['tokens_per_s']:,.0f} tokens/s, {row['same_share']:.0%} the same",
+            flush=True,
+        )
 
     async def _best(self, child: Child, sequences: int) -> Row:
         """The best of some rounds, after one that warms up and lets the number of micro-batches settle."""
