@@ -65,9 +65,7 @@ class HeadExecutor(_Base):
         try:
             self.followers.start(follow, config, meeting_place(self), theirs)
             theirs.close()
-            self.followers.turns.ask(
-                "check_health"
-            )  # which they answer once they have built the model
+            self.followers.turns.ask("check_health")  # answered once the model is built
             self._chain.open()
         except BaseException:  # also when interrupted: they would wait for this process
             self.followers.close()
@@ -147,7 +145,7 @@ class FirstRank:
         self._turns, self._handles = turns, handles
 
     def connect(self, target: socket.socket) -> None:
-        """See HeadExtension, as for the others."""
+        """Hand it over."""
         anybody = 0  # of whom only Windows has to be told which process it is
         send_handle(self._handles, target.fileno(), anybody)
         self._turns.tell_first("primerl_connect")
