@@ -76,7 +76,7 @@ class Opening:
             step, parts = found
             await self._backend.load(own.backend_directory(step))
             await asyncio.to_thread(own.set_aside, step)
-            await role.restore(parts)
+            await role.restore(step, parts)
             await publisher.resume(step, await self._backend.snapshot())
             role.inbox.term = current_term(ledger, publisher.order, boot)
             logger.info("resumed at step %d", step)
@@ -102,7 +102,7 @@ class Opening:
             raise UsageError(f"{directory} has no checkpoint to begin from")
         step, parts = found
         await self._backend.load(theirs.backend_directory(step))
-        await role.restore(fork(step, parts))
+        await role.restore(step, fork(step, parts))
         logger.info("this run begins where %s was after step %d", directory, step)
         return step
 

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ...protocol.errors import LocalProtocolError
@@ -42,7 +41,8 @@ class SocketOutlet:
     def __init__(self, limits: FrameLimits, *, rank: int = 0) -> None:
         self._limits, self._rank = limits, rank
         self._target: socket.socket | None = None
-        self._queue: queue.Queue[_Leaving] = queue.Queue(DEPTH)
+        self._queue: queue.SimpleQueue[_Leaving] = queue.SimpleQueue()
+        self._room = threading.Semaphore(DEPTH)  # of frames; an end always fits
         self._done = 0.0
         threading.Thread(target=self._send_all, name="primerl-outlet", daemon=True).start()
 
@@ -57,14 +57,17 @@ class SocketOutlet:
         Waits while too much waits.
         """
         if self._target is not None:
+            self._room.acquire()
             self._queue.put(_Leaving(self._target, frame, load, began))
 
     def finish(self) -> None:
-        """End the connection behind what was put; at once, by whoever else has it, if that cannot leave."""
+        """End the connection behind what was put; does not wait for that.
+
+        If that cannot leave, it ends when whoever else has the connection shuts it.
+        """
         target, self._target = self._target, None
         if target is not None:
-            with suppress(queue.Full):
-                self._queue.put_nowait(_Leaving(target))
+            self._queue.put(_Leaving(target))
 
     def _send_all(self) -> None:
         while True:
@@ -74,6 +77,7 @@ class SocketOutlet:
                     shut(one.target)
                     one.target.close()
                 else:
+                    self._room.release()
                     write(one.target, self._buffers(one, one.frame))
             except OSError as error:
                 logger.debug("what was computed has nowhere to go: %s", error)

@@ -26,6 +26,8 @@ class Cursor(msgspec.Struct, frozen=True):
     full_bytes: int
     staleness_history: list[tuple[int, float]]
     staleness_max: int
+    line: dict[str, float | None] = {}
+    """Of the step's metrics: whoever goes on from it may find that it was not written."""
     reputations: dict[str, ReputationSnapshot] = {}
     """By node id (hex), as of `verified_up_to`: what arrived later is judged, and counted, again."""
 

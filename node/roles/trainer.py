@@ -92,6 +92,8 @@ class TrainerRole:
         """Arrival numbers up to which the newest checkpoints contain everything."""
         self._saving_s = 0.0
         """Seconds that the current step was held up by checkpoints."""
+        self._line: dict[str, float | None] = {}
+        """The newest step's metrics, but for what comes of keeping and telling it."""
 
     def waiting_groups(self) -> int:
         """Groups that have come back and wait: in the buffer, in verification, in the inbox."""
@@ -122,9 +124,10 @@ class TrainerRole:
             coming[node] += submissions * self._config.rollouts.groups_per_lease
         return coming
 
-    async def restore(self, parts: dict[str, bytes]) -> None:
-        """Take in a checkpoint's parts: buffer, cursor; then re-verify what arrived after it."""
+    async def restore(self, step: int, parts: dict[str, bytes]) -> None:
+        """Take in the checkpoint of `step`: buffer, cursor; then re-verify what arrived after it."""
         cursor = msgspec.json.decode(parts["cursor"], type=Cursor)
+        await asyncio.to_thread(self._metrics.go_back, step, cursor.line)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
         self.inbox.verified_up_to = cursor.verified_up_to
         self._desk.reputations.update(cursor.restore_reputations())
@@ -190,6 +193,7 @@ class TrainerRole:
             snapshot = await self._backend.snapshot()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
         self._count_swept(self._buffer.advance(step))
+        self._line = self._figures(batch, staleness.max, waited, figures.values)
         interval = self._config.checkpoint.interval
         if step % interval == 0 or step == self._config.max_steps:
             with self._clock.phase("checkpoint"):
@@ -204,8 +208,7 @@ class TrainerRole:
             await self._gossip(head.sealed)
         self._published(step)
         await self._keep_weights(step)
-        told = {"time/broadcast_weights": round(time.monotonic() - began, 4)}
-        self._write_metrics(step, batch, staleness.max, waited, figures.values | told)
+        self._write_metrics(step, time.monotonic() - began)
 
     async def _keep_weights(self, step: int) -> None:
         """Write weights/step_N where they are wanted; those of the last step come with the summary."""
@@ -232,16 +235,17 @@ class TrainerRole:
         progress.staleness_history.append((step, staleness))
         progress.mismatch_kl.append(figures.get("mismatch_kl/all/mean", 0.0))
 
-    def _write_metrics(
+    def _figures(
         self,
-        step: int,
         batch: CreditedBatch,
         staleness_max: int,
         waited: float,
         figures: dict[str, float],
-    ) -> None:
+    ) -> dict[str, float | None]:
+        """What is known of a step before it is kept or told."""
         progress = self.progress
-        values = {
+        return {
+            "time": round(time.time(), 3),
             "reward/mean": progress.reward,
             "off_policy/mean": progress.staleness,
             "off_policy/max": staleness_max,
@@ -251,22 +255,29 @@ class TrainerRole:
             "batch/pruned": batch.pruned,
             "batch/flat": batch.flat,
             "time/wait_for_batch": round(waited, 4),
-            "time/save_ckpt": round(self._saving_s, 4),
-            "weights/delta_bytes": self._publisher.last_delta_bytes,
             "rollouts/accepted": progress.accepted,
             "rollouts/rejected": sum(progress.rejected.values()),
             "leases/expired": self._desk.book.expired,
         }
+
+    def _write_metrics(self, step: int, broadcasting_s: float) -> None:
+        line, progress = self._line, self.progress
+        told = {
+            "time": round(time.time(), 3),
+            "time/save_ckpt": round(self._saving_s, 4),
+            "time/broadcast_weights": round(broadcasting_s, 4),
+            "weights/delta_bytes": self._publisher.last_delta_bytes,
+        }
         self._saving_s = 0.0
-        self._metrics.write(step, values)
+        self._metrics.write(step, line | told)
         logger.info(
             "step %d | reward %.3f | staleness %.2f | mismatch KL %.2g | %.0f tokens/s | waited %.2fs",
             step,
             progress.reward or 0.0,
             progress.staleness or 0.0,
-            figures.get("mismatch_kl/all/mean", 0.0),
-            figures.get("perf/throughput", 0.0),
-            waited,
+            line.get("mismatch_kl/all/mean") or 0.0,
+            line.get("perf/throughput") or 0.0,
+            line["time/wait_for_batch"],
         )
 
     async def _next_batch(self) -> list[Group] | None:
@@ -345,6 +356,7 @@ class TrainerRole:
             received=progress.received,
             delta_bytes=self._publisher.delta_bytes,
             full_bytes=self._publisher.full_bytes,
+            line=self._line,
             reputations=snapshots(self._desk.reputations),
         )
         parts = {

@@ -27,7 +27,6 @@ from .reader import Portion, Reader
 from .saving import (
     CURSOR,
     Saved,
-    keep_until,
     restore,
 )
 from .sources import Data
@@ -88,10 +87,9 @@ class SftLoop:
         """Train to max_steps or the end of the data, export; returns the summary. Raises NodeError."""
         if resume is not None:
             await self._restore(resume)
-        path = self._config.run_dir / METRICS
-        await asyncio.to_thread(keep_until, path, self._step)
-        metrics = MetricsLog(path)
+        metrics = MetricsLog(self._config.run_dir / METRICS)
         try:
+            await asyncio.to_thread(metrics.go_back, self._step or -1, self._saved.line)
             if not self._saved.validation and self._data.validation:
                 metrics.write(0, await self._measured())
             await self._train_or_stop(metrics)
@@ -142,6 +140,8 @@ class SftLoop:
         last = self._step == self._config.max_steps
         if self._data.validation and (last or self._due(self._config.validation.interval)):
             values |= await self._measured()
+        line = {**values, "time": round(time.time(), 3)}
+        self._saved = msgspec.structs.replace(self._saved, line=line)
         if last or self._due(self._config.checkpoint.interval):
             values["time/save_ckpt"] = await self._save()
         if not last and self._due(self._config.checkpoint.weights_interval):

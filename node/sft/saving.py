@@ -3,9 +3,7 @@
 The cursor of a checkpoint is that of its step: what was read ahead is not in it.
 """
 
-import json
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +30,8 @@ class Saved(msgspec.Struct, frozen=True):
     """(step, loss) so far."""
     losses: list[float]
     """Of the last steps."""
+    line: dict[str, float | None] = {}
+    """Of the step's metrics: whoever goes on from it may find that it was not written."""
 
     @classmethod
     def new(cls, identity: str) -> "Saved":
@@ -76,6 +76,8 @@ async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Rest
         saved = Saved.new(identity)
     if source is own:
         own.set_aside(step)
+    else:
+        saved = msgspec.structs.replace(saved, line={})
     return Restored(step, saved, source.backend_directory(step))
 
 
@@ -92,24 +94,3 @@ async def _find(resume: ResumeConfig, source: Checkpoints) -> tuple[int, dict[st
     if found is None and resume.dir is not None:
         raise UsageError(f"no checkpoint in {source.directory}: correct resume.dir")
     return found
-
-
-def keep_until(path: Path, step: int) -> None:
-    """Drop metrics of steps after `step`: they will be made again."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= step]
-    if step and len(kept) < len(lines):
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(path)
-    elif not step:
-        path.unlink()
-
-
-def _step_of(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # a torn line is of no step

@@ -12,6 +12,7 @@ from frame_cases import SHAPE, step
 from primerl.node.errors import EngineError
 from primerl.node.pipeline.frame import Array, Frame, Kind
 from primerl.node.pipeline.frame_codec import FrameLimits
+from primerl.node.pipeline.memory_port import DEPTH
 from primerl.node.pipeline.port import PortClosed
 from primerl.node.pipeline.socket_inlet import SocketInlet
 from primerl.node.pipeline.socket_outlet import SocketOutlet
@@ -38,15 +39,16 @@ class Far:
 
 
 @pytest.fixture
-def outlet() -> SocketOutlet:
-    return SocketOutlet(LIMITS, rank=0)
+def outlet() -> Generator[SocketOutlet]:
+    made = SocketOutlet(LIMITS, rank=0)
+    yield made
+    made.finish()
 
 
 @pytest.fixture
 def far(outlet: SocketOutlet) -> Generator[Far]:
     made = Far(outlet)
     yield made
-    outlet.finish()
     made.close()
 
 
@@ -112,3 +114,22 @@ def test_whoever_is_gone_keeps_nobody_waiting(outlet: SocketOutlet) -> None:
     outlet.put(step(1, 7))
     assert newer.next().number == 7
     newer.close()
+
+
+def test_a_connection_with_a_full_queue_ends_behind_it(outlet: SocketOutlet, far: Far) -> None:
+    ready, asked = threading.Event(), threading.Event()
+
+    def load() -> tuple[tuple[Array, ...], bytes]:
+        asked.set()
+        assert ready.wait(WAIT_S)
+        return states()
+
+    outlet.put(Frame(Kind.STEP, 4, 0), load)
+    assert asked.wait(WAIT_S)
+    for number in range(1, DEPTH + 1):
+        outlet.put(step(4, number))
+    outlet.finish()
+    ready.set()
+    assert [far.next().number for _ in range(DEPTH + 1)] == [*range(DEPTH + 1)]
+    with pytest.raises(PortClosed):
+        far.next()

@@ -50,6 +50,7 @@ async def test_a_killed_trainer_goes_on_in_the_same_chain_and_workers_come_back(
             await worker.ended()
         heads = swarm.heads()
         backends = swarm.backends
+        assert [line["step"] for line in swarm.metrics()] == list(range(1, 15))
     assert heads.items() >= seen.items()
     assert sorted(heads) == [(0, version) for version in range(15)]
     taught = [batch for backend in backends for batch in backend.batches]
