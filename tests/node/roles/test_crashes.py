@@ -171,7 +171,7 @@ async def test_work_on_a_policy_that_the_trainer_lost_is_stale_and_no_fraud(
 ) -> None:
     rollouts = {"groups_per_batch": 2, "groups_per_lease": 1, "group_size": 8}
     async with Swarm(
-        tmp_path, model_dir, max_steps=9, rollouts=rollouts, checkpoint={"interval": 3}
+        tmp_path, model_dir, max_steps=9, rollouts=rollouts, checkpoint={"interval": 9}
     ) as swarm:
         await swarm.start_trainer()
         await swarm.wait_step(0)
@@ -180,7 +180,7 @@ async def test_work_on_a_policy_that_the_trainer_lost_is_stale_and_no_fraud(
             while (await swarm.trainer.status())["version"] < 1:
                 await hand.work()
             lost, sealed = await hand.lease()
-            assert lost.min_version in (1, 2)
+            assert 1 <= lost.min_version < 9
             bundle = hand.bundle(sealed, await hand.play(lost))
         await swarm.crash_trainer()
         await swarm.start_trainer(resume=True)
