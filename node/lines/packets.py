@@ -17,7 +17,7 @@ from ..pipeline.frame_codec import (
 
 PIECE = 256 * KIB
 """Of a frame's contents: each has to come in time, so a large frame may take longer than a small one."""
-JOINED = 64 * KIB
+JOINED = 512 * KIB
 """Contents up to this size leave together with their head."""
 
 Read = Callable[[int], Awaitable[bytes]]

@@ -24,6 +24,8 @@ WRITE_PIECE = 256 * KIB
 """Bytes a foreign write: larger ones are slower (the binding copies, QUIC waits)."""
 READ_PIECE = MIB
 """Bytes a foreign read. Memory is taken as data arrives, not as a peer announces it."""
+READ_AHEAD = 64 * KIB
+"""Of less than that, whatever has come is taken: a foreign read costs as much as 100 KiB of data."""
 MAX_REASON = 256
 CLOSED_CODE = 0
 ABORTED_CODE = 1
@@ -46,6 +48,7 @@ class _ForeignSend(Protocol):
 class _ForeignReceive(Protocol):
     """iroh.RecvStream."""
 
+    async def read(self, size_limit: int) -> bytes: ...
     async def read_exact(self, size: int) -> bytes: ...
     async def stop(self, error_code: int) -> None: ...
 
@@ -78,6 +81,8 @@ class IrohStream:
         self._connection = connection
         self._send = stream.send()
         self._receive = stream.recv()
+        self._ahead = b""
+        """What came behind what was asked for."""
         self._calls: set[asyncio.Task[Any]] = set()
         self._unusable = False
         self._unfinished = weakref.finalize(self, connection.reset_later, self._send)
@@ -85,11 +90,22 @@ class IrohStream:
 
     async def read_exact(self, size: int) -> bytes:
         """Exactly `size` bytes, or StreamClosed."""
-        pieces = [
-            await self._call(self._receive.read_exact(min(READ_PIECE, size - start)))
-            for start in range(0, size, READ_PIECE)
-        ]
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces, self._ahead = [self._ahead[:size]], self._ahead[size:]
+        left = size - len(pieces[0])
+        while left:
+            pieces.append(await self._read(left))
+            left -= len(pieces[-1])
+        return b"".join(pieces)
+
+    async def _read(self, size: int) -> bytes:
+        """Up to `size` bytes; what came with them is kept."""
+        if size >= READ_AHEAD:
+            return await self._call(self._receive.read_exact(min(READ_PIECE, size)))
+        data = await self._call(self._receive.read(READ_AHEAD))
+        if not data:
+            raise StreamClosed("the peer ended the stream before the bytes asked for came")
+        self._ahead = data[size:]
+        return data[:size]
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of `data`; waits for flow control."""

@@ -56,9 +56,10 @@ class SocketOutlet:
 
         Waits while too much waits.
         """
-        if self._target is not None:
+        target = self._target  # finish() may come while this waits for room: it is shut then
+        if target is not None:
             self._room.acquire()
-            self._queue.put(_Leaving(self._target, frame, load, began))
+            self._queue.put(_Leaving(target, frame, load, began))
 
     def finish(self) -> None:
         """End the connection behind what was put; does not wait for that.

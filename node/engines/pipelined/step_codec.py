@@ -171,7 +171,7 @@ class Sequences:
         if not (0 < part.scheduled and end <= part.tokens <= self._shape.max_model_len):
             raise EngineError(f"sequence {part.key} is cut wrongly")
         # block 0 is vLLM's own: what nobody reads is written there
-        if any(not 0 < block <= self._most_blocks for block in part.blocks):
+        if part.blocks and not 0 < min(part.blocks) <= max(part.blocks) <= self._most_blocks:
             raise EngineError(f"sequence {part.key} has a block that there is not")
         one.blocks += len(part.blocks)
         if one.blocks * self._shape.block_size < end or one.blocks > self._most_blocks:

@@ -66,6 +66,8 @@ class LaneScheduler(_Base):
         for name in caps:
             setattr(self, name, max(len(mine), min(most, free + len(mine))))
         self.running = mine
+        # ranks keep each lane's sequences (vllm_batches.py): else vLLM would send all their tokens every time
+        self.prev_step_scheduled_req_ids = {one.request_id for one in mine}
         try:
             output = super().schedule(*arguments, **named)
         finally:

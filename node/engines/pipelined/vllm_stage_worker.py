@@ -22,7 +22,7 @@ from ...pipeline import boundaries
 from ...pipeline.frame import Array, Frame, Kind
 from ...pipeline.place import Later, Place
 from ..boundary_states import agrees, project
-from ..transfers import download
+from ..transfers import Mark, download
 from ..vllm_options import SAMPLING
 from ..vllm_sampling import read_step
 from ..vllm_worker import Staged, WorkerExtension, tensors_of
@@ -210,7 +210,7 @@ class StageSteps:
         with self._turn, torch.inference_mode():
             with _judged():
                 step, stream = decode_step(frame.body), self._arrived(frame)
-                check = self._checked(frame, step, stream)
+                claimed = self._claimed(frame, step, stream)
                 names, over = self._sequences.take(step)
             self._over += over
             output = _output(step.parts, names, self._over, self._parameters)
@@ -222,11 +222,14 @@ class StageSteps:
                     answer = self._drawn(frame, step, names)
                 else:
                     answer = self._sent(frame, step, names, found)
+                check = self._checked(
+                    claimed, step, stream
+                )  # the device has enough to do meanwhile
 
         def later() -> Frame:
             with judged():
                 found = answer()
-                check()  # its states came before those of the answer
+                check()
                 return found
 
         return later
@@ -234,25 +237,36 @@ class StageSteps:
     def _arrived(self, frame: Frame) -> torch.Tensor:
         return self._worker.primerl_unpack(frame.tensors)
 
-    def _checked(self, frame: Frame, step: Step, stream: torch.Tensor) -> Callable[[], None]:
-        """Raise EngineError for states that are not the step's.
+    def _claimed(self, frame: Frame, step: Step, stream: torch.Tensor) -> bytes | None:
+        """What the stage before says of its states; None where nobody does.
 
-        What is returned raises it for those that fingerprints were not made of, once the device is done.
+        Raises EngineError for states that are not the step's.
         """
         if len(stream) != sum(part.scheduled for part in step.parts):
             raise EngineError("the stage before sent other states than the step has tokens")
         if not self._place.shape.fingerprint:
-            return lambda: None
+            return None
         rank, count = self._place.rank, sum(map(draws, step.parts))
         try:
-            claimed = boundaries.latest(frame.trail, count, rank)
+            return boundaries.latest(frame.trail, count, rank)
         except boundaries.BadTrail as error:
             raise EngineError(f"stage {rank - 1} sent no trail of this plan ({error})") from error
-        own = download(project(drawing(stream, step.parts)))
+
+    def _checked(
+        self, claimed: bytes | None, step: Step, stream: torch.Tensor
+    ) -> Callable[[], None]:
+        """What is returned waits for the device, and raises EngineError for states that fingerprints were
+        not made of."""
+        if claimed is None:
+            return lambda: None
+        own, mark = download(project(drawing(stream, step.parts))), Mark(stream.device)
 
         def check() -> None:
+            mark.wait()
             if not agrees(claimed, own.numpy()):
-                raise EngineError(f"stage {rank - 1} sent other states than it signed for")
+                raise EngineError(
+                    f"stage {self._place.rank - 1} sent other states than it signed for"
+                )
 
         return check
 

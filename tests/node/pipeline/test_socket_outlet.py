@@ -52,6 +52,26 @@ def far(outlet: SocketOutlet) -> Generator[Far]:
     made.close()
 
 
+class Held:
+    """A frame whose states do not come before release(), and behind it as many as there is room for."""
+
+    def __init__(self, outlet: SocketOutlet) -> None:
+        self._ready, asked = threading.Event(), threading.Event()
+
+        def load() -> tuple[tuple[Array, ...], bytes]:
+            asked.set()
+            assert self._ready.wait(WAIT_S)
+            return states()
+
+        outlet.put(Frame(Kind.STEP, 4, 0), load)
+        assert asked.wait(WAIT_S)
+        for number in range(1, DEPTH + 1):
+            outlet.put(step(4, number))
+
+    def release(self) -> None:
+        self._ready.set()
+
+
 def states(count: int = 3) -> tuple[tuple[Array, ...], bytes]:
     return (np.zeros((count, SHAPE.hidden_size), np.float32),), b"trail"
 
@@ -117,19 +137,29 @@ def test_whoever_is_gone_keeps_nobody_waiting(outlet: SocketOutlet) -> None:
 
 
 def test_a_connection_with_a_full_queue_ends_behind_it(outlet: SocketOutlet, far: Far) -> None:
-    ready, asked = threading.Event(), threading.Event()
-
-    def load() -> tuple[tuple[Array, ...], bytes]:
-        asked.set()
-        assert ready.wait(WAIT_S)
-        return states()
-
-    outlet.put(Frame(Kind.STEP, 4, 0), load)
-    assert asked.wait(WAIT_S)
-    for number in range(1, DEPTH + 1):
-        outlet.put(step(4, number))
+    held = Held(outlet)
     outlet.finish()
-    ready.set()
+    held.release()
     assert [far.next().number for _ in range(DEPTH + 1)] == [*range(DEPTH + 1)]
     with pytest.raises(PortClosed):
         far.next()
+
+
+def test_who_waits_for_room_when_the_connection_ends_is_let_go(
+    outlet: SocketOutlet, far: Far
+) -> None:
+    held = Held(outlet)
+    late = threading.Thread(target=outlet.put, args=(step(4, 99),))
+    late.start()
+    late.join(0.05)
+    assert late.is_alive(), "there is no room"
+    outlet.finish()
+    held.release()
+    late.join(WAIT_S)
+    assert [far.next().number for _ in range(DEPTH + 1)] == [*range(DEPTH + 1)]
+    with pytest.raises(PortClosed):
+        far.next()
+    newer = Far(outlet)
+    outlet.put(step(4, 7))
+    assert newer.next().number == 7
+    newer.close()
