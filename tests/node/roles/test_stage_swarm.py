@@ -98,6 +98,9 @@ async def test_the_first_of_three_stages_may_die(tmp_path: Path, tiny: Path) -> 
             swarm.add_stage(name, 3)
         await swarm.wait_step(1, timeout=120.0)
         lost, _ = await swarm.stage(0)
+        async with asyncio.timeout(60.0):
+            while not (await swarm.trainer.status())["leases"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await swarm.crash_worker(lost)
         await ended_well(swarm, 5, timeout=180.0)
         assert swarm.metrics()[-1]["leases/expired"] > 0
