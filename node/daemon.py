@@ -4,7 +4,6 @@ The `*_node.py` files build the parts of a role; only they and this file know th
 """
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,17 +11,10 @@ from ..crypto.keys import SecretKey
 from .config import JoinConfig, RunConfig
 from .logs import configure
 from .serve_config import ServeConfig
+from .threads import share_python
 
 KEY_FILE = "key.pem"
 PASSPHRASE = "PRIMERL_PASSPHRASE"
-SWITCH_S = 0.0005
-"""How long a thread may keep Python while others want it; by itself 5 ms. The network's single thread wants it
-some thousand times a second: beside threads that compute in Python, chunks would hardly move for waiting."""
-
-
-def share_python() -> None:
-    """Have the threads of this process take turns quickly."""
-    sys.setswitchinterval(SWITCH_S)
 
 
 def load_key(data_dir: Path) -> SecretKey:

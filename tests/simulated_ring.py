@@ -30,6 +30,10 @@ class Ring:
     """Standard deviation of what a step takes, as part of it."""
     prompts: float = 0.0
     """Share of steps that take three times as long."""
+    graph_rows: int = 0
+    """Larger steps have no recorded graph,"""
+    ungraphed: float = 0.0
+    """and take so many seconds more."""
     lanes: int = 0
     """Micro-batches in flight now."""
     _random: random.Random = field(default_factory=lambda: random.Random(7))
@@ -37,6 +41,8 @@ class Ring:
     def step(self, rank: int, rows: int) -> float:
         """What stage `rank` needs for so many rows."""
         took = self.fixed + self.each * rows
+        if 0 < self.graph_rows < rows:
+            took += self.ungraphed
         if rank == self.stages - 1:
             took *= self.slowest
         if self.noise:

@@ -3,7 +3,9 @@ was better, and given back if not.
 
 Where it goes is proposed by whoever has a model of it, for that is quick, and judged by what was measured, for
 that is true. A proposal that was no good is tried again ever more rarely, and so are the neighbours that nobody
-proposed: what a model leaves out is found, and costs little where there is nothing to find. Pure.
+proposed: what a model leaves out is found, and costs little where there is nothing to find. Step by step nobody
+finds what lies behind numbers that give no more: such a number can be pointed out, and is tried in one leap.
+Pure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,20 +24,21 @@ CLEAR, FEW, MANY = 2, 3, 12
 HOPELESS = 0.75
 """A first one below this share of what there is ends the trial."""
 PATIENCE, MOST_PATIENCE = 6, 96
-"""Measurements between two trials in a direction that nobody proposes; doubled by each that was in vain."""
+"""Measurements between two trials of a way that nobody proposes; doubled by each that was in vain."""
 CHANGED = 1.3
 """A proposal so many times larger or smaller than the one that was in vain is another one."""
 NEAR = 0.1
 """Part of one by which a proposal may be above a number and still mean it."""
-UP, DOWN = 1, -1
+LEAP, UP, DOWN = 2, 1, -1
+"""Ways to another number; trials are made in this order."""
 
 
 @dataclass
 class Side:
-    """What is known of larger numbers, or of smaller ones."""
+    """What is known of one way."""
 
     left: int = PATIENCE
-    """Measurements until one is tried unasked."""
+    """Measurements until it is tried unasked."""
     patience: int = PATIENCE
     in_vain: float = 0.0
     """The proposal that was."""
@@ -52,7 +55,10 @@ class Climb:
         """The number that is tried now."""
         self._rate = 0.0
         self._proposal = float(home)
-        self._sides = {UP: Side(), DOWN: Side()}
+        self._leap = home
+        self._way = UP
+        """Of the trial."""
+        self._sides = {LEAP: Side(), UP: Side(), DOWN: Side()}
 
     @property
     def number(self) -> int:
@@ -68,8 +74,13 @@ class Climb:
             return len(rates) >= CLEAR or rates[0] < HOPELESS * self._rate
         return len(rates) >= (MANY if low <= median(rates) <= high else FEW)
 
-    def measured(self, rates: Sequence[float], proposal: float, most: int) -> None:
-        """`number` gave these rates; a model would have `proposal`, and there are at most `most`."""
+    def measured(
+        self, rates: Sequence[float], proposal: float, most: int, *, leap: int = 0
+    ) -> None:
+        """`number` gave these rates; a model would have `proposal`, and there are at most `most`.
+
+        From `leap` on things are otherwise than below, for all that is known.
+        """
         rate = median(rates)  # one that something else has spoiled does not count
         if self.trial is not None:
             if not self._judge(rate):
@@ -78,54 +89,59 @@ class Climb:
             for side in self._sides.values():
                 side.left -= 1
             rate = (self._rate + rate) / 2 if self._rate else rate
-        self._rate, self._proposal = rate, proposal
+        self._rate, self._proposal, self._leap = rate, proposal, leap
         if self.home <= most:
-            self.trial = next(self._trials(most), None)
+            self._way, self.trial = next(self._trials(most), (UP, None))
 
     def give_up(self) -> None:
         """What was measured of home and of a trial cannot be compared."""
         self.trial = None
         self._rate = 0.0
 
-    def _trials(self, most: int) -> Iterator[int]:
-        """Numbers worth a trial, the best idea first."""
-        for direction, side in self._sides.items():
+    def _trials(self, most: int) -> Iterator[tuple[int, int]]:
+        """Ways and numbers worth a trial, the best idea first."""
+        for way, side in self._sides.items():
             before = side.in_vain
-            known = before / CHANGED < self._proposal < before * CHANGED
-            if side.left <= 0 or (self._is_proposed(direction) and not known):
-                target = self._target(direction, side, most)
+            known = before / CHANGED < self._wanted(way) < before * CHANGED
+            if side.left <= 0 or (self._is_proposed(way) and not known):
+                target = self._target(way, side, most)
                 if target != self.home:
-                    yield target
+                    yield way, target
 
-    def _is_proposed(self, direction: int) -> bool:
-        above = self._proposal - self.home
-        return above > NEAR if direction == UP else self._proposal < self.home / (1 + NEAR)
+    def _wanted(self, way: int) -> float:
+        return self._leap if way == LEAP else self._proposal
 
-    def _target(self, direction: int, side: Side, most: int) -> int:
-        """At most twice as many, or half; never the same but at an end."""
+    def _is_proposed(self, way: int) -> bool:
+        if way == DOWN:
+            return self._wanted(way) < self.home / (1 + NEAR)
+        return self._wanted(way) > self.home + NEAR
+
+    def _target(self, way: int, side: Side, most: int) -> int:
+        """At most twice as many, or half, but for a leap; never the same but at an end."""
+        if way == LEAP:
+            return min(max(self._leap, self.home), most)
         step = max(1, self.home // 4)
-        if self._is_proposed(direction):
+        if self._is_proposed(way):
             step = max(step, abs(ceil(self._proposal - NEAR) - self.home))
         step = min(step, side.step or step)
-        if direction == UP:
+        if way == UP:
             return min(self.home + step, 2 * self.home, most)
         return max(self.home - step, self.home // 2, 1)
 
     def _judge(self, rate: float) -> bool:
         trial, self.trial = self.trial or self.home, None
-        direction = UP if trial > self.home else DOWN
-        needed = GAIN
-        if self._is_proposed(direction):
-            needed = PROPOSED_GAIN if direction == UP else NO_LOSS
+        way, needed = self._way, GAIN
+        if self._is_proposed(way):
+            needed = NO_LOSS if way == DOWN else PROPOSED_GAIN
         if rate >= self._rate * needed:
             self.home = trial
             found = rate > self._rate * (1 + CLOSE)
-            for direction, side in self._sides.items():
+            for one, side in self._sides.items():
                 patience = PATIENCE if found else side.patience
-                self._sides[direction] = Side(patience, patience)
+                self._sides[one] = Side(patience, patience)
             return True
-        side = self._sides[direction]
+        side = self._sides[way]
         side.patience = min(MOST_PATIENCE, 2 * side.patience)
-        side.left, side.in_vain = side.patience, self._proposal
+        side.left, side.in_vain = side.patience, self._wanted(way)
         side.step = max(1, abs(trial - self.home) // 2)
         return False

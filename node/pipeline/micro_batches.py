@@ -4,8 +4,9 @@ One trip round the ring, without queues, takes `ring_s`; the slowest stage needs
 could have computed ring_s / step_s micro-batches: with so many it never idles, with more they only queue. That
 is what is proposed. Whether it is right depends on what nobody tells stage 0: whether half the rows take half
 the time, what schedulers and lines take that are busy with one micro-batch at a time. So it is tried, and what
-counts is rows per second, as they came back (climb.py). It begins with one micro-batch a stage. Pure: time is
-an argument.
+counts is rows per second, as they came back (climb.py). It begins with one micro-batch a stage. What a device
+has recorded graphs for takes it a fraction of the time of anything larger: from so many micro-batches on that
+all of them are that small things are otherwise. Pure: time is an argument.
 """
 
 from collections import deque
@@ -36,8 +37,9 @@ class Trip:
 class MicroBatches:
     """Follows what is sent and comes back. At most `most` are wanted."""
 
-    def __init__(self, most: int, *, stages: int = 2) -> None:
-        self._most = most
+    def __init__(self, most: int, *, stages: int = 2, graph_rows: int = 0) -> None:
+        """`graph_rows`: most rows of a step that devices have a recorded graph for; 0: of none."""
+        self._most, self._graph_rows = most, graph_rows
         self._climb = Climb(max(1, min(stages, most)))
         self._sent: dict[int, tuple[int, float]] = {}
         self._trips: deque[Trip] = deque(maxlen=WINDOW)
@@ -114,7 +116,8 @@ class MicroBatches:
         if self._home_rows / OTHER < self._rows < self._home_rows * OTHER:
             # of each trip its own: they differ in size
             ratio = median(trip.free_s / trip.busy_s for trip in self._trips)
-            climb.measured(rates, ratio, min(self._most, self._rows))
+            leap = ceil(self._rows / self._graph_rows) if self._graph_rows else 0
+            climb.measured(rates, ratio, min(self._most, self._rows), leap=leap)
         else:
             climb.give_up()
         self._laps.begin(climb.number, len(self._sent) if climb.number != before else 0)

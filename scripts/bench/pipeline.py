@@ -149,8 +149,8 @@ class Bench:
         batch, lanes = self.options.batch, self.options.lanes * stages
         few = [("overlap, few", sequences) for sequences in self.options.few]
         for most, ways in (
-            (1, [("one", batch), ("one, large", batch * lanes)]),
             (lanes, [*few, ("overlap", batch * lanes)]),
+            (1, [("one", batch), ("one, large", batch * lanes)]),
         ):
             for rtt in self.options.rtt:
                 for way, sequences in ways:

@@ -42,6 +42,7 @@ from primerl.node.parts import start_iroh
 from primerl.node.pipeline.frame_codec import FrameLimits
 from primerl.node.pipeline.layers import share_of
 from primerl.node.pipeline.place import Place
+from primerl.node.threads import share_python
 from primerl.protocol.version import ALPN_PIPELINE
 
 STALL_S, START_S, LOOK_S = 60.0, 300.0, 0.05
@@ -238,6 +239,7 @@ def digest_of(done: list[Completion]) -> str:
 
 async def run(rank: int) -> None:
     """Be stage `rank` of whatever plan is sent."""
+    share_python()  # as a node does
     wire = Wire()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="prl") as home:

@@ -2,6 +2,8 @@
 
 No token travels, and nothing is pickled. Who reads it trusts nothing: `Sequences` holds every number against
 the plan and against the steps before, for a block that is none would be written to.
+
+Parts come by the hundred a step and hold numbers only, so the garbage collector does not look at them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ REMEMBERED = 8
 """A stage remembers this many times max_sequences: preempted ones are not told of before they end."""
 
 
-class New(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class New(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     """A sequence that the stages behind do not know, or have to compute anew."""
 
     key: Key
@@ -36,7 +38,7 @@ class New(msgspec.Struct, frozen=True, array_like=True, tag=0):
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class Going(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class Going(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """A sequence that goes on."""
 
     key: Key

@@ -23,6 +23,7 @@ from ...pipeline.frame import Frame
 from ...pipeline.frame_codec import FrameLimits
 from ...pipeline.micro_batches import MicroBatches
 from ...pipeline.port import Port
+from ...threads import share_python
 from ..vllm_options import SAMPLING
 from .chain import Chain
 from .split_port import SplitPort
@@ -52,6 +53,7 @@ class HeadExecutor(_Base):
         return False
 
     def _init_executor(self) -> None:
+        share_python()  # scheduling is all Python: what comes back would wait for it thrice
         self.place = read_place(os.environ)
         config, shape = self.vllm_config, self.place.shape
         check_passes(config.compilation_config)
@@ -60,7 +62,9 @@ class HeadExecutor(_Base):
         self._handles, theirs = Pipe()
         self.followers = Followers(self.parallel_config.tensor_parallel_size, first=0)
         stages = len(self.place.plan.stages)
-        self._chain = Chain(self._port, MicroBatches(shape.micro_batches, stages=stages))
+        graph_rows = config.compilation_config.max_cudagraph_capture_size or 0
+        batches = MicroBatches(shape.micro_batches, stages=stages, graph_rows=graph_rows)
+        self._chain = Chain(self._port, batches)
         self._side = HeadSide(config, self.place.plan, self._chain, self.followers)
         try:
             self.followers.start(follow, config, meeting_place(self), theirs)

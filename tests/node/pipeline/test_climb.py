@@ -6,7 +6,9 @@ from itertools import pairwise
 from primerl.node.pipeline.climb import Climb
 
 
-def measure(climb: Climb, gives: Callable[[int], float], proposal: float, times: int) -> list[int]:
+def measure(
+    climb: Climb, gives: Callable[[int], float], proposal: float, times: int, leap: int = 0
+) -> list[int]:
     """So many decisions; the numbers that were measured."""
     seen: list[int] = []
     for _ in range(times):
@@ -14,7 +16,7 @@ def measure(climb: Climb, gives: Callable[[int], float], proposal: float, times:
         while not climb.is_enough(rates):
             rates.append(gives(climb.number))
         seen.append(climb.number)
-        climb.measured(rates, proposal, 64)
+        climb.measured(rates, proposal, 64, leap=leap)
     return seen
 
 
@@ -85,3 +87,35 @@ def test_what_cannot_be_compared_is_no_trial() -> None:
     assert climb.number == 4
     climb.measured([0.01], 4.0, 64)
     assert climb.home == 4
+
+
+def cliff(number: int) -> float:
+    """Nothing is gained below 12, and much from there on."""
+    return 2.0 if number >= 12 else 1.0
+
+
+def test_what_steps_do_not_find_is_found_by_a_leap() -> None:
+    climb = Climb(4)
+    measure(climb, cliff, 4.0, 200)
+    assert climb.home < 12
+    climb = Climb(4)
+    assert measure(climb, cliff, 4.0, 30, leap=12)[:2] == [4, 12]
+    assert climb.home == 12
+
+
+def test_a_leap_in_vain_is_given_back_and_tried_ever_more_rarely_beside_the_steps() -> None:
+    climb = Climb(4)
+    seen = measure(climb, lambda number: 1.0 / (1 + abs(number - 5)), 5.0, 300, leap=20)
+    assert climb.home == 5
+    leaps = [at for at, number in enumerate(seen) if number == 20]
+    assert 2 <= len(leaps) <= 8
+    gaps = [later - sooner for sooner, later in pairwise(leaps)]
+    assert gaps[1:] == sorted(gaps[1:]), "finding 5 began anew"
+
+
+def test_a_leap_goes_no_further_than_the_most_and_never_back() -> None:
+    climb = Climb(4)
+    climb.measured([1.0], 4.0, 8, leap=12)
+    assert climb.trial == 8
+    climb = Climb(8)
+    assert 4 not in measure(climb, lambda _: 1.0, 8.0, 5, leap=4)
