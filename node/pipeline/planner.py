@@ -44,7 +44,8 @@ SLOWEST_MS = 60_000.0
 """Of a hop, whatever is claimed of it."""
 STEP_MS = 10.0
 """What a step may take at least; with the ring's round trip it bounds how many are in flight."""
-MOST_IN_FLIGHT = 32
+MOST_IN_FLIGHT, GRAPH_ROWS = 32, 512
+"""Micro-batches of a plan; sequences of one that vLLM records graphs for by itself, which may be worth more."""
 
 
 @dataclass(frozen=True)
@@ -380,6 +381,7 @@ def _shape(order: Sequence[Offered], costs: Costs, terms: Terms) -> PipelineShap
     size = ROWS * terms.hidden_size * element
     around = ring_ms(order, size) if is_measured(order) else ASSUMED_MS
     encodings: set[Encoding] = {one.offer.encoding for one in order}
+    lanes = max(len(order) + math.ceil(around / STEP_MS), math.ceil(sequences / GRAPH_ROWS))
     return PipelineShape(
         engine=offer.engine,
         software=offer.software,
@@ -390,7 +392,7 @@ def _shape(order: Sequence[Offered], costs: Costs, terms: Terms) -> PipelineShap
         max_step_tokens=step,
         block_size=block,
         kv_tokens=max(block, room // block * block),
-        micro_batches=min(len(order) + math.ceil(around / STEP_MS), MOST_IN_FLIGHT, sequences),
+        micro_batches=min(lanes, MOST_IN_FLIGHT, sequences),
         encoding=encodings.pop() if len(encodings) == 1 else "raw",
         fingerprint=terms.fingerprint,
     )

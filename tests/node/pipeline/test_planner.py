@@ -249,6 +249,16 @@ def test_more_micro_batches_are_allowed_where_the_way_is_long() -> None:
     assert [far(0.0), far(20.0), far(100.0), far(9_000.0)] == [2, 4, 12, 32]
 
 
+def test_so_many_micro_batches_are_allowed_that_every_step_may_have_a_recorded_graph() -> None:
+    ways = {node(0): 0.0, node(1): 0.0}
+    some = [Offered(node(one), offer(2_000_000, round_trips=ways)) for one in range(2)]
+    terms = Terms("bfloat16", 64, 128, max_sequences=2_000)
+    found = make_plan(some, COSTS, terms, group=GROUP, generation=0)
+    assert found is not None
+    assert found.shape.max_sequences == 2_000
+    assert found.shape.micro_batches == 4
+
+
 def test_claims_without_measure_break_nothing() -> None:
     wild = {node(0): 1e-320, node(1): 1e300}
     some = [Offered(node(one), offer(2**50, bandwidths=wild)) for one in range(2)]
