@@ -13,7 +13,6 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
 from vllm.v1.worker import gpu_model_runner  # pyright: ignore
 
 from ...pipeline.place import Place
-from ...threads import share_python
 from .vllm_batches import LaneBatches, remember_making
 from .vllm_place import check_passes, read_place
 
@@ -47,7 +46,6 @@ class RankExecutor(_Base):
             torch.accelerator.set_device_index(self.worker.device)
 
     def _init_executor(self) -> None:
-        share_python()  # what comes and what leaves has threads beside the one that computes
         self.place = read_place(os.environ)
         check_passes(self.vllm_config.compilation_config)
         remember_making(gpu_model_runner)
