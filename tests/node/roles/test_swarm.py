@@ -173,10 +173,11 @@ async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_not
         swarm.add_worker("w2")
         await swarm.wait_step(2)
         swarm.add_worker("w3")
-        await until(lambda: all(fakes.prompts(name) for name in ("w1", "w2", "w3")))
+        names = ("w1", "w2", "w3")
+        await until(lambda: all(fakes.prompts(one) and fakes.newest(one) >= 2 for one in names))
         await swarm.stop_trainer()
         heads = swarm.heads()
-    held = {"w1": -1, "w2": -1, "w3": -1}
+    held = dict.fromkeys(names, -1)
     for event in fakes.events:
         if event.kind == "load":
             assert event.version > held[event.name]
