@@ -149,7 +149,11 @@ HEAVY = {
         "node.network.trio_streams",
         "node.network.trio_thread",
     },
-    "triton": {"node.engines.noise_kernel", "node.engines.qwen3_kernel"},
+    "triton": {
+        "node.engines.boundary_kernel",
+        "node.engines.noise_kernel",
+        "node.engines.qwen3_kernel",
+    },
     "vllm": {
         "node.engines.vllm",
         "node.engines.vllm_worker",
@@ -196,6 +200,7 @@ def test_torch_is_where_models_are() -> None:
 
 LOADED_LAZILY = {
     "torch": """node.audits.crossings node.audits.replay node.engines.boundary_states
+        node.engines.boundary_kernel node.engines.compiling
         node.engines.adjusting node.engines.taps node.engines.causal node.engines.decoding node.engines.network
         node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
         node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
@@ -217,7 +222,7 @@ LOADED_LAZILY = {
         node.engines.pipelined.activations node.engines.pipelined.hf_chain
         node.engines.pipelined.hf_compute node.engines.pipelined.hf_events
         node.engines.pipelined.hf_lanes node.engines.pipelined.slices""",
-    "triton": "node.engines.noise_kernel node.engines.qwen3_kernel",
+    "triton": "node.engines.boundary_kernel node.engines.noise_kernel node.engines.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
     "vllm": """node.engines.pipelined.vllm_executor node.engines.pipelined.vllm_group
         node.engines.pipelined.vllm_head_executor

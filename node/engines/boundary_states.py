@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import EngineError
 from ..fingerprints.fingerprint import ProofFailed
 from ..fingerprints.projection import NUMBERS, decode_rows, pack, signs
+from .compiling import compiles
 from .transfers import upload
 
 LIMIT = 6.0
@@ -26,7 +27,12 @@ NEAR = 0.02
 
 def project(states: Tensor) -> Tensor:
     """States [rows, width] -> [rows, 7] fp32 on the same device, which is not waited for."""
-    return evened(states) @ _signs(states.shape[1], states.device)
+    plus_minus = _signs(states.shape[1], states.device)
+    if compiles(states):
+        from .boundary_kernel import project_on_gpu
+
+        return project_on_gpu(states, plus_minus, LIMIT)
+    return evened(states) @ plus_minus
 
 
 def evened(states: Tensor) -> Tensor:

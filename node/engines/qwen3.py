@@ -10,7 +10,6 @@ round where Plain does.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ..tensors import to_torch, torch_dtype
 from ..weights.state import Changed, State
+from .compiling import compiles
 from .output import Output
 from .packed import Attend, among
 from .placement import write
@@ -357,7 +357,7 @@ class Plain:
 
 def _kernels(plain: Plain, layer: Layer, heads: int, kv_heads: int) -> Between:
     """Kernels where the weights are on a GPU and can be compiled for, else `plain`."""
-    if not layer.qkv.is_cuda or find_spec("triton") is None:
+    if not compiles(layer.qkv):
         return plain
     from .qwen3_kernel import FAILURES, Kernels, differ
 

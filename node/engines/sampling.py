@@ -5,13 +5,12 @@ size of the batch.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from .adjusting import Adjusted
+from .compiling import compiles
 from .noise import chunk, gumbel
 from .noise import gumbel_at as gumbel_at
 
@@ -61,7 +60,7 @@ def draw(
     fewer tokens, and then those of `adjusted`, some of which may be in both: what the others draw does
     not depend on them. Logprobs and sums are of the logits as they are, whatever was done for a draw.
     """
-    if logits.is_cuda and _has_triton():
+    if compiles(logits):
         from .noise_kernel import draw_on_gpu
 
         drawn = Drawn(*draw_on_gpu(logits, temperature, seeds, positions))
@@ -152,8 +151,3 @@ def _left_out(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     beyond |= (before >= top_p[:, None]) & (top_p[:, None] < 1)
     beyond[:, 0] = False
     return torch.empty_like(beyond).scatter_(1, order, beyond)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

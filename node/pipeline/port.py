@@ -1,7 +1,7 @@
 """The port seam: where what computes a stage sends to the next one and gets from the one before.
 
 Blocking, for threads that compute; whoever holds the network serves the other end. Implementations: a socket to
-the node's process (socket_port.py), a pair in memory (memory_port.py). Suite: tests/conformance/port.py.
+the node's process (socket_port.py), a pair in memory (memory_port.py). Suite: tests/conformance/test_port.py.
 """
 
 from typing import Protocol

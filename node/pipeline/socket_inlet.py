@@ -4,6 +4,7 @@ Bytes that are no frames, or too many of them, end it.
 """
 
 import logging
+import queue
 import socket
 import threading
 import time
@@ -22,15 +23,66 @@ from .frame_codec import (
     head_size,
     read_head,
 )
-from .memory_port import DEPTH, Pipe
-from .port import PortClosed
+from .memory_port import DEPTH, waited
+from .port import PortClosed, PortTimeout
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05
+FULL_S = 0.005
+"""Between two looks whether there is room again."""
 MAX_BUFFERS = 64
 """In one call: far below what every system takes."""
 Ended = Callable[[str], None]
+
+
+class Inbox:
+    """Frames that came and were not taken yet, from one thread to another.
+
+    Not a Pipe of memory_port.py, whose locks are Python's: each frame changes threads once here, and not twice.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._frames: queue.SimpleQueue[tuple[float, Frame] | None] = queue.SimpleQueue()
+        """When it came, and what; None behind the last one."""
+        self._over = threading.Event()
+        self._why = ""
+
+    def put(self, frame: Frame) -> None:
+        """Append `frame`, waiting for room. Raises PortClosed."""
+        while self._frames.qsize() >= self._depth and not self._over.wait(FULL_S):
+            pass
+        if self._over.is_set():
+            raise PortClosed(self._why)
+        self._frames.put((time.monotonic(), frame))
+
+    def take(self, timeout_s: float | None) -> Frame:
+        """The next frame, with the time that it lay here added. Raises PortTimeout, PortClosed."""
+        try:
+            found = self._frames.get(timeout=timeout_s)
+        except queue.Empty:
+            raise PortTimeout(f"no frame came in {timeout_s:g} s") from None
+        if found is None:
+            self._frames.put(None)  # for whoever asks next
+            raise PortClosed(self._why)
+        came, frame = found
+        return waited(frame, time.monotonic() - came)
+
+    def close(self, why: str) -> None:
+        """Take nothing more; what was put before can still be taken. The first reason stays."""
+        if not self._over.is_set():
+            self._why = why
+            self._over.set()
+            self._frames.put(None)
+
+    def clear(self) -> None:
+        """Forget what nobody took."""
+        with suppress(queue.Empty):
+            while True:
+                self._frames.get_nowait()
+        if self._over.is_set():
+            self._frames.put(None)
 
 
 class SocketInlet:
@@ -40,7 +92,7 @@ class SocketInlet:
         self, source: socket.socket, limits: FrameLimits, ended: Ended, *, behind: int = DEPTH
     ) -> None:
         self._socket, self._limits, self._ended = source, limits, ended
-        self._frames = Pipe(behind)
+        self._frames = Inbox(behind)
         self.thread = threading.Thread(
             target=self._receive_all, name="primerl-port-receive", daemon=True
         )

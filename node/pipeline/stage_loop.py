@@ -12,10 +12,16 @@ from dataclasses import dataclass, replace
 from ..errors import EngineError
 from .frame import Frame, Kind
 from .frame_codec import MAX_WORDS
+from .memory_port import DEPTH
 from .place import Later, StageCompute
 from .port import Port, PortClosed
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks whether anything leaves any more."""
+FLUSH_S = 1.0
+"""How long last words may take to leave."""
 
 
 @dataclass
@@ -42,22 +48,14 @@ def serve(port: Port, compute: StageCompute, *, rank: int, stats: LoopStats | No
     the other end of the port sees it close.
     """
     loop = _Loop(compute, rank, stats or LoopStats())
-    sender: _Sender | None = None
+    sender = _Sender(port, loop)
     try:
         while True:
-            answer = loop.answer(port.receive())
-            if isinstance(answer, _Begun) and sender is None:
-                sender = _Sender(port, loop)
-            if sender is not None:
-                sender.put(answer)
-            elif isinstance(answer, Frame):
-                port.send(answer)
+            sender.put(loop.answer(port.receive()))
     except PortClosed as error:
         logger.debug("stage %d ends: %s", rank, error)
     finally:
-        port.close()
-        if sender is not None:
-            sender.close()
+        sender.close()
 
 
 def fault(epoch: int, rank: int, words: str) -> Frame:
@@ -75,34 +73,39 @@ class _Begun:
 
 
 class _Sender:
-    """Sends what was answered, in order; waits for the device, so that whoever computes need not."""
+    """Sends what was answered, in order; waits for device and port, so that whoever computes need not."""
 
     def __init__(self, port: Port, loop: "_Loop") -> None:
         self._port = port
         self._loop = loop
         self._queue: queue.SimpleQueue[Frame | _Begun | None] = queue.SimpleQueue()
-        """No more than is in flight, and one that ends it."""
-        self._ended = False
+        self._room = threading.Semaphore(DEPTH)
         self._bug: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="primerl-answers", daemon=True)
         self._thread.start()
 
     def put(self, answer: Frame | _Begun | None) -> None:
-        """Behind what was put before; None is nothing."""
-        if answer is not None:
-            self._queue.put(answer)
+        """Behind what was put before; None is nothing. Waits while too much waits. Raises PortClosed."""
+        if answer is None:
+            return
+        while not self._room.acquire(timeout=LOOK_S):
+            if not self._thread.is_alive():
+                raise PortClosed("nothing can be sent any more")
+        self._queue.put(answer)
 
     def close(self) -> None:
-        """End it, with the port closed. Raises what was raised there."""
-        self._ended = True
+        """Close the port, behind what can leave in time. Raises what was raised there."""
         self._queue.put(None)
+        self._thread.join(FLUSH_S)
+        self._port.close()
         self._thread.join()
         if self._bug is not None:
             raise self._bug
 
     def _run(self) -> None:
         try:
-            while (one := self._queue.get()) is not None and not self._ended:
+            while (one := self._queue.get()) is not None:
+                self._room.release()
                 answer = self._loop.finish(one) if isinstance(one, _Begun) else one
                 if answer is not None:
                     self._port.send(answer)

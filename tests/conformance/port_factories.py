@@ -32,7 +32,7 @@ def memory(directory: Path) -> Generator[tuple[Port, Port]]:
 
 def socket_port(path: str, limits: FrameLimits) -> Port:
     """Both directions by one process."""
-    return SocketPort(path, limits, ahead=1, behind=3)
+    return SocketPort(path, limits, behind=3)
 
 
 def split_port(path: str, limits: FrameLimits) -> Port:

@@ -36,6 +36,7 @@ from .vllm_place import check_passes, read_place
 from .vllm_rank import meeting_place
 from .vllm_recorders import Keeper
 from .vllm_scheduler import LaneScheduler
+from .vllm_states import drawing
 
 _Base: Any = Executor
 _Output: Any = ModelRunnerOutput
@@ -100,7 +101,7 @@ class HeadExecutor(_Base):
             self._answer = self._go(scheduler_output)
         else:
             self._encoder.skip(scheduler_output)
-            self.followers.turns.tell("primerl_compute", scheduler_output, None)
+            self.followers.turns.tell("primerl_compute", scheduler_output)
             result = _EMPTY
         if not non_block:
             return result
@@ -133,10 +134,11 @@ class HeadExecutor(_Base):
             extra = new.sampling_params.extra_args[SAMPLING]
             keeper.admit(new.req_id, len(new.prompt_token_ids), *extra)
         step = self._encoder.encode(output)
-        names, drawing = list(output.num_scheduled_tokens), [draws(part) for part in step.parts]
-        frame, future = self._chain.submit(encode(step), sum(drawing))
-        self.followers.turns.tell("primerl_compute", output, frame)
-        asked = Asked(names, drawing, [part.tokens for part in step.parts])
+        drawn = [draws(part) for part in step.parts]
+        frame, future = self._chain.submit(encode(step), sum(drawn))
+        self.followers.turns.tell("primerl_compute", output, frame, drawing(step.parts))
+        names = list(output.num_scheduled_tokens)
+        asked = Asked(names, drawn, [part.tokens for part in step.parts])
         vocabulary = self.vllm_config.model_config.get_vocab_size()
         return Answer(self._chain, keeper, future, asked, vocabulary)
 

@@ -17,9 +17,8 @@ from ...pipeline.frame_codec import FrameLimits
 from ...pipeline.place import Place
 from ...pipeline.socket_outlet import SocketOutlet
 from ..vllm_worker import WorkerExtension
-from .step_codec import decode_step
 from .vllm_place import read_place
-from .vllm_states import Departure, gather, leaving, order_of
+from .vllm_states import Departure, Ints, gather, leaving, order_of
 
 
 class HeadExtension(WorkerExtension):
@@ -51,16 +50,21 @@ class HeadExtension(WorkerExtension):
         assert self._primerl_outlet is not None, "only the first rank is asked"
         self._primerl_outlet.put(frame)
 
-    def primerl_compute(self, output: Any, frame: Frame | None) -> None:
-        """This rank's part of a step, of which `frame` is to tell the other stages; None tells nobody."""
+    def primerl_compute(
+        self, output: Any, frame: Frame | None = None, drawing: Ints | None = None
+    ) -> None:
+        """This rank's part of a step, of which `frame` is to tell the other stages; None tells nobody.
+
+        The rows `drawing` lead to tokens; None: all.
+        """
         began, runner = time.monotonic(), self.model_runner
         with torch.inference_mode():
             found = runner.execute_model(output, None)
             if frame is None or self._primerl_outlet is None:
                 return
-            counts, parts = output.num_scheduled_tokens, decode_step(frame.body).parts
+            counts = output.num_scheduled_tokens
             index = gather(order_of(runner), list(counts), counts)
             stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
             shape = self._primerl_place.shape
-            departure = Departure(stream, parts, shape.encoding, proven=bool(shape.fingerprint))
+            departure = Departure(stream, drawing, shape.encoding, proven=bool(shape.fingerprint))
         self._primerl_outlet.put(frame, departure.wait, began)

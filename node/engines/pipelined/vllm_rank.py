@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import torch
+from vllm.envs import enable_envs_cache  # pyright: ignore
 from vllm.utils import network_utils  # pyright: ignore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
 from vllm.v1.worker import gpu_model_runner  # pyright: ignore
@@ -18,6 +19,7 @@ from .vllm_place import check_passes, read_place
 
 _Base: Any = UniProcExecutor
 _network: Any = network_utils
+_settle_settings: Any = enable_envs_cache
 
 
 class RankExecutor(_Base):
@@ -55,6 +57,7 @@ class RankExecutor(_Base):
         if runner.device.type == "cuda" and runner.prepare_inputs_event is None:
             # steps are not waited for: what the device still reads of one must not be written over by the next
             runner.prepare_inputs_event = torch.cuda.Event(blocking=True)  # as vLLM's own
+        _settle_settings()  # as in vLLM's own: they are asked for in every step
 
     def _distributed_args(self) -> tuple[str, int, int]:
         first = self.place.rank * self.parallel_config.tensor_parallel_size

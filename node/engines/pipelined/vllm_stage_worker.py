@@ -30,7 +30,7 @@ from . import activations
 from .step_codec import Drawn, Going, New, Sequences, Step, decode_step, draws, encode
 from .vllm_place import read_place
 from .vllm_recorders import Teller, Told, number_of
-from .vllm_states import Arrivals, Departure, drawing, gather, leaving, order_of
+from .vllm_states import Arrivals, Departure, drawing, gather, leaving, order_of, rows_of
 
 MOST_PREPARED = 4
 _Output: Any = SchedulerOutput
@@ -259,7 +259,7 @@ class StageSteps:
         not made of."""
         if claimed is None:
             return lambda: None
-        own, mark = download(project(drawing(stream, step.parts))), Mark(stream.device)
+        own, mark = download(project(rows_of(stream, drawing(step.parts)))), Mark(stream.device)
 
         def check() -> None:
             mark.wait()
@@ -275,7 +275,9 @@ class StageSteps:
         index = gather(order_of(self._runner), names, counts)
         stream = leaving(found.tensors, sum(counts.values()), index)
         shape = self._place.shape
-        departure = Departure(stream, step.parts, shape.encoding, proven=bool(shape.fingerprint))
+        departure = Departure(
+            stream, drawing(step.parts), shape.encoding, proven=bool(shape.fingerprint)
+        )
 
         def later() -> Frame:
             packed, own = departure.wait()

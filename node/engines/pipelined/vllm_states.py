@@ -56,31 +56,38 @@ def leaving(tensors: Mapping[str, Tensor], rows: int, index: Ints | None) -> Ten
     stream = tensors[HIDDEN][:rows]
     if RESIDUAL in tensors:
         stream = stream + tensors[RESIDUAL][:rows]
-    if index is None:
-        return stream
-    return stream.index_select(0, upload(index, stream.device))
+    return rows_of(stream, index)
 
 
-def drawing(stream: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Those rows of `stream`, which is in the order of `parts`, that lead to a token; mostly all do."""
-    if len(stream) == len(parts) and all(map(draws, parts)):
-        return stream
+def drawing(parts: Sequence[Part]) -> Ints | None:
+    """Which rows of a stream in the order of `parts` lead to a token; None if all do, as mostly."""
+    if all(map(_only_draws, parts)):
+        return None
     ends = np.cumsum([part.scheduled for part in parts]) - 1
     chosen = np.fromiter(map(draws, parts), np.bool_, len(parts))
-    return stream.index_select(0, upload(ends[chosen].astype(np.int64), stream.device))
+    return ends[chosen].astype(np.int64)
+
+
+def _only_draws(part: Part) -> bool:
+    return part.scheduled == 1 and draws(part)
+
+
+def rows_of(stream: Tensor, index: Ints | None) -> Tensor:
+    """Those rows; all of them for None."""
+    return stream if index is None else stream.index_select(0, upload(index, stream.device))
 
 
 class Departure:
     """States on their way to the host, which nobody has waited for yet."""
 
     def __init__(
-        self, stream: Tensor, parts: Sequence[Part], encoding: Encoding, *, proven: bool
+        self, stream: Tensor, index: Ints | None, encoding: Encoding, *, proven: bool
     ) -> None:
-        """`proven`: with fingerprints of the rows that lead to tokens, as whoever receives them sees them."""
+        """`proven`: with fingerprints of the rows `index`, as whoever receives them sees them."""
         self._states = [to_host(one) for one in codes(stream, encoding)]
         self._projected: Tensor | None = None
         if proven:
-            self._projected = to_host(project(rounded(drawing(stream, parts), encoding)))
+            self._projected = to_host(project(rounded(rows_of(stream, index), encoding)))
         self._event: Any = None
         if stream.device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -114,9 +121,7 @@ class Arrivals:
 
     def fill(self, stream: Tensor, wanted: Sequence[str], counts: Mapping[str, int]) -> Any:
         """Lay `stream` in the runner's order, which it knows by now."""
-        index = gather(wanted, order_of(self._runner), counts)
-        if index is not None:
-            stream = stream.index_select(0, upload(index, stream.device))
+        stream = rows_of(stream, gather(wanted, order_of(self._runner), counts))
         self._stream[: len(stream)].copy_(stream)
         return self._tensors
 

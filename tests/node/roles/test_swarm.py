@@ -173,7 +173,7 @@ async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_not
         swarm.add_worker("w2")
         await swarm.wait_step(2)
         swarm.add_worker("w3")
-        names = ("w1", "w2", "w3")
+        names = ["w1", "w2", "w3"]
         await until(lambda: all(fakes.prompts(one) and fakes.newest(one) >= 2 for one in names))
         await swarm.stop_trainer()
         heads = swarm.heads()

@@ -33,6 +33,7 @@ from primerl.node.engines.pipelined.vllm_states import (
     drawing,
     gather,
     leaving,
+    rows_of,
 )
 from primerl.node.engines.vllm_collector import Collector
 from primerl.node.engines.vllm_options import SAMPLING
@@ -161,14 +162,23 @@ def test_only_rows_that_lead_to_a_token_leave_fingerprints() -> None:
         New(3, 2, 0, 2, (1,), 0, 1.0, 0, 1.0),
     )
     stream = torch.randn(6, 32)
-    assert torch.equal(drawing(stream, parts), stream[[3, 5]])
-    (sent,), trail = Departure(stream, parts, "raw", proven=True).wait()
+    index = drawing(parts)
+    assert torch.equal(rows_of(stream, index), stream[[3, 5]])
+    (sent,), trail = Departure(stream, index, "raw", proven=True).wait()
     assert np.array_equal(sent, stream.numpy())
     assert trail == crossing(stream[[3, 5]])
-    assert Departure(stream[:3], parts[:1], "raw", proven=True).wait()[1] == b""
-    assert Departure(stream, parts, "raw", proven=False).wait()[1] == b""
-    coded, _ = Departure(stream, parts, "fp8", proven=True).wait()
+    assert Departure(stream[:3], drawing(parts[:1]), "raw", proven=True).wait()[1] == b""
+    assert Departure(stream, index, "raw", proven=False).wait()[1] == b""
+    coded, _ = Departure(stream, index, "fp8", proven=True).wait()
     assert coded[0].dtype == np.uint8
+
+
+def test_where_every_row_leads_to_a_token_all_leave_fingerprints() -> None:
+    parts = Going(1, 9, 8, 1, ()), New(2, 2, 1, 1, (1,), 0, 1.0, 0, 1.0)
+    stream = torch.randn(2, 32)
+    assert drawing(parts) is None
+    assert Departure(stream, drawing(parts), "raw", proven=True).wait()[1] == crossing(stream)
+    assert drawing([Going(1, 9, 6, 3, ())]) is not None  # of its three rows the last one
 
 
 # -- what stage 0 keeps ----------------------------------------------------------------------------
