@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-
-from primerl.node.engines.boundary_states import LIMIT, agrees, evened, pack_projected, project
-from primerl.node.fingerprints.projection import signs
-
-pytest.importorskip("triton", reason="triton is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
+from gpu_cases import no_waiting
 
 from primerl.node.engines.boundary_kernel import project_on_gpu
+from primerl.node.engines.boundary_states import LIMIT, agrees, evened, pack_projected, project
+from primerl.node.fingerprints.projection import signs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -48,8 +44,5 @@ def test_of_what_is_not_finite_nothing_finite_is_made(value: float) -> None:
 def test_nobody_waits_for_the_device() -> None:
     drawn = states(64, 1024, torch.bfloat16).cuda()
     project(drawn)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         project(drawn)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -1,25 +1,14 @@
 """Noise and draws on a GPU: the same bits as on a CPU, by torch and by the kernel, and no waiting."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from gpu_cases import no_waiting
 
 from primerl.node.engines.noise import gumbel
+from primerl.node.engines.noise_kernel import gumbel_on_gpu
 from primerl.node.engines.sampling import Drawn, draw, draw_eager
 
-pytest.importorskip("triton", reason="triton is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-
-from primerl.node.engines.noise_kernel import gumbel_on_gpu
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 VOCABULARY = 151_936
 SHAPES = [(1, 5), (7, 4095), (5, 4097), (64, VOCABULARY)]
@@ -44,16 +33,6 @@ def on_gpu(columns: Columns) -> Columns:
 def random_logits(rows: int, vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(vocabulary)
     return (torch.randn(rows, vocabulary, generator=generator) * 3).to(dtype)
-
-
-@contextmanager
-def no_waiting() -> Generator[None]:
-    """Anything that makes the host wait for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

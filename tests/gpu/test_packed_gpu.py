@@ -6,21 +6,13 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import SHAPE, make_qwen3
+from gpu_cases import no_waiting
 
 from primerl.node.engines.network import build_network
 from primerl.node.engines.qwen3 import Plain, Qwen3Network
-
-pytest.importorskip("triton", reason="triton is not installed")
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-
 from primerl.node.engines.qwen3_kernel import Kernels, differ
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 WIDE = SHAPE.model_copy(
     update={"head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
@@ -76,8 +68,5 @@ def test_nothing_waits_for_the_device(network: Qwen3Network) -> None:
     tokens = some_tokens()
     with torch.inference_mode():
         network.packed(tokens, LENGTHS)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             network.packed(tokens, LENGTHS)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

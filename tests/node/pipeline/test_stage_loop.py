@@ -227,6 +227,45 @@ def test_a_bug_behind_a_device_closes_the_port_too() -> None:
         stage_loop.serve(far, compute, rank=1)
 
 
+def test_a_stage_whose_answers_nobody_takes_computes_no_more_until_somebody_does() -> None:
+    compute = Compute()
+    near, far = memory_port.pair(depth=4)
+    count = 2 * memory_port.DEPTH + 20
+    stage = threading.Thread(target=stage_loop.serve, args=(far, compute), kwargs={"rank": 1})
+
+    def flood() -> None:
+        near.send(Frame(Kind.RESET, 1, 0))
+        for number in range(100, 100 + count):
+            near.send(step(1, number))
+
+    threads = [stage, threading.Thread(target=flood)]
+    for thread in threads:
+        thread.start()
+    while len(compute.told) < memory_port.DEPTH:
+        time.sleep(0.001)
+    time.sleep(0.2)
+    assert len(compute.told) < count
+    assert near.receive(WAIT_S).kind is Kind.RESET
+    found = [near.receive(WAIT_S).number for _ in range(count)]
+    assert found == list(range(100, 100 + count))
+    near.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_stage_whose_answers_nobody_takes_ends_with_its_port() -> None:
+    near, far = memory_port.pair(depth=4)
+    stage = threading.Thread(target=stage_loop.serve, args=(far, Compute()), kwargs={"rank": 1})
+    stage.start()
+    near.send(Frame(Kind.RESET, 1, 0))
+    for number in range(100, 100 + memory_port.DEPTH):
+        near.send(step(1, number))
+    far.close()
+    stage.join(WAIT_S)
+    assert not stage.is_alive()
+
+
 def test_a_ring_of_ports_leads_from_stage_to_stage_and_back() -> None:
     ports = memory_port.ring(3)
     threads = [
