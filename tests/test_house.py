@@ -15,9 +15,6 @@ from house import ROOMS, ROOT, TEXT, House, Source, calls, reachable, sources, s
 PACKAGE = [*sources(*ROOMS), Source("__init__.py", (ROOT / "__init__.py").read_text())]
 HOUSE = House(PACKAGE)
 EVERYTHING = sources()
-MAX_LINES = 400
-MAX_TEST_LINES = 450
-MAX_FUNCTION = 60
 
 # Floors from the ground up. On one floor, rooms (inner lists) do not know each other.
 PLUMBING = """config control engine_config errors eval_config frames gpu_memory gpus json_files ledger load
@@ -384,27 +381,6 @@ def test_nothing_is_suppressed_wholesale() -> None:
             if name.rpartition(".")[2] == "suppress":
                 caught = {ast.unparse(argument) for argument in call.args}
                 assert caught.isdisjoint(BROAD), f"{source.path}:{call.lineno}"
-
-
-def test_files_are_short() -> None:
-    long = {
-        source.path: lines
-        for source in EVERYTHING
-        if (lines := len(source.text.splitlines()))
-        > (MAX_TEST_LINES if source.path.startswith("tests/") else MAX_LINES)
-    }
-    assert long == {}, f"split what is longer than {MAX_LINES} lines"
-
-
-def test_functions_are_short() -> None:
-    long = {
-        f"{source.path} {node.name}": lines
-        for source in EVERYTHING
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION
-    }
-    assert long == {}, f"split what is longer than {MAX_FUNCTION} lines"
 
 
 def test_every_file_says_what_it_is_for() -> None:

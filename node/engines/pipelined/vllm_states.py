@@ -17,7 +17,8 @@ from ....protocol.pipelines import Encoding
 from ...errors import EngineError
 from ...pipeline.frame import Array
 from ..boundary_states import pack_projected, project
-from ..vllm_largest import to_host, upload
+from ..transfers import Mark, download
+from ..vllm_largest import upload
 from .activations import arrays, codes, rounded
 from .step_codec import Part, draws
 
@@ -84,19 +85,15 @@ class Departure:
         self, stream: Tensor, index: Ints | None, encoding: Encoding, *, proven: bool
     ) -> None:
         """`proven`: with fingerprints of the rows `index`, as whoever receives them sees them."""
-        self._states = [to_host(one) for one in codes(stream, encoding)]
+        self._states = [download(one) for one in codes(stream, encoding)]
         self._projected: Tensor | None = None
         if proven:
-            self._projected = to_host(project(rounded(rows_of(stream, index), encoding)))
-        self._event: Any = None
-        if stream.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._projected = download(project(rounded(rows_of(stream, index), encoding)))
+        self._mark = Mark(stream.device)
 
     def wait(self) -> tuple[tuple[Array, ...], bytes]:
         """The tensors of a frame, and what is added to its trail. Raises EngineError."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._mark.wait()
         own = b"" if self._projected is None else pack_projected(self._projected)
         return arrays(self._states), own
 
