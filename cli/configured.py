@@ -14,8 +14,9 @@ import typer.core
 if TYPE_CHECKING:
     from pydantic_config import BaseConfig
 
-    from ..node.config import NodeConfig
+    from ..node.config import NodeConfig, RunConfig
     from ..node.eval_config import EvalConfig
+    from ..node.sft_config import SftConfig
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the resolved config as TOML, and do nothing.")
@@ -88,6 +89,13 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 
     model = config.model if isinstance(config, RunConfig) else None
     check_config(config.engine, model, proven=proven)
+
+
+def check_model(config: "RunConfig | SftConfig") -> None:
+    """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run."""
+    from ..node.architectures import check_trainable
+
+    check_trainable(config.model, config.training.seq_len)
 
 
 def environment() -> dict[str, str]:

@@ -57,9 +57,12 @@ def run(
 
     variables = environment()
     config = load(RunConfig, arguments(ctx), variables)
-    shape, why_not = _shape(config)
+    model, why_not = _model(config)
+    shape, why_not = _shape(model) if model else (None, why_not)
     needed = 2 * shape.parameters if shape else 0
     checks = doctor.examine(config, variables, needed=needed)
+    if model:
+        checks.append(doctor.check_model(model, config.training.seq_len))
     asked = None
     if shape is not None:
         there = [] if cpu else visible(variables)
@@ -119,34 +122,28 @@ def _asked(
     return Asked(config, shape, device, gpus=gpus or max(1, len(there)), shared=shared)
 
 
-def _shape(config: "RunConfig") -> "tuple[ModelShape | None, str]":
-    """The model that is asked about, or why there is none."""
+def _model(config: "RunConfig") -> "tuple[Mapping[str, Any], str]":
+    """The config.json of the model that is asked about; empty, and why, if there is none."""
+    from ..node.architectures import read_config
+    from ..node.errors import EngineError
+
+    if config.model.create is None and "name" not in config.model.model_fields_set:
+        return {}, "give a model, --model.name DIR or a hub id, or @ a run's config"
+    try:
+        return read_config(config.model), ""
+    except EngineError as error:
+        return {}, str(error)
+
+
+def _shape(model: "Mapping[str, Any]") -> "tuple[ModelShape | None, str]":
+    """Its sizes, or why they cannot be told."""
     from ..node.errors import EngineError
     from ..node.planning.shape import read_shape
 
-    if config.model.create is None and "name" not in config.model.model_fields_set:
-        return None, "give a model, --model.name DIR or a hub id, or @ a run's config"
     try:
-        return read_shape(_model_config(config)), ""
+        return read_shape(model), ""
     except EngineError as error:
         return None, str(error)
-
-
-def _model_config(config: "RunConfig") -> "Mapping[str, Any]":
-    from pathlib import Path
-
-    created = config.model.create
-    if created is not None:
-        family = "qwen3_moe" if created.num_experts else "qwen3"
-        return {"model_type": family, **created.model_dump()}
-    directory = Path(config.model.name).expanduser()
-    if directory.is_dir():
-        from ..node.json_files import read_json
-
-        return read_json(directory / "config.json")
-    from ..node.models import fetch_config
-
-    return fetch_config(config.model.name)
 
 
 def _headers(asked: "Asked") -> list[str]:

@@ -12,6 +12,7 @@ from .configured import (
     Tp,
     arguments,
     check_engine,
+    check_model,
     environment,
     options,
     parallel,
@@ -70,6 +71,7 @@ def run(
     args = arguments(ctx, options(**chosen) + parallel(tp=tp, pp=pp, dp=dp))
     config = load(RunConfig, args, environment())
     check_engine(config)
+    check_model(config)
     placement = place(config, usable(environment()), planned_share)
     if dry_run:
         show_config(placement.applied(config), as_json=as_json)

@@ -13,6 +13,7 @@ from .configured import (
     AsJson,
     DryRun,
     arguments,
+    check_model,
     environment,
     show_config,
 )
@@ -41,6 +42,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
     from ..node.sft_config import SftConfig
 
     config = load(SftConfig, arguments(ctx), environment())
+    check_model(config)
     if dry_run:
         show_config(config, as_json=as_json)
         return

@@ -11,6 +11,7 @@ from .configured import (
     AsJson,
     DryRun,
     arguments,
+    check_model,
     environment,
     show_config,
 )
@@ -36,6 +37,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
     from ..node.load import load
 
     config = load(RunConfig, arguments(ctx), environment())
+    check_model(config)
     if dry_run:
         show_config(config, as_json=as_json)
         return

@@ -70,6 +70,10 @@ class NetworkConfig(BaseConfig):
     """PEM file of certificates that seeds may have beside those that the system trusts."""
 
 
+EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+"""Of ModelCreateConfig: what a dense model does not have."""
+
+
 class ModelCreateConfig(BaseConfig):
     """Shape of a model that is made locally with random weights (Qwen3 architecture)."""
 
@@ -98,6 +102,10 @@ class ModelCreateConfig(BaseConfig):
                 f"{self.num_experts}"
             )
         return self
+
+    def shape(self) -> dict[str, Any]:
+        """All fields that the model has: a dense one has none of experts."""
+        return self.model_dump(exclude=set() if self.num_experts else EXPERT_FIELDS)
 
 
 class ModelConfig(BaseConfig):

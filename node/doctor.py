@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from . import gpu_memory
+from .architectures import untrainable
 from .config import NodeConfig
 from .engines.vllm_features import check_release, installed_release
 from .errors import EngineError
@@ -129,6 +130,14 @@ def check_vllm(release: str, *, wanted: bool) -> Check:
     except EngineError as error:
         return Check("vLLM", "problem" if wanted else "warning", release, str(error))
     return Check("vLLM", "ok", release)
+
+
+def check_model(config: Mapping[str, Any], longest: int) -> Check:
+    """Whether the trainer computes the model of this config.json exactly."""
+    text = f"{config.get('model_type', 'no model_type')}, sequences of up to {longest} tokens"
+    if reason := untrainable(config, longest):
+        return Check("model", "problem", f"{text}: cannot be trained", reason)
+    return Check("model", "ok", f"{text}: can be trained")
 
 
 # -- machine ---------------------------------------------------------------------------------------

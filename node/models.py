@@ -64,9 +64,6 @@ MARKUP_TOKENS = (
 )
 """Qwen3 keeps these visible when special tokens are left out of decoded text; so do we."""
 
-EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
-"""Of ModelCreateConfig: what a dense model does not have."""
-
 COMPACT_TEMPLATE = (
     "{%- for message in messages -%}"
     "<|{{ message.role }}|>{{ message.content or '' }}<|im_end|>"
@@ -130,8 +127,8 @@ def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
         )
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    of_experts = set() if config.num_experts else EXPERT_FIELDS
-    shape = config.model_dump(exclude={"rope_theta", *of_experts})
+    shape = config.shape()
+    del shape["rope_theta"]
     family = "Qwen3Moe" if config.num_experts else "Qwen3"
     model_config = getattr(transformers, f"{family}Config")(
         **shape, **ends, bos_token_id=None, rope_parameters=rope, dtype="float32"
@@ -295,14 +292,8 @@ def register_attention(name: str, attend: "Callable[..., Any]") -> None:
     transformers.AttentionMaskInterface.register(name, _no_mask)
 
 
-def use_packed_attention(model: "PreTrainedModel", name: str) -> None:
-    """Have `model` use the attention `name`. Raises EngineError where some layer sees only a window."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "use_sliding_window", False):
-        raise EngineError(
-            f"{type(model).__name__} has layers of {sorted(kinds)}: only full attention can be trained"
-        )
+def use_attention(model: "PreTrainedModel", name: str) -> None:
+    """Have `model` use the attention registered under `name`; architectures.py says which models may."""
     model.set_attn_implementation(name)
 
 

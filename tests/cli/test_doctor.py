@@ -104,3 +104,38 @@ def test_a_plan_loads_nothing_heavy(model: str) -> None:
     assert loaded.isdisjoint(
         {"numpy", "torch", "vllm", "transformers", "iroh", "libp2p", "verifiers"}
     )
+
+
+WINDOWED = {**QWEN3_8B, "model_type": "mistral", "sliding_window": 64}
+
+
+@pytest.mark.parametrize("command", ["train", "rl", "sft"])
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=str)
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
+    cli: Callable[..., Ran], home: Path, model: str, command: str, dry: list[str]
+) -> None:
+    Path(model, "config.json").write_text(json.dumps(WINDOWED))
+    data = ["--data.files", "rows.jsonl"] if command == "sft" else []
+    ran = cli(command, "--model.name", model, "--output-dir", str(home / "outputs"), *data, *dry)
+    assert ran.code == 2
+    assert "its layers see a window of 64 tokens" in ran.err
+    assert ran.err.count("\n") == 1
+    assert not (home / "outputs").exists()
+
+
+def test_doctor_says_that_a_model_cannot_be_trained(cli: Callable[..., Ran], model: str) -> None:
+    ran = cli("doctor", "--model.name", model, "--gpu-memory", "80", "--json")
+    assert {"model": "ok"}.items() <= checks_of(ran).items()
+    Path(model, "config.json").write_text(json.dumps(WINDOWED))
+    ran = cli("doctor", "--model.name", model, "--gpu-memory", "80", "--json")
+    assert ran.code == 1
+    assert checks_of(ran)["model"] == "problem"
+    Path(model, "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
+    ran = cli("doctor", "--model.name", model)
+    assert ran.code == 1
+    assert "cannot be trained" in ran.out
+
+
+def checks_of(ran: Ran) -> dict[str, str]:
+    """The state of each check, by its name."""
+    return {check["name"]: check["state"] for check in json.loads(ran.out)["machine"]}

@@ -58,6 +58,7 @@ def test_defaults_of_supervised_learning_stay_where_a_neighbour_is_set() -> None
 
 
 def test_no_data_is_one_line(cli: Callable[..., Ran], home: Path) -> None:
+    (home / "config.json").write_text('{"model_type": "llama"}')
     ran = cli("sft", "--data.files", "nothing.jsonl", "--model.name", str(home))
     assert ran.code == 2
     assert "no such file or directory: nothing.jsonl" in ran.err

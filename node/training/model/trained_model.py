@@ -20,7 +20,9 @@ from torch.utils.checkpoint import (
 )
 
 from ... import models
+from ...architectures import untrainable
 from ...errors import EngineError
+from ...json_files import read_json
 from ...tensors import torch_dtype
 from ...training_config import TrainingConfig
 from ..losses.formulas import TokenInputs
@@ -73,13 +75,15 @@ class TrainedModel(nn.Module):
         `attach` may add to it before that. With `frozen` it is only read: in the dtype of forward, without
         gradients. Raises EngineError.
         """
+        if reason := untrainable(read_json(model_dir / "config.json"), config.seq_len):
+            raise EngineError(f"the model cannot be trained: {reason}")
         dtype = compute_dtype(config, world) if frozen else torch.float32
         kernels.use_flash_attention_3(world.device)
         models.register_attention(attention.NAME, attention.attend)
         check_context(models.load_config(model_dir), config)
         causal = models.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
         check_head(causal)
-        models.use_packed_attention(causal, attention.NAME)
+        models.use_attention(causal, attention.NAME)
         if attach is not None:
             attach(causal)
         causal.train(not frozen).requires_grad_(False) if frozen else causal.train()

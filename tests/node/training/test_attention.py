@@ -1,7 +1,6 @@
 """What packed attention mixes: the tokens of one sequence, and not a bit of its neighbours."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from primerl.node import models
 from primerl.node.config import ModelCreateConfig, TrainingConfig
-from primerl.node.errors import EngineError
 from primerl.node.training.backend import Sample
 from primerl.node.training.learner import Learner
 from primerl.node.training.model import attention
@@ -220,25 +218,3 @@ def test_the_model_s_own_attention_says_the_same(learner: Any) -> None:
             logits = plain(input_ids=ids, use_cache=False).logits[0, :-1]
         wanted.append(-F.cross_entropy(logits, ids[0, 1:], reduction="none"))
     assert torch.allclose(logprobs, torch.cat(wanted), atol=1e-5)
-
-
-def test_a_model_that_sees_only_a_window_is_refused(tmp_path: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    make: Any = Qwen3Config
-    shape = make(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        vocab_size=32,
-        use_sliding_window=True,
-        sliding_window=4,
-        max_window_layers=1,
-    )
-    Qwen3ForCausalLM(shape).save_pretrained(tmp_path)
-    config = TrainingConfig(threads=1, device="cpu")
-    with pytest.raises(EngineError, match="only full attention can be trained"):
-        Learner.build(tmp_path, config, max_steps=1, seed=0, temperature=1.0)
