@@ -25,6 +25,7 @@ def run(
 ) -> None:
     """Explain a verdict: which check failed, what was measured, what that proves, and where to look.
 
+    Without an argument the latest with rejections, or, where nothing was rejected, the latest.
     Reads the ledger of a worker or of a trainer; needs no network, and the node may run or be gone. The
     trainer's signature is checked first.
 
@@ -53,6 +54,8 @@ def run(
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
+        if not verdict.strip() and not found.rejected:
+            write("nothing was rejected; the latest accepted submission:\n")
         write(explanation(found))
 
 

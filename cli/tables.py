@@ -1,69 +1,169 @@
 """Tables for people: peers and status. Everything here turns rows into rich renderables and asks nobody."""
 
+import difflib
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
+from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
 from ..node.control import EngineRow, GroupRow, PeerRow, StageRow, Status
+from ..node.errors import UsageError
+
+T = TypeVar("T")
 
 NONE = "-"
 MAX_STATE = 48
 """Characters of the reason that a table shows."""
 SUSPICIOUS = 0.5
+GONE_S = 300.0
+"""A peer that has been away for longer comes last in `peers`, and leaves live views."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def peers_table(rows: Sequence[PeerRow]) -> Any:
-    """`primerl-node peers`."""
-    if not rows:
-        return "no peers yet"
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    right = {"RTT", "SENT", "RECV", "VER", "LAG", "LEASES", "AUDITED", "TRUST", "REL", "SEEN"}
-    for name in (
-        *("PEER", "ROLE", "PATH", "RTT", "SENT", "RECV", "VER", "LAG", "LEASES"),
-        *("OK/REJECTED", "AUDITED", "TRUST", "REL", "SEEN", "SOFTWARE", "STATE"),
-    ):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
-    for row in sorted(rows, key=lambda row: (row.role != "trainer", row.role, row.short)):
-        table.add_row(*_peer_cells(row))
+@dataclass(frozen=True)
+class Column(Generic[T]):
+    """A column of a listing that adapts to the width there is."""
+
+    name: str
+    cell: Callable[[T], str]
+    importance: int
+    """Where there is too little room the column with the lowest goes first."""
+    key: Callable[[T], Any] | None = None
+    """What `--sort` orders by, the smallest first; without it by the cell's text."""
+    right: bool = False
+    elastic: bool = False
+    """Its text may be cut off, down to ELASTIC characters, before a column is left out."""
+
+
+GAP = 2
+ELASTIC = 20
+
+
+def listing(columns: Sequence[Column[T]], rows: Sequence[T], width: int | None = None) -> Table:
+    """A table of as many columns as fit into `width`, the most important ones; all of them without it."""
+    cells = {one.name: [one.cell(row) for row in rows] for one in columns}
+    need = {name: max(cell_len(text) for text in [name, *texts]) for name, texts in cells.items()}
+    for one in columns:
+        if one.elastic and width is not None:
+            need[one.name] = min(need[one.name], ELASTIC)
+    shown = list(columns)
+    while width is not None and len(shown) > 1 and _total(need, shown) > width:
+        shown.remove(min(shown, key=lambda one: one.importance))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+    for one in shown:
+        least = None if one.elastic and width is not None else need[one.name]
+        table.add_column(
+            one.name, justify="right" if one.right else "left", no_wrap=True, min_width=least
+        )
+    for number in range(len(rows)):
+        table.add_row(*(escape(cells[one.name][number]) for one in shown))
     return table
 
 
-def _peer_cells(row: PeerRow) -> tuple[str, ...]:
-    return (
-        escape(row.short),
-        escape(row.role or NONE),
-        escape(row.path),
-        NONE if row.rtt_ms is None else f"{row.rtt_ms:.1f} ms",
-        size(row.bytes_sent),
-        size(row.bytes_received),
-        version(row.version),
-        str(row.lag) if row.version >= 0 else NONE,
-        str(row.leases),
-        f"{row.accepted}/{row.rejected}"
-        + (f" ({escape(row.top_reason)})" if row.top_reason else ""),
-        str(row.audited),
-        f"{row.trust:.2f}",
-        f"{row.reliability:.2f}",
-        NONE if row.last_seen_s is None else f"{duration(row.last_seen_s)} ago",
-        escape(row.software or NONE),
-        escape(_state(row)),
-    )
+def _total(need: Mapping[str, int], columns: Sequence[Column[Any]]) -> int:
+    return sum(need[one.name] + GAP for one in columns) - GAP
 
 
-def _state(row: PeerRow) -> str:
+def named(columns: Sequence[Column[T]], name: str) -> Column[T]:
+    """The column of a name, in upper or lower case. Raises UsageError where there is none."""
+    known = {one.name.lower(): one for one in columns}
+    column = known.get(name.lower())
+    if column is None:
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"columns are {', '.join(known)}"
+        raise UsageError(f"--sort: no column is called {name[:40]}: {hint}")
+    return column
+
+
+def peers_table(
+    rows: Sequence[PeerRow], *, width: int | None = None, sort: Column[PeerRow] | None = None
+) -> Any:
+    """`primerl-node peers`: what fits into `width`; nodes that are gone come last."""
+    if not rows:
+        return "no peers yet"
+    ordered = sorted(rows, key=lambda row: (row.role != "trainer", row.role, row.short))
+    if sort is not None:
+        ordered.sort(key=sort.key or sort.cell)
+    return listing(PEER_COLUMNS, sorted(ordered, key=gone), width)
+
+
+def gone(row: PeerRow) -> bool:
+    """Whether a peer has been away for so long that it is not waited for."""
+    return row.path == NONE and _last(row.last_seen_s) > GONE_S
+
+
+def state(row: PeerRow) -> str:
     """What an operator should notice of a peer; `explain` has the rest."""
     if row.refused:
         why = row.refused
         return why if len(why) <= MAX_STATE else f"{why[: MAX_STATE - 3]}..."
+    if row.silent_s:
+        return f"{'left' if row.left else 'silent'} {duration(row.silent_s)}"
     if row.suspicion >= SUSPICIOUS:
         return f"suspicious, {row.suspicion:.0%} of the way to a ban"
     if row.stage:
         return f"stage {row.stage}"
     return f"{row.audits} audits made" if row.audits else ""
+
+
+def _outcomes(row: PeerRow) -> str:
+    return f"{row.accepted}/{row.rejected}" + (f" ({row.top_reason})" if row.top_reason else "")
+
+
+def _last(value: float | None) -> float:
+    """For sorting: what is not known comes last."""
+    return math.inf if value is None else value
+
+
+PEER_COLUMNS: Sequence[Column[PeerRow]] = (
+    Column("PEER", lambda row: row.short, 100),
+    Column("ROLE", lambda row: row.role or NONE, 90),
+    Column("PATH", lambda row: row.path, 30),
+    Column(
+        "RTT",
+        lambda row: NONE if row.rtt_ms is None else f"{row.rtt_ms:.1f} ms",
+        25,
+        lambda row: _last(row.rtt_ms),
+        right=True,
+    ),
+    Column("SENT", lambda row: size(row.bytes_sent), 15, lambda row: -row.bytes_sent, right=True),
+    Column(
+        "RECV",
+        lambda row: size(row.bytes_received),
+        15,
+        lambda row: -row.bytes_received,
+        right=True,
+    ),
+    Column("VER", lambda row: version(row.version), 85, lambda row: -row.version, right=True),
+    Column(
+        "LAG",
+        lambda row: str(row.lag) if row.version >= 0 else NONE,
+        60,
+        lambda row: -row.lag,
+        right=True,
+    ),
+    Column("LEASES", lambda row: str(row.leases), 40, lambda row: -row.leases, right=True),
+    Column("OK/REJECTED", _outcomes, 80, lambda row: -row.accepted),
+    Column("AUDITED", lambda row: str(row.audited), 20, lambda row: -row.audited, right=True),
+    Column("TRUST", lambda row: f"{row.trust:.2f}", 65, lambda row: row.trust, right=True),
+    Column(
+        "REL", lambda row: f"{row.reliability:.2f}", 10, lambda row: row.reliability, right=True
+    ),
+    Column(
+        "SEEN",
+        lambda row: NONE if row.last_seen_s is None else f"{duration(row.last_seen_s)} ago",
+        50,
+        lambda row: _last(row.last_seen_s),
+        right=True,
+    ),
+    Column("SOFTWARE", lambda row: row.software or NONE, 5),
+    Column("STATE", state, 70, lambda row: (not state(row), state(row)), elastic=True),
+)
 
 
 def status_table(status: Status) -> Any:

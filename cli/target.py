@@ -42,10 +42,18 @@ def find_node(data_dir: Path | None) -> Path:
     trainers = [entry for entry in entries if entry.role == "trainer"]
     chosen = (trainers or entries)[0]
     if len(entries) > 1:
-        others = ", ".join(e.data_dir for e in entries if e is not chosen)
         print(
-            f"{len(entries)} nodes run here: asking the {chosen.role} in {chosen.data_dir} "
-            f"(--data-dir chooses; also {others})",
+            f"asking the {chosen.role} in {_shortened(chosen.data_dir)} "
+            f"({len(entries)} nodes run here: --data-dir)",
             file=sys.stderr,
         )
     return Path(chosen.data_dir)
+
+
+def _shortened(directory: str) -> str:
+    """As a person here would write it."""
+    path = Path(directory)
+    for base, prefix in ((Path.cwd(), Path()), (Path.home(), Path("~"))):
+        if path.is_relative_to(base):
+            return str(prefix / path.relative_to(base))
+    return directory

@@ -55,6 +55,10 @@ class PeerRow(msgspec.Struct):
     """Audits that it made for the trainer, as a validator."""
     stage: str = ""
     """Which stage of a pipeline it is, and its layers; empty for none."""
+    silent_s: float = 0.0
+    """Seconds since it said anything, where it should have said something; 0 while all is well."""
+    left: bool = False
+    """It said goodbye before it fell silent."""
 
 
 class EngineRow(msgspec.Struct):

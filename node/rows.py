@@ -15,6 +15,9 @@ from .roles.desk import LeaseDesk
 from .roles.publisher import Publisher
 from .roles.trainer import TrainerRole
 
+SILENT_S = 20.0
+"""Workers say something every five seconds (roles/inference.py, HEARTBEAT_S)."""
+
 
 def peer_rows(
     peers: PeerTable,
@@ -55,7 +58,14 @@ def trainer_rows(peers: PeerTable, desk: LeaseDesk, *, newest: int, own: bytes) 
         own=own,
     )
     for row in rows:
-        row.stage = desk.pipelines.place(bytes.fromhex(row.id))
+        node = bytes.fromhex(row.id)
+        row.stage = desk.pipelines.place(node)
+        worker = desk.workers.get(node)
+        if worker is not None:
+            row.left, silence = worker.left, desk.silence(node)
+            # until its engine holds a first policy it has nothing to say
+            loads = worker.stats.version < 0 and row.path != "-"
+            row.silent_s = round(silence, 1) if row.left else 0.0 if loads else _silence(silence)
     return rows
 
 
@@ -81,6 +91,7 @@ def _row(
 ) -> PeerRow:
     path = peer.path()
     version = stats.version if stats else -1
+    seen = round(time.time() - peer.last_seen, 1) if peer.last_seen else None
     return PeerRow(
         id=peer.node.hex(),
         short=short(peer.node),
@@ -97,14 +108,20 @@ def _row(
         top_reason=known.top_reason(),
         trust=round(known.trust, 3),
         reliability=round(peer.success, 3),
-        last_seen_s=round(time.time() - peer.last_seen, 1) if peer.last_seen else None,
+        last_seen_s=seen,
         software=printable(peer.record.software) if peer.record else "?",
         audited=known.audited,
         suspicion=round(known.suspicion, 3),
         refused=known.refused
         or (validator.disqualified and f"disqualified: {validator.disqualified}"),
         audits=validator.jobs,
+        silent_s=0.0 if path else _silence(seen or 0.0),
     )
+
+
+def _silence(seconds: float) -> float:
+    """Seconds, where they are worth a word."""
+    return round(seconds, 1) if seconds >= SILENT_S else 0.0
 
 
 def total_bytes(peers: PeerTable) -> tuple[int, int]:

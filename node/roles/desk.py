@@ -233,6 +233,10 @@ class LeaseDesk:
         worker = self.workers.get(node)
         return worker.heard if worker else self._started
 
+    def silence(self, node: bytes) -> float:
+        """Seconds since an admitted node said anything."""
+        return self._clock() - self._heard(node)
+
     def _refusal(self, node: bytes) -> str:
         """Why a node is given no work, or ""."""
         known = self.reputations.get(node)

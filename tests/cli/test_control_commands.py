@@ -1,12 +1,16 @@
 import asyncio
+import io
 import json
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
-from primerl.node.control import EngineRow, PeerRow, Status
+from primerl.cli.tables import peers_table
+from primerl.node.control import ControlServer, EngineRow, PeerRow, Status
 from primerl.node.errors import NodeError
 from primerl.node.registry import register
 
@@ -116,11 +120,107 @@ async def test_status_of_a_worker_says_how_its_engine_does(cli: Cli, serve: Serv
     assert "restarted 2 times. Down: out of memory: lower it" in " ".join(shown.split())
 
 
-async def test_json_is_exactly_the_data(cli: Cli, serve: Serve) -> None:
+async def test_json_says_of_which_run_and_when_it_is(cli: Cli, serve: Serve) -> None:
     node = str(await serve(peers=[PEER], status=STATUS, ticket={"ticket": "T"}))
-    for command, rows in (("peers", [PEER]), ("status", STATUS), ("ticket", {"ticket": "T"})):
-        ran = await asyncio.to_thread(cli, command, "--json", "--data-dir", node)
-        assert json.loads(ran.out) == json.loads(msgspec.json.encode(rows))
+    for command, rows in (("peers", [PEER]), ("status", STATUS)):
+        before = time.time()
+        found = json.loads((await asyncio.to_thread(cli, command, "--json", "-d", node)).out)
+        assert found.pop(command) == json.loads(msgspec.json.encode(rows))
+        assert before - 1 < found.pop("time") < time.time() + 1
+        assert found == {"schema": 1, "run": STATUS.run}
+    ran = await asyncio.to_thread(cli, "ticket", "--json", "--data-dir", node)
+    assert json.loads(ran.out) == {"ticket": "T"}
+
+
+async def test_watched_json_is_an_object_a_line_and_a_watched_pipe_gets_tables_with_their_time(
+    cli: Cli, short_dir: Path
+) -> None:
+    for more in (["--json"], []):
+        answers = iter([[PEER], [PEER]])
+
+        async def peers(left: Iterator[list[PeerRow]] = answers) -> list[PeerRow]:
+            rows = next(left, None)
+            if rows is None:
+                raise NodeError("it ends")
+            return rows
+
+        async def status() -> Status:
+            return STATUS
+
+        server = ControlServer(short_dir / "n", {"peers": peers, "status": status})
+        await server.start()
+        try:
+            where = ("--data-dir", str(short_dir / "n"))
+            ran = await asyncio.to_thread(cli, "peers", "--watch", *more, *where)
+        finally:
+            await server.close()
+        lines = ran.out.splitlines()
+        if more:
+            assert [json.loads(line)["peers"][0]["short"] for line in lines] == [PEER.short] * 2
+        else:
+            assert len(lines) == 6  # a time, a head and a row, twice
+            assert PEER.short in lines[2]
+            assert PEER.short in lines[5]
+            assert lines[0][:2] == "20"
+
+
+def a_screen(width: int, rows: list[PeerRow]) -> list[str]:
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(peers_table(rows, width=width))
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue().splitlines()
+
+
+def test_a_narrow_terminal_shows_whole_ids_and_versions_and_leaves_out_what_matters_least() -> None:
+    rows = [
+        PEER,
+        msgspec.structs.replace(PEER, short="0123456789", refused="banned: " + "because " * 20),
+    ]
+    for width in (60, 80, 100, 160):
+        head, *lines = a_screen(width, rows)
+        assert {"PEER", "ROLE", "VER", "OK/REJECTED"} <= set(head.split())
+        assert max(len(line.rstrip()) for line in [head, *lines]) <= width
+        fine, banned = sorted(lines, reverse=True)
+        assert fine.startswith("ababababab  inference")
+        assert banned.startswith("0123456789  inference")
+        assert "\u2026" not in fine  # nothing but a long reason is cut off
+        assert " 7 " in fine
+    assert "SOFTWARE" not in a_screen(80, rows)[0]
+    assert "SOFTWARE" in a_screen(200, rows)[0]
+
+
+async def test_peers_are_sorted_by_a_column_and_a_wrong_one_is_refused_with_the_nearest(
+    cli: Cli, serve: Serve
+) -> None:
+    rows = [
+        msgspec.structs.replace(PEER, short="a", trust=0.9, accepted=1, rtt_ms=None),
+        msgspec.structs.replace(PEER, short="b", trust=0.1, accepted=5),
+        msgspec.structs.replace(PEER, short="c", trust=0.5, accepted=9, path="-", last_seen_s=9e3),
+    ]
+    node = str(await serve(peers=rows))
+    for column, order in (
+        ("trust", "bac"),
+        ("OK/REJECTED", "bac"),
+        ("rtt", "bac"),
+        ("peer", "abc"),
+    ):
+        ran = await asyncio.to_thread(cli, "peers", "--sort", column, "-d", node)
+        assert "".join(line[0] for line in ran.out.splitlines()[1:]) == order  # who is gone is last
+    ran = await asyncio.to_thread(cli, "peers", "--sort", "tust", "-d", node)
+    assert (ran.code, ran.out) == (2, "")
+    assert "did you mean trust?" in ran.err
+
+
+async def test_a_peer_that_is_silent_says_so(cli: Cli, serve: Serve) -> None:
+    rows = [
+        msgspec.structs.replace(PEER, short="a", silent_s=61.0),
+        msgspec.structs.replace(PEER, short="b", silent_s=5.0, left=True),
+    ]
+    ran = await asyncio.to_thread(cli, "peers", "-d", str(await serve(peers=rows)))
+    assert [line.rstrip().rpartition("  ")[2] for line in ran.out.splitlines()[1:]] == [
+        "silent 1 min 01 s",
+        "left 5 s",
+    ]
 
 
 async def test_ticket_prints_the_ticket_alone(cli: Cli, serve: Serve) -> None:
@@ -172,6 +272,8 @@ async def test_of_several_nodes_the_trainer_is_asked_and_named(cli: Cli, serve: 
     assert ran.out == "T\n"
     assert str(trainer) in ran.err
     assert "--data-dir" in ran.err
+    assert len(ran.err.splitlines()) == 1
+    assert "worker" not in ran.err  # one short line, however many there are
 
 
 async def test_the_environment_names_the_node(

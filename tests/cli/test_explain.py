@@ -147,7 +147,9 @@ def test_a_ledger_whose_manifest_was_exchanged_explains_nothing(cli: Cli, tmp_pa
 def test_a_node_that_runs_is_read_beside_it(cli: Cli, tmp_path: Path) -> None:
     running = fill(ledger(tmp_path), signed(CLEAN))
     where = ("-d", str(tmp_path / "node"))
-    assert "0 rejected" in cli("explain", *where).out
+    shown = cli("explain", *where).out
+    assert shown.startswith("nothing was rejected; the latest accepted submission:")
+    assert "0 rejected" in shown
     running.add_verdict(WORKER.node_id, signed(VERDICT))
     assert "2 rejected" in cli("explain", *where).out
     running.close()
