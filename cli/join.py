@@ -106,8 +106,10 @@ def checked_ticket(given: str) -> str:
     except RemoteProtocolError as error:
         if error.reason is Reason.EXPIRED:
             raise TicketError(
-                "the ticket has expired: ask the trainer's operator for a new one (`primerl-node ticket`)"
+                f"{error.detail}; else ask the trainer's operator for a new one (`primerl-node ticket`)"
             ) from error
+        if error.reason in (Reason.WRONG_VERSION, Reason.WRONG_CLOCK):
+            raise TicketError(error.detail) from error
         raise TicketError(
             f"this is no ticket that can be trusted ({error}): copy it again, whole and in one line"
         ) from error

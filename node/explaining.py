@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..protocol.audits import draw, is_audited
-from ..protocol.envelope import Envelope, Purpose, unseal
+from ..protocol.envelope import Purpose, read_envelope, unseal
 from ..protocol.errors import RemoteProtocolError
 from ..protocol.manifests import ProofContract, RunManifest, run_id
 from ..protocol.rollouts import Evidence, PipelineVerdict, Verdict
@@ -208,7 +208,7 @@ def _forged(book: _Book, kept: KeptVerdict, error: RemoteProtocolError) -> Stora
 def _claimed(kept: KeptVerdict) -> Verdict | None:
     """What a verdict says of itself, unverified: only to find it."""
     try:
-        return decode(decode(kept.sealed, Envelope).payload, Verdict)
+        return decode(read_envelope(kept.sealed).payload, Verdict)
     except RemoteProtocolError:
         return None
 

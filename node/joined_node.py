@@ -14,6 +14,7 @@ from .. import __version__
 from ..crypto.hashing import short
 from ..crypto.keys import SecretKey
 from ..protocol import tickets
+from ..protocol.envelope import utc, wrong_version
 from ..protocol.errors import Reason, RemoteProtocolError
 from ..protocol.manifests import AdapterContract, RunManifest, Ticket
 from ..protocol.messages import (
@@ -25,12 +26,12 @@ from ..protocol.messages import (
     Welcome,
 )
 from ..protocol.trust import AdmittedHead
-from ..protocol.version import ALPN_CONTROL, WIRE_VERSION
+from ..protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, WIRE_VERSION
 from . import base_weights, rundir
 from .config import JoinConfig
 from .control import PeerRow, Status
 from .engines.engine import Engine
-from .errors import TicketError, UsageError
+from .errors import NodeError, TicketError, UsageError
 from .ledger import MANIFEST, Ledger
 from .network.heads import HeadFollower
 from .network.router import Handler, no_pipelines
@@ -177,19 +178,29 @@ class JoinedNode(Node):
         pause = RETRY_S
         while True:
             hello = Hello(
-                WIRE_VERSION, self._config.role, __version__, self._ticket_bytes, stack.record()
+                WIRE_VERSION,
+                self._config.role,
+                __version__,
+                self._ticket_bytes,
+                stack.record(),
+                unix_time=int(time.time()),
             )
             try:
                 welcome = await stack.links.request(
                     ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
                 )
+                _check_welcome(welcome, int(time.time()))
                 return rundir.read_documents(welcome.manifest, ticket.trainer, ticket.run)
             except TransportError as error:
                 logger.info("waiting for trainer %s: %s", short(ticket.trainer), error)
             except Refused as refusal:
+                if refusal.reason == Reason.WRONG_CLOCK:
+                    raise NodeError(f"the trainer refuses us: {refusal.detail}") from refusal
                 if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
                     raise TicketError(f"the trainer refuses us: {refusal}") from refusal
             except RemoteProtocolError as error:
+                if error.reason == Reason.WRONG_VERSION:
+                    raise TicketError(error.detail) from error
                 raise TicketError(f"the trainer's run manifest is not genuine: {error}") from error
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, RETRY_MAX_S)
@@ -330,6 +341,18 @@ class JoinedNode(Node):
             stats={},
             reputations={},
             own=self.key.node_id,
+        )
+
+
+def _check_welcome(welcome: Welcome, now: int) -> None:
+    """Raise if the trainer speaks another wire version than we do, or its clock and ours differ too much."""
+    if welcome.wire_version != WIRE_VERSION:
+        raise wrong_version("the trainer", welcome.wire_version)
+    ahead = now - welcome.unix_time
+    if welcome.unix_time and abs(ahead) > CLOCK_SKEW_S:
+        raise NodeError(
+            f"the clock of this machine ({utc(now)}) is {abs(ahead)} s "
+            f"{'ahead of' if ahead > 0 else 'behind'} the trainer's: set it"
         )
 
 

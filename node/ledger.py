@@ -35,7 +35,11 @@ INDICES = """
 CREATE UNIQUE INDEX IF NOT EXISTS verdict_names ON verdicts (name);
 CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
 """
-FORMAT = 1
+FORMAT = 2
+"""Rises with the wire version too: what is sealed in a ledger can be read by that version alone.
+
+2: sealed in wire version 2.
+"""
 VERDICTS_KEPT = 10_000
 MANIFEST = "manifest"
 """Key of the sealed RunManifest of the run that the ledger is of."""
@@ -261,8 +265,17 @@ class Ledger:
         known = self.get("format")
         if known is None:
             self.set("format", FORMAT.to_bytes(2, "big"))
-        elif int.from_bytes(known, "big") != FORMAT:
-            raise StorageError(f"{path} was written by another version of primerl-node")
+        else:
+            check_format(path, known)
+
+
+def check_format(path: Path, known: bytes) -> None:
+    """Raise StorageError if a ledger is of another format than ours."""
+    if int.from_bytes(known, "big") != FORMAT:
+        raise StorageError(
+            f"{path} was written by another version of primerl-node (format {int.from_bytes(known, 'big')}, "
+            f"this one reads {FORMAT}): go on with the release that wrote it, or use another directory"
+        )
 
 
 @dataclass(frozen=True)
@@ -283,9 +296,12 @@ class LedgerView:
         self._path = path
         try:
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5)
+            known = self.get("format")
             self._db.execute("SELECT 1 FROM verdicts LIMIT 1")
         except sqlite3.DatabaseError as error:
             raise StorageError(f"cannot read {path}: {error}") from error
+        if known is not None:
+            check_format(path, known)
 
     def close(self) -> None:
         """Close the file."""

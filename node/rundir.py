@@ -13,7 +13,7 @@ from msgspec import structs
 
 from .. import __version__
 from ..crypto.keys import SecretKey
-from ..protocol.envelope import Purpose, seal, unseal
+from ..protocol.envelope import Purpose, seal, unseal, utc
 from ..protocol.manifests import (
     AdapterContract,
     ChunkRef,
@@ -26,6 +26,8 @@ from ..protocol.manifests import (
     encode,
     run_id,
 )
+from ..protocol.trust import AdmittedHead
+from ..protocol.version import CLOCK_SKEW_S
 from . import base_weights
 from .config import RunConfig
 from .errors import StorageError, UsageError
@@ -116,6 +118,20 @@ def read_documents(sealed: bytes, trainer: bytes, run: bytes | None = None) -> R
     # The run id is the digest of the manifest: an envelope that says otherwise is refused here.
     unseal(sealed, Purpose.RUN, RunManifest, now=0, run=name, signer=trainer)
     return RunDocuments(name, sealed, opened.body)
+
+
+def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None:
+    """Refuse to go on with a clock that lies before what this run has signed: all that it signs next would be
+    out of order, or expired, for everybody else.
+
+    Raises UsageError.
+    """
+    made = max(run.created, newest.head.created if newest else 0)
+    if made > now + CLOCK_SKEW_S:
+        raise UsageError(
+            f"the clock of this machine says {utc(now)}, but this run signed its newest version at "
+            f"{utc(made)}: set the clock, then start again"
+        )
 
 
 def write_model_files(run: RunManifest, store: Store, directory: Path) -> Path:

@@ -110,6 +110,7 @@ class TrainerNode(Node):
             parts=self._parts,
         ) as stack:
             self._stack = stack
+            rundir.check_clock(run, stack.heads.latest(), int(time.time()))
             stack.keep_chunks.update(rundir.pinned(run, store))
             self._publish_ticket(stack)
             environment = self._environment(model_dir)

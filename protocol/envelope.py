@@ -1,13 +1,16 @@
 """Envelopes: a signature over purpose, run, recipient, sequence, expiry and the exact payload bytes.
 
-Verify, then decode; nothing is ever re-encoded to be verified.
+Verify, then decode; nothing is ever re-encoded to be verified. The first element is the wire version, now and
+in every version to come: it is read before anything else, so that another version is not taken for damage.
 """
 
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
+from .. import __version__
 from ..crypto.hashing import Digest
 from ..crypto.keys import (
     NodeId,
@@ -46,6 +49,7 @@ class Purpose(StrEnum):
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The sealed form, as it travels."""
 
+    wire_version: Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
     purpose: Annotated[str, msgspec.Meta(max_length=32)]
     run: Digest
     signer: NodeId
@@ -54,6 +58,13 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     expires: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
     payload: Annotated[bytes, msgspec.Meta(max_length=MAX_SUBMISSION)]
     signature: Signature
+
+
+class _Beginning(msgspec.Struct, frozen=True, array_like=True):
+    """The first element of an envelope of any version, whatever follows it."""
+
+    first: int | Annotated[str, msgspec.Meta(max_length=32)]
+    """The wire version; an envelope of version 1 began with its purpose."""
 
 
 class Opened(msgspec.Struct, Generic[T], frozen=True):
@@ -67,29 +78,62 @@ class Opened(msgspec.Struct, Generic[T], frozen=True):
     """The exact signed bytes; digests of documents are taken over these."""
 
 
-def _preimage(
-    purpose: str,
-    run: bytes,
-    signer: bytes,
-    recipient: bytes,
-    sequence: int,
-    expires: int,
-    payload: bytes,
-) -> bytes:
-    name = purpose.encode()
+def wrong_version(what: str, version: int, *, here: str = "this node") -> RemoteProtocolError:
+    """The refusal of what is of another wire version than ours; `here` is how its reader calls us."""
+    return RemoteProtocolError(
+        Reason.WRONG_VERSION,
+        f"{what} is of wire version {version}, {here} (primerl-node {__version__}) speaks "
+        f"{WIRE_VERSION}: install the release that the run uses",
+    )
+
+
+def read_envelope(sealed: bytes, what: str = "document") -> Envelope:
+    """The fields of an envelope, none of them verified; an error calls it `what`.
+
+    Raises:
+        RemoteProtocolError: WRONG_VERSION, before anything but the version was looked at; MALFORMED.
+    """
+    first = decode(sealed, _Beginning).first
+    version = 1 if isinstance(first, str) else first
+    if version != WIRE_VERSION:
+        raise wrong_version(f"this {what}", version)
+    return decode(sealed, Envelope)
+
+
+def check_age(what: str, made: int, now: int) -> None:
+    """Refuse a document that was made in our future; `now` in Unix seconds, 0 for do not ask.
+
+    Raises RemoteProtocolError(WRONG_CLOCK).
+    """
+    if now and made > now + CLOCK_SKEW_S:
+        raise RemoteProtocolError(
+            Reason.WRONG_CLOCK,
+            f"the {what} was made {made - now} s in the future by our clock ({utc(now)}): "
+            "check the clock of this machine",
+        )
+
+
+def utc(seconds: int) -> str:
+    """A time of ours, in Unix seconds, as people read it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _preimage(envelope: Envelope) -> bytes:
+    """The bytes that are signed: every field but the signature."""
+    name = envelope.purpose.encode()
     return b"".join(
         [
             DOMAIN,
-            WIRE_VERSION.to_bytes(2, "big"),
+            envelope.wire_version.to_bytes(2, "big"),
             len(name).to_bytes(1, "big"),
             name,
-            run,
-            signer,
-            recipient,
-            sequence.to_bytes(8, "big"),
-            expires.to_bytes(8, "big"),
-            len(payload).to_bytes(8, "big"),
-            payload,
+            envelope.run,
+            envelope.signer,
+            envelope.recipient,
+            envelope.sequence.to_bytes(8, "big"),
+            envelope.expires.to_bytes(8, "big"),
+            len(envelope.payload).to_bytes(8, "big"),
+            envelope.payload,
         ]
     )
 
@@ -106,12 +150,11 @@ def seal(
 ) -> bytes:
     """Sign `body` (a Struct, or bytes already encoded) for one purpose. `expires` in Unix seconds."""
     payload = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    message = _preimage(purpose, run, key.node_id, recipient, sequence, expires, payload)
-    signature = key.sign(message)
-    envelope = Envelope(
-        str(purpose), run, key.node_id, recipient, sequence, expires, payload, signature
+    unsigned = Envelope(
+        WIRE_VERSION, str(purpose), run, key.node_id, recipient, sequence, expires, payload, b""
     )
-    return msgspec.msgpack.encode(envelope)
+    signature = key.sign(_preimage(unsigned))
+    return msgspec.msgpack.encode(msgspec.structs.replace(unsigned, signature=signature))
 
 
 def unseal(
@@ -129,10 +172,10 @@ def unseal(
     `now` is Unix seconds. `run=None` is for the two documents that tell the run id themselves.
 
     Raises:
-        RemoteProtocolError: MALFORMED, WRONG_PURPOSE, WRONG_RUN, WRONG_SIGNER, WRONG_RECIPIENT, EXPIRED or
-            BAD_SIGNATURE; in each case nothing of the payload was decoded.
+        RemoteProtocolError: WRONG_VERSION, MALFORMED, WRONG_PURPOSE, WRONG_RUN, WRONG_SIGNER,
+            WRONG_RECIPIENT, EXPIRED or BAD_SIGNATURE; in each case nothing of the payload was decoded.
     """
-    envelope = decode(sealed, Envelope)
+    envelope = read_envelope(sealed, purpose)
     if envelope.purpose != purpose:
         raise RemoteProtocolError(Reason.WRONG_PURPOSE, f"{envelope.purpose}, not {purpose}")
     if run is not None and envelope.run != run:
@@ -142,17 +185,12 @@ def unseal(
     if recipient is not None and envelope.recipient != recipient:
         raise RemoteProtocolError(Reason.WRONG_RECIPIENT, "meant for another node")
     if envelope.expires + CLOCK_SKEW_S < now:
-        raise RemoteProtocolError(Reason.EXPIRED, f"expired {now - envelope.expires} s ago")
-    message = _preimage(
-        envelope.purpose,
-        envelope.run,
-        envelope.signer,
-        envelope.recipient,
-        envelope.sequence,
-        envelope.expires,
-        envelope.payload,
-    )
-    if not verify(envelope.signer, envelope.signature, message):
+        raise RemoteProtocolError(
+            Reason.EXPIRED,
+            f"the {purpose} expired {now - envelope.expires} s ago by our clock ({utc(now)}): "
+            "if that is not so, check the clock of this machine",
+        )
+    if not verify(envelope.signer, envelope.signature, _preimage(envelope)):
         raise RemoteProtocolError(Reason.BAD_SIGNATURE, "the signature does not fit")
     body = decode(envelope.payload, kind)
     return Opened(envelope.signer, envelope.sequence, envelope.expires, body, envelope.payload)

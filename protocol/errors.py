@@ -16,6 +16,7 @@ class Reason(StrEnum):
     MALFORMED = "malformed"
     TOO_LARGE = "too_large"
     WRONG_VERSION = "wrong_version"
+    WRONG_CLOCK = "wrong_clock"
     BAD_SIGNATURE = "bad_signature"
     WRONG_SIGNER = "wrong_signer"
     WRONG_RUN = "wrong_run"

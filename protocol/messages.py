@@ -14,11 +14,12 @@ from .manifests import (
     Artifact,
     Name,
     Role,
+    UnixSeconds,
     Version,
 )
 from .pipelines import MAX_STAGES, StageOffer
 from .reports import MAX_CHOSEN, MAX_REPORT, Place
-from .version import KIB, MAX_GOSSIP, MAX_SUBMISSION
+from .version import KIB, MAX_GOSSIP, MAX_SUBMISSION, WIRE_VERSION
 
 MAX_SEALED = 64 * 1024
 Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_SEALED)]
@@ -52,6 +53,8 @@ class Hello(Message, frozen=True):
     ticket: Sealed
     record: SmallSealed
     """The worker's sealed PeerRecord."""
+    unix_time: UnixSeconds = 0
+    """By the worker's clock; 0 where it does not say."""
 
 
 class Welcome(Message, frozen=True):
@@ -60,6 +63,10 @@ class Welcome(Message, frozen=True):
     manifest: Sealed
     """The sealed RunManifest."""
     software: Name
+    wire_version: int = 1
+    """What a trainer of version 1 did not say."""
+    unix_time: UnixSeconds = 0
+    """By the trainer's clock; 0 where it does not say."""
 
 
 class WatchHeads(Message, frozen=True):
@@ -348,6 +355,18 @@ class Refusal(Message, frozen=True):
 
     reason: Reason
     detail: Name = ""
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What a Hello, a Welcome and a Refusal of every wire version have, read where the whole does not decode.
+
+    Fields that we do not know are skipped: a later version may have more.
+    """
+
+    type: str = ""
+    wire_version: int = WIRE_VERSION
+    reason: str = ""
+    detail: str = ""
 
 
 ControlRequest = (

@@ -8,14 +8,14 @@ import binascii
 
 from ..crypto.keys import SecretKey
 from .envelope import (
-    Envelope,
     Purpose,
+    check_age,
+    read_envelope,
     seal,
     unseal,
 )
 from .errors import Reason, RemoteProtocolError
 from .manifests import Ticket
-from .session import decode
 
 PREFIX = "primerl1-"
 MAX_TICKET_CHARACTERS = 8192
@@ -54,8 +54,9 @@ def read(text: str, *, now: int) -> Ticket:
 
 def check(sealed: bytes, *, now: int) -> Ticket:
     """As read(), of the sealed bytes."""
-    envelope = decode(sealed, Envelope)
+    envelope = read_envelope(sealed, "ticket")
     ticket = unseal(sealed, Purpose.TICKET, Ticket, now=now).body
     if (ticket.trainer, ticket.run) != (envelope.signer, envelope.run):
         raise RemoteProtocolError(Reason.WRONG_SIGNER, "not signed by the trainer it names")
+    check_age("ticket", ticket.issued, now)
     return ticket

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from ..crypto.hashing import NO_DIGEST, digest
-from .envelope import Purpose, unseal
+from .envelope import Purpose, check_age, unseal
 from .errors import Reason, RemoteProtocolError
 from .manifests import PolicyHead, PolicyManifest
 from .session import decode
@@ -69,8 +69,8 @@ class TrustedRun:
 
         Raises:
             Equivocation: it contradicts a known head.
-            RemoteProtocolError: WRONG_SIGNER, WRONG_RUN, EXPIRED, BAD_SIGNATURE; ROLLBACK when it belongs
-                to a term that has been left; WRONG_BASE when it does not follow the head before it.
+            RemoteProtocolError: what unseal() raises; WRONG_CLOCK for one from the future; ROLLBACK when it
+                belongs to a term that has been left; WRONG_BASE when it does not follow the head before it.
         """
         opened = unseal(
             sealed, Purpose.HEAD, PolicyHead, now=now, run=self.run, signer=self.trainer
@@ -81,6 +81,7 @@ class TrustedRun:
             if known.digest != admitted.digest:
                 raise Equivocation(EquivocationProof(known.sealed, sealed), admitted.head.version)
             return known, False
+        check_age("head", admitted.head.created, now)
         self._check_order(admitted)
         self._check_links(admitted)
         self.heads[admitted.order] = admitted

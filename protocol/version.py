@@ -1,8 +1,14 @@
 """The wire version with its history, the ALPNs, and the size limits that are checked before allocation."""
 
-WIRE_VERSION = 1
-"""1 (2026-11): the first."""
+WIRE_VERSION = 2
+"""1 (2026-11): the first.
 
+2 (2026-11): an envelope begins with its wire version, in the clear, so that one of another version is told from
+a damaged one; hello and welcome say the sender's wire version and clock.
+"""
+
+# The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire
+# version has to arrive to be refused in words. What changes with WIRE_VERSION is checked at hello.
 ALPN_CONTROL = b"primerl/control/1"
 """Requests and replies: hello, leases, submissions, heads, peers."""
 ALPN_BLOBS = b"primerl/blobs/1"

@@ -53,7 +53,7 @@ from primerl.protocol.messages import (
     Welcome,
 )
 from primerl.protocol.trust import TrustedRun
-from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, WIRE_VERSION
 
 AN_HOUR = 3600
 
@@ -188,7 +188,7 @@ class HostileTrainer:
             case GetHeads():
                 return await self._server.get(stream, request)
             case Hello():
-                reply = Welcome(self.documents.sealed, "hostile")
+                reply = Welcome(self.documents.sealed, "hostile", WIRE_VERSION)
             case LeaseRequest():
                 await asyncio.sleep(0.05)
                 reply = LeaseReply((), (), tuple(self.upstreams), 50)

@@ -331,8 +331,8 @@ NOTICE = m.HeadNotice(sealed_head(head(0)), encode(POLICY_MANIFEST))
 STATS = m.WorkerStats(3, 0.5, 0.25, chunk_bytes={"trainer": 1000, "aabbccddee": 2**40})
 
 MESSAGES: tuple[m.Message, ...] = (
-    m.Hello(1, "inference", "0.1.0", sealed(Purpose.TICKET), SEALED_RECORD),
-    m.Welcome(sealed(Purpose.RUN), "0.1.0"),
+    m.Hello(2, "inference", "0.1.0", sealed(Purpose.TICKET), SEALED_RECORD, NOW),
+    m.Welcome(sealed(Purpose.RUN), "0.1.0", 2, NOW),
     m.WatchHeads(1, -1),
     NOTICE,
     m.RunEnded("40 steps are done"),

@@ -62,7 +62,7 @@ def signed(verdict: Verdict, key: SecretKey = TRAINER, **where: Any) -> bytes:
 def tampered(verdict: Verdict, **changes: Any) -> bytes:
     """A signed verdict whose payload somebody changed afterwards."""
     envelope = msgspec.msgpack.decode(signed(verdict))
-    envelope[6] = msgspec.msgpack.encode(msgspec.structs.replace(verdict, **changes))
+    envelope[7] = msgspec.msgpack.encode(msgspec.structs.replace(verdict, **changes))
     return msgspec.msgpack.encode(envelope)
 
 

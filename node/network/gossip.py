@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 
 from ...crypto.hashing import short
-from ...protocol.envelope import Envelope, Purpose, unseal
+from ...protocol.envelope import Purpose, read_envelope, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import PeerRecord
 from ...protocol.messages import HeadNotice
-from ...protocol.session import decode
 from ...protocol.trust import EquivocationProof
 from .discovery import Discovery, Fact
 from .heads import HeadBook
@@ -86,7 +85,7 @@ class Gossip:
                 logger.info("gossip from %s refused: %s", short(fact.source), error)
 
     async def _take(self, fact: Fact) -> None:
-        purpose = decode(fact.sealed, Envelope).purpose
+        purpose = read_envelope(fact.sealed).purpose
         run, now = self._book.trusted.run, int(time.time())
         if purpose == Purpose.HEAD:
             await self._book.admit(HeadNotice(fact.sealed))

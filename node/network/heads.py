@@ -254,6 +254,8 @@ class HeadFollower:
                     self._on_fraud(error)
                     return
                 logger.warning("bad head from %s: %s", short(self._peer), error)
+                if error.reason == Reason.WRONG_VERSION and not self._authority:
+                    return  # it will not speak another one before it is started anew
             except (TransportError, TimeoutError) as error:
                 logger.debug("watch of %s broke: %s", short(self._peer), error)
             pause = RECONNECT_S if self.connected else min(pause * 1.5, RECONNECT_MAX_S)

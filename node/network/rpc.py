@@ -9,15 +9,16 @@ from typing import TypeVar
 
 import msgspec
 
-from ...protocol.errors import Reason
-from ...protocol.messages import Message, Refusal
+from ...protocol.envelope import wrong_version
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.messages import Beginning, Hello, Message, Refusal, Welcome
 from ...protocol.session import (
     HEADER_BYTES,
     decode,
     frame,
     payload_size,
 )
-from ...protocol.version import MAX_MESSAGE
+from ...protocol.version import MAX_MESSAGE, MAX_NAME, WIRE_VERSION
 from .transport import (
     Connection,
     Stream,
@@ -47,19 +48,46 @@ async def send(stream: Stream, message: msgspec.Struct, limit: int = MAX_MESSAGE
 
 
 async def receive(stream: Stream, kind: type[T], limit: int = MAX_MESSAGE) -> T:
-    """Read one framed message of `kind` (a Struct or a union). The caller holds the deadline."""
+    """Read one framed message of `kind` (a Struct or a union). The caller holds the deadline.
+
+    Raises:
+        RemoteProtocolError: TOO_LARGE, MALFORMED; WRONG_VERSION for the hello of another wire version, which
+            may have fields that we do not know.
+    """
     header = await stream.read_exact(HEADER_BYTES)
-    return decode(await stream.read_exact(payload_size(header, limit)), kind)
+    payload = await stream.read_exact(payload_size(header, limit))
+    try:
+        return decode(payload, kind)
+    except RemoteProtocolError:
+        said = decode(payload, Beginning)
+        if said.type == Hello.__name__ and said.wire_version != WIRE_VERSION:
+            raise wrong_version("your node", said.wire_version, here="the trainer") from None
+        raise
 
 
 async def receive_reply(stream: Stream, kind: type[T], limit: int = MAX_MESSAGE) -> T:
-    """Read a reply of `kind`; a Refusal is raised as Refused."""
+    """Read a reply of `kind`; a Refusal, also one of another wire version, is raised as Refused."""
     header = await stream.read_exact(HEADER_BYTES)
     payload = await stream.read_exact(payload_size(header, limit))
-    reply = decode(payload, kind | Refusal)  # type: ignore[operator]
+    try:
+        reply = decode(payload, kind | Refusal)  # type: ignore[operator]
+    except RemoteProtocolError:
+        said = decode(payload, Beginning)
+        if said.type == Refusal.__name__:
+            raise _foreign_refusal(said) from None
+        if said.type == Welcome.__name__ and said.wire_version != WIRE_VERSION:
+            raise wrong_version("the trainer", said.wire_version) from None
+        raise
     if isinstance(reply, Refusal):
         raise Refused(reply.reason, reply.detail)
     return reply  # type: ignore[return-value]
+
+
+def _foreign_refusal(said: Beginning) -> Refused:
+    """A refusal with a reason or fields that we do not know: its words are all that we understand."""
+    if said.reason in list(Reason):
+        return Refused(Reason(said.reason), said.detail[:MAX_NAME])
+    return Refused(Reason.WRONG_VERSION, f"{said.reason}: {said.detail}"[:MAX_NAME])
 
 
 async def ask(connection: Connection, request: Message, kind: type[T], *, deadline: float) -> T:

@@ -16,7 +16,7 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol import tickets
-from ...protocol.envelope import Purpose, seal
+from ...protocol.envelope import Purpose, seal, utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Held, LeaseBook, Share
 from ...protocol.messages import (
@@ -41,7 +41,7 @@ from ...protocol.messages import (
     WorkerStats,
 )
 from ...protocol.reputation import Reputation
-from ...protocol.version import WIRE_VERSION
+from ...protocol.version import CLOCK_SKEW_S, WIRE_VERSION
 from ..ledger import Arrived, Ledger
 from ..network.gossip import read_record
 from ..network.heads import HeadServer
@@ -258,9 +258,9 @@ class LeaseDesk:
 
     def _hello(self, peer: bytes, hello: Hello) -> Welcome:
         if hello.wire_version != WIRE_VERSION:
-            detail = f"wire version {hello.wire_version}, this run speaks {WIRE_VERSION}"
-            raise RemoteProtocolError(Reason.WRONG_VERSION, detail)
+            raise wrong_version("your node", hello.wire_version, here="the trainer")
         now = int(time.time())
+        check_clock(hello.unix_time, now)
         if peer not in self.workers:
             ticket = tickets.check(hello.ticket, now=now)
             if (ticket.run, ticket.trainer) != (self._run_id, self._key.node_id):
@@ -276,7 +276,7 @@ class LeaseDesk:
         # What it held before it said hello is lost to it.
         self.pipelines.began(peer)
         self.book.release(peer, now)
-        return Welcome(self._sealed_manifest, __version__)
+        return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now)
 
     async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
         worker.stats, worker.left = request.stats, False
@@ -360,6 +360,20 @@ def _near_and_far(found: list[tuple[int, bytes]], peer: bytes) -> tuple[bytes, .
     near, far = records[:NEAREST], records[NEAREST:]
     few = min(len(far), MAX_UPSTREAMS - NEAREST)
     return (*near, *random.Random(peer).sample(far, few))
+
+
+def check_clock(theirs: int, ours: int) -> None:
+    """Refuse a node whose clock is off: it would take our leases for expired, or we its submissions.
+
+    Unix seconds; 0 for `theirs` says nothing. Raises RemoteProtocolError(WRONG_CLOCK).
+    """
+    if theirs and abs(theirs - ours) > CLOCK_SKEW_S:
+        side = "ahead of" if theirs > ours else "behind"
+        raise RemoteProtocolError(
+            Reason.WRONG_CLOCK,
+            f"your clock is {abs(theirs - ours)} s {side} the trainer's ({utc(ours)}): set the clock of "
+            "your machine, or if it is right tell the trainer's operator",
+        )
 
 
 def take_verdicts(waiting: deque[bytes]) -> tuple[bytes, ...]:

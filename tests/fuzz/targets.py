@@ -56,7 +56,7 @@ from primerl.node.weights.offsets import Offsets
 from primerl.node.weights.partial import chunks_for
 from primerl.node.weights.payload import DELTA, FULL, blocks_of, check_layout, header, layout_of
 from primerl.node.weights.state import BITS, Changed, State, numel
-from primerl.protocol.envelope import Envelope
+from primerl.protocol.envelope import Envelope, read_envelope
 from primerl.protocol.errors import RemoteProtocolError
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import (
@@ -66,9 +66,10 @@ from primerl.protocol.manifests import (
     PolicyManifest,
     TensorInfo,
 )
-from primerl.protocol.messages import Message
+from primerl.protocol.messages import Beginning, Message
 from primerl.protocol.rollouts import Submission, Verdict
 from primerl.protocol.session import decode
+from primerl.protocol.version import WIRE_VERSION
 
 LIMITS = FrameLimits.of(frame_cases.SHAPE)
 MAX_IMPLIED = 1 << 22
@@ -126,7 +127,16 @@ BITS_BEFORE = {name: tensor.data.tobytes() for name, tensor in BASE.items()}
 SCHEMES = tuple(made() for made in KNOWN.values())
 STATES = fingerprint_cases.exact(40)
 EVERY_MESSAGE: Any = functools.reduce(operator.or_, Message.__subclasses__())
-DOCUMENTS = (PolicyManifest, PolicyHead, PeerRecord, Lease, Submission, Verdict, Envelope)
+DOCUMENTS = (
+    PolicyManifest,
+    PolicyHead,
+    PeerRecord,
+    Lease,
+    Submission,
+    Verdict,
+    Beginning,
+    Envelope,
+)
 
 
 def full(data: bytes) -> bool:
@@ -266,6 +276,16 @@ def said(data: bytes) -> bool:
     return True
 
 
+def sealed(data: bytes) -> bool:
+    """A sealed document of any wire version: one of ours, or RemoteProtocolError."""
+    try:
+        found = read_envelope(data)
+    except RemoteProtocolError:
+        return False
+    assert found.wire_version == WIRE_VERSION
+    return True
+
+
 def frame(data: bytes) -> bool:
     """What a stage is sent: a frame within its plan's limits that is the same when said again, or no."""
     try:
@@ -319,6 +339,7 @@ TARGETS: tuple[Callable[[bytes], bool], ...] = (
     proof,
     share,
     frame,
+    sealed,
 )
 
 
@@ -352,6 +373,8 @@ def seeds() -> list[bytes]:
         for at, document in enumerate(documents, 1)
     ]
     payloads.append((said, bytes([len(DOCUMENTS)]) + sealed_head(policy_head(0))))
+    payloads.append((said, bytes([len(DOCUMENTS) - 1]) + msgspec.msgpack.encode(MESSAGES[0])))
+    payloads.append((sealed, sealed_head(policy_head(0))))
     frames = (frame_cases.step(7, 1), Frame(Kind.RESET, 7, 0), Frame(Kind.FAULT, 7, 1, b"why"))
     payloads += [(frame, b"".join(encode(one, LIMITS))) for one in frames]
     for number, scheme in enumerate(SCHEMES):

@@ -62,7 +62,7 @@ def test_the_signature_covers_what_the_design_says() -> None:
     payload = encode(HEAD)
     preimage = (
         b"primerl envelope\x00"
-        + (1).to_bytes(2, "big")
+        + (2).to_bytes(2, "big")
         + b"\x04head"
         + RUN
         + TRAINER.node_id
@@ -74,13 +74,14 @@ def test_the_signature_covers_what_the_design_says() -> None:
     )
     signature = msgspec.msgpack.decode(SEALED, type=Envelope).signature
     assert verify(TRAINER.node_id, signature, preimage)
-    next_version = preimage[:18] + b"\x02" + preimage[19:]
+    next_version = preimage[:18] + b"\x03" + preimage[19:]
     assert not verify(TRAINER.node_id, signature, next_version)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"wire_version": 3}, Reason.WRONG_VERSION),
         ({"purpose": "lease"}, Reason.WRONG_PURPOSE),
         ({"run": OTHER_RUN}, Reason.WRONG_RUN),
         ({"signer": STRANGER.node_id}, Reason.WRONG_SIGNER),
@@ -196,6 +197,7 @@ def test_a_signed_payload_of_another_kind_is_malformed() -> None:
     "changes",
     [
         {"purpose": "x" * 33},
+        {"wire_version": None},
         {"run": digest(b"")[:31]},
         {"signer": bytes(33)},
         {"recipient": b""},
@@ -214,9 +216,45 @@ def test_a_field_beyond_its_limits_is_malformed(changes: dict[str, object]) -> N
         opened(forged(**changes))
 
 
-def test_an_envelope_has_eight_fields_and_no_ninth() -> None:
+def test_an_envelope_has_nine_fields_and_no_tenth() -> None:
     fields = msgspec.msgpack.decode(SEALED)
-    assert len(fields) == 8
+    assert len(fields) == 9
     for wrong in ([*fields, b"more"], fields[:-1], []):
         with refuses(Reason.MALFORMED):
             opened(msgspec.msgpack.encode(wrong))
+
+
+def of_version(version: int) -> list[bytes]:
+    """Envelopes as that version may have them: what is signed cannot be told."""
+    old = ["ticket", RUN, TRAINER.node_id, ANYBODY, 0, NOW, b"payload", bytes(64)]
+    later: list[object] = [version, {"signature": bytes(64)}, [b"payload"], "more"]
+    shapes = [old] if version == 1 else [[version, *old], later, [version]]
+    return [msgspec.msgpack.encode(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("version", [1, 3, 200])
+def test_an_envelope_of_another_version_is_told_from_a_damaged_one(version: int) -> None:
+    for sealed in of_version(version):
+        with pytest.raises(RemoteProtocolError) as caught:
+            unseal(sealed, Purpose.TICKET, PolicyHead, now=NOW)
+        assert caught.value.reason == Reason.WRONG_VERSION
+        told = caught.value.detail
+        assert f"ticket is of wire version {version}, this node" in told
+        assert "speaks 2: install the release that the run uses" in told
+
+
+def test_a_version_is_part_of_what_is_signed() -> None:
+    envelope = msgspec.msgpack.decode(SEALED, type=Envelope)
+    assert envelope.wire_version == 2
+    later = forged(wire_version=3)
+    with refuses(Reason.WRONG_VERSION):
+        opened(later)
+
+
+def test_what_expired_names_our_clock_as_a_possible_cause() -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        opened(SEALED, NOW + 3600 + 305)
+    assert caught.value.detail == (
+        "the head expired 305 s ago by our clock (2027-01-15T09:05:05Z): "
+        "if that is not so, check the clock of this machine"
+    )

@@ -268,5 +268,5 @@ async def test_of_versions_that_pass_faster_than_one_a_second_only_the_latest_is
 
 
 def _holdings(sealed: bytes) -> list[tuple[int, int, bool]]:
-    purpose: str = msgspec.msgpack.decode(sealed)[0]
+    purpose: str = msgspec.msgpack.decode(sealed)[1]
     return [opened(sealed)] if purpose == Purpose.HOLDING else []

@@ -1,0 +1,205 @@
+"""Nodes of another wire version, and nodes whose clock is off, are told so, both ways round."""
+
+import base64
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from hostile import HostileTrainer
+from protocol_cases import head
+from rogue import Rogue
+from swarm import Swarm
+
+from primerl.node.errors import NodeError, StorageError, TicketError, UsageError
+from primerl.node.ledger import Ledger, LedgerView
+from primerl.node.network.rpc import Refused, receive_reply
+from primerl.node.network.transport import Stream
+from primerl.protocol import tickets
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.manifests import Ticket
+from primerl.protocol.messages import Hello, Welcome
+from primerl.protocol.session import HEADER_BYTES
+from primerl.protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, WIRE_VERSION
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def framed(fields: Mapping[str, object]) -> bytes:
+    """A message as another version may say it."""
+    payload = msgspec.msgpack.encode(fields)
+    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
+
+
+async def refused_raw(rogue: Rogue, fields: Mapping[str, object]) -> Refused:
+    """What a trainer answers to a message of ours that is not one of this version."""
+    stream = await (await rogue.connect(ALPN_CONTROL)).open_stream()
+    await stream.write(framed(fields))
+    await stream.finish()
+    with pytest.raises(Refused) as caught:
+        await receive_reply(stream, Welcome)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"wire_version": 1, "role": "inference", "software": "0", "ticket": b"", "record": b""},
+        {"wire_version": 3, "role": "conductor", "vows": [{"a": 1}], "ticket": None},
+        {"wire_version": 3},
+    ],
+)
+async def test_a_hello_of_another_version_is_refused_with_both_numbers_whatever_its_fields(
+    siege: Swarm, hello: Mapping[str, object]
+) -> None:
+    async with Rogue(siege, f"of version {len(hello)}") as rogue:
+        refusal = await refused_raw(rogue, {"type": "Hello", **hello})
+    assert refusal.reason == Reason.WRONG_VERSION
+    assert f"wire version {hello['wire_version']}, the trainer" in refusal.detail
+    assert f"speaks {WIRE_VERSION}: install the release" in refusal.detail
+
+
+async def test_a_hello_of_this_version_with_unknown_fields_is_malformed(siege: Swarm) -> None:
+    async with Rogue(siege, "embroiderer") as rogue:
+        fields = {"type": "Hello", "wire_version": WIRE_VERSION, "more": 1}
+        assert (await refused_raw(rogue, fields)).reason == Reason.MALFORMED
+
+
+@pytest.mark.parametrize("off", [-7200, -CLOCK_SKEW_S - 30, CLOCK_SKEW_S + 30, 86400])
+async def test_a_node_whose_clock_is_off_is_told_by_how_much(siege: Swarm, off: int) -> None:
+    async with Rogue(siege, f"late riser {off}") as rogue:
+        hello = Hello(
+            WIRE_VERSION,
+            "inference",
+            "rogue",
+            tickets.sealed_bytes(siege.ticket),
+            # what it signs by its own clock has expired by ours, or not begun
+            seal(rogue.key, Purpose.PEER, rogue.run, head(0), expires=int(time.time()) + off),
+            unix_time=int(time.time()) + off,
+        )
+        with pytest.raises(Refused) as caught:
+            await rogue.ask(hello, Welcome)
+    assert caught.value.reason == Reason.WRONG_CLOCK
+    told = int(caught.value.detail.split(" s ")[0].removeprefix("your clock is "))
+    assert abs(told - abs(off)) <= 10
+    assert ("ahead of" if off > 0 else "behind") in caught.value.detail
+
+
+# -- a worker at a trainer of another version -----------------------------------------------------------
+
+
+class TrainerFromElsewhere(HostileTrainer):
+    """Answers each hello with these bytes."""
+
+    answer: Mapping[str, object]
+
+    async def __aenter__(self) -> "TrainerFromElsewhere":
+        await super().__aenter__()
+        return self
+
+    async def _answer(self, peer: bytes, stream: Stream) -> None:
+        await stream.read_exact(HEADER_BYTES)
+        await stream.write(framed(self.answer))
+        await stream.finish()
+
+
+NEW_WELCOME = {
+    "type": "Welcome",
+    "manifest": b"",
+    "software": "9.0.0",
+    "wire_version": 9,
+    "banquet": [1, 2],
+}
+NEW_REFUSAL = {"type": "Refusal", "reason": "wrong_hat", "detail": "hats are worn", "colour": "red"}
+OLD_WELCOME = {"type": "Welcome", "manifest": b"", "software": "0.0.1"}
+LATE_WELCOME = {**OLD_WELCOME, "wire_version": WIRE_VERSION, "unix_time": 1_700_000_000}
+
+
+@pytest.mark.parametrize(
+    ("welcome", "error", "words"),
+    [
+        (NEW_WELCOME, TicketError, "the trainer is of wire version 9, this node"),
+        (OLD_WELCOME, TicketError, "the trainer is of wire version 1, this node"),
+        (NEW_REFUSAL, TicketError, "wrong_hat: hats are worn"),
+        (
+            LATE_WELCOME,
+            NodeError,
+            "the clock of this machine .* is [0-9]+ s ahead of the trainer's",
+        ),
+    ],
+)
+async def test_a_worker_at_a_trainer_of_another_version_leaves_and_says_why(
+    tmp_path: Path,
+    model_dir: Path,
+    welcome: Mapping[str, object],
+    error: type[NodeError],
+    words: str,
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm, TrainerFromElsewhere(swarm) as trainer:
+        trainer.answer = welcome
+        with pytest.raises(error, match=words):
+            await swarm.add_worker("w1").ended(20.0)
+
+
+async def test_a_ticket_of_another_version_says_which_release_to_install(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm:
+        later = msgspec.msgpack.encode([WIRE_VERSION + 1, "ticket", {}])
+        swarm.ticket = tickets.PREFIX + base64.urlsafe_b64encode(later).rstrip(b"=").decode()
+        with pytest.raises(TicketError, match="this ticket is of wire version 3, this node"):
+            await swarm.add_worker("w1").ended(20.0)
+
+
+# -- what is kept on a disk -----------------------------------------------------------------------------
+
+
+async def test_a_ledger_of_another_wire_version_is_no_forgery_but_says_which_wrote_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path, fsync=False)
+    ledger.set("format", (1).to_bytes(2, "big"))
+    ledger.close()
+    for open_it in (Ledger, LedgerView):
+        with pytest.raises(StorageError, match=r"written by another version .*format 1, this one"):
+            open_it(path)
+
+
+# -- clocks ---------------------------------------------------------------------------------------------
+
+
+def ticket_of(run: bytes, trainer: bytes, issued: int) -> Ticket:
+    """A ticket for a day."""
+    return Ticket(run, trainer, ("127.0.0.1:1",), (), issued, issued + 86400)
+
+
+async def test_a_ticket_from_the_future_names_the_clock(siege: Swarm) -> None:
+    now = 1_800_000_000
+    text = tickets.issue(siege.trainer.key, ticket_of(b"r" * 32, siege.trainer.node_id, now))
+    assert tickets.read(text, now=now - CLOCK_SKEW_S)
+    with pytest.raises(RemoteProtocolError) as caught:
+        tickets.read(text, now=now - 3600)
+    assert caught.value.reason == Reason.WRONG_CLOCK
+    assert "3600 s in the future by our clock (2027-01-15T07:00:00Z)" in caught.value.detail
+
+
+async def test_a_trainer_whose_clock_lies_before_its_newest_version_does_not_resume(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=50) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.wait_step(1)
+        await swarm.stop_trainer()
+        await swarm.stop_worker("w1")
+        made = max(head.created for head in swarm.heads().values())
+        real = time.time
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: real() - 3600)
+            with pytest.raises(UsageError, match="set the clock, then start again"):
+                await swarm.start_trainer(resume=True)
+        assert real() - made < 600  # nothing was signed with the wrong clock
+        await swarm.start_trainer(resume=True)
