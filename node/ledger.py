@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, ParamSpec, TypeVar
 
 from ..crypto.hashing import digest as digest_of
+from ..protocol.manifests import Ticket
 from .errors import BusyError, StorageError
 
 SCHEMA = """
@@ -21,7 +22,11 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITH
 CREATE TABLE IF NOT EXISTS heads (
     term INTEGER, version INTEGER, sealed BLOB NOT NULL, manifest BLOB NOT NULL,
     PRIMARY KEY (term, version)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS admitted (node BLOB PRIMARY KEY, since INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS admitted (
+    node BLOB PRIMARY KEY, since INTEGER, ticket BLOB NOT NULL, record BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tickets (
+    id BLOB PRIMARY KEY, label TEXT NOT NULL, issued INTEGER, expires INTEGER, uses INTEGER,
+    revoked INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS inbox (
     arrival INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB UNIQUE NOT NULL,
     lease_id INTEGER UNIQUE NOT NULL, node BLOB NOT NULL, sealed BLOB, receipt BLOB NOT NULL);
@@ -34,12 +39,16 @@ CREATE TABLE IF NOT EXISTS spool (
 INDICES = """
 CREATE UNIQUE INDEX IF NOT EXISTS verdict_names ON verdicts (name);
 CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
+CREATE INDEX IF NOT EXISTS admitted_under ON admitted (ticket);
 """
 FORMAT = 2
 """Rises with the wire version too: what is sealed in a ledger can be read by that version alone.
 
 2: sealed in wire version 2.
 """
+ACCOUNTS = """
+SELECT id, label, issued, expires, uses, revoked,
+    (SELECT COUNT(*) FROM admitted WHERE ticket = tickets.id) FROM tickets"""
 VERDICTS_KEPT = 10_000
 MANIFEST = "manifest"
 """Key of the sealed RunManifest of the run that the ledger is of."""
@@ -57,6 +66,33 @@ class Arrived:
     lease_id: int
     node: bytes
     sealed: bytes
+
+
+@dataclass(frozen=True)
+class IssuedTicket:
+    """A ticket that the trainer issued, and what became of it. Times in Unix seconds."""
+
+    id: bytes
+    label: str
+    issued: int
+    expires: int
+    uses: int
+    """How many nodes it may admit; 0: any number."""
+    revoked: int
+    """When; 0: it was not."""
+    admitted: int
+    """How many nodes it has admitted."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A node that was admitted."""
+
+    node: bytes
+    ticket: bytes
+    """Id of the ticket under which it was; empty where that is not known."""
+    record: bytes
+    """The sealed PeerRecord of its last hello, perhaps expired; or empty."""
 
 
 class Ledger:
@@ -143,14 +179,46 @@ class Ledger:
             "DELETE FROM heads WHERE term < ? OR (term = ? AND version < ?)", (term, term, below)
         )
 
-    def admit(self, node: bytes, now: int) -> None:
-        """Remember that a node was admitted."""
-        self._write("INSERT OR IGNORE INTO admitted VALUES (?, ?)", (node, now))
+    def admit(self, node: bytes, now: int, ticket: bytes = b"", record: bytes = b"") -> None:
+        """Remember that a node was admitted, and under which ticket; `record` is its sealed PeerRecord."""
+        self._write(
+            "INSERT OR IGNORE INTO admitted VALUES (?, ?, ?, ?)", (node, now, ticket, record)
+        )
 
-    def admitted(self) -> list[bytes]:
+    def keep_record(self, node: bytes, record: bytes) -> None:
+        """Remember the newest sealed PeerRecord of an admitted node."""
+        self._write("UPDATE admitted SET record = ? WHERE node = ?", (record, node))
+
+    def admitted(self) -> list[Admission]:
         """Nodes that were admitted, in order."""
-        rows = self._db.execute("SELECT node FROM admitted ORDER BY since")
-        return [bytes(row[0]) for row in rows]
+        rows = self._db.execute("SELECT node, ticket, record FROM admitted ORDER BY since")
+        return [Admission(bytes(node), bytes(t), bytes(record)) for node, t, record in rows]
+
+    def ticket_of(self, node: bytes) -> bytes:
+        """Id of the ticket under which a node was admitted; empty where that is not known."""
+        row = self._db.execute("SELECT ticket FROM admitted WHERE node = ?", (node,)).fetchone()
+        return b"" if row is None else bytes(row[0])
+
+    def add_ticket(self, name: bytes, ticket: Ticket) -> None:
+        """Keep account of a ticket under its id, unless that is done already."""
+        self._write(
+            "INSERT OR IGNORE INTO tickets VALUES (?, ?, ?, ?, ?, 0)",
+            (name, ticket.label, ticket.issued, ticket.expires, ticket.uses),
+        )
+
+    def tickets(self) -> list[IssuedTicket]:
+        """All tickets that account is kept of, oldest first."""
+        rows = self._db.execute(f"{ACCOUNTS} ORDER BY issued, id")
+        return [IssuedTicket(bytes(name), *values) for name, *values in rows]
+
+    def ticket(self, name: bytes) -> IssuedTicket | None:
+        """The account of one ticket."""
+        row = self._db.execute(f"{ACCOUNTS} WHERE id = ?", (name,)).fetchone()
+        return None if row is None else IssuedTicket(bytes(row[0]), *row[1:])
+
+    def revoke_ticket(self, name: bytes, now: int) -> None:
+        """From now on a ticket admits nobody."""
+        self._write("UPDATE tickets SET revoked = ? WHERE id = ? AND revoked = 0", (now, name))
 
     def receive(
         self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, receipt: bytes

@@ -249,6 +249,12 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     discovery: Addresses
     issued: UnixSeconds
     expires: UnixSeconds
+    id: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
+    """Random: the name under which the trainer keeps account of it, and revokes it."""
+    label: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """What the trainer's operator calls it; whoever has the ticket reads it."""
+    uses: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
+    """How many nodes it may admit; 0: any number."""
 
 
 def check_sizes(document: bytes, limit: int) -> bytes:

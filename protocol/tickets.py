@@ -6,6 +6,7 @@ A ticket is signed by the trainer key that it names, so a damaged or invented on
 import base64
 import binascii
 
+from ..crypto.hashing import digest
 from ..crypto.keys import SecretKey
 from .envelope import (
     Purpose,
@@ -15,7 +16,7 @@ from .envelope import (
     unseal,
 )
 from .errors import Reason, RemoteProtocolError
-from .manifests import Ticket
+from .manifests import Ticket, encode
 
 PREFIX = "primerl1-"
 MAX_TICKET_CHARACTERS = 8192
@@ -45,6 +46,11 @@ def sealed_bytes(text: str) -> bytes:
 
 def _text(sealed: bytes) -> str:
     return PREFIX + base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
+
+
+def id_of(ticket: Ticket) -> bytes:
+    """The id of a ticket; of one that has none, from what it says."""
+    return ticket.id or digest(encode(ticket))[:16]
 
 
 def read(text: str, *, now: int) -> Ticket:

@@ -139,6 +139,9 @@ TICKET = Ticket(
     discovery=("/ip4/192.0.2.1/tcp/4001",),
     issued=NOW,
     expires=NOW + 3600,
+    id=bytes(range(16)),
+    label="friends",
+    uses=8,
 )
 
 RECORD = PeerRecord(

@@ -75,6 +75,8 @@ class Worker:
 
     rank: int
     """Order of admission: chunks flow from lower to higher ranks."""
+    ticket: bytes = b""
+    """Id of the ticket under which it was admitted; empty where that is not known."""
     stats: WorkerStats = field(default_factory=lambda: WorkerStats(-1))
     asked: float = 0.0
     """Monotonic seconds of its last lease request."""
@@ -145,8 +147,10 @@ class LeaseDesk:
         self._started = clock()
         self.workers: dict[bytes, Worker] = {}
         self.reputations: dict[bytes, Reputation] = {}
-        for node in ledger.admitted():
-            self.workers[node] = Worker(len(self.workers), heard=clock())
+        for one in ledger.admitted():
+            self.workers[one.node] = Worker(len(self.workers), one.ticket, heard=clock())
+            if one.record:
+                self._remember(one.record)
 
     def reputation(self, node: bytes) -> Reputation:
         """Evidence about a worker."""
@@ -261,22 +265,51 @@ class LeaseDesk:
             raise wrong_version("your node", hello.wire_version, here="the trainer")
         now = int(time.time())
         check_clock(hello.unix_time, now)
-        if peer not in self.workers:
-            ticket = tickets.check(hello.ticket, now=now)
-            if (ticket.run, ticket.trainer) != (self._run_id, self._key.node_id):
-                raise RemoteProtocolError(Reason.WRONG_RUN, "the ticket is for another run")
+        # Whoever was admitted needs no valid ticket: its key is its ticket.
+        ticket = b"" if peer in self.workers else self._check_ticket(hello.ticket, now)
         record = read_record(hello.record, self._run_id, now)
         if record.node != peer:
             raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
         self._peers.learn(record, hello.record)
         if peer not in self.workers:
-            self._ledger.admit(peer, now)
-            self.workers[peer] = Worker(len(self.workers), heard=self._clock())
+            self._ledger.admit(peer, now, ticket, hello.record)
+            self.workers[peer] = Worker(len(self.workers), ticket, heard=self._clock())
             logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
+        else:
+            self._ledger.keep_record(peer, hello.record)
         # What it held before it said hello is lost to it.
         self.pipelines.began(peer)
         self.book.release(peer, now)
         return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now)
+
+    def _check_ticket(self, sealed: bytes, now: int) -> bytes:
+        """The id of a ticket that may admit one more node. Raises RemoteProtocolError."""
+        ticket = tickets.check(sealed, now=now)
+        if (ticket.run, ticket.trainer) != (self._run_id, self._key.node_id):
+            raise RemoteProtocolError(Reason.WRONG_RUN, "the ticket is for another run")
+        name = tickets.id_of(ticket)
+        self._ledger.add_ticket(name, ticket)
+        known = self._ledger.ticket(name)
+        assert known is not None
+        if known.revoked:
+            raise RemoteProtocolError(
+                Reason.NOT_ADMITTED, "this ticket was revoked: ask the trainer's operator for one"
+            )
+        if known.uses and known.admitted >= known.uses:
+            raise RemoteProtocolError(
+                Reason.NOT_ADMITTED,
+                f"this ticket has admitted the {known.uses} node(s) that it is for: ask the trainer's "
+                "operator for another one",
+            )
+        return name
+
+    def _remember(self, sealed: bytes) -> None:
+        """Know an admitted node's role and addresses again after a restart of ours."""
+        try:
+            # it may have expired since: whoever comes back tells a new one
+            self._peers.learn(read_record(sealed, self._run_id, now=0), sealed)
+        except RemoteProtocolError as error:
+            logger.warning("forgetting a peer record in the ledger: %s", error)
 
     async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
         worker.stats, worker.left = request.stats, False

@@ -1,5 +1,6 @@
 """Who is let in: only whoever shows a live ticket of this run, as itself."""
 
+import secrets
 import time
 
 import msgspec
@@ -8,6 +9,7 @@ from rogue import Rogue, reason_of, soon
 from swarm import Swarm
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.network.rpc import Refused
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
@@ -111,3 +113,32 @@ async def test_a_goodbye_gives_back_only_ones_own_leases(siege: Swarm) -> None:
         await rogue.goodbye()
         bundle = victim.bundle(sealed, await victim.play(lease))
         assert (await victim.submit(bundle, lease.lease_id)).lease_id == lease.lease_id
+
+
+def fresh(swarm: Swarm, **changes: object) -> bytes:
+    """A ticket of the run's trainer for another day."""
+    return ticket_of(swarm, swarm.trainer.key, id=secrets.token_bytes(16), **changes)
+
+
+async def test_a_ticket_admits_no_more_nodes_than_it_is_for_and_those_again_and_again(
+    siege: Swarm,
+) -> None:
+    ticket = fresh(siege, uses=2)
+    for name in ("first of two", "second of two", "first of two"):
+        async with Rogue(siege, name) as rogue:
+            await rogue.hello(ticket=ticket)
+    async with Rogue(siege, "third of two") as rogue:
+        with pytest.raises(Refused, match=r"has admitted the 2 node\(s\) that it is for") as caught:
+            await rogue.hello(ticket=ticket)
+        assert caught.value.reason == Reason.NOT_ADMITTED
+        assert await reason_of(rogue.poll(1)) == Reason.NOT_ADMITTED
+
+
+async def test_an_admitted_node_comes_back_with_an_expired_ticket_and_with_none(
+    siege: Swarm,
+) -> None:
+    async with Rogue(siege, "veteran") as rogue:
+        await rogue.hello()
+    for ticket in (ticket_of(siege, siege.trainer.key, **past()), b""):
+        async with Rogue(siege, "veteran") as rogue:
+            await rogue.hello(ticket=ticket)
