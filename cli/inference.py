@@ -78,7 +78,7 @@ def checked(config: "ServeConfig") -> "ServeConfig":
 
     read_key(config.api)
     if config.ticket:
-        return config.model_copy(update={"ticket": checked_ticket(config.ticket)})
+        return config.model_copy(update={"ticket": checked_ticket(config.ticket, config.directory)})
     if not config.model.name:
         raise UsageError(
             "nothing to serve: give --model.name with a directory or a hub id, or --ticket with a run's"

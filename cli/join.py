@@ -20,6 +20,7 @@ from .configured import (
     parallel,
     show_config,
 )
+from .target import default_data_dir
 
 if TYPE_CHECKING:
     from ..node.config import JoinConfig
@@ -55,6 +56,7 @@ def run(
 
     Come and go as you like; needs no open port. The ticket is checked before anything is sent. A validator
     measures instead what other nodes sent in; the trainer's verification.validators has to name it.
+    A data directory that was admitted once needs no ticket any more.
 
     A machine that cannot hold the model offers its memory, and holds some layers of it together with others
     (--pp.mode on does so anyway, off never).
@@ -64,6 +66,7 @@ def run(
       primerl-node join --ticket primerl1-... --data-dir worker
       ssh trainer primerl-node ticket | primerl-node join --ticket -
       primerl-node join --ticket run.ticket --engine.type vllm --tp auto
+      primerl-node join --data-dir worker      again, for the run that admitted it
       primerl-node join --ticket run.ticket --pp.rank 0 --pp.world-size 2
       primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
@@ -85,35 +88,16 @@ def run(
 
 def with_checked_ticket(config: "JoinConfig") -> "JoinConfig":
     """The config with the ticket's text in it. Raises TicketError; needs no network."""
-    from ..node.errors import TicketError
-
-    if not config.ticket:
-        raise TicketError(
-            "no ticket: give --ticket with what `primerl-node ticket` prints on the trainer's machine"
-        )
-    return config.model_copy(update={"ticket": checked_ticket(config.ticket)})
+    directory = config.data_dir or default_data_dir()
+    return config.model_copy(update={"ticket": checked_ticket(config.ticket, directory)})
 
 
-def checked_ticket(given: str) -> str:
-    """The text of a ticket that can be used. Raises TicketError; needs no network."""
-    from ..node.errors import TicketError
-    from ..protocol import tickets
-    from ..protocol.errors import Reason, RemoteProtocolError
+def checked_ticket(given: str, data_dir: Path) -> str:
+    """The text of the ticket to join with: `given`, a file that holds it, or the one that a directory was
+    admitted with. Raises TicketError, StorageError; needs no network."""
+    from ..node.tickets import usable_ticket
 
-    text = ticket_text(given)
-    try:
-        tickets.read(text, now=int(time.time()))
-    except RemoteProtocolError as error:
-        if error.reason is Reason.EXPIRED:
-            raise TicketError(
-                f"{error.detail}; else ask the trainer's operator for a new one (`primerl-node ticket`)"
-            ) from error
-        if error.reason in (Reason.WRONG_VERSION, Reason.WRONG_CLOCK):
-            raise TicketError(error.detail) from error
-        raise TicketError(
-            f"this is no ticket that can be trusted ({error}): copy it again, whole and in one line"
-        ) from error
-    return text
+    return usable_ticket(ticket_text(given) if given else "", data_dir, int(time.time()))
 
 
 def ticket_text(given: str) -> str:

@@ -109,7 +109,7 @@ SHORT = {
     "status": "How the running node is doing.",
     "peers": "Who it knows, and how they do.",
     "explain": "Why work was accepted or rejected, with the evidence.",
-    "ticket": "The join ticket of the running trainer.",
+    "ticket": "Join tickets of the running trainer: print, issue, list, revoke.",
     "stop": "Stop the running node in order.",
     "init": "Make this node's key.",
     "id": "Show this node's id.",
@@ -128,7 +128,6 @@ PLAIN = {
     "status": status.run,
     "peers": peers.run,
     "explain": explain.run,
-    "ticket": ticket.run,
     "stop": stop.run,
     "init": init.run,
     "id": identity.run,
@@ -137,6 +136,7 @@ for _name, _command in CONFIGURED.items():
     app.command(_name, short_help=SHORT[_name], cls=ConfigCommand, context_settings=FREE)(_command)
 for _name, _command in PLAIN.items():
     app.command(_name, short_help=SHORT[_name])(_command)
+app.add_typer(ticket.app, name="ticket", short_help=SHORT["ticket"])
 
 
 def main() -> None:

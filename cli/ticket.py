@@ -1,21 +1,119 @@
-"""`primerl-node ticket`: the running trainer's join ticket."""
+"""`primerl-node ticket`: the running trainer's join tickets."""
 
 import json
+import re
+import time
+from typing import Annotated
 
 import typer
 
 from .target import AsJson, DataDir, find_node
 
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
-def run(data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Print the join ticket of the trainer that runs here.
+app = typer.Typer(
+    rich_markup_mode=None,
+    add_completion=False,
+    help="""Print a join ticket of the trainer that runs here, or a new one for somebody.
 
-    \b
-    Example:
-      primerl-node ticket > run.ticket
-      primerl-node join --ticket run.ticket --data-dir worker
-    """
+Without options it is the trainer's own, which is renewed long before it expires. A ticket is a secret: with it
+anybody may join under keys of their own, up to its uses. Nodes once admitted need it no more.
+
+\b
+Examples:
+  primerl-node ticket > run.ticket
+  primerl-node ticket --label anna --uses 2 --expires 30d
+  primerl-node ticket list
+  primerl-node ticket revoke anna
+""",
+)
+
+
+@app.callback(invoke_without_command=True)
+def show(
+    ctx: typer.Context,
+    expires: Annotated[
+        str | None,
+        typer.Option("--expires", help="A new ticket, valid for so long: 90m, 12h, 30d, 2w."),
+    ] = None,
+    uses: Annotated[
+        int | None,
+        typer.Option(
+            "--uses", help="A new ticket that admits so many nodes; 0: any number.", min=0
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            "--label", help="A new ticket of this name, which its bearer sees; revoke takes it."
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a ticket."""
+    if ctx.invoked_subcommand is not None:
+        return
     from ..node.control import ask
 
-    answer = ask(find_node(data_dir), "ticket")
+    asked = {"expires_s": seconds(expires) if expires else None, "uses": uses, "label": label}
+    given = {name: value for name, value in asked.items() if value is not None}
+    answer = ask(find_node(data_dir), "ticket", **given)
     typer.echo(json.dumps(answer) if as_json else answer["ticket"])
+
+
+@app.command("list", short_help="The tickets that the trainer issued.")
+def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List the tickets that the trainer of this run issued, and how many nodes each admitted."""
+    from ..node.control import ask
+
+    rows = ask(find_node(data_dir), "tickets")
+    if as_json:
+        typer.echo(json.dumps({"tickets": rows}))
+        return
+    now = time.time()
+    typer.echo(f"{'ID':<10} {'LABEL':<20} {'ADMITTED':>10}  {'EXPIRES':<16} STATE")
+    for row in rows:
+        admitted = f"{row['admitted']}/{row['uses']}" if row["uses"] else str(row["admitted"])
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["expires"]))
+        label = row["label"] or "-"
+        typer.echo(f"{row['id'][:10]:<10} {label:<20} {admitted:>10}  {until} {state(row, now)}")
+
+
+@app.command("revoke", short_help="Let a ticket admit nobody any more.")
+def revoke(
+    name: Annotated[str, typer.Argument(help="Its label, or the beginning of its id.")],
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a ticket, or all of a label, admit nobody any more. Nodes that it admitted stay."""
+    from ..node.control import ask
+
+    rows = ask(find_node(data_dir), "revoke", name=name)
+    if as_json:
+        typer.echo(json.dumps({"revoked": rows}))
+        return
+    for row in rows:
+        typer.echo(
+            f"revoked {row['id'][:10]} ({row['label'] or 'no label'}): the {row['admitted']} node(s) "
+            "that it admitted stay"
+        )
+
+
+def state(row: dict[str, object], now: float) -> str:
+    """Whether a ticket still admits nodes."""
+    if row["revoked"]:
+        return "revoked"
+    if float(str(row["expires"])) < now:
+        return "expired"
+    return "used up" if row["uses"] and row["admitted"] == row["uses"] else "valid"
+
+
+def seconds(text: str) -> int:
+    """A duration like 30d in seconds. Raises UsageError."""
+    from ..node.errors import UsageError
+
+    found = re.fullmatch(r"(\d{1,9})([smhdw])", text.strip())
+    if found is None:
+        raise UsageError(f"{text[:20]!r} is no duration: say 90m, 12h, 30d or 2w")
+    return int(found[1]) * UNITS[found[2]]

@@ -339,6 +339,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
     """`primerl-node train` and `primerl-node rl`."""
 
     ticket_ttl_s: Seconds = 7 * 86400.0
+    """How long a ticket is valid, unless `ticket --expires` says otherwise; the trainer's own is renewed."""
+    ticket_uses: Annotated[int, Field(ge=0)] = 0
+    """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()

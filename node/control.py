@@ -4,6 +4,7 @@ The socket belongs to its owner alone (0600, in a 0700 directory); it is never a
 """
 
 import asyncio
+import inspect
 import json
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,7 +20,8 @@ SOCKET_NAME = "control.sock"
 MAX_LINE = 4 * 1024 * 1024
 ASK_TIMEOUT_S = 10.0
 
-Command = Callable[[], Awaitable[Any]]
+Command = Callable[..., Awaitable[Any]]
+"""Called with the arguments of the question, if it has any."""
 
 
 class PeerRow(msgspec.Struct):
@@ -235,17 +237,22 @@ class ControlServer:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            name = json.loads(line)["command"]
-            command = self._commands[name]
+            asked = json.loads(line)
+            command = self._commands[asked["command"]]
+            arguments = asked.get("arguments", {})
         except (ValueError, KeyError, TypeError):
             return {"error": f"commands are: {', '.join(sorted(self._commands))}"}
         try:
-            return {"data": await command()}
+            inspect.signature(command).bind(**arguments)
+        except TypeError as error:
+            return {"error": f"{asked['command']}: {error}"}
+        try:
+            return {"data": await command(**arguments)}
         except NodeError as error:
             return {"error": str(error)}
 
 
-def ask(data_dir: Path, command: str) -> Any:
+def ask(data_dir: Path, command: str, **arguments: Any) -> Any:
     """Ask the node that runs in `data_dir`; returns decoded JSON.
 
     Raises:
@@ -254,7 +261,10 @@ def ask(data_dir: Path, command: str) -> Any:
     path = socket_path(data_dir)
     try:
         with connected(path, ASK_TIMEOUT_S) as connection:
-            connection.sendall(json.dumps({"command": command}).encode() + b"\n")
+            asked = (
+                {"command": command, "arguments": arguments} if arguments else {"command": command}
+            )
+            connection.sendall(json.dumps(asked).encode() + b"\n")
             reply = _read_line(connection)
     except (FileNotFoundError, ConnectionError) as error:
         raise NetworkError(

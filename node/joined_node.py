@@ -44,6 +44,7 @@ from .roles.upstreams import Upstreams
 from .rows import peer_rows, total_bytes
 from .serving import Node
 from .stack import Stack, open_stack, open_store
+from .tickets import remember, run_directory, usable_ticket
 from .weights.mirror import Policy
 from .weights.partial import Share, everything
 
@@ -76,15 +77,16 @@ class JoinedNode(Node):
         super().__init__(config, key, data_dir, config.role)
         self._config = config
         self._parts = parts or Parts()
-        self._ticket_bytes = b""
+        self._ticket = ""
         self._stack: Stack | None = None
         self._catchup: CatchUp | None = None
         self._name = ""
 
     async def run(self) -> None:
         """Join and work. Raises TicketError, NodeError."""
-        ticket = self._read_ticket()
-        directory = self.data_dir / "runs" / ticket.run.hex()[:16]
+        self._ticket = usable_ticket(self._config.ticket, self.data_dir, int(time.time()))
+        ticket = tickets.read(self._ticket, now=0)
+        directory = run_directory(self.data_dir, ticket.run)
         ledger = self._parts.ledger(directory / "ledger.db", fsync=self.config.fsync)
         try:
             commands = {"status": self._status, "peers": self._peers}
@@ -101,14 +103,6 @@ class JoinedNode(Node):
     def _pipelines(self, stack: Stack) -> Handler:
         """What answers those who share a model with this node."""
         return no_pipelines
-
-    def _read_ticket(self) -> Ticket:
-        try:
-            ticket = tickets.read(self._config.ticket, now=int(time.time()))
-            self._ticket_bytes = tickets.sealed_bytes(self._config.ticket)
-        except RemoteProtocolError as error:
-            raise TicketError(f"this ticket cannot be used ({error}): ask for a new one") from error
-        return ticket
 
     async def _work(self, ticket: Ticket, ledger: Ledger, directory: Path) -> None:
         async with open_stack(
@@ -147,6 +141,7 @@ class JoinedNode(Node):
         documents = await self._hello(stack, ticket)
         run = documents.manifest
         self._name = run.name
+        remember(stack.ledger, self._ticket)
         # `explain` checks verdicts by it when no trainer can be asked.
         stack.ledger.set(MANIFEST, documents.sealed)
         chunks = [file.chunk for file in run.model.files]
@@ -181,7 +176,7 @@ class JoinedNode(Node):
                 WIRE_VERSION,
                 self._config.role,
                 __version__,
-                self._ticket_bytes,
+                tickets.sealed_bytes(self._ticket),
                 stack.record(),
                 unix_time=int(time.time()),
             )

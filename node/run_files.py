@@ -4,6 +4,7 @@ Nothing is deleted that does not look like a run of ours, and nothing while a no
 """
 
 import fcntl
+import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -27,6 +28,21 @@ TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
 CHECKPOINTS = "checkpoints"
 MARKS = (TICKET, SUMMARY, METRICS, LOGS, CHECKPOINTS, "trainer")
 """At least one of these is in the directory of every run."""
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace the file at `path` by one that its owner alone can read, whole or not at all.
+
+    Raises StorageError.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        partial.replace(path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def weights_dir(run_dir: Path, step: int) -> Path:

@@ -33,7 +33,7 @@ from .config import RunConfig
 from .errors import StorageError, UsageError
 from .ledger import MANIFEST, Ledger
 from .proofs.thresholds import check_bounds, proof_contract
-from .run_files import CHECKPOINTS, clean
+from .run_files import CHECKPOINTS, clean, write_private
 from .store import Store
 from .training.saving.checkpoints import Checkpoints
 from .training_config import LoraConfig
@@ -72,7 +72,8 @@ def prepare(config: RunConfig) -> Path:
     elif config.goes_on and not used:
         raise UsageError(f"nothing to resume in {directory}")
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(config.model_dump_json(indent=2))
+    # it may hold the passwords of seeds
+    write_private(directory / "config.json", config.model_dump_json(indent=2))
     return directory
 
 

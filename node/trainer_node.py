@@ -1,6 +1,7 @@
 """A trainer: makes or resumes a run, brings up backend, environment and desk, and trains to the end."""
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -8,9 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from ..crypto.keys import SecretKey
-from ..protocol import tickets
 from ..protocol.leases import LeaseBook
-from ..protocol.manifests import Ticket
 from . import rundir, summary
 from .config import RunConfig
 from .contests import online_evaluation, open_contests
@@ -18,11 +17,11 @@ from .control import PeerRow, Status
 from .engines.adapted import adapted
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
-from .errors import UsageError
+from .errors import BusyError, UsageError
 from .evaluation.evaluator import Contest, EvalResult, Evaluator
 from .evaluation.online import OnlineEvaluation
 from .leasing import lease_policy
-from .ledger import Arrived, Ledger
+from .ledger import Arrived, IssuedTicket, Ledger
 from .metrics import MetricsLog, PhaseClock
 from .opening import Opening
 from .parts import Parts
@@ -35,9 +34,10 @@ from .roles.publisher import Publisher
 from .roles.terms import LEASES_PER_BOOT
 from .roles.trainer import TrainerRole
 from .rows import show_training, total_bytes, trainer_rows
-from .run_files import CHECKPOINTS, weights_dir
+from .run_files import CHECKPOINTS, TICKET, weights_dir
 from .serving import Node
 from .stack import Stack, open_stack, open_store
+from .tickets import TicketBook
 from .training.backend import TrainBackend
 from .training.buffer import RolloutBuffer
 from .training.saving.checkpoints import Checkpoints
@@ -67,7 +67,7 @@ class TrainerNode(Node):
         self._config = config
         self._announce = announce
         self._parts = parts or Parts()
-        self._ticket = ""
+        self._tickets: TicketBook | None = None
         self._clock = PhaseClock()
         self._boot = 0
         self._stack: Stack | None = None
@@ -85,7 +85,9 @@ class TrainerNode(Node):
             commands = {
                 "status": self._status,
                 "peers": self._peers,
-                "ticket": self._current_ticket,
+                "ticket": self._ticket,
+                "tickets": self._list_tickets,
+                "revoke": self._revoke,
             }
             await self.serve(lambda: self._work(ledger), commands, self._config.name)
         finally:
@@ -112,7 +114,13 @@ class TrainerNode(Node):
             self._stack = stack
             rundir.check_clock(run, stack.heads.latest(), int(time.time()))
             stack.keep_chunks.update(rundir.pinned(run, store))
-            self._publish_ticket(stack)
+            self._tickets = TicketBook(
+                stack,
+                self._config.run_dir / TICKET,
+                ttl_s=self._config.ticket_ttl_s,
+                uses=self._config.ticket_uses,
+            )
+            self._announce(self._tickets.current().text)
             environment = self._environment(model_dir)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
             # whoever is cancelled while it closes one thing closes the others all the same
@@ -125,23 +133,6 @@ class TrainerNode(Node):
                     await self._train(stack, documents, environment, metrics, model_dir)
                 except EnvironmentFailed as error:
                     raise UsageError(f"the environment does not start: {error}") from error
-
-    def _publish_ticket(self, stack: Stack) -> None:
-        now = int(time.time())
-        ticket = Ticket(
-            run=stack.run_id,
-            trainer=self.key.node_id,
-            addresses=stack.addresses(),
-            discovery=stack.discovery_addresses(),
-            issued=now,
-            expires=now + int(self._config.ticket_ttl_s),
-        )
-        self._ticket = tickets.issue(self.key, ticket)
-        path = self._config.run_dir / "ticket.txt"
-        partial = path.with_suffix(".tmp")
-        partial.write_text(self._ticket + "\n")
-        partial.replace(path)
-        self._announce(self._ticket)
 
     def _environment(self, model_dir: Path) -> Environment:
         sampling = self._config.sampling
@@ -220,6 +211,7 @@ class TrainerNode(Node):
             background = [
                 tasks.create_task(stack.router(desk.handle).run()),
                 tasks.create_task(stack.watch_fraud()),
+                tasks.create_task(self._issued.keep_fresh()),
             ]
             gossip = stack.gossip()
             if gossip is not None:
@@ -369,8 +361,25 @@ class TrainerNode(Node):
             seconds=self._clock.seconds,
         )
 
-    async def _current_ticket(self) -> dict[str, str]:
-        return {"ticket": self._ticket}
+    @property
+    def _issued(self) -> TicketBook:
+        if self._tickets is None:
+            raise BusyError("the trainer has no ticket yet: ask again in a moment")
+        return self._tickets
+
+    async def _ticket(
+        self, label: str | None = None, uses: int | None = None, expires_s: float | None = None
+    ) -> dict[str, object]:
+        """The trainer's own ticket, or, where anything is asked of it, a new one."""
+        if label is None and uses is None and expires_s is None:
+            return self._issued.current().shown()
+        return self._issued.issue(label=label or "", uses=uses, expires_s=expires_s).shown()
+
+    async def _list_tickets(self) -> list[dict[str, object]]:
+        return [_ticket_row(one) for one in self._issued.listed()]
+
+    async def _revoke(self, name: str) -> list[dict[str, object]]:
+        return [_ticket_row(one) for one in self._issued.revoke(name)]
 
     async def _status(self) -> Status:
         status = self.base_status()
@@ -395,6 +404,10 @@ class TrainerNode(Node):
         if stack is None or desk is None or publisher is None:
             return []
         return trainer_rows(stack.peers, desk, newest=publisher.version, own=self.key.node_id)
+
+
+def _ticket_row(one: IssuedTicket) -> dict[str, object]:
+    return {**dataclasses.asdict(one), "id": one.id.hex()}
 
 
 async def _nowhere(sealed: bytes) -> None:

@@ -25,7 +25,7 @@ MAX_TICKET_CHARACTERS = 8192
 def issue(key: SecretKey, ticket: Ticket) -> str:
     """The text of a ticket, signed by the trainer."""
     sealed = seal(key, Purpose.TICKET, ticket.run, ticket, expires=ticket.expires)
-    return _text(sealed)
+    return text_of(sealed)
 
 
 def sealed_bytes(text: str) -> bytes:
@@ -39,12 +39,13 @@ def sealed_bytes(text: str) -> bytes:
     except (binascii.Error, ValueError) as error:
         raise RemoteProtocolError(Reason.MALFORMED, "the ticket is damaged") from error
     # One text for one ticket: base64 has spare bits and two alphabets, where damage would not show.
-    if _text(sealed) != text:
+    if text_of(sealed) != text:
         raise RemoteProtocolError(Reason.MALFORMED, "the ticket is damaged")
     return sealed
 
 
-def _text(sealed: bytes) -> str:
+def text_of(sealed: bytes) -> str:
+    """The text of a sealed ticket."""
     return PREFIX + base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
 

@@ -23,7 +23,7 @@ PLUMBING = """config control engine_config errors eval_config frames gpu_memory 
 MODELS = "architectures model_files models tensors"
 COMPOSITION = """base_weights contests daemon doctor engine_check eval_run explaining joined_node
     launching leasing opening parts restarts rows rundir serving sft_run
-    stack stage_node summary trainer_node validator_node verification worker_node inference_node"""
+    stack stage_node summary tickets trainer_node validator_node verification worker_node inference_node"""
 FLOORS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],

@@ -76,7 +76,8 @@ async def serve(short_dir: Path) -> AsyncIterator[Callable[..., object]]:
 
 
 def _constant(value: object) -> Command:
-    async def answer() -> object:
+    async def answer(**arguments: object) -> object:
+        del arguments
         if isinstance(value, Exception):
             raise value
         return value

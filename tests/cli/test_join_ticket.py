@@ -9,6 +9,9 @@ import pytest
 from primerl.cli.join import ticket_text, with_checked_ticket
 from primerl.crypto.keys import SecretKey
 from primerl.node.config import JoinConfig
+from primerl.node.errors import TicketError
+from primerl.node.ledger import Ledger
+from primerl.node.tickets import remember, run_directory
 from primerl.protocol.manifests import Ticket
 from primerl.protocol.tickets import issue
 
@@ -41,10 +44,27 @@ def test_no_ticket_says_where_to_get_one(cli: Callable[..., Ran]) -> None:
     assert "primerl-node ticket" in ran.err
 
 
-def test_an_expired_ticket_is_refused_offline(cli: Callable[..., Ran]) -> None:
+def test_an_expired_ticket_is_refused_offline_and_the_clock_named(cli: Callable[..., Ran]) -> None:
     ran = cli("join", "--ticket", ticket(expires_in=-3600))
     assert ran.code == 3
-    assert "expired" in ran.err
+    assert "expired 3600 s ago by our clock (" in ran.err or "expired 3601 s ago" in ran.err
+    assert "check the clock of this machine" in ran.err
+
+
+def test_a_directory_that_was_admitted_passes_with_an_expired_ticket_and_with_none(
+    home: Path,
+) -> None:
+    old = ticket(expires_in=-3600)
+    ledger = Ledger(run_directory(home / "node", bytes(32)) / "ledger.db", fsync=False)
+    config = JoinConfig(ticket=old, data_dir=home / "node")
+    with pytest.raises(TicketError, match="expired"):
+        with_checked_ticket(config)
+    remember(ledger, old)
+    ledger.close()
+    assert with_checked_ticket(config).ticket == old
+    assert with_checked_ticket(JoinConfig(data_dir=home / "node")).ticket == old
+    with pytest.raises(TicketError, match="never admitted"):
+        with_checked_ticket(JoinConfig(data_dir=home / "other"))
 
 
 def test_damaged_and_invented_tickets_are_refused_offline(cli: Callable[..., Ran]) -> None:
@@ -62,7 +82,7 @@ def test_a_ticket_that_is_nothing_and_a_file_that_is_no_ticket(
 ) -> None:
     (home / "binary").write_bytes(b"\xff\x00\xfe")
     (home / "note").write_text("see you at nine")
-    for bad in ("nothing-here", "binary", "note", "."):
+    for bad in ("nothing-here", "binary", "note", ".", "/dev/zero"):
         ran = cli("join", "--ticket", bad)
         assert ran.code == 3, bad
         assert ran.err.count("\n") == 1
