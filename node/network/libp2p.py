@@ -4,13 +4,18 @@ Nothing here is believed and nothing depends on it: libp2p failing costs speed, 
 The library is handed foreign bytes all day, so every way in has a limit and a last resort.
 """
 
+import importlib.util
 import ipaddress
 import logging
 import os
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ...crypto.keys import SecretKey
 from ...protocol.version import KIB, MIB
@@ -50,6 +55,52 @@ MAX_BOOTSTRAP = 16
 HIGH_WATER, MAX_CONNECTIONS = 24, 64
 """Connections above the first are closed after a while, above the second refused."""
 HANG_UP_SECONDS = 2.0
+
+INSTALL = "pip install --no-deps libp2p==0.8.1"
+"""Without its requirements: pyproject.toml says why. constraints.txt pins the same version."""
+OPTIONAL = frozenset({"coincurve", "fastecdsa", "miniupnpc"})
+"""What libp2p imports at once for other kinds of keys than Ed25519 and for UPnP. No node uses these, and they
+have no wheel for every Python: fastecdsa for none."""
+
+
+def is_installed() -> bool:
+    """Tell whether libp2p is here, without importing it."""
+    return importlib.util.find_spec("libp2p") is not None
+
+
+class MissingModule(ModuleType):
+    """A module of OPTIONAL that is not installed, or a name in it: may be imported, must not be called."""
+
+    def __getattr__(self, name: str) -> "MissingModule":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MissingModule(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise ValueError, as the library itself does for a key that is none."""
+        raise ValueError(f"{self.__name__} is not installed: nodes have Ed25519 keys")
+
+
+class MissingModuleFinder(MetaPathFinder, Loader):
+    """Finds a MissingModule for those of OPTIONAL that no other finder finds."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for OPTIONAL and what is inside."""
+        if fullname.partition(".")[0] not in OPTIONAL:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make the module."""
+        return MissingModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module empty."""
+
+
+sys.meta_path.append(MissingModuleFinder())  # the last one: what is installed goes first
 
 
 class Libp2pDiscovery(TrioDiscovery):

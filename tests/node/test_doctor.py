@@ -57,6 +57,14 @@ def test_torch_has_to_fit_the_machine() -> None:
     assert doctor.check_torch(None, gpus=0, wanted=False).state == "warning"
 
 
+def test_a_libp2p_that_is_missing_is_a_warning_with_the_command_that_installs_it() -> None:
+    assert doctor.check_libp2p(True, wanted=True).state == "ok"
+    assert doctor.check_libp2p(False, wanted=False).state == "ok"
+    missing = doctor.check_libp2p(False, wanted=True)
+    assert missing.state == "warning"
+    assert "pip install --no-deps libp2p==" in missing.advice
+
+
 def test_the_torch_that_is_here_is_read_without_importing_it() -> None:
     import torch
 
@@ -158,6 +166,6 @@ def test_a_clock_before_the_program_is_wrong() -> None:
 def test_everything_is_asked_of_this_machine(tmp_path: Path) -> None:
     config = NodeConfig(data_dir=tmp_path / "node")
     names = [check.name for check in doctor.examine(config, {"CUDA_VISIBLE_DEVICES": ""})]
-    assert names[:4] == ["Python", "torch", "vLLM", "GPU"]
+    assert names[:5] == ["Python", "torch", "vLLM", "libp2p", "GPU"]
     assert {"memory", "disk", "open files", "UDP port", "clock"} < set(names)
     assert not (tmp_path / "node").exists()  # it only looks

@@ -20,6 +20,7 @@ from primerl.protocol.version import MAX_GOSSIP
 
 if TYPE_CHECKING:
     from libp2p.abc import IHost
+    from libp2p.crypto.keys import KeyPair
     from libp2p.pubsub.pb import rpc_pb2
     from libp2p.pubsub.pubsub import Pubsub
 
@@ -27,6 +28,9 @@ RUN = b"r" * 32
 TOPIC = f"primerl/{RUN.hex()}/1"
 DEADLINE_S = 60.0
 FLOOD = 400
+POINT = bytes.fromhex("0279be667ef9dcbbac55a06295ce870b07029bfcdb2dce28d959f2815b16f81798")
+SECP256K1 = b"\x08\x02\x12\x21" + POINT
+"""A sound secp256k1 key, as libp2p writes it; for it a node needs no library, and may have none."""
 
 
 @pytest_asyncio.fixture
@@ -262,8 +266,10 @@ async def test_a_message_that_its_origin_did_not_sign_is_not_heard(
     [
         (b"\x12\x20" + bytes(32), b"\x08\x00\x12\x04junk"),
         (peer_id_of(b"\xff" * 32), b"junk"),
+        (b"\x00\x25" + SECP256K1, b""),
+        (b"\x00\x25" + SECP256K1, SECP256K1),
     ],
-    ids=["another kind of key", "no key at all"],
+    ids=["another kind of key", "no key at all", "secp256k1 in the id", "secp256k1 beside the id"],
 )
 async def test_an_origin_that_is_no_key_of_ours_does_not_disturb(
     victim: Libp2pDiscovery, friend: Libp2pDiscovery, origin: bytes, signer: bytes
@@ -277,6 +283,71 @@ async def test_an_origin_that_is_no_key_of_ours_does_not_disturb(
         await asyncio.sleep(0.2)
     await friend.publish(b"alive")
     assert (await heard(victim)).sealed == b"alive"
+
+
+@pytest.mark.parametrize("kind", ["Secp256k1", "ECDSA", "ECC_P256", "RSA", "X25519"])
+async def test_a_peer_with_another_kind_of_key_does_not_get_in_and_disturbs_nobody(
+    victim: Libp2pDiscovery, friend: Libp2pDiscovery, kind: str
+) -> None:
+    thread = TrioThread("stranger")
+    await thread.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            address = victim.addresses()[0]
+            assert await thread.call(call_with_key_of_kind, "Ed25519", address)
+            assert not await thread.call(call_with_key_of_kind, kind, address)
+    finally:
+        await thread.stop()
+    await until(lambda: victim.neighbours() == 1)
+    await friend.publish(b"alive")
+    assert await heard(victim) == Fact(b"alive", key(2).node_id)
+
+
+async def call_with_key_of_kind(kind: str, address: str) -> bool:
+    """Connect under a key that claims to be of that kind; returns whether the victim takes a stream."""
+    from libp2p import new_host
+    from libp2p.custom_types import TProtocol
+    from libp2p.exceptions import BaseLibp2pError
+    from libp2p.peer.peerinfo import info_from_p2p_addr
+    from multiaddr import Multiaddr
+
+    listen = [Multiaddr("/ip4/127.0.0.1/tcp/0")]
+    host = new_host(key_pair=key_pair_of_kind(kind), listen_addrs=listen)
+    async with host.run(listen):
+        victim = info_from_p2p_addr(Multiaddr(address))
+        try:
+            await host.connect(victim)
+            await host.new_stream(victim.peer_id, [TProtocol("/meshsub/1.1.0")])
+        except BaseLibp2pError:
+            return False
+        finally:
+            await host.close()
+    return True
+
+
+def key_pair_of_kind(kind: str) -> "KeyPair":
+    """An Ed25519 key pair; for another kind its public half says that it is a point of another curve."""
+    from libp2p.crypto.ed25519 import Ed25519PrivateKey, Ed25519PublicKey, create_new_key_pair
+    from libp2p.crypto.keys import KeyPair, KeyType, PublicKey
+
+    class Public(Ed25519PublicKey):
+        def to_bytes(self) -> bytes:
+            return POINT
+
+        def get_type(self) -> KeyType:
+            return KeyType[kind]
+
+    class Private(Ed25519PrivateKey):
+        def get_public_key(self) -> PublicKey:
+            return public
+
+    pair = create_new_key_pair(key(9).seed())
+    if kind == "Ed25519":
+        return pair
+    assert isinstance(pair.private_key, Ed25519PrivateKey)
+    assert isinstance(pair.public_key, Ed25519PublicKey)
+    public = Public(pair.public_key.impl)
+    return KeyPair(Private(pair.private_key.impl), public)
 
 
 async def test_nonsense_in_control_messages_does_not_disturb(
