@@ -3,7 +3,7 @@
 #
 #   bash scripts/demo.sh [--seed 1] [--KEY VALUE]...
 #
-# Needs Linux, Python >= 3.11 with venv and pip, two CPU cores, no GPU.
+# Needs Linux x86-64, Python >= 3.11 with venv and pip, two CPU cores, no GPU, no compiler.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/scripts/install.sh" run

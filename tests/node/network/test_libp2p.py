@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 
@@ -9,10 +11,12 @@ import pytest
 import pytest_asyncio
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.config import NetworkConfig
 from primerl.node.network.discovery import Fact
 from primerl.node.network.libp2p import Libp2pDiscovery
 from primerl.node.network.peer_ids import node_id_of, peer_id_of
 from primerl.node.network.transport import AddressInUse, TransportError
+from primerl.node.parts import start_libp2p
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
 
@@ -62,6 +66,45 @@ async def pair(make: Make) -> tuple[Libp2pDiscovery, Libp2pDiscovery]:
 
 def port_of(discovery: Libp2pDiscovery) -> int:
     return int(discovery.addresses()[0].split("/")[4])
+
+
+async def test_where_the_library_is_missing_a_node_says_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "libp2p", None)  # as if it were not installed
+    assert await start_libp2p(NetworkConfig(), key(1), RUN, []) is None
+    assert "pip install --no-deps libp2p" in caplog.text
+
+
+WITHOUT_OPTIONAL = """
+import asyncio, sys
+from importlib.machinery import PathFinder
+from primerl.crypto.keys import SecretKey
+from primerl.node.network.libp2p import OPTIONAL, Libp2pDiscovery, MissingModule
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.partition(".")[0] in OPTIONAL
+        return None if hidden else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+
+async def main():
+    discovery = Libp2pDiscovery(SecretKey.generate(), run_id=bytes(32), host="127.0.0.1", port=0)
+    await discovery.start([])
+    assert discovery.addresses()
+    await discovery.close()
+
+asyncio.run(main())
+assert all(isinstance(sys.modules[name], MissingModule) for name in OPTIONAL), OPTIONAL
+"""
+
+
+def test_discovery_starts_without_the_libraries_for_other_kinds_of_keys() -> None:
+    command = [sys.executable, "-c", WITHOUT_OPTIONAL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_node_and_its_libp2p_peer_have_one_id() -> None:
