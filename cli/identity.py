@@ -44,10 +44,17 @@ def open_key(path: "Path") -> "SecretKey":
     try:
         return SecretKey.load(path, passphrase)
     except KeyFileError:
-        locked = path.exists() and b"ENCRYPTED" in path.read_bytes()
-        if passphrase or not locked or not sys.stdin.isatty():
+        if passphrase or not sys.stdin.isatty() or not _is_locked(path):
             raise
     return SecretKey.load(path, typer.prompt("Passphrase", hide_input=True, err=True))
+
+
+def _is_locked(path: "Path") -> bool:
+    """Whether a key file that could not be opened wants a passphrase."""
+    try:
+        return b"ENCRYPTED" in path.read_bytes()
+    except OSError:
+        return False
 
 
 def base58(data: bytes) -> str:

@@ -28,7 +28,7 @@ def run(
     The key is the node's identity everywhere: keep key.pem, and keep it to yourself.
     """
     from ..crypto.keys import SecretKey
-    from ..node.errors import BusyError, StorageError
+    from ..node.errors import BusyError
 
     path = key_path(data_dir)
     if path.exists():
@@ -41,8 +41,6 @@ def run(
         key.save(path, secret)
     except FileExistsError as error:
         raise BusyError(f"{path} was made this very moment by somebody else") from error
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
     typer.echo(f"key: {path}\nid:  {key.node_id.hex()}")
 
 

@@ -12,7 +12,7 @@ import typer
 
 from .. import __version__
 from ..crypto.keys import KeyFileError
-from ..node.errors import NodeError, StorageError
+from ..node.errors import NodeError, StorageError, file_error, is_of_file
 from ..protocol.errors import RemoteProtocolError
 from . import (
     calibrate,
@@ -168,6 +168,10 @@ def execute(args: list[str]) -> int:
     except BrokenPipeError:  # `primerl-node peers | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NodeError.exit_code
+    except OSError as error:
+        if not is_of_file(error):
+            raise
+        return _fail(str(file_error(error)), StorageError.exit_code)
     except CommandLineError as error:
         return _command_line(error)
 

@@ -22,7 +22,7 @@ Signature = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length
 
 
 class KeyFileError(Exception):
-    """A key file cannot be read: absent, malformed, readable by others, or locked by a passphrase."""
+    """A key file cannot be read or written: absent, malformed, readable by others, locked by a passphrase."""
 
 
 class SecretKey:
@@ -54,19 +54,38 @@ class SecretKey:
         return f"SecretKey(node_id={self.node_id[:5].hex()}..)"
 
     def save(self, path: Path, passphrase: str | None = None) -> None:
-        """Write the key as PKCS#8 PEM with mode 0600; never over an existing file."""
+        """Write the key as PKCS#8 PEM with mode 0600; never over an existing file, and whole or not at all.
+
+        Raises:
+            FileExistsError: something is there.
+            KeyFileError: it cannot be written.
+        """
         encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
         if passphrase:
             encryption = serialization.BestAvailableEncryption(passphrase.encode())
         pem = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption
         )
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pem)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise KeyFileError(
+                f"cannot write {path}: {error.strerror}: {path.parent} has to be a directory of yours"
+            ) from error
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise KeyFileError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # half a key would be taken for a damaged one by the next start
+            path.unlink(missing_ok=True)
+            raise KeyFileError(f"cannot write {path}: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: Path, passphrase: str | None = None) -> "SecretKey":
@@ -76,10 +95,14 @@ class SecretKey:
             KeyFileError: absent, readable by other users, malformed, or a wrong passphrase.
         """
         try:
+            if path.is_dir():
+                raise KeyFileError(f"{path} is a directory: move it away")
             if path.stat().st_mode & 0o077:
                 raise KeyFileError(f"{path} is readable by others: run `chmod 600 {path}`")
             pem = path.read_bytes()
         except FileNotFoundError as error:
+            if path.is_symlink():
+                raise KeyFileError(f"{path} is a link to nothing: remove it") from error
             raise KeyFileError(f"no key at {path}: run `primerl-node init`") from error
         except OSError as error:
             raise KeyFileError(f"cannot read {path}: {error.strerror}") from error

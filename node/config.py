@@ -255,6 +255,10 @@ class LogConfig(BaseConfig):
     level: Literal["debug", "info", "warning", "error"] = "info"
     json_lines: bool = False
     """Structured log lines on stderr (the log file is always structured)."""
+    max_mib: Annotated[float, Field(gt=0)] = 16.0
+    """A log file that would grow beyond this is put aside as NAME.1, and a new one begins."""
+    keep: Positive = 4
+    """Log files that are kept when they were put aside."""
 
 
 GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)

@@ -21,7 +21,7 @@ def load_key(data_dir: Path) -> SecretKey:
     """The node's key, made at the first start. Raises KeyFileError."""
     path = data_dir / KEY_FILE
     passphrase = os.environ.get(PASSPHRASE) or None
-    if not path.exists():
+    if not os.path.lexists(path):
         SecretKey.generate().save(path, passphrase)
     return SecretKey.load(path, passphrase)
 

@@ -14,6 +14,7 @@
 The message says what to do; it is printed as one line on stderr.
 """
 
+import errno
 from collections.abc import Iterator
 
 
@@ -74,6 +75,34 @@ class RunFailed(NodeError):
     """The run cannot go on."""
 
     exit_code = 8
+
+
+ADVICE = {
+    errno.EISDIR: "a directory is where a file should be, move it away",
+    errno.ENOTDIR: "a file is where a directory should be, move it away",
+    errno.EEXIST: "something else is there, or a link to nothing: move it away",
+    errno.ELOOP: "its links lead nowhere, remove them",
+    errno.ENOSPC: "make room on that disk, then start again",
+    errno.EDQUOT: "make room in your quota, then start again",
+    errno.EROFS: "choose another directory with --output-dir or --data-dir",
+    errno.EACCES: "give this user access to it, or choose another directory",
+    errno.EPERM: "give this user access to it, or choose another directory",
+}
+"""What a person can do about a file that cannot be used."""
+
+
+def is_of_file(error: OSError) -> bool:
+    """Whether an error of the system is about a file or a disk, not about the network or a process."""
+    return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def file_error(error: OSError, path: object = None) -> StorageError:
+    """The line to end with: which file cannot be used (`path`, or that of the error), why, what to do."""
+    path = path or error.filename2 or error.filename
+    advice = ADVICE.get(error.errno or 0, "")
+    return StorageError(
+        f"cannot use {path or 'a file'}: {error.strerror or error}{': ' if advice else ''}{advice}"
+    )
 
 
 def one_line(error: object) -> str:

@@ -18,7 +18,7 @@ from .environments.build import build_environment
 from .environments.chat import ChatFormat
 from .environments.environment import Environment
 from .environments.transcript import Transcript
-from .errors import StorageError, UsageError
+from .errors import UsageError
 from .eval_config import EndpointConfig, EvalConfig
 from .evaluation.candidates import (
     Candidate,
@@ -35,7 +35,7 @@ from .evaluation.pinned import EnginePlayer
 from .evaluation.rollouts import Player
 from .logs import configure
 from .parts import make_environment
-from .run_files import held
+from .run_files import CONFIG, held, make_directory, write
 
 MAX_TOKENS = 512
 MAX_CHARACTERS = 1 << 22
@@ -113,12 +113,9 @@ def completed(config: EvalConfig) -> EvalConfig:
 
 def _begin(config: EvalConfig) -> None:
     directory = config.directory
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(config.model_dump_json(indent=2))
-        configure(config.log, directory / "logs" / "eval.jsonl")
-    except OSError as error:
-        raise StorageError(f"cannot write to {directory} ({error}): set --output-dir") from error
+    make_directory(directory)
+    write(directory / CONFIG, config.model_dump_json(indent=2))
+    configure(config.log, directory / "logs" / "eval.jsonl")
 
 
 def _key(endpoint: EndpointConfig, environ: Mapping[str, str]) -> str:

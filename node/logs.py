@@ -6,10 +6,13 @@ Peers' words are in these lines: nothing of them may reach a terminal as a contr
 import json
 import logging
 import sys
+from contextlib import suppress
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
 from .config import LogConfig
+from .errors import file_error
 
 QUIET = (
     "asyncio",
@@ -59,13 +62,71 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+class ConsoleLines(logging.StreamHandler[Any]):
+    """The log on stderr. Where that cannot be written there is no place left to say so."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Pass over a line that could not be written; show what is wrong with our own call."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class FileLines(RotatingFileHandler):
+    """The log in a file, put aside by size. A disk that is full costs lines, and one line on stderr says so."""
+
+    def __init__(self, file: Path, config: LogConfig) -> None:
+        size = int(config.max_mib * 2**20)
+        super().__init__(file, maxBytes=size, backupCount=config.keep, encoding="utf-8")
+        self._failed = False
+        """Whether the line of just now could not be written."""
+        self._failing = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, in a new file if this one is full."""
+        self._failed = False
+        super().emit(record)
+        if self._failing and not self._failed:
+            self._failing = False
+            _say(f"the log is written to {self.baseFilename} again")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once that the file cannot be written; the next line opens it anew."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._failed = True
+        # what it still holds would be written again with the next line, and fail again
+        stream, self.stream = self.stream, None  # pyright: ignore[reportAttributeAccessIssue]
+        if stream:
+            with suppress(OSError):
+                stream.close()
+        if not self._failing:
+            self._failing = True
+            why = error.strerror or error
+            _say(f"the log cannot be written to {self.baseFilename} ({why}): its lines are lost")
+
+    def close(self) -> None:
+        """Close the file, whatever becomes of its last lines."""
+        with suppress(OSError):
+            super().close()
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):
+        print(f"primerl-node: {line}", file=sys.stderr, flush=True)
+
+
 def configure(config: LogConfig, file: Path) -> None:
-    """Send the log to stderr and, as JSON lines, to `file`."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    console = logging.StreamHandler(sys.stderr)
+    """Send the log to stderr and, as JSON lines, to `file`. Raises StorageError."""
+    console = ConsoleLines(sys.stderr)
     plain = PlainLines("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     console.setFormatter(JsonLines() if config.json_lines else plain)
-    lines = logging.FileHandler(file, encoding="utf-8")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = FileLines(file, config)
+    except OSError as error:
+        raise file_error(error) from error
     lines.setFormatter(JsonLines())
     logging.basicConfig(level=config.level.upper(), handlers=[console, lines], force=True)
     for name in QUIET:

@@ -4,9 +4,11 @@ import json
 import math
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from .errors import file_error
 
 
 class MetricsLog:
@@ -18,10 +20,13 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line: step, Unix time (if `values` have none), and the values."""
+        """One line: step, Unix time (if `values` have none), and the values. Raises StorageError."""
         line = {"step": step, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(line, sort_keys=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, sort_keys=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise file_error(error, self._path) from error
 
     def go_back(self, step: int, values: Mapping[str, Any]) -> None:
         """Keep the lines of steps up to `step`, from where the run goes on: what came later is made again.
@@ -46,7 +51,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError):  # what could not be written was told when it could not
+            self._file.close()
 
 
 def _step_of(line: str) -> float:

@@ -5,6 +5,7 @@ A child leads its own process group: it does not get the terminal's ctrl-C, and 
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 import time
@@ -102,6 +103,27 @@ class Child:
         if process is None:
             return
         await end_process(process, grace_s)
+
+    def put_log_aside(self, limit: int, keep: int) -> None:
+        """Move a log of more than `limit` bytes to NAME.1, older ones to NAME.2 .. NAME.keep. Raises OSError.
+
+        The process writes on to the same file, at its end: so that is copied and emptied, and what is written
+        in between is lost.
+        """
+        if not self.log.exists() or self.log.stat().st_size <= limit:
+            return
+        names = [self.log, *(self.log.with_name(f"{self.log.name}.{n + 1}") for n in range(keep))]
+        partial = self.log.with_name(f".{self.log.name}.partial")
+        try:
+            shutil.copyfile(self.log, partial)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        for older, name in zip(names[:1:-1], names[-2:0:-1], strict=True):
+            if name.exists():
+                name.replace(older)
+        partial.replace(names[1])
+        os.truncate(self.log, 0)
 
     def last_lines(self, count: int) -> list[str]:
         """The end of its log."""

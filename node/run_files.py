@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .control import ask, socket_path
@@ -16,6 +16,7 @@ from .errors import (
     NetworkError,
     StorageError,
     UsageError,
+    file_error,
 )
 
 TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
@@ -26,28 +27,57 @@ TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
     "logs",
 )
 CHECKPOINTS = "checkpoints"
+CONFIG = "config.json"
 MARKS = (TICKET, SUMMARY, METRICS, LOGS, CHECKPOINTS, "trainer")
 """At least one of these is in the directory of every run."""
 
 
-def write_private(path: Path, text: str) -> None:
-    """Replace the file at `path` by one that its owner alone can read, whole or not at all.
-
-    Raises StorageError.
-    """
+def write(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replace the file at `path` by one that holds `text`, whole or not at all. Raises StorageError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        made = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(made, "w", encoding="utf-8") as file:
             file.write(text)
         partial.replace(path)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise file_error(error, path) from error
+
+
+def write_private(path: Path, text: str) -> None:
+    """As write(), a file that its owner alone can read."""
+    write(path, text, mode=0o600)
 
 
 def weights_dir(run_dir: Path, step: int) -> Path:
     """Where a run exports the weights of a step."""
     return run_dir / "weights" / f"step_{step}"
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, where it is not there yet. Raises StorageError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise file_error(error, path) from error
+
+
+def check_kinds(run_dir: Path) -> None:
+    """Raise StorageError where a directory lies in the place of a run's file, or a file in that of a directory.
+
+    Some of them are written only when a run has worked for hours.
+    """
+    for name in (CONFIG, TICKET, METRICS, SUMMARY):
+        if (run_dir / name).is_dir():
+            raise StorageError(
+                f"{run_dir / name} is a directory, and a file is to be written there: move it away"
+            )
+    for path in (run_dir, *(run_dir / name for name in (LOGS, CHECKPOINTS, "trainer", "weights"))):
+        if (path.exists() or path.is_symlink()) and not path.is_dir():
+            raise StorageError(f"{path} is no directory, and one is to be made there: move it away")
 
 
 @contextmanager

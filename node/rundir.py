@@ -33,7 +33,7 @@ from .config import RunConfig
 from .errors import StorageError, UsageError
 from .ledger import MANIFEST, Ledger
 from .proofs.thresholds import check_bounds, proof_contract
-from .run_files import CHECKPOINTS, clean, write_private
+from .run_files import CHECKPOINTS, CONFIG, check_kinds, clean, make_directory, write_private
 from .store import Store
 from .training.saving.checkpoints import Checkpoints
 from .training_config import LoraConfig
@@ -60,6 +60,7 @@ def prepare(config: RunConfig) -> Path:
         UsageError: another run is in it and neither resume nor clean was asked for; or the checkpoint that
             was asked for is not there.
         BusyError: it is to be cleaned, and a node still runs in it.
+        StorageError: something else is where its files belong, or it cannot be written.
     """
     directory = config.run_dir
     used = (directory / "trainer" / "ledger.db").exists() or (directory / "metrics.jsonl").exists()
@@ -71,9 +72,10 @@ def prepare(config: RunConfig) -> Path:
         raise UsageError(f"{directory} holds a run: add {how}, --clean, or another --name")
     elif config.goes_on and not used:
         raise UsageError(f"nothing to resume in {directory}")
-    directory.mkdir(parents=True, exist_ok=True)
+    check_kinds(directory)
+    make_directory(directory)
     # it may hold the passwords of seeds
-    write_private(directory / "config.json", config.model_dump_json(indent=2))
+    write_private(directory / CONFIG, config.model_dump_json(indent=2))
     return directory
 
 

@@ -71,8 +71,9 @@ def prepare(config: SftConfig) -> Path:
         run_files.clean(directory)
     elif used and not config.goes_on:
         raise UsageError(f"{directory} holds a run: add --resume, --clean, or another --name")
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(config.model_dump_json(indent=2))
+    run_files.check_kinds(directory)
+    run_files.make_directory(directory)
+    run_files.write(directory / run_files.CONFIG, config.model_dump_json(indent=2))
     return directory
 
 
@@ -115,7 +116,7 @@ class _SftRun:
         seconds = {name: round(value, 3) for name, value in self._clock.seconds.items()}
         summary["seconds"] = {**seconds, "total": round(time.monotonic() - started, 3)}
         path = self._config.run_dir / run_files.SUMMARY
-        await asyncio.to_thread(path.write_text, json.dumps(summary, indent=2))
+        await asyncio.to_thread(run_files.write, path, json.dumps(summary, indent=2))
 
     async def _model(self) -> Path:
         """The model's directory, made or found."""

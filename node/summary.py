@@ -8,7 +8,7 @@ import msgspec
 
 from ..crypto.hashing import short
 from ..protocol.reputation import Reputation
-from . import report
+from . import report, run_files
 from .config import RunConfig
 from .evaluation.evaluator import EvalResult
 from .evaluation.online import Evaluated
@@ -70,7 +70,7 @@ def write(
         "weights": str(weights),
         "picture": str(picture),
     }
-    (config.run_dir / "summary.json").write_text(json.dumps(document, indent=2) + "\n")
+    run_files.write(config.run_dir / run_files.SUMMARY, json.dumps(document, indent=2) + "\n")
     report.write_picture(document, picture)
 
 

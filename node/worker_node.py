@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 
 from ..crypto.keys import SecretKey
-from . import rundir
+from . import run_files, rundir
 from .config import EngineConfig, EnvironmentConfig, JoinConfig
 from .control import Status
 from .engines.adapted import adapted
 from .engines.concurrency import Concurrency
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
-from .errors import EngineError, NodeError, UsageError
+from .errors import EngineError, NodeError, StorageError, UsageError
 from .joined_node import Joined, JoinedNode
 from .json_files import read_json
 from .lines.door import Door
@@ -49,21 +49,30 @@ class WorkerNode(JoinedNode):
         self._stages: StageNode | None = None
 
     async def _take_part(self, joined: Joined) -> None:
-        run, config = joined.documents.manifest, self._config.engine
         try:
-            if await self._is_split(joined):
-                stages = self._stages = self._make_stages(joined)
-                await self._follow_while(joined, stages.run)
-                return
-            engine = adapted(self._parts.engine(config), run)
-            await self._infer(
-                joined,
-                engine,
-                config,
-                lambda role: self._follow_while(joined, role.run),
-            )
-        finally:
-            self._write_last_status()
+            await self._work_together(joined)
+        except BaseException:
+            try:
+                self._write_last_status()
+            except StorageError as error:  # what ended the work is what the operator has to know
+                logger.warning("what this node did is not kept: %s", error)
+            raise
+        self._write_last_status()
+
+    async def _work_together(self, joined: Joined) -> None:
+        """Work as a whole engine or, where the model does not fit here, as a stage."""
+        run, config = joined.documents.manifest, self._config.engine
+        if await self._is_split(joined):
+            stages = self._stages = self._make_stages(joined)
+            await self._follow_while(joined, stages.run)
+            return
+        engine = adapted(self._parts.engine(config), run)
+        await self._infer(
+            joined,
+            engine,
+            config,
+            lambda role: self._follow_while(joined, role.run),
+        )
 
     async def _infer(
         self,
@@ -214,7 +223,7 @@ class WorkerNode(JoinedNode):
         return status
 
     def _write_last_status(self) -> None:
-        """What this node did, for after it is gone."""
+        """Write what this node did, for after it is gone. Raises StorageError."""
         if self._role is None:
             return
         last = {
@@ -225,7 +234,7 @@ class WorkerNode(JoinedNode):
             "event_loop_lag": self.lag.read(),
             "versions_loaded": self._catchup.versions_loaded if self._catchup else 0,
         }
-        (self.data_dir / "last_status.json").write_text(json.dumps(last))
+        run_files.write(self.data_dir / "last_status.json", json.dumps(last))
 
 
 def _concurrency(config: EngineConfig) -> Concurrency:

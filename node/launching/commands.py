@@ -12,7 +12,7 @@ from typing import Protocol
 from .. import toml
 from ..config import RunConfig
 from ..gpus import VARIABLE, shown
-from ..run_files import TICKET
+from ..run_files import TICKET, write
 
 TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")
@@ -58,7 +58,7 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     dumped = config.model_dump(mode="json", include={"network", "engine", "weights", "log"})
     dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": []}
     path = data_dir / "join.toml"
-    path.write_text(toml.dumps(dumped), encoding="utf-8")
+    write(path, toml.dumps(dumped))
     return path
 
 

@@ -25,8 +25,10 @@ from ..run_files import (
     LOGS,
     TICKET,
     check_free,
+    check_kinds,
     clean,
     held,
+    make_directory,
 )
 from ..watch import NodeState, View, follow
 from .beside_trainer import planned_share
@@ -53,6 +55,8 @@ class Pace:
     """Pauses before the restarts of one worker; it is given up after the last."""
     well: float = 600.0
     """Who lived so long was well, and has all its restarts again."""
+    logs: float = 10.0
+    """Between two looks at how large the logs of the processes are."""
     leave: float = 30.0
     """For workers to leave by themselves after the run."""
     grace: float = 20.0
@@ -91,16 +95,20 @@ async def launch(
 
 async def _run(launcher: "Launcher", args: Sequence[str], view: View) -> None:
     """The run, and beside it the view, until the one ends."""
-    watching = asyncio.create_task(
-        follow(launcher.nodes, view, pace_s=launcher.pace.view), name="live view"
-    )
+    beside = [
+        asyncio.create_task(
+            follow(launcher.nodes, view, pace_s=launcher.pace.view), name="live view"
+        ),
+        asyncio.create_task(launcher.keep_logs_small(), name="logs"),
+    ]
     try:
         await launcher.run(args)
     finally:
         await launcher.close()
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+        for task in beside:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
 
 def prepare(config: RunConfig) -> None:
@@ -108,7 +116,8 @@ def prepare(config: RunConfig) -> None:
     run_dir = config.run_dir
     if config.clean and not config.goes_on:
         clean(run_dir)
-    (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    check_kinds(run_dir)
+    make_directory(run_dir / LOGS)
     check_free(run_dir)
     (run_dir / TICKET).unlink(missing_ok=True)
 
@@ -155,6 +164,17 @@ class Launcher:
             for task in (work, trained):
                 task.cancel()
             await asyncio.gather(work, trained, return_exceptions=True)
+
+    async def keep_logs_small(self) -> None:
+        """Put the logs of the processes aside when they are large."""
+        log = self._config.log
+        while True:
+            await asyncio.sleep(self.pace.logs)
+            for child in list(self._children):
+                try:
+                    await asyncio.to_thread(child.put_log_aside, int(log.max_mib * 2**20), log.keep)
+                except OSError as error:
+                    logger.warning("%s is not put aside: %s", child.log, error)
 
     async def close(self) -> None:
         """End whatever still runs, politely first."""

@@ -2,12 +2,15 @@
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
+from disks import fill, small_disk
 from rogue import Rogue, reason_of
 from swarm import Swarm, until
+from witness import WitnessEngine
 
-from primerl.node.errors import StorageError
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.ledger import Ledger
 from primerl.protocol.errors import Reason
 
@@ -130,3 +133,54 @@ async def test_a_trainer_without_room_for_weights_stops_and_resumes_where_it_was
         after = swarm.heads()
     assert after.items() >= before.items()
     assert sorted(after) == [(0, version) for version in range(5)]
+
+
+async def test_a_worker_that_cannot_keep_its_last_status_says_so_and_what_it_did_counts(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1")
+        (worker.data_dir / "last_status.json").mkdir(parents=True)
+        assert (await swarm.finished())["steps"] == 3
+        with pytest.raises(
+            StorageError, match=r"last_status\.json: Is a directory: .* move it away"
+        ):
+            await worker.ended()
+
+
+class BreakingEngine(WitnessEngine):
+    """An engine that is lost for good with the second version."""
+
+    async def load(self, *args: Any, **options: Any) -> Any:
+        if args[0]:
+            raise EngineError("the engine broke")
+        return await super().load(*args, **options)
+
+
+async def test_what_ended_a_worker_is_told_also_where_its_disk_is_full(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", engine=BreakingEngine(swarm.fakes, "w1"))
+        (worker.data_dir / "last_status.json").mkdir(parents=True)
+        with pytest.raises(EngineError, match="the engine broke"):
+            await worker.ended()
+
+
+async def test_a_worker_whose_real_disk_is_full_ends_with_the_reason(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    with small_disk(tmp_path / "w1", 4096) as disk:
+        async with Swarm(tmp_path, model_dir, max_steps=4) as swarm:
+            await swarm.start_trainer()
+            worker = swarm.add_worker("w1")
+            await swarm.wait_step(1)
+            fill(disk)
+            swarm.add_worker("w2")
+            assert (await swarm.finished())["steps"] == 4
+            with pytest.raises(
+                StorageError, match=r"disk is full\)|No space left on device: make room"
+            ):
+                await worker.ended()

@@ -1,9 +1,14 @@
 import json
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from disks import fill, small_disk
 
-from primerl.node.logs import JsonLines, PlainLines
+from primerl.node.config import LogConfig
+from primerl.node.errors import StorageError
+from primerl.node.logs import JsonLines, PlainLines, configure
 
 EVIL = "peer \x1b[31m\x1b]0;title\x07 says\r\n12:00:00 I fake: all is well \u202e \x9b2J"
 
@@ -43,3 +48,90 @@ def test_a_json_line_is_one_line(failed: bool) -> None:
     assert ("traceback" in said) == failed
     assert said["level"] == "info"
     assert said["logger"] == "x"
+
+
+# -- files -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    """The root logger, with what was there before once the test is done."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers = []
+    yield root
+    for handler in root.handlers:
+        handler.close()
+    root.handlers, root.level = before, level
+
+
+def test_a_full_disk_costs_lines_and_is_told_once_and_so_is_its_end(
+    tmp_path: Path, log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        file = disk / "logs" / "node.jsonl"
+        configure(LogConfig(), file)
+        log.warning("before")
+        filling = fill(disk)
+        for number in range(40):
+            log.warning("lost %d %s", number, "x" * 4096)
+        filling.unlink()
+        for _ in range(3):
+            log.warning("after")
+        told = capsys.readouterr().err
+        assert "Traceback" not in told
+        assert "Logging error" not in told
+        assert told.count("the log cannot be written") == 1
+        assert "No space left on device" in told
+        assert told.count("the log is written to") == 1
+        assert told.count(" lost ") == 40  # the terminal has them all
+        lines = file.read_text().splitlines()
+        assert json.loads(lines[0])["message"] == "before"
+        assert json.loads(lines[-1])["message"] == "after"
+        for handler in log.handlers:
+            handler.close()
+
+
+def test_a_log_whose_last_lines_do_not_fit_closes_without_a_word(
+    tmp_path: Path, log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        configure(LogConfig(), disk / "node.jsonl")
+        fill(disk)
+        log.warning("x" * 10000)
+        for handler in log.handlers:
+            handler.close()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_log_is_put_aside_by_size_and_only_so_many_are_kept(
+    tmp_path: Path, log: logging.Logger
+) -> None:
+    file = tmp_path / "node.jsonl"
+    configure(LogConfig(max_mib=0.01, keep=2), file)
+    for number in range(100):
+        log.warning("%d %s", number, "x" * 1000)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["node.jsonl", "node.jsonl.1", "node.jsonl.2"]
+    assert all(path.stat().st_size <= 0.01 * 2**20 for path in tmp_path.iterdir())
+    assert json.loads(file.read_text().splitlines()[-1])["message"].startswith("99 ")
+
+
+@pytest.mark.parametrize("name", ["logs", "logs/node.jsonl"])
+def test_something_else_where_the_log_should_be_is_one_line(
+    tmp_path: Path, log: logging.Logger, name: str
+) -> None:
+    if name == "logs":
+        (tmp_path / "logs").touch()
+    else:
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(StorageError, match="move it away"):
+        configure(LogConfig(), tmp_path / "logs" / "node.jsonl")
+
+
+def test_a_mistake_of_ours_in_a_log_call_is_still_shown(
+    tmp_path: Path, log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(LogConfig(), tmp_path / "node.jsonl")
+    log.warning("%d", "no number")
+    assert "Traceback" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from disks import fill, small_disk
 
 from primerl.node.config import (
     LaunchConfig,
@@ -344,3 +345,28 @@ def test_a_signal_name_is_not_needed_to_kill_nobody() -> None:
     gone.wait()
     signal_process(gone.pid, signal.SIGTERM)
     kill_group(gone.pid)
+
+
+def test_a_large_log_of_a_process_is_put_aside_while_it_writes_on(tmp_path: Path) -> None:
+    child = Child("c", ["true"], tmp_path / "c.log", os.environ)
+    child.put_log_aside(100, 2)  # there is none yet
+    with child.log.open("ab", buffering=0) as log:
+        for text in (b"a", b"b", b"c", b"d"):
+            log.write(text * 101)
+            child.put_log_aside(100, 2)
+        log.write(b"e" * 100)
+        child.put_log_aside(100, 2)
+    held = {path.name: path.read_bytes()[:1] for path in tmp_path.iterdir()}
+    assert held == {"c.log": b"e", "c.log.1": b"d", "c.log.2": b"c"}
+    assert child.log.stat().st_size == 100
+
+
+def test_a_log_that_cannot_be_put_aside_is_kept_as_it_is(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        child = Child("c", ["true"], disk / "c.log", os.environ)
+        child.log.write_bytes(b"x" * 101)
+        fill(disk)
+        with pytest.raises(OSError, match="No space"):
+            child.put_log_aside(100, 2)
+        assert child.log.stat().st_size == 101
+        assert not (disk / ".c.log.partial").exists()

@@ -1,0 +1,38 @@
+"""Disks that tests can fill: a small tmpfs, where this machine lets us mount one."""
+
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_disk(where: Path, kib: int = 256) -> Generator[Path]:
+    """A file system of that size at `where`; the test is skipped where none can be mounted."""
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(where)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def make_read_only(where: Path) -> None:
+    """Allow no more writing on a small_disk()."""
+    subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
+
+
+def fill(where: Path) -> Path:
+    """Leave no byte free; returns the file to delete to make room again."""
+    path = where / "filling"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError:
+            return path
+    raise AssertionError("a disk without end")
