@@ -188,6 +188,14 @@ class Ledger:
         """Remember the newest sealed PeerRecord of an admitted node."""
         self._write("UPDATE admitted SET record = ? WHERE node = ?", (record, node))
 
+    def expel(self, node: bytes) -> None:
+        """Forget that a node was admitted, unless it is one of those that a ticket may admit."""
+        self._write(
+            "DELETE FROM admitted WHERE node = ? AND NOT EXISTS"
+            " (SELECT 1 FROM tickets WHERE id = admitted.ticket AND uses > 0)",
+            (node,),
+        )
+
     def admitted(self) -> list[Admission]:
         """Nodes that were admitted, in order."""
         rows = self._db.execute("SELECT node, ticket, record FROM admitted ORDER BY since")

@@ -1,7 +1,8 @@
 """Leases: which tasks a node may roll out, with which seeds, until when. Sans I/O; time is an argument.
 
-The book is the back-pressure: work in the system never exceeds what can be trained within the staleness
-bound, so a lease that is honoured in time is not stale when it comes back.
+The book is the back-pressure: work of proven nodes in the system never exceeds what can be trained within the
+staleness bound, so a lease that is honoured in time is not stale when it comes back. What newcomers hold is
+bounded apart (newcomers.py) and takes nothing from proven nodes: keys that answer nothing cannot starve them.
 
 The signed lease is the record of what was assigned: it travels inside the submission, so the trainer or a
 validator finds task and seed again from (run, lease, index) alone. Tasks are not computed from the lease's
@@ -21,6 +22,7 @@ import msgspec
 from ..crypto.hashing import Digest, derive
 from .errors import Reason, RemoteProtocolError
 from .manifests import Version
+from .newcomers import SLOT_SHARE, NewcomerQueue, Origin, Slot, pool
 
 MEMORY = 16
 """Leases that a node's reliability remembers, about."""
@@ -36,6 +38,10 @@ MAX_DOUBLINGS = 5
 PACE_STEP = 0.25
 HORIZON = 0.5
 """A node holds at most what it settles, at its pace, in this share of a lease's time."""
+EARNED = 2
+"""Groups that a proven node may hold for each group of it that was accepted, less those that it lost."""
+STAFFED_S = 15.0
+"""Proven nodes count as being here for so long after one of them asked for work; a live one asks every five."""
 
 
 class TaskRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -102,6 +108,8 @@ class Held:
     lease: Lease
     node: bytes
     granted: float
+    newcomer: Origin | None = None
+    """Where the node is from, if no work of it had been accepted when this was granted."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +135,13 @@ class Share:
     """What a node's share of the work depends on besides its own record in the book."""
 
     trust: float = 1.0
-    """Reputation.trust_low, 0 to 1: a newcomer's is so low that it starts with one lease."""
+    """Reputation.trust_low, 0 to 1."""
     waiting: frozenset[bytes] = frozenset()
-    """Nodes that wait for a lease now."""
+    """Proven nodes that wait for a lease now."""
+    earned: float = math.inf
+    """Groups of it that were accepted."""
+    newcomer: Origin | None = None
+    """Where it is from, if none was: it holds one lease at a time."""
 
 
 @dataclass
@@ -146,6 +158,8 @@ class NodeRecord:
     """Seconds per group, a running mean of its last leases; 0 while unknown."""
     settled: float = 0.0
     """Unix seconds of its last settled lease."""
+    lost_groups: int = 0
+    """Groups of its leases that did not come back."""
 
     def settle(self, groups: int, granted: float, now: float, step: float) -> None:
         """Count a lease that came back. Leases are worked off one after the other: the clock of the second
@@ -156,13 +170,16 @@ class NodeRecord:
         self.reliability += step * (1.0 - self.reliability)
         self.missed = 0 if self.reliability >= STEADY else max(0, self.missed - 1)
 
-    def lose(self, leases: int, expired: bool, policy: LeasePolicy, now: float) -> None:
-        """Count leases that did not come back: they expired, or the node gave them up.
+    def lose(
+        self, leases: int, groups: int, expired: bool, policy: LeasePolicy, now: float
+    ) -> None:
+        """Count leases of so many groups that did not come back: they expired, or the node gave them up.
 
         The cooling-off doubles with every loss. A settled lease ends the doubling for a steady node only; from
         a node that loses more than a quarter it takes back one, so who drops every other lease (those with bad
         luck, say) rests ever longer, while one that was restarted pays nothing.
         """
+        self.lost_groups += groups
         self.reliability *= (1.0 - policy.step) ** leases
         if not expired and self.reliability >= STEADY:
             return
@@ -183,29 +200,75 @@ class LeaseBook:
     held: dict[int, Held] = field(default_factory=dict[int, Held])
     expired: int = 0
     nodes: dict[bytes, NodeRecord] = field(default_factory=dict[bytes, NodeRecord])
-    """One for each node that was granted something: as many as were admitted."""
+    """One for each node that was granted something and is not forgotten."""
+    newcomers: NewcomerQueue = field(default_factory=NewcomerQueue)
+    _staffed_until: float = -math.inf
 
     def outstanding_groups(self) -> int:
-        """Groups that are leased and not yet returned."""
-        return sum(len(held.lease.tasks) for held in self.held.values())
+        """Groups that proven nodes hold."""
+        return sum(len(one.lease.tasks) for one in self.held.values() if one.newcomer is None)
+
+    def present(self, node: bytes, now: float) -> None:
+        """A proven node asked for something."""
+        if not self.resting(node, now):
+            self._staffed_until = now + STAFFED_S
+
+    def staffed(self, now: float) -> bool:
+        """Whether proven nodes are here; while there are none newcomers are leased all the work."""
+        return now < self._staffed_until
+
+    def newcomer_capacity(self, *, waiting_groups: int, training: bool, now: float) -> int:
+        """Groups that all newcomers together may still be granted."""
+        if self._batches(training) == 0:
+            return 0
+        taken = sum(slot.groups for slot in self._slots(now))
+        if self.staffed(now):
+            return pool(self.policy.groups_per_batch) - taken
+        return self.capacity(waiting_groups=waiting_groups, training=training) - taken
+
+    def next_newcomer(self, capacity: int, now: float) -> bytes | None:
+        """Whose turn it is among the newcomers that ask, where they may be granted `capacity` groups."""
+        if capacity < 1 or not len(self.newcomers):
+            return None
+        holders = {held.node for held in self.held.values()}
+
+        def may(node: bytes) -> bool:
+            return node not in holders and not self.resting(node, now)
+
+        return self.newcomers.next(capacity, self._slots(now), may, alone=not self.staffed(now))
+
+    def _slots(self, now: float) -> list[Slot]:
+        """Slots that newcomers take; where nobody else works, only those of leases that are still out, as what
+        came back is counted where it waits."""
+        staffed = self.staffed(now)
+        taken = self.newcomers.slots(now)
+        return [slot for slot in taken if staffed or slot.lease in self.held]
+
+    def forget(self, node: bytes) -> None:
+        """Drop the record of a node that holds nothing."""
+        self.nodes.pop(node, None)
+
+    def _batches(self, training: bool) -> int:
+        overlap = min(self.policy.max_off_policy_steps, 1)
+        return overlap + (0 if training else 1)
 
     def capacity(self, *, waiting_groups: int, training: bool) -> int:
-        """Groups that may still be granted.
+        """Groups that proven nodes may still be granted.
 
         `waiting_groups` have come back and wait to be trained; `training` says that a batch is being trained,
         so that whatever is granted now is at least one version old when its turn comes. One batch is made
         while one is trained, never two: more would only make rollouts older, whatever the bound allows. With a
         bound of 0 nothing is made while a batch is trained.
         """
-        overlap = min(self.policy.max_off_policy_steps, 1)
-        batches = overlap + (0 if training else 1)
-        return batches * self.policy.groups_per_batch - waiting_groups - self.outstanding_groups()
+        whole = self._batches(training) * self.policy.groups_per_batch
+        return whole - waiting_groups - self.outstanding_groups()
 
-    def leased(self) -> Counter[bytes]:
-        """Groups on lease, by node."""
+    def leased(self, *, newcomers: bool = True) -> Counter[bytes]:
+        """Groups on lease, by node; with or without newcomers."""
         out: Counter[bytes] = Counter()
         for held in self.held.values():
-            out[held.node] += len(held.lease.tasks)
+            if newcomers or held.newcomer is None:
+                out[held.node] += len(held.lease.tasks)
         return out
 
     def record(self, node: bytes) -> NodeRecord:
@@ -216,8 +279,9 @@ class LeaseBook:
         """Whether a node cools off after leases that did not come back."""
         return now < self.record(node).rest_until
 
-    def quota(self, node: bytes, trust: float) -> tuple[int, int]:
-        """(leases, groups) that a node may hold at a time: by trust and reliability, and by its speed.
+    def quota(self, node: bytes, trust: float, earned: float = math.inf) -> tuple[int, int]:
+        """(leases, groups) that a node may hold at a time: by trust and reliability, by its speed, and by what
+        it has done: a group that it holds and drops is paid for by work of half as much.
 
         Never less than one lease and one group: who is slow is given little, but not nothing.
         """
@@ -226,6 +290,8 @@ class LeaseBook:
         most = self.policy.leases_per_worker * self.policy.groups_per_lease
         if record.pace > 0.0:
             most = min(most, int(HORIZON * self.policy.timeout_s / record.pace))
+        if earned < math.inf:
+            most = min(most, int(EARNED * earned) - record.lost_groups)
         return max(1, leases), max(1, most)
 
     def grant(
@@ -258,8 +324,11 @@ class LeaseBook:
         )
         self._take(size)
         self.next_lease += 1
-        self.held[lease.lease_id] = Held(lease, node, now)
+        self.held[lease.lease_id] = Held(lease, node, now, share.newcomer)
         self.nodes.setdefault(node, NodeRecord())
+        if share.newcomer is not None:
+            until = now + SLOT_SHARE * self.policy.timeout_s
+            self.newcomers.serve(Slot(lease.lease_id, node, share.newcomer, size, until))
         return lease
 
     def _size(self, node: bytes, capacity: int, share: Share, now: float) -> int:
@@ -267,11 +336,20 @@ class LeaseBook:
         if self.resting(node, now):
             return 0
         mine = [len(held.lease.tasks) for held in self.held.values() if held.node == node]
-        leases, groups = self.quota(node, share.trust)
+        whole = max(1, self.policy.groups_per_lease >> self.record(node).missed)
+        if share.newcomer is not None:
+            return self._newcomer_size(bool(mine), whole, capacity, now)
+        leases, groups = self.quota(node, share.trust, share.earned)
         if len(mine) >= leases:
             return 0
-        whole = max(1, self.policy.groups_per_lease >> self.record(node).missed)
         return min(self._fair(bool(mine), node, capacity, share, now), whole, groups - sum(mine))
+
+    def _newcomer_size(self, holds: bool, whole: int, capacity: int, now: float) -> int:
+        """One group shows whether a node works; where nobody else does, newcomers divide what there is."""
+        if holds or capacity < 1:
+            return 0
+        asking = max(1, len(self.newcomers))
+        return 1 if self.staffed(now) else min(whole, max(1, capacity // asking))
 
     def _fair(self, holds: bool, node: bytes, capacity: int, share: Share, now: float) -> int:
         """What of the capacity `node` may take while others wait that hold nothing.
@@ -305,6 +383,8 @@ class LeaseBook:
         self.nodes.setdefault(node, NodeRecord()).settle(
             groups, held.granted, now, self.policy.step
         )
+        if held.newcomer is not None:
+            self.newcomers.count(held.newcomer.ticket, True)
         return held.lease
 
     def expire(self, now: float) -> list[Held]:
@@ -330,10 +410,16 @@ class LeaseBook:
         return lost
 
     def _take_back(self, leases: list[Held], now: float, *, expired: bool = False) -> None:
+        groups: Counter[bytes] = Counter()
+        for held in leases:
+            groups[held.node] += len(held.lease.tasks)
         for node, count in Counter(held.node for held in leases).items():
-            self.nodes.setdefault(node, NodeRecord()).lose(count, expired, self.policy, now)
+            record = self.nodes.setdefault(node, NodeRecord())
+            record.lose(count, groups[node], expired, self.policy, now)
         for held in leases:
             del self.held[held.lease.lease_id]
+            if held.newcomer is not None and expired:
+                self.newcomers.count(held.newcomer.ticket, False)
             self.requeued.extend(task.index for task in held.lease.tasks)
         self.expired += len(leases)
 

@@ -307,6 +307,12 @@ class Reputation:
         return f"too much was rejected: {self.top_reason()}" if self.quarantined else ""
 
     @property
+    def proven(self) -> bool:
+        """Whether work of this peer was accepted and stood an audit; all work of newcomers is audited."""
+        caught = sum(self.rejected[reason] for reason in AUDIT_FAULTS)
+        return self.accepted > 0 and self.audited > caught
+
+    @property
     def recent_fault(self) -> bool:
         """Whether it was caught within its last FAULT_MEMORY audits, or is half-way to a ban."""
         return (self.faults > 0 and self.clean_streak < FAULT_MEMORY) or self.suspicion >= 0.5

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
+from ipaddress import ip_address
 
 from ...protocol.errors import Reason
 from ...protocol.manifests import Holding, PeerRecord
@@ -21,11 +23,25 @@ HEAL = 0.02
 """Every observation of anybody heals everybody's success by this much, so that nobody is shut out for ever."""
 
 
+class Tier(IntEnum):
+    """What a peer has shown of itself: the lower ones go first where connections are short."""
+
+    STRANGER = 0
+    """A key, and keys are free."""
+    NEWCOMER = 1
+    """It showed a ticket; no work of it was accepted yet."""
+    MEMBER = 2
+    """Its work was accepted; on a node that joined, the trainer and those that it named."""
+
+
 @dataclass
 class Peer:
     """One row of the table."""
 
     node: bytes
+    tier: Tier = Tier.STRANGER
+    ticket: bytes = b""
+    """Name of the ticket that it showed."""
     record: PeerRecord | None = None
     sealed: bytes = b""
     """The sealed record, to pass on."""
@@ -80,7 +96,7 @@ class PeerTable:
         idle = [peer for peer in self._peers.values() if not peer.hinted and peer.path() is None]
         if idle:
             # min() keeps the first of equals: of those that were never seen, the oldest.
-            del self._peers[min(idle, key=lambda peer: peer.last_seen).node]
+            del self._peers[min(idle, key=lambda peer: (peer.tier, peer.last_seen)).node]
 
     def rows(self) -> list[Peer]:
         """A snapshot of all rows."""
@@ -124,6 +140,24 @@ class PeerTable:
         peer = self.get(node)
         peer.hinted = True
         peer.addresses = tuple(addresses) or peer.addresses
+
+    def admit(self, node: bytes, tier: Tier, ticket: bytes = b"") -> None:
+        """Take note of what a peer has shown."""
+        peer = self.get(node)
+        peer.tier, peer.ticket = tier, ticket
+
+    def tier(self, node: bytes) -> Tier:
+        """What a peer has shown of itself; the trainer that a ticket names needs to show nothing."""
+        peer = self._peers.get(node)
+        if peer is None:
+            return Tier.STRANGER
+        return Tier.MEMBER if peer.hinted else peer.tier
+
+    def network_of(self, node: bytes) -> str:
+        """The network that a connected peer dials from; empty where that is not known or says nothing."""
+        peer = self._peers.get(node)
+        live = [one for one in peer.connections if not one.closed] if peer is not None else []
+        return network_of(live[-1].path().remote) if live else ""
 
     def connected(self, node: bytes, connection: Connection) -> None:
         """A connection is up, whoever dialled."""
@@ -183,6 +217,21 @@ class PeerTable:
     def _heal(self) -> None:
         for peer in self._peers.values():
             peer.success = min(1.0, peer.success + HEAL * (1.0 - peer.success))
+
+
+def network_of(address: str) -> str:
+    """The part of an IP address that one customer of a provider has: /24, or /48 of IPv6.
+
+    Empty for loopback, and where there is no address.
+    """
+    try:
+        ip = ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip.is_loopback:
+        return ""
+    return f"{ip.version}:{ip.packed[: 3 if ip.version == 4 else 6].hex()}"
 
 
 def _covers(told: tuple[int, int, bool], term: int, version: int) -> bool:

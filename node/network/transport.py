@@ -38,6 +38,8 @@ class PathInfo:
     rtt_ms: float | None
     bytes_sent: int
     bytes_received: int
+    remote: str = ""
+    """IP address of the peer; empty where it is not known, over a relay for example."""
 
 
 class Stream(Protocol):

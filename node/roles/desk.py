@@ -4,15 +4,19 @@ Whoever was admitted hears what became of its work, also where it is leased noth
 """
 
 import asyncio
+import bisect
+import itertools
 import logging
+import math
 import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ... import __version__
+from ...crypto.hashing import digest as digest_of
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol import tickets
@@ -40,12 +44,14 @@ from ...protocol.messages import (
     Welcome,
     WorkerStats,
 )
+from ...protocol.newcomers import Origin
 from ...protocol.reputation import Reputation
 from ...protocol.version import CLOCK_SKEW_S, WIRE_VERSION
 from ..ledger import Arrived, Ledger
 from ..network.gossip import read_record
 from ..network.heads import HeadServer
-from ..network.peers import PeerTable
+from ..network.limits import TokenBuckets
+from ..network.peers import PeerTable, Tier
 from ..network.rpc import receive, send
 from ..network.transport import Stream
 from ..planning.stages import CutModel
@@ -59,7 +65,20 @@ logger = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 15.0
 HOLD_S = 1.0
 """How long a lease request waits for work before it is told to come again."""
+MAX_HOLD_S = 8.0
+NEWCOMER_POLLS = 50
+"""Requests a second of all newcomers that wait, about: the more there are, the longer each is held."""
 RETRY_MS = 50
+NEWCOMER_RETRY_MS, MAX_RETRY_MS = 10, 5000
+"""Later by so much for each newcomer that waits."""
+HELLO_RATE, HELLO_BURST = 20.0, 200.0
+"""Nodes a second that are admitted by one ticket; each costs a write to the disk."""
+MAX_WORKERS = 4096
+"""Rows of workers; beyond that newcomers that hold nothing are forgotten, and may say hello again."""
+LINE_S = 0.25
+"""How old what is known of the line of workers may be."""
+WARN_S = 60.0
+"""Between two warnings of one ticket."""
 ALIVE_S = 10.0
 """A worker that asked for nothing for this long is not offered as an upstream."""
 MAX_UPSTREAMS = 8
@@ -82,9 +101,22 @@ class Worker:
     """Monotonic seconds of its last lease request."""
     heard: float = 0.0
     """Monotonic seconds of its last request of any kind, or of our start."""
+    proven: bool = False
+    """Work of it was accepted; see Reputation.proven."""
     left: bool = False
     """It said goodbye, and asked for nothing since: a request of it that still waits gets no lease."""
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
+
+
+@dataclass
+class PendingRequest:
+    """A lease request that waits for work."""
+
+    wanted: int
+    origin: Origin
+    leases: list[bytes] = field(default_factory=list[bytes])
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with leases, or because there is something else to say."""
 
 
 class LeaseDesk:
@@ -103,13 +135,14 @@ class LeaseDesk:
         heads: HeadServer,
         merges: MergeDesk,
         task_digest: Callable[[int], bytes],
-        capacity: Callable[[bytes], int],
+        capacity: Callable[[bytes | None], int],
         order: Callable[[], tuple[int, int]],
         arrivals: "asyncio.Queue[Arrived]",
         audits: AuditDesk | None = None,
         model: CutModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`capacity`: groups that a proven node may still be leased, or all newcomers together (None)."""
         self._key = key
         self._run_id = run_id
         self._sealed_manifest = sealed_manifest
@@ -141,25 +174,54 @@ class LeaseDesk:
             arrivals=arrivals,
             work_changed=self.work_changed,
         )
-        self._work = asyncio.Condition()
-        self._waiting: set[bytes] = set()
+        self._pending: dict[bytes, PendingRequest] = {}
+        self._hellos = TokenBuckets(HELLO_RATE, HELLO_BURST, limit=1024)
+        self._warned: dict[bytes, float] = {}
         self._clock = clock
         self._started = clock()
+        self._sources: list[tuple[int, bytes, bytes]] = []
+        self._sources_at = -math.inf
+        self._ranks = itertools.count()
         self.workers: dict[bytes, Worker] = {}
         self.reputations: dict[bytes, Reputation] = {}
         for one in ledger.admitted():
-            self.workers[one.node] = Worker(len(self.workers), one.ticket, heard=clock())
+            self.workers[one.node] = Worker(next(self._ranks), one.ticket, heard=clock())
             if one.record:
                 self._remember(one.record)
 
     def reputation(self, node: bytes) -> Reputation:
-        """Evidence about a worker."""
+        """Evidence about a worker, to be added to."""
         return self.reputations.setdefault(node, Reputation())
 
+    def proven(self, node: bytes) -> bool:
+        """Whether work of a worker was accepted; what it holds is then counted in the run's capacity."""
+        worker = self.workers.get(node)
+        if worker is None:
+            return False
+        if not worker.proven:
+            known = self.reputations.get(node)
+            worker.proven = known is not None and known.proven
+            if worker.proven:
+                self.book.newcomers.proved(node)
+        return worker.proven
+
     async def work_changed(self) -> None:
-        """Capacity may have grown: wake the lease requests that wait."""
-        async with self._work:
-            self._work.notify_all()
+        """Capacity may have grown: answer the lease requests that wait, as far as there is work."""
+        for node, pending in list(self._pending.items()):
+            worker = self.workers[node]
+            if worker.left or worker.verdicts:
+                self._answer(node, [])
+            elif self.proven(node) and (leases := self._grant(node, pending.wanted)):
+                self._answer(node, leases)
+        self._serve_newcomers()
+
+    def _answer(self, node: bytes, leases: list[bytes]) -> None:
+        """End the wait of a node for leases, if it waits."""
+        pending = self._pending.pop(node, None)
+        if pending is not None:
+            pending.leases = leases
+            pending.answered.set()
+            self.book.newcomers.leave(node, pending.origin, time.time())
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
         """Answer one control request (a router handler)."""
@@ -168,6 +230,7 @@ class LeaseDesk:
         self._peers.seen(peer)
         if peer in self.workers:
             self.workers[peer].heard = self._clock()
+            self._peers.admit(peer, self._tier(peer), self.workers[peer].ticket)
         match request:
             case Hello():
                 reply = self._hello(peer, request)
@@ -216,8 +279,12 @@ class LeaseDesk:
             await stream.finish()
 
     def take_back(self, now: float) -> list[Held]:
-        """Leases that nobody works on any more; `now` in Unix seconds. Their tasks will be leased again."""
+        """Leases that nobody works on any more; `now` in Unix seconds. Their tasks will be leased again.
+
+        Called all the time: newcomers are served here, too, as slots are passed on with time.
+        """
         late = self.book.expire(now)
+        self._warn(self._clock())
         for node in self.pipelines.orphans():
             lost = self.book.release(node, now)
             if lost:
@@ -225,7 +292,25 @@ class LeaseDesk:
                     "stage 0 %s is gone: %d lease(s) go to others", short(node), len(lost)
                 )
             late += lost
+        self._serve_newcomers()
         return late
+
+    def failing_tickets(self) -> dict[bytes, int]:
+        """Tickets by which nodes came that take leases and answer nothing, and how many they lost."""
+        records = self.book.newcomers.tickets.items()
+        return {ticket: record.lost for ticket, record in records if record.failing}
+
+    def _warn(self, now: float) -> None:
+        for ticket, lost in self.failing_tickets().items():
+            if now - self._warned.get(ticket, -math.inf) < WARN_S:
+                continue
+            self._warned[ticket] = now
+            logger.warning("%s", failing_ticket(ticket, lost))
+
+    def _tier(self, peer: bytes) -> Tier:
+        """Whose connections are kept when there are too many."""
+        known = self.proven(peer) or peer in self.audits.seats or self.pipelines.place(peer)
+        return Tier.MEMBER if known else Tier.NEWCOMER
 
     async def _unseat(self, peer: bytes) -> None:
         """Who offers to be a stage and is no stage 0 cannot work on what it was leased as one."""
@@ -266,14 +351,23 @@ class LeaseDesk:
         now = int(time.time())
         check_clock(hello.unix_time, now)
         # Whoever was admitted needs no valid ticket: its key is its ticket.
-        ticket = b"" if peer in self.workers else self._check_ticket(hello.ticket, now)
+        known = self.workers.get(peer)
+        if known is not None:
+            ticket = known.ticket
+        else:
+            ticket = self._ledger.ticket_of(peer) or self._check_ticket(hello.ticket, now)
+        if not self.proven(peer) and not self._hellos.take(ticket, self._clock()):
+            detail = "too many nodes say hello with this ticket: come again"
+            raise RemoteProtocolError(Reason.BUSY, detail)
         record = read_record(hello.record, self._run_id, now)
         if record.node != peer:
             raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
         self._peers.learn(record, hello.record)
         if peer not in self.workers:
+            self._make_room()
             self._ledger.admit(peer, now, ticket, hello.record)
-            self.workers[peer] = Worker(len(self.workers), ticket, heard=self._clock())
+            self.workers[peer] = Worker(next(self._ranks), ticket, heard=self._clock())
+            self._peers.admit(peer, self._tier(peer), ticket)
             logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
         else:
             self._ledger.keep_record(peer, hello.record)
@@ -311,45 +405,110 @@ class LeaseDesk:
         except RemoteProtocolError as error:
             logger.warning("forgetting a peer record in the ledger: %s", error)
 
+    def _make_room(self) -> None:
+        """Where there are too many, forget the newcomer that holds nothing and was silent longest."""
+        if len(self.workers) < MAX_WORKERS:
+            return
+        holders = {held.node for held in self.book.held.values()}
+        idle = [
+            (worker.heard, node)
+            for node, worker in self.workers.items()
+            if not self.proven(node) and node not in holders and node not in self._pending
+        ]
+        if not idle:
+            return
+        _, gone = min(idle)
+        del self.workers[gone]
+        self.book.forget(gone)
+        self._ledger.expel(gone)
+        self._peers.admit(gone, Tier.STRANGER)
+        known = self.reputations.get(gone)
+        if known is not None and not known.banned:
+            del self.reputations[gone]
+
     async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
+        if worker.stats.version < 0 <= request.stats.version:
+            self._sources_at = -math.inf  # it holds weights now: others may fetch them from it
         worker.stats, worker.left = request.stats, False
         worker.asked = self._clock()
-        reputation = self.reputation(peer)
-        reputation.age(time.time())
-        if reputation.refused:
-            raise RemoteProtocolError(Reason.BANNED, reputation.banned or reputation.refused)
+        now = time.time()
+        reputation = self.reputations.get(peer)
+        if reputation is not None:
+            reputation.age(now)
+            if reputation.refused:
+                raise RemoteProtocolError(Reason.BANNED, reputation.banned or reputation.refused)
+        if self.proven(peer):
+            self.book.present(peer, now)
         holding = request.holding
-        if holding is not None and self.book.release_lost(peer, holding, time.time()):
+        if holding is not None and self.book.release_lost(peer, holding, now):
             await self.work_changed()
-        leases = self._grant(peer, request.wanted)
-        self._waiting.add(peer)
+        leases = await self._wait_for_work(worker, peer, request.wanted) if request.wanted else []
+        before, after = self._line(peer)
+        verdicts = take_verdicts(worker.verdicts)
+        return LeaseReply(tuple(leases), verdicts, before, self._retry_ms(peer), after)
+
+    async def _wait_for_work(self, worker: Worker, peer: bytes, wanted: int) -> list[bytes]:
+        """Leases for `peer`, at once or as soon as there is work; none after a while, or with a verdict."""
+        self._answer(peer, [])  # it asks anew: the earlier request is of no use to it
+        proven = self.proven(peer)
+        if proven and (leases := self._grant(peer, wanted)):
+            return leases
+        pending = self._pending[peer] = PendingRequest(wanted, self._origin(peer))
+        if not proven:
+            self.book.newcomers.enter(peer, pending.origin, time.time())
+            self._serve_newcomers()
         try:
-            async with asyncio.timeout(HOLD_S), self._work:
-                while not leases and request.wanted and not worker.verdicts:
-                    await self._work.wait()
-                    if worker.left:
-                        break
-                    leases = self._grant(peer, request.wanted)
+            if not worker.verdicts:
+                async with asyncio.timeout(self._hold_s(proven)):
+                    await pending.answered.wait()
         except TimeoutError:
             pass  # nothing to do right now; the reply says when to come again
         finally:
-            self._waiting.discard(peer)
-        before, after = self._line(peer)
-        return LeaseReply(tuple(leases), take_verdicts(worker.verdicts), before, RETRY_MS, after)
+            if self._pending.get(peer) is pending:
+                self._answer(peer, [])
+        return pending.leases
+
+    def _hold_s(self, proven: bool) -> float:
+        """How long a request is held: those of many newcomers longer, so that all of them cost no more."""
+        waiting = 0 if proven else len(self.book.newcomers)
+        return min(max(HOLD_S, waiting / NEWCOMER_POLLS), MAX_HOLD_S)
+
+    def _retry_ms(self, peer: bytes) -> int:
+        waiting = 0 if self.proven(peer) else len(self.book.newcomers)
+        return min(RETRY_MS + NEWCOMER_RETRY_MS * waiting, MAX_RETRY_MS)
+
+    def _origin(self, peer: bytes) -> Origin:
+        return Origin(self.workers[peer].ticket, self._peers.network_of(peer))
+
+    def _serve_newcomers(self) -> None:
+        """Lease to newcomers in their turn, as long as there is a slot."""
+        while len(self.book.newcomers):
+            node = self.book.next_newcomer(self._capacity(None), time.time())
+            if node is None or not (leases := self._grant(node, 1)):
+                return
+            self._answer(node, leases)
 
     def _grant(self, peer: bytes, wanted: int) -> list[bytes]:
         sealed: list[bytes] = []
         term, version = self._order()
+        proven = self.proven(peer)
+        reputation = self.reputations.get(peer) or Reputation()
+        share = Share(
+            reputation.trust_low,
+            frozenset(node for node in self._pending if self.proven(node)),
+            reputation.accepted / self.book.policy.group_size,
+            None if proven else self._origin(peer),
+        )
         while len(sealed) < wanted and version >= 0:
             lease = self.book.grant(
                 peer,
                 version=version,
                 term=term,
-                capacity=self._capacity(peer),
+                capacity=self._capacity(peer if proven else None),
                 digest_of=self._task_digest,
                 seed=secrets.token_bytes(32),
                 now=time.time(),
-                share=Share(self.reputation(peer).trust_low, frozenset(self._waiting)),
+                share=share,
             )
             if lease is None:
                 break
@@ -375,21 +534,32 @@ class LeaseDesk:
 
     def _line(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Records of live workers that hold weights and may be shown: admitted before `peer`, and after it."""
-        me = self.workers[peer].rank
         now = self._clock()
-        before: list[tuple[int, bytes]] = []
-        after: list[tuple[int, bytes]] = []
-        for node, worker in self.workers.items():
-            row = self._peers.get(node)
-            alive = now - worker.asked < ALIVE_S and worker.stats.version >= 0
-            if node != peer and alive and row.record is not None and row.record.share_address:
-                (before if worker.rank < me else after).append((abs(worker.rank - me), row.sealed))
+        if now - self._sources_at >= LINE_S:
+            self._sources, self._sources_at = self._find_sources(now), now
+        me = self.workers[peer].rank
+        middle = bisect.bisect_left(self._sources, (me,))
+        before = self._sources[:middle][::-1]
+        after = [one for one in self._sources[middle:] if one[1] != peer]
         return _near_and_far(before, peer), _near_and_far(after, peer)
 
+    def _find_sources(self, now: float) -> list[tuple[int, bytes, bytes]]:
+        """(rank, node, sealed record) of sources, by rank: proven nodes where there are enough."""
+        proven: list[tuple[int, bytes, bytes]] = []
+        others: list[tuple[int, bytes, bytes]] = []
+        for node, worker in self.workers.items():
+            if now - worker.asked >= ALIVE_S or worker.stats.version < 0:
+                continue
+            row = self._peers.get(node)
+            if row.record is not None and row.record.share_address:
+                known = proven if self._tier(node) == Tier.MEMBER else others
+                known.append((worker.rank, node, row.sealed))
+        return sorted(proven if len(proven) > 2 * MAX_UPSTREAMS else proven + others)
 
-def _near_and_far(found: list[tuple[int, bytes]], peer: bytes) -> tuple[bytes, ...]:
+
+def _near_and_far(found: Sequence[tuple[int, bytes, bytes]], peer: bytes) -> tuple[bytes, ...]:
     """The nearest ranks in order, then some of the others, always the same for one peer."""
-    records = [sealed for _, sealed in sorted(found)]
+    records = [sealed for _, _, sealed in found]
     near, far = records[:NEAREST], records[NEAREST:]
     few = min(len(far), MAX_UPSTREAMS - NEAREST)
     return (*near, *random.Random(peer).sample(far, few))
@@ -407,6 +577,14 @@ def check_clock(theirs: int, ours: int) -> None:
             f"your clock is {abs(theirs - ours)} s {side} the trainer's ({utc(ours)}): set the clock of "
             "your machine, or if it is right tell the trainer's operator",
         )
+
+
+def failing_ticket(ticket: bytes, lost: int) -> str:
+    """Say which ticket leaked, and what to do."""
+    return (
+        f"{lost} leases of newcomers with ticket {ticket.hex()[:8]} did not come back: if it leaked, "
+        f"`primerl-node ticket revoke {ticket.hex()[:8]}` and give out another"
+    )
 
 
 def take_verdicts(waiting: deque[bytes]) -> tuple[bytes, ...]:

@@ -97,11 +97,21 @@ class TrainerRole:
 
     def waiting_groups(self) -> int:
         """Groups that have come back and wait: in the buffer, in verification, in the inbox."""
-        per_lease = self._config.rollouts.groups_per_lease
-        return len(self._buffer) + self.inbox.waiting() * per_lease
+        return len(self._buffer) + self._unjudged().total()
 
-    def capacity(self, node: bytes) -> int:
-        """Groups that may be leased to `node` now."""
+    def _unjudged(self) -> Counter[bytes]:
+        """Groups that are not judged yet, by worker, at most; while proven workers are here, those of newcomers
+        take nothing of what is leased: they may come to nothing."""
+        staffed = self._desk.book.staffed(time.time())
+        waiting = self._ledger.waiting_by_node(self.inbox.verified_up_to)
+        counted = Counter[bytes]()
+        for node, submissions in waiting.items():
+            if not staffed or self._desk.proven(node):
+                counted[node] = submissions * self._config.rollouts.groups_per_lease
+        return counted
+
+    def capacity(self, node: bytes | None) -> int:
+        """Groups that may be leased to `node` now; None for all newcomers together."""
         remaining = self._config.max_steps - self.progress.step - (1 if self.training else 0)
         if remaining <= 0:
             return 0
@@ -109,6 +119,11 @@ class TrainerRole:
         waiting = self.waiting_groups()
         needed = remaining * self._config.rollouts.groups_per_batch
         last = needed - waiting - book.outstanding_groups()
+        if node is None:
+            free = book.newcomer_capacity(
+                waiting_groups=waiting, training=self.training, now=time.time()
+            )
+            return max(0, min(last, free))
         free = min(last, book.capacity(waiting_groups=waiting, training=self.training))
         if free < 1:
             return 0
@@ -117,12 +132,10 @@ class TrainerRole:
         return min(free, peer_room(rollouts.groups_per_batch, rollouts.max_peer_share, node, there))
 
     def _coming(self) -> Counter[bytes]:
-        """Groups that are on lease or in verification, by worker."""
-        coming = self._desk.book.leased()
-        unjudged = self._ledger.waiting_by_node(self.inbox.verified_up_to)
-        for node, submissions in unjudged.items():
-            coming[node] += submissions * self._config.rollouts.groups_per_lease
-        return coming
+        """Groups that are on lease or in verification, by worker; nobody waits for those of newcomers while
+        proven workers are here."""
+        book = self._desk.book
+        return book.leased(newcomers=not book.staffed(time.time())) + self._unjudged()
 
     async def restore(self, step: int, parts: dict[str, bytes]) -> None:
         """Take in the checkpoint of `step`: buffer, cursor; then re-verify what arrived after it."""

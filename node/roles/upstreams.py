@@ -11,7 +11,7 @@ from ...protocol.version import ALPN_CONTROL
 from ..network.exchange import BlobFetcher
 from ..network.gossip import read_record
 from ..network.links import Links
-from ..network.peers import PeerTable
+from ..network.peers import PeerTable, Tier
 from ..network.rpc import Refused
 from ..network.transport import TransportError
 
@@ -65,5 +65,6 @@ def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> 
             logger.info("bad peer record from the trainer: %s", error)
             continue
         peers.learn(record, sealed)
+        peers.admit(record.node, Tier.MEMBER)
         nodes.append(record.node)
     return nodes

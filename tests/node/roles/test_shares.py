@@ -91,6 +91,7 @@ class World:
             "desk": SimpleNamespace(
                 book=self.book,
                 take_back=self.book.expire,
+                proven=lambda node: True,
                 work_changed=nothing,
                 reputations={},
             ),
