@@ -169,6 +169,8 @@ class Status(msgspec.Struct, kw_only=True):
     neighbours: int = 0
     """libp2p connections."""
     detail: str = ""
+    warnings: list[str] = []
+    """What the operator should do something about, a sentence each (trainer)."""
     engine: EngineRow | None = None
     """What generates (worker)."""
     stage: StageRow | None = None
