@@ -11,7 +11,7 @@ from ..protocol.reputation import Reputation
 from .control import PeerRow, Status
 from .network.peers import Peer, PeerTable
 from .proofs.overlap import Record
-from .roles.desk import LeaseDesk, failing_ticket
+from .roles.desk import LeaseDesk
 from .roles.publisher import Publisher
 from .roles.trainer import TrainerRole
 
@@ -79,7 +79,7 @@ def show_training(status: Status, role: TrainerRole, publisher: Publisher, desk:
     status.waiting_groups = role.waiting_groups()
     status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
     status.pipelines = desk.pipelines.rows()
-    status.warnings = [failing_ticket(*one) for one in desk.failing_tickets().items()]
+    status.warnings = desk.warnings()
 
 
 def _row(

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ... import __version__
-from ...crypto.hashing import digest as digest_of
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol import tickets
@@ -78,7 +77,7 @@ MAX_WORKERS = 4096
 LINE_S = 0.25
 """How old what is known of the line of workers may be."""
 WARN_S = 60.0
-"""Between two warnings of one ticket."""
+"""Between two warnings in the log."""
 ALIVE_S = 10.0
 """A worker that asked for nothing for this long is not offered as an upstream."""
 MAX_UPSTREAMS = 8
@@ -176,7 +175,7 @@ class LeaseDesk:
         )
         self._pending: dict[bytes, PendingRequest] = {}
         self._hellos = TokenBuckets(HELLO_RATE, HELLO_BURST, limit=1024)
-        self._warned: dict[bytes, float] = {}
+        self._warn_at = -math.inf
         self._clock = clock
         self._started = clock()
         self._sources: list[tuple[int, bytes, bytes]] = []
@@ -295,17 +294,29 @@ class LeaseDesk:
         self._serve_newcomers()
         return late
 
-    def failing_tickets(self) -> dict[bytes, int]:
-        """Tickets by which nodes came that take leases and answer nothing, and how many they lost."""
-        records = self.book.newcomers.tickets.items()
-        return {ticket: record.lost for ticket, record in records if record.failing}
+    def warnings(self) -> list[str]:
+        """Tickets by which nodes came that take leases and answer nothing, with what to do about it."""
+        return [
+            self._failing(ticket, record.lost)
+            for ticket, record in self.book.newcomers.tickets.items()
+            if record.failing
+        ]
+
+    def _failing(self, ticket: bytes, lost: int) -> str:
+        name = ticket.hex()[:12]
+        account = self._ledger.ticket(ticket)
+        label = f" ({account.label})" if account is not None and account.label else ""
+        return (
+            f"{lost} leases of newcomers with ticket {name}{label} did not come back: if it leaked, "
+            f"`primerl-node ticket revoke {name}` and give out another"
+        )
 
     def _warn(self, now: float) -> None:
-        for ticket, lost in self.failing_tickets().items():
-            if now - self._warned.get(ticket, -math.inf) < WARN_S:
-                continue
-            self._warned[ticket] = now
-            logger.warning("%s", failing_ticket(ticket, lost))
+        if now < self._warn_at:
+            return
+        for warning in self.warnings():
+            self._warn_at = now + WARN_S
+            logger.warning("%s", warning)
 
     def _tier(self, peer: bytes) -> Tier:
         """Whose connections are kept when there are too many."""
@@ -577,14 +588,6 @@ def check_clock(theirs: int, ours: int) -> None:
             f"your clock is {abs(theirs - ours)} s {side} the trainer's ({utc(ours)}): set the clock of "
             "your machine, or if it is right tell the trainer's operator",
         )
-
-
-def failing_ticket(ticket: bytes, lost: int) -> str:
-    """Say which ticket leaked, and what to do."""
-    return (
-        f"{lost} leases of newcomers with ticket {ticket.hex()[:8]} did not come back: if it leaked, "
-        f"`primerl-node ticket revoke {ticket.hex()[:8]}` and give out another"
-    )
 
 
 def take_verdicts(waiting: deque[bytes]) -> tuple[bytes, ...]:
