@@ -1,4 +1,4 @@
-"""What a thousand free keys cost a run: throughput of honest workers alone, and beside keys that answer nothing.
+"""Floods: the throughput of honest workers alone, and beside a thousand free keys that answer nothing.
 
     python scripts/bench/floods.py [--keys 1000] [--seconds 20] [--quick] [--json FILE]
 
@@ -123,7 +123,7 @@ def cpu_s() -> float:
 
 
 async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
-    """All rows; the honest are measured alone before each attack, too."""
+    """All rows; the honest are measured alone before and after each attack."""
 
     async def pause() -> None:
         await asyncio.sleep(TOKEN_S)
@@ -138,21 +138,24 @@ async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
         for name in ("one", "two"):
             swarm.add_worker(name)
         await swarm.wait_step(10)
+        rows.append(await measure(swarm, "alone", options.seconds, None, 0))
         for act in (sybils, idle):
-            rows.append(await measure(swarm, "alone", options.seconds, None, 0))
             attack = Attack(swarm, options.keys, act)
             await asyncio.sleep(options.seconds / 4)  # until all have come
             rows.append(await measure(swarm, act.__name__, options.seconds, attack, options.keys))
             await attack.stop()
+            await asyncio.sleep(1.0)
+            rows.append(await measure(swarm, "alone", options.seconds, None, 0))
     return rows
 
 
 def judge(rows: list[Row]) -> list[dict[str, Any]]:
-    """Each attack against what the honest did alone just before."""
+    """Each attack against what the honest did alone just before and after."""
     goals: list[dict[str, Any]] = []
-    for alone, under in zip(rows[::2], rows[1::2], strict=True):
+    for before, under, after in zip(rows[::2], rows[1::2], rows[2::2], strict=False):
         for field in ("steps_per_s", "accepted_per_s"):
-            share = getattr(under, field) / getattr(alone, field)
+            alone = (getattr(before, field) + getattr(after, field)) / 2
+            share = getattr(under, field) / alone
             name = f"{under.name}, {under.keys} keys: {field} of alone"
             goals.append({"name": name, "value": share, "goal": GOAL, "ok": share >= GOAL})
     return goals
