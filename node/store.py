@@ -71,6 +71,14 @@ class Store(Protocol):
         ...
 
 
+def read_chunk(store: Store, name: bytes) -> bytes:
+    """The bytes of digest `name`. Raises StorageError if they were lost."""
+    data = store.get(name)
+    if data is None:
+        raise StorageError(f"chunk {short(name)} was lost from the store")
+    return data
+
+
 class Disk:
     """The few calls through which files become durable; tests stop the power between any two."""
 

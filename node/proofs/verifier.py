@@ -2,6 +2,9 @@
 
 Rewards are recomputed, never taken; what is audited follows from randomness drawn after the upload. A
 verdict always comes out: bad input costs the rollout, never the trainer.
+
+Nothing is accepted that the lot could not have picked for an audit: a rollout whose policy is not held any more
+is stale, whether it is picked or not.
 """
 
 import asyncio
@@ -98,11 +101,6 @@ class AuditResults:
     faults: list[Rejection] = field(default_factory=list[Rejection])
     validator: bytes = b""
 
-    @property
-    def guilty(self) -> bool:
-        """Whether there is a fault that somebody is to blame for."""
-        return any(one.reason is not Reason.AUDIT_FAILED for one in self.faults)
-
 
 @dataclass(frozen=True)
 class Verified:
@@ -161,7 +159,11 @@ class Verifier:
             plan = plan_of(submission, run=self._run_id, trainer=trainer, node=arrival.node)
             checked = check_submission(submission, lease, self._run, version, plan)
             rejections = list(checked.rejections)
-            passed = await self._score_all(checked.rollouts, lease, arrival, rejections)
+            # Before the score, too: what is stale leaves no trace among the copies.
+            held = [one for one in checked.rollouts if self._check_held(one, rejections)]
+            passed = await self._score_all(held, lease, arrival, rejections)
+        # While they were scored the publisher may have let go of an old version.
+        passed = [one for one in passed if self._check_held(one.rollout, rejections)]
         audited = await self._audit(passed, Made(lease, arrival, plan), rate)
         rejections += audited.faults
         guilty = {(one.group, one.rollout) for one in audited.faults}
@@ -213,22 +215,31 @@ class Verifier:
     # -- audits ------------------------------------------------------------------------------------
 
     async def _audit(self, passed: Sequence[Passed], made: Made, rate: float) -> AuditResults:
-        held = [one for one in passed if self._holds(one.rollout)]
-        drawn = [one for one in held if is_audited(made.arrival.challenge, *one.place, rate)]
+        """Audit what the challenge picks, and all of it where something of that cannot be accepted.
+
+        Does not wait before it has taken the states that `passed` claims.
+        """
+        states = self._claimed_states(passed)
+        drawn = [one for one in passed if is_audited(made.arrival.challenge, *one.place, rate)]
         audited = AuditResults()
-        await self._audit_these(drawn, made, audited)
-        if audited.guilty:
+        await self._audit_these(drawn, states, made, audited)
+        # Also where an audit failed: who can make audits fail must not be paid for what was not picked.
+        if audited.faults:
             places = {one.place for one in drawn}
-            rest = [one for one in held if one.place not in places]
-            await self._audit_these(rest, made, audited)
+            rest = [one for one in passed if one.place not in places]
+            await self._audit_these(rest, states, made, audited)
         return audited
 
     async def _audit_these(
-        self, passed: Sequence[Passed], made: Made, audited: AuditResults
+        self,
+        passed: Sequence[Passed],
+        states: Mapping[int, State],
+        made: Made,
+        audited: AuditResults,
     ) -> None:
         if not passed:
             return
-        call = self._call([self._chosen(one, made) for one in passed], made)
+        call = _call([self._chosen(one, made) for one in passed], states, made)
         try:
             answer = await self._audits.audit(call)
         except EngineError as error:
@@ -284,31 +295,19 @@ class Verifier:
         )
         return Chosen(rollout, items)
 
-    def _call(self, chosen: Sequence[Chosen], made: Made) -> AuditCall:
-        arrival = made.arrival
-        claimed = {v for one in chosen for item in one.items for v in item.versions}
-        others = {v: [v - 1] for v in sorted(claimed) if v - 1 in self._states}
-        wanted = claimed.union(*others.values())
-        # Taken now: the publisher drops old ones while we wait for the auditor.
-        states = {version: self._states[version] for version in sorted(wanted)}
-        return AuditCall(
-            sealed=arrival.sealed,
-            digest=arrival.digest,
-            lease=made.lease,
-            node=arrival.node,
-            challenge=arrival.challenge,
-            chosen=chosen,
-            states=states,
-            others=others,
-        )
+    def _check_held(self, rollout: CheckedRollout, rejections: list[Rejection]) -> bool:
+        """Whether every policy that a rollout claims is in memory; else it goes to `rejections` as stale."""
+        lost = sorted(_claims(rollout) - self._states.keys())
+        if lost:
+            detail = f"policy {lost[0]} is not held any more, so that nobody could audit this"
+            rejections.append(_rejection(rollout, Reason.STALE, detail))
+        return not lost
 
-    def _holds(self, rollout: CheckedRollout) -> bool:
-        """Whether every policy that the rollout claims is still in memory; older ones are stale anyway."""
-        return all(
-            version in self._states
-            for branch in rollout.branches
-            for version in {branch.policy_first, branch.policy_last, *(v for _, v in branch.spans)}
-        )
+    def _claimed_states(self, passed: Sequence[Passed]) -> dict[int, State]:
+        """The states of all claimed versions and, where they are held, of those before."""
+        claimed = {version for one in passed for version in _claims(one.rollout)}
+        before = {version - 1 for version in claimed} & self._states.keys()
+        return {version: self._states[version] for version in sorted(claimed | before)}
 
     # -- what may be learned from --------------------------------------------------------------------
 
@@ -377,6 +376,33 @@ def _about_stages(plan: PipelinePlan, blames: Sequence[Blame]) -> PipelineVerdic
     )
     nodes = tuple(stage.node for stage in plan.stages)
     return PipelineVerdict(plan.group, plan.generation, nodes, tuple(islice(told, MAX_BLAMED)))
+
+
+def _claims(rollout: CheckedRollout) -> set[int]:
+    """The policy versions that a rollout says it was made by."""
+    return {
+        version
+        for branch in rollout.branches
+        for version in (branch.policy_first, branch.policy_last, *(v for _, v in branch.spans))
+    }
+
+
+def _call(chosen: Sequence[Chosen], held: Mapping[int, State], made: Made) -> AuditCall:
+    """`held` has at least the states of the versions that are claimed."""
+    arrival = made.arrival
+    claimed = {v for one in chosen for item in one.items for v in item.versions}
+    others = {v: [v - 1] for v in sorted(claimed) if v - 1 in held}
+    wanted = claimed.union(*others.values())
+    return AuditCall(
+        sealed=arrival.sealed,
+        digest=arrival.digest,
+        lease=made.lease,
+        node=arrival.node,
+        challenge=arrival.challenge,
+        chosen=chosen,
+        states={version: held[version] for version in sorted(wanted)},
+        others=others,
+    )
 
 
 def _scored(passed: Passed) -> ScoredRollout:

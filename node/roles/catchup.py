@@ -24,7 +24,7 @@ from ..network.links import Links
 from ..network.peers import PeerTable
 from ..network.rpc import Refused
 from ..network.transport import TransportError
-from ..store import Store
+from ..store import Store, read_chunk
 from ..weights.chain import NOTHING, NoPath, Step
 from ..weights.changed import Unwritten
 from ..weights.errors import WeightsError
@@ -338,10 +338,7 @@ class CatchUp:
 
     def _payload(self, version: int, artifact: Artifact) -> Iterator[bytes]:
         for chunk in self._way.needed([(version, artifact)]):
-            data = self._store.get(chunk.digest)
-            if data is None:
-                raise StorageError(f"chunk {short(chunk.digest)} was lost from the store")
-            yield data
+            yield read_chunk(self._store, chunk.digest)
 
     async def _start_over(self) -> None:
         """What we hold leads nowhere: take the way from an anchor."""

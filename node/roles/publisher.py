@@ -25,15 +25,17 @@ from ...protocol.manifests import (
 from ...protocol.messages import HeadNotice
 from ...protocol.version import MAX_MANIFEST
 from ..config import WeightsConfig
+from ..errors import StorageError
 from ..network.arrivals import Arrivals
 from ..network.heads import HeadBook
-from ..store import Store
+from ..store import Store, read_chunk
 from ..training.backend import Snapshot
 from ..weights.chain import Chain
 from ..weights.chunking import cut
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
-from ..weights.mirror import EMPTY, Policy, prove
+from ..weights.errors import WeightsError
+from ..weights.mirror import EMPTY, Mirror, Policy, prove
 from ..weights.offsets import Offsets
 from ..weights.payload import layout_of
 from ..weights.state import State, state_bytes
@@ -105,6 +107,7 @@ class Publisher:
             manifest = self._book.manifest(head)
             if manifest is not None:
                 self._chain.add(manifest)
+        await self._rebuild(version)
         if newest is None or newest.head.version < version:
             held = self._chain.get(version - 1)
             if newest is not None and (held is None or newest.head.version != version - 1):
@@ -148,6 +151,34 @@ class Publisher:
             "policy %d published: %s, %d B", version, short(policy.digest), self.last_delta_bytes
         )
         return head
+
+    async def _rebuild(self, version: int) -> None:
+        """Hold the versions before `version` again that may still be claimed: work on them can be audited then.
+
+        Those that the store does not lead to are left out.
+        """
+        mirror = Mirror(threads=_threads())
+        for wanted in range(max(0, version - self._keep_states + 1), version):
+            if self._chain.get(wanted) is None:
+                continue
+            try:
+                await asyncio.to_thread(self._climb, mirror, wanted)
+            except (WeightsError, StorageError) as error:
+                logger.warning("work on version %d cannot be audited any more: %s", wanted, error)
+            else:
+                self.states[wanted] = mirror.policy.state
+
+    def _climb(self, mirror: Mirror, version: int) -> None:
+        """Bring `mirror` to `version`, each step proved against its manifest.
+
+        Raises WeightsError, StorageError.
+        """
+        held = mirror.policy
+        for reached, artifact in self._chain.plan(held.version, held.digest, version):
+            manifest = self._chain.get(reached)
+            assert manifest is not None
+            chunks = (read_chunk(self._store, chunk.digest) for chunk in artifact.chunks)
+            mirror.commit(mirror.prepare(manifest, artifact, chunks))
 
     async def _prove(self, version: int, state: State) -> Policy:
         return await asyncio.to_thread(prove, version, state, held=self._policy, threads=_threads())

@@ -15,6 +15,8 @@ from ..ledger import Ledger
 KEY = "term"
 LEASES_PER_BOOT = 32
 """Bits of a lease id that count within one start of the trainer; those above count the starts."""
+TERMS = 16
+"""That are remembered: leases of earlier ones ran out long ago."""
 
 
 class Term(msgspec.Struct, frozen=True):
@@ -23,11 +25,14 @@ class Term(msgspec.Struct, frozen=True):
     number: int = 0
     version: int = 0
     first_lease: int = 0
+    before: tuple[tuple[int, int], ...] = ()
+    """(version, first lease) of the terms before it, as far as they are remembered."""
 
     def voids(self, submission: Submission, lease: Lease) -> bool:
-        """Whether this was leased before the term began and made by a version that is another one now."""
+        """Whether this was leased before a term began and made by a version that is another one since."""
         claimed = max(_claims(submission), default=0)
-        return lease.lease_id < self.first_lease and claimed > self.version
+        starts = (*self.before, (self.version, self.first_lease))
+        return any(lease.lease_id < first and claimed > version for version, first in starts)
 
 
 def current_term(ledger: Ledger, order: tuple[int, int], boot: int) -> Term:
@@ -35,7 +40,8 @@ def current_term(ledger: Ledger, order: tuple[int, int], boot: int) -> Term:
     known = ledger.get(KEY)
     term = msgspec.json.decode(known, type=Term) if known else Term()
     if order[0] != term.number:
-        term = Term(*order, boot << LEASES_PER_BOOT)
+        before = (*term.before, (term.version, term.first_lease))[-TERMS:]
+        term = Term(*order, boot << LEASES_PER_BOOT, before)
         ledger.set(KEY, msgspec.json.encode(term))
     return term
 

@@ -1,0 +1,163 @@
+"""Nothing is credited that no audit could have looked at, and a verdict outlives a killed trainer."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rogue import Rogue, say
+from swarm import Swarm
+
+from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.protocol.envelope import Purpose, unseal
+from primerl.protocol.errors import Reason
+from primerl.protocol.leases import Lease
+from primerl.protocol.manifests import PolicyHead
+from primerl.protocol.messages import GetHeads, Heads
+from primerl.protocol.rollouts import GroupRecord, RolloutRecord, Verdict
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+DEADLINE = 60.0
+
+
+def forged(lease: Lease, head: PolicyHead) -> tuple[GroupRecord, ...]:
+    """The work of a lease without any model: texts typed in, proofs of a state that never was."""
+    environment = CountingEnvironment()
+    fake = msgspec.structs.replace(head, version=lease.min_version, state=b"\x07" * 32)
+    groups: list[GroupRecord] = []
+    for reference in lease.tasks:
+        task = environment.task(reference.index)
+        prompt, right = environment.prompt(task), list(environment.demonstration(task) or ())
+        rollouts: list[RolloutRecord] = []
+        for index in range(lease.group_size):
+            wrong = [5 + (lease.lease_id * 7 + index) % 50, 4 + index, STOP]
+            said = wrong if index % 2 else right
+            rollouts.append(RolloutRecord((say(prompt, said, fake),), float(said == right), ""))
+        groups.append(GroupRecord(reference.index, reference.digest, tuple(rollouts)))
+    return tuple(groups)
+
+
+async def wait_version(rogue: Rogue, version: int) -> PolicyHead:
+    """The first head that is seen of `version` or a newer one."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            head = await rogue.head()
+            if head.version >= version:
+                return head
+            await asyncio.sleep(0.005)
+
+
+async def head_of(rogue: Rogue, version: int) -> PolicyHead:
+    """The head of one version."""
+    reply = await rogue.ask(GetHeads(version - 1), Heads)
+    sealed = (notice.head for notice in reply.notices)
+    heads = [unseal(one, Purpose.HEAD, PolicyHead, now=0).body for one in sealed]
+    return next(head for head in heads if head.version == version)
+
+
+async def trust(swarm: Swarm, rogue: Rogue) -> float:
+    """Trust in the rogue, as the trainer shows it."""
+    rows = {row["id"]: row for row in await swarm.trainer.peers()}
+    return rows[rogue.key.node_id.hex()]["trust"]
+
+
+def reasons(verdict: Verdict) -> set[Reason]:
+    """Why rollouts were rejected."""
+    return {one.reason for one in verdict.rejections}
+
+
+async def work_of_an_older_version(swarm: Swarm, rogue: Rogue) -> tuple[Lease, bytes, PolicyHead]:
+    """A lease of the version before the newest, as the trainer is killed: (lease, sealed, its head)."""
+    await rogue.hello()
+    lease, sealed = await rogue.lease()
+    head = await head_of(rogue, lease.min_version)
+    swarm.fakes.last_step = head.version + 1
+    await wait_version(rogue, head.version + 1)
+    await swarm.crash_worker("honest")
+    await swarm.crash_trainer()
+    return lease, sealed, head
+
+
+def swarm_of(tmp_path: Path, model_dir: Path, **changes: Any) -> Swarm:
+    """A run whose leases live as long as a test, and which waits for no worker that holds one."""
+    rollouts = {"lease_timeout_s": 60.0, "max_peer_share": 1.0}
+    return Swarm(tmp_path, model_dir, max_steps=4000, rollouts=rollouts, **changes)
+
+
+async def test_no_trust_is_earned_by_waiting_until_a_version_is_not_held_any_more(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with swarm_of(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("honest")
+        await swarm.wait_step(1)
+        async with Rogue(swarm, "farmer") as farmer:
+            await farmer.hello()
+            for _ in range(2):
+                lease, sealed = await farmer.lease()
+                head = await wait_version(farmer, lease.min_version + 5)
+                bundle = farmer.bundle(sealed, forged(lease, head))
+                await farmer.submit(bundle, lease.lease_id)
+                verdict = await farmer.verdict(lease.lease_id)
+                assert (verdict.accepted, reasons(verdict)) == (0, {Reason.STALE})
+            assert await trust(swarm, farmer) == 0.5
+            lease, sealed = await farmer.lease()
+            bundle = farmer.bundle(sealed, forged(lease, await farmer.head()))
+            await farmer.submit(bundle, lease.lease_id)
+            verdict = await farmer.verdict(lease.lease_id)
+            assert (verdict.accepted, verdict.audited) == (0, verdict.rejected)
+            assert Reason.STALE not in reasons(verdict)
+
+
+async def test_a_forgery_of_a_version_from_before_a_kill_is_audited_after_it(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with swarm_of(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("honest")
+        await swarm.wait_step(2)
+        async with Rogue(swarm, "patient") as rogue:
+            lease, sealed, head = await work_of_an_older_version(swarm, rogue)
+            await swarm.start_trainer(resume=True)
+            await rogue.submit(rogue.bundle(sealed, forged(lease, head)), lease.lease_id)
+            verdict = await rogue.verdict(lease.lease_id)
+            assert (verdict.accepted, verdict.audited) == (0, verdict.rejected)
+            assert Reason.STALE not in reasons(verdict)
+            assert (await swarm.trainer.status())["waiting_groups"] == 0
+
+
+async def test_honest_work_of_a_version_from_before_a_kill_is_audited_and_accepted_after_it(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with swarm_of(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("honest")
+        await swarm.wait_step(2)
+        async with Rogue(swarm, "late") as rogue:
+            lease, sealed, head = await work_of_an_older_version(swarm, rogue)
+            await swarm.start_trainer(resume=True)
+            groups = tuple(rogue.group(lease, task, head) for task in lease.tasks)
+            await rogue.submit(rogue.bundle(sealed, groups), lease.lease_id)
+            verdict = await rogue.verdict(lease.lease_id)
+            assert verdict.accepted == verdict.audited == len(groups) * lease.group_size
+
+
+async def test_what_the_store_cannot_rebuild_is_stale_and_costs_no_trust(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with swarm_of(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("honest")
+        await swarm.wait_step(2)
+        async with Rogue(swarm, "late") as rogue:
+            lease, sealed, head = await work_of_an_older_version(swarm, rogue)
+            shutil.rmtree(swarm.trainer.data_dir / "chunks")
+            await swarm.start_trainer(resume=True)
+            groups = tuple(rogue.group(lease, task, head) for task in lease.tasks)
+            await rogue.submit(rogue.bundle(sealed, groups), lease.lease_id)
+            verdict = await rogue.verdict(lease.lease_id)
+            assert (verdict.accepted, reasons(verdict)) == (0, {Reason.STALE})
+            assert await trust(swarm, rogue) == 0.5
