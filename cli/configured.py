@@ -67,11 +67,18 @@ class ConfigCommand(typer.core.TyperCommand):
 
 
 def show_config(config: "BaseConfig", *, as_json: bool) -> None:
-    """Print a config so that it can be read back."""
+    """Print a config so that it can be read back. Raises UsageError for what TOML cannot hold."""
     from ..node import toml
+    from ..node.errors import UsageError
 
     values = config.model_dump(mode="json")
-    typer.echo(json.dumps(values, indent=2) if as_json else toml.dumps(values), nl=as_json)
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+        return
+    try:
+        typer.echo(toml.dumps(values), nl=False)
+    except TypeError as error:
+        raise UsageError(f"{error}, such as null in a list: --dry-run --json shows it") from error
 
 
 def parallel(*, tp: str | None, pp: str | None, dp: str | None) -> list[str]:

@@ -17,6 +17,7 @@ from .configured import (
     parallel,
     show_config,
 )
+from .join import checked_ticket, ticket_text
 
 if TYPE_CHECKING:
     from ..node.serve_config import ServeConfig
@@ -58,6 +59,8 @@ def run(
     config = load(ServeConfig, arguments(ctx, given), environment())
     check_engine(config, proven=False)
     if dry_run:
+        if config.ticket not in ("", "-"):
+            ticket_text(config.ticket)
         show_config(config, as_json=as_json)
         return
     config = checked(config)
@@ -74,7 +77,6 @@ def checked(config: "ServeConfig") -> "ServeConfig":
     """The config with the ticket's text in it. Raises UsageError, TicketError; needs no network."""
     from ..node.api.server import read_key
     from ..node.errors import UsageError
-    from .join import checked_ticket
 
     read_key(config.api)
     if config.ticket:

@@ -1,5 +1,6 @@
 """`primerl-node join`: work for a run."""
 
+import stat
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,8 @@ def run(
     config = load(JoinConfig, arguments(ctx, given), environment())
     check_engine(config)
     if dry_run:
+        if config.ticket not in ("", "-"):
+            ticket_text(config.ticket)
         show_config(config, as_json=as_json)
         return
     config = with_checked_ticket(config)
@@ -110,8 +113,15 @@ def ticket_text(given: str) -> str:
     if given.strip().startswith(PREFIX):
         return given.strip()
     try:
-        with Path(given).expanduser().open(encoding="utf-8") as file:
-            return file.read(MAX_TICKET_FILE).strip()
+        path = Path(given).expanduser()
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):  # a pipe: --ticket <(ssh ...)
+            raise TicketError(f"{given[:80]} is no file: give the ticket, or a file that holds it")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TICKET_FILE + 1)
+        if len(text) > MAX_TICKET_FILE:
+            raise TicketError(f"{given[:80]} is too large for a ticket: give a file that holds one")
+        return text.strip()
     except FileNotFoundError as error:
         raise TicketError(
             f"{given[:40]} is neither a ticket (they start with {PREFIX}) nor a file"

@@ -180,8 +180,10 @@ def _command_line(error: Exception) -> int:
     code = int(getattr(error, "exit_code", 2))
     context = getattr(error, "ctx", None)
     message = str(getattr(error, "format_message", error.__str__)())
-    if not message:  # no_args_is_help has already printed the help
-        typer.echo(context.get_help() if context else "")
+    if message.startswith(
+        "Usage: "
+    ):  # no arguments at all: the help itself, and, as with git, no success
+        typer.echo(message)
         return code
     place = getattr(context, "command_path", PROGRAM)
     return _fail(f"{message.rstrip('.')} (see `{place} --help`)", code)

@@ -59,8 +59,11 @@ class NetworkConfig(BaseConfig):
     mdns: bool = False
     """Find peers on the local network."""
     connect_timeout_s: Seconds = 10.0
+    """Longest wait for a connection to a peer, seconds."""
     max_peers: Positive = 256
+    """Most peers connected at a time; who comes then is turned away."""
     max_streams_per_peer: Positive = 32
+    """Most requests of one peer that are answered at a time."""
     max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
     """Pace of chunk uploads in megabits/s; 0 is no limit."""
     seeds: Annotated[list[SeedUrl], Field(max_length=16)] = []
@@ -78,21 +81,33 @@ class ModelCreateConfig(BaseConfig):
     """Shape of a model that is made locally with random weights (Qwen3 architecture)."""
 
     hidden_size: Positive = 96
+    """Width of the hidden states."""
     num_hidden_layers: Positive = 2
+    """Layers."""
     num_attention_heads: Positive = 4
+    """Query heads of a layer."""
     num_key_value_heads: Positive = 2
+    """Key and value heads; fewer than the query heads, which share them."""
     head_dim: Positive = 32
+    """Width of a head."""
     intermediate_size: Positive = 192
+    """Width of a layer's MLP."""
     num_experts: Annotated[int, Field(ge=0)] = 0
     """Experts of each layer (Qwen3-MoE architecture); 0 is a dense model."""
     num_experts_per_tok: Positive = 2
+    """Experts that each token is sent to, where there are experts."""
     moe_intermediate_size: Positive = 64
+    """Width of an expert's MLP."""
     norm_topk_prob: bool = True
     """The weights of a token's experts add up to 1."""
     vocab_size: Positive = 288
+    """Rows of the embedding; at least the tokens of the byte-level tokenizer that is made with it."""
     rope_theta: Annotated[float, Field(gt=0)] = 100.0
+    """Base of the rotary embedding's wavelengths."""
     tie_word_embeddings: bool = True
+    """Use one table for the embedding and the output head."""
     max_position_embeddings: Positive = 1024
+    """Longest sequence, tokens."""
 
     @model_validator(mode="after")
     def _has_the_experts_of_a_token(self) -> Self:
@@ -125,13 +140,16 @@ class EnvironmentConfig(BaseConfig):
     args: dict[str, Any] = {}
     """The taskset's own options."""
     max_turns: Positive = 8
+    """Most replies of the model in one rollout."""
 
 
 class SamplingConfig(BaseConfig):
     """The sampling contract: every worker samples like this."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Logits are divided by this before a token is drawn."""
     max_tokens: Positive = 16
+    """Most tokens of one reply."""
 
 
 class RolloutsConfig(BaseConfig):
@@ -142,6 +160,7 @@ class RolloutsConfig(BaseConfig):
     groups_per_batch: Positive = 16
     """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
     groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4
+    """Tasks that a worker is given at a time."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 2
     """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous."""
     lease_timeout_s: Seconds = 60.0
@@ -161,12 +180,17 @@ class WarmupConfig(BaseConfig):
     """Supervised warm-up on the environment's own demonstrations before RL."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-3
+    """Learning rate of the warm-up."""
     batch_size: Positive = 128
+    """Demonstrations per optimizer step."""
     max_steps: Positive = 200
+    """Stop after so many steps, target reached or not."""
     target: Fraction = 0.28
     """Stop when sampled exact match on training prompts reaches this."""
     eval_interval: Positive = 5
+    """Steps between two measurements of the target."""
     eval_prompts: Positive = 256
+    """Training prompts that are sampled for one."""
 
 
 class WeightsConfig(BaseConfig):
@@ -181,6 +205,7 @@ class WeightsConfig(BaseConfig):
     keep_s: Annotated[float, Field(ge=0)] = 60.0
     """A version can be fetched for at least this long: who is on the way to it arrives."""
     max_disk_gib: Annotated[float, Field(gt=0)] = 64.0
+    """Most that chunks may take on the disk; more are refused."""
     head_ttl_s: Seconds = 86400.0
     """After this a head is no longer believed to be news."""
 
@@ -253,6 +278,7 @@ class LogConfig(BaseConfig):
     """Logging."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is logged."""
     json_lines: bool = False
     """Structured log lines on stderr (the log file is always structured)."""
     max_mib: Annotated[float, Field(gt=0)] = 16.0
@@ -320,6 +346,7 @@ class JoinConfig(NodeConfig):
     """`primerl-node join`."""
 
     role: Literal["inference", "validator"] = "inference"
+    """`inference` generates rollouts; `validator` audits those of others."""
     ticket: str = ""
     """The join ticket that the trainer printed."""
     leases: Annotated[int, Field(ge=0)] = 0
@@ -343,6 +370,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
     """`primerl-node train` and `primerl-node rl`."""
 
     ticket_ttl_s: Seconds = 7 * 86400.0
+    """How long a join ticket is valid, seconds."""
     """How long a ticket is valid, unless `ticket --expires` says otherwise; the trainer's own is renewed."""
     ticket_uses: Annotated[int, Field(ge=0)] = 0
     """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""

@@ -12,6 +12,7 @@ class ConcurrencyConfig(BaseConfig):
     """How many sequences a worker keeps in flight; prime-rl's names and defaults."""
 
     min_inflight: Positive = 1
+    """Fewest sequences in flight, however full the engine's cache is."""
     max_inflight: Positive = 1024
     """Equal to min_inflight it fixes the number."""
     initial_inflight: Annotated[int, Field(ge=0)] = 0
@@ -65,11 +66,13 @@ class EngineConfig(BaseConfig):
     """`hf`: a loop over transformers weights, on a GPU in a process of its own; `vllm`: vLLM in processes of
     its own; `scripted`: a fake, for tests."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; of a run it has to be the one in its manifest."""
     device: str = "auto"
     """`auto` takes cuda where there is one, else cpu."""
     max_batch: Positive = 256
     """Most sequences generated at once, by each engine."""
     max_model_len: Positive = 1024
+    """Longest sequence, prompt and reply, in tokens."""
     batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
     """How long `hf` waits for more requests before it starts a batch."""
     tp: Positive | Literal["auto"] = 1

@@ -86,7 +86,9 @@ class EvalConfig(BaseConfig):
     name: str = "eval"
     """Directory of the results, under output_dir."""
     output_dir: Path = Path("outputs")
+    """Where directories of results are."""
     seed: int = 0
+    """Of the tasks that are played and of the sampling."""
     again: bool = False
     """Also measure again what this directory has results of."""
     environments: list[EvaluatedEnvironment] = []

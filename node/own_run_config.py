@@ -51,8 +51,11 @@ class OwnRunConfig(BaseConfig):
     name: str = "run"
     """Run directory under output_dir."""
     output_dir: Path = Path("outputs")
+    """Where run directories are."""
     seed: int = 0
+    """Of weights that are made here, of the order of tasks and of what is held out."""
     max_steps: Positive = 200
+    """Optimizer steps of the run."""
     resume: Resume = None
     clean: bool = False
     """Delete what an earlier run of this name left."""

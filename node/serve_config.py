@@ -46,6 +46,7 @@ class ApiConfig(BaseConfig):
     max_inflight: Positive = 1024
     """Most completions at once; who asks for more is told to come back (429)."""
     max_stop_strings: Positive = 16
+    """Most stop strings of one request."""
     timeout_s: Seconds = 600.0
     """Longest time for one request; then it is given up (504)."""
     stream_tokens: Positive = 32

@@ -1,16 +1,13 @@
 """Writes a config as TOML that reads back as the same config.
 
-Only what JSON can hold is written; None, which TOML lacks, becomes the word that the config reader takes
-for it.
+Only what JSON can hold is written. TOML has no null: a key that is None becomes a comment, for a key of a
+config that may be None is None where it is not set.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
-
-NONE = "None"
-"""prime-pydantic-config reads this string as null."""
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -27,7 +24,9 @@ def _table(lines: list[str], path: tuple[str, ...], values: Mapping[str, Any]) -
     nested = {key: value for key, value in values.items() if isinstance(value, Mapping)}
     if path and (plain or not nested):
         lines.extend(["", f"[{'.'.join(map(_key, path))}]"])
-    lines.extend(f"{_key(key)} = {_value(value)}" for key, value in plain.items())
+    for key, value in plain.items():
+        unset = value is None
+        lines.append(f"# {_key(key)} is not set" if unset else f"{_key(key)} = {_value(value)}")
     for key, value in nested.items():
         _table(lines, (*path, key), value)
 
@@ -42,8 +41,6 @@ def _string(text: str) -> str:
 
 
 def _value(value: Any) -> str:
-    if value is None:
-        return _string(NONE)
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -55,5 +52,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(item) for item in value) + "]"
     if isinstance(value, Mapping):  # a table inside a list
-        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+        items = [f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None]
+        return "{ " + ", ".join(items) + " }"
     raise TypeError(f"TOML cannot hold a {type(value).__name__}")

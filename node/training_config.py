@@ -22,6 +22,9 @@ class LossConfig(BaseConfig):
     type: Literal["dppo_kl", "ipo", "grpo_two_sided", "gspo", "reverse_kl", "ce", "custom"] = (
         "dppo_kl"
     )
+    """`dppo_kl`: DPPO with a pull to the sampler; `ipo`: the same, with one bound both ways; `grpo_two_sided`:
+    clipped on both sides; `gspo`: clipped by sequence; `reverse_kl`: to a reference; `ce`: cross entropy;
+    `custom`: a function of your own."""
     adv_tau: Annotated[float, Field(ge=0)] = 1.0
     """dppo_kl, ipo: factor of the advantage."""
     kl_tau: Annotated[float, Field(ge=0)] = 1e-3
@@ -29,17 +32,20 @@ class LossConfig(BaseConfig):
     dppo_mask_low: Annotated[float, Field(gt=0)] = 0.2
     """dppo_kl: how far a token's probability may fall before it is left out."""
     dppo_mask_high: Annotated[float, Field(gt=0)] = 0.2
+    """dppo_kl: how far a token's probability may rise before it is left out."""
     ipo_threshold: Annotated[float, Field(gt=0)] = 0.1
     """ipo: how far a token's probability may move either way before it is left out."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """grpo_two_sided: the ratio's lower clip is 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """grpo_two_sided: the ratio's upper clip is 1 + clip_high."""
     clip_ratio_max: Annotated[float, Field(gt=1)] = 4.0
     """grpo_two_sided, gspo: cap of the ratio where the advantage is negative (delta of INTELLECT-2)."""
     sequence_clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-3
     """gspo: lower clip of the sequence's ratio. The paper's 3e-4 and 4e-4 are for old logprobs that the
     trainer computed; here they are the sampler's, whose kernels alone move the ratio by mismatch_kl."""
     sequence_clip_high: Annotated[float, Field(gt=0)] = 4e-3
+    """gspo: upper clip of the sequence's ratio."""
     ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
     ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2
@@ -83,15 +89,18 @@ class LengthPenaltyConfig(BaseConfig):
     """
 
     num_output_tokens_weight: Fraction = 0.25
+    """Tokens that the model drew."""
     num_input_tokens_weight: Fraction = 0.1
     """Tokens that the model read and did not draw: prompts, tool output."""
     num_turns_weight: Fraction = 0.1
+    """Replies of the model."""
 
 
 class LoraConfig(BaseConfig):
     """Low-rank adapters (Hu et al. 2021): only these are trained, and only these travel."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Rank of B A, the update of a layer's weights."""
     alpha: Annotated[float, Field(gt=0, le=2**16)] = 32.0
     """The update is alpha / rank x B A."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
@@ -140,11 +149,17 @@ class TrainingConfig(BaseConfig):
     CPU or one GPU; `fsdp`: torchrun ranks that share the model, or, with fsdp.ranks 1, one alone."""
     fsdp: FsdpConfig = FsdpConfig()
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Learning rate of AdamW, before the scheduler."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay of its first and second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW's decay of the weights."""
     max_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate, after its warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
     min_lr_ratio: Fraction = 0.1
     """`linear` and `cosine` decay to lr x this at max_steps."""
     seq_len: Positive = 2048
@@ -164,6 +179,7 @@ class TrainingConfig(BaseConfig):
     threads: Annotated[int, Field(ge=0)] = 0
     """torch threads; 0 leaves torch's choice. Small models want 1."""
     device: str = "auto"
+    """`auto` takes cuda where there is one, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of forward and backward; masters and optimizer are always fp32. `auto` is bfloat16 on a GPU."""
     compile: bool | None = None

@@ -1,14 +1,24 @@
 import json
-import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from pydantic_config import BaseConfig
 
+from primerl.cli.keys import model_in
+from primerl.cli.main import CONFIGURED, PLAIN
+from primerl.node import toml
 from primerl.node.config import JoinConfig, RunConfig
 from primerl.node.errors import UsageError
+from primerl.node.eval_config import EvalConfig
 from primerl.node.load import load
 from primerl.node.own_run_config import ResumeConfig
+from primerl.node.serve_config import ServeConfig
+from primerl.node.sft_config import SftConfig
 
 from .conftest import Ran
 
@@ -215,16 +225,79 @@ def test_a_home_directory_is_expanded_everywhere(home: Path) -> None:
     assert load(RunConfig, [], {"PRIMERL_DATA_DIR": "~/x"}).data_dir == home / "x"
 
 
-@pytest.mark.parametrize("command", ["train", "rl"])
+DRY_RUNS: dict[str, tuple[type[BaseConfig], list[str]]] = {
+    "train": (RunConfig, ["@", "demo"]),
+    "rl": (RunConfig, ["@", "demo"]),
+    "join": (JoinConfig, []),
+    "sft": (SftConfig, ["@", "sft_demo"]),
+    "eval": (EvalConfig, ["@", "eval_demo"]),
+    "inference": (ServeConfig, ["--model.name", "m"]),
+}
+"""Every command with --dry-run: its config, and arguments that make one."""
+
+
+def test_every_command_with_a_dry_run_is_listed(cli: Callable[..., Ran]) -> None:
+    found = {name for name in (*CONFIGURED, *PLAIN) if "--dry-run" in cli(name, "--help").out}
+    assert found == set(DRY_RUNS)
+
+
+@pytest.mark.parametrize("command", DRY_RUNS)
+@pytest.mark.parametrize("extra", [[], ["--log.level", "debug"]])
 def test_a_dry_run_prints_a_config_that_reads_back_and_touches_nothing(
-    command: str, cli: Callable[..., Ran], home: Path
+    command: str, extra: list[str], cli: Callable[..., Ran], home: Path
 ) -> None:
-    ran = cli(command, "@", "demo", "--seed", "7", "--no-warmup", "--dry-run")
+    cls, args = DRY_RUNS[command]
+    ran = cli(command, *args, *extra, "--dry-run")
     assert (ran.code, ran.err) == (0, "")
+    assert "None" not in ran.out
     assert list(home.iterdir()) == []
-    back = load(RunConfig, ["@", written(home / "back.toml", ran.out)], {})
-    assert back == load(RunConfig, ["@", "demo", "--seed", "7", "--no-warmup"], {})
-    assert tomllib.loads(ran.out)["seed"] == 7
+    back = load(cls, ["@", written(home / "back.toml", ran.out)], {})
+    assert back == load(cls, [*args, *extra], {})
+
+
+def leaves(
+    cls: type[BaseModel], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every key of a config, and the type of its value."""
+    for name, field in cls.model_fields.items():
+        inner = model_in(field.annotation)
+        if inner is None or get_origin(field.annotation) is list:
+            yield (*path, name), field.annotation
+        else:
+            yield (*path, name), None
+            yield from leaves(inner, (*path, name))
+
+
+WORDS = st.text(max_size=8) | st.sampled_from(["", "None", "1", "a b", '"', "\\", "\x7f", "é", "#"])
+NUMBERS = st.integers(0, 9) | st.sampled_from([1e-6, 0.5, 1.0, 1e16, 1e300, float("inf")])
+TABLES = st.dictionaries(WORDS, NUMBERS | WORDS | st.booleans() | st.lists(NUMBERS), max_size=3)
+VALUES = NUMBERS | WORDS | st.booleans() | st.lists(WORDS, max_size=3) | TABLES | st.none()
+
+
+@pytest.mark.parametrize("command", DRY_RUNS)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_config_reads_back_from_what_a_dry_run_prints(
+    command: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cls, args = DRY_RUNS[command]
+    directory = tmp_path_factory.mktemp("configs")
+    files: list[str] = []
+    for number in range(data.draw(st.integers(1, 6))):
+        path, kind = data.draw(st.sampled_from(list(leaves(cls))))
+        values = st.sampled_from(get_args(kind)) if get_origin(kind) is Literal else VALUES
+        tree = data.draw(values)
+        for name in reversed(path):
+            tree = {name: tree}
+        file = written(directory / f"{number}.json", json.dumps(tree))
+        try:
+            load(cls, [*args, *files, "@", file], {})
+        except UsageError:
+            continue  # of another type, or outside its bounds
+        files += ["@", file]
+    config = load(cls, [*args, *files], {})
+    printed = toml.dumps(config.model_dump(mode="json"))
+    assert load(cls, ["@", written(directory / "back.toml", printed)], {}) == config
 
 
 def test_a_dry_run_of_join_needs_no_ticket(cli: Callable[..., Ran]) -> None:
@@ -232,6 +305,14 @@ def test_a_dry_run_of_join_needs_no_ticket(cli: Callable[..., Ran]) -> None:
     assert ran.code == 0
     shown = json.loads(ran.out)
     assert (shown["data_dir"], shown["engine"]["type"]) == ("d", "vllm")
+
+
+def test_a_dry_run_shows_null_in_a_list_as_json_and_not_as_toml(cli: Callable[..., Ran]) -> None:
+    given = ("join", "--engine.vllm", '{"a": [null]}', "--dry-run")
+    assert json.loads(cli(*given, "--json").out)["engine"]["vllm"] == {"a": [None]}
+    ran = cli(*given)
+    assert ran.code == 2
+    assert "--dry-run --json" in ran.err
 
 
 def test_a_bad_config_is_one_line_with_code_2(cli: Callable[..., Ran]) -> None:

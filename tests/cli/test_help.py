@@ -1,9 +1,15 @@
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
+
+from primerl.cli.keys import keys_help
+from primerl.node.load import COMMANDS as COMMANDS_WITH_CONFIG
 
 from .conftest import Ran
 
@@ -85,10 +91,23 @@ def test_help_of_configured_commands_shows_the_keys(cli: Callable[..., Ran]) -> 
     assert "--training.lr" not in join
 
 
-def test_no_arguments_print_the_help(cli: Callable[..., Ran]) -> None:
+def test_no_arguments_print_the_help_as_it_is_and_are_no_success(cli: Callable[..., Ran]) -> None:
     ran = cli()
-    assert ran.code == 2
-    assert "Usage: primerl-node" in ran.out + ran.err
+    assert (ran.code, ran.err) == (2, "")
+    assert ran.out == cli("--help").out
+
+
+@pytest.mark.parametrize("cls", COMMANDS_WITH_CONFIG)
+def test_every_key_has_a_meaning_in_the_help(cls: type[BaseModel]) -> None:
+    lines = keys_help(cls).splitlines()
+    flag = re.compile(r"  (?:--)?[a-z][\w.-]* \S")
+    without = [
+        line.strip()
+        for line, below in pairwise(lines)
+        if flag.match(line) and below.strip().startswith("[")
+    ]
+    assert sum(bool(flag.match(line)) for line in lines) > 20  # else nothing was looked at
+    assert without == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 import io
+import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,28 @@ def test_a_good_ticket_passes_as_text_and_out_of_a_file(home: Path) -> None:
 def test_a_ticket_comes_through_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("primerl1-x\n"))
     assert ticket_text("-") == "primerl1-x"
+
+
+@pytest.mark.parametrize("command", ["join", "inference"])
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("/dev/zero", "no file"), (".", "no file"), ("large", "too large"), ("none", "neither")],
+)
+def test_what_cannot_hold_a_ticket_is_refused_before_anything_else(
+    command: str, dry: tuple[str, ...], name: str, said: str, cli: Callable[..., Ran], home: Path
+) -> None:
+    (home / "large").write_text("primerl1-" + "a" * 2**20)
+    ran = cli(command, "--ticket", name, "--data-dir", "d", *dry)
+    assert ran.code == 3
+    assert said in ran.err
+
+
+def test_a_ticket_comes_through_a_named_pipe(home: Path) -> None:
+    os.mkfifo(home / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((home / "pipe").write_text, "primerl1-x\n")
+        assert ticket_text("pipe") == "primerl1-x"
 
 
 def test_no_ticket_says_where_to_get_one(cli: Callable[..., Ran]) -> None:
