@@ -171,6 +171,8 @@ class Status(msgspec.Struct, kw_only=True):
     detail: str = ""
     warnings: list[str] = []
     """What the operator should do something about, a sentence each (trainer)."""
+    waiting_for: str = ""
+    """What the run (trainer) or this node (worker, validator) waits for, in words; empty while it works."""
     engine: EngineRow | None = None
     """What generates (worker)."""
     stage: StageRow | None = None

@@ -63,9 +63,7 @@ def trainer_rows(peers: PeerTable, desk: LeaseDesk, *, newest: int, own: bytes) 
         worker = desk.workers.get(node)
         if worker is not None:
             row.left, silence = worker.left, desk.silence(node)
-            # until its engine holds a first policy it has nothing to say
-            loads = worker.stats.version < 0 and row.path != "-"
-            row.silent_s = round(silence, 1) if row.left else 0.0 if loads else _silence(silence)
+            row.silent_s = round(silence, 1) if row.left else _silence(silence)
     return rows
 
 

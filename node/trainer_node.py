@@ -394,6 +394,7 @@ class TrainerNode(Node):
         status.neighbours = stack.discovery.neighbours() if stack.discovery else 0
         if role is not None and publisher is not None and desk is not None:
             show_training(status, role, publisher, desk)
+            status.waiting_for = role.waits_for() if self.phase == "running" else ""
         if self._online is not None:
             status.evaluating = self._online.version
             status.evaluations = self._online.book.latest()

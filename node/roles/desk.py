@@ -161,7 +161,7 @@ class LeaseDesk:
             ledger=ledger,
             peers=peers,
             heard=self._heard,
-            refused=self._refusal,
+            refused=self.refusal,
             clock=clock,
         )
         self._submissions = SubmissionDesk(
@@ -181,6 +181,8 @@ class LeaseDesk:
         self._sources: list[tuple[int, bytes, bytes]] = []
         self._sources_at = -math.inf
         self._ranks = itertools.count()
+        self.turned_away: deque[str] = deque(maxlen=64)
+        """Why nodes were not admitted, the newest last."""
         self.workers: dict[bytes, Worker] = {}
         self.reputations: dict[bytes, Reputation] = {}
         for one in ledger.admitted():
@@ -232,7 +234,11 @@ class LeaseDesk:
             self._peers.admit(peer, self._tier(peer), self.workers[peer].ticket)
         match request:
             case Hello():
-                reply = self._hello(peer, request)
+                try:
+                    reply = self._hello(peer, request)
+                except RemoteProtocolError as error:
+                    self.turned_away.append(error.reason.value)
+                    raise
             case WatchHeads():
                 return await self._heads.watch(stream, request)
             case GetHeads():
@@ -333,11 +339,19 @@ class LeaseDesk:
         worker = self.workers.get(node)
         return worker.heard if worker else self._started
 
+    @property
+    def version(self) -> int:
+        """The newest policy version; -1 before the first."""
+        return self._order()[1]
+
     def silence(self, node: bytes) -> float:
-        """Seconds since an admitted node said anything."""
+        """Seconds since an admitted node should have said something, and said nothing."""
+        loading = self.workers[node].stats.version < 0  # until it has a policy it need not
+        if loading and self._peers.get(node).path() is not None:
+            return 0.0
         return self._clock() - self._heard(node)
 
-    def _refusal(self, node: bytes) -> str:
+    def refusal(self, node: bytes) -> str:
         """Why a node is given no work, or ""."""
         known = self.reputations.get(node)
         return (known.banned or known.refused) if known else ""
@@ -456,7 +470,8 @@ class LeaseDesk:
         leases = await self._wait_for_work(worker, peer, request.wanted) if request.wanted else []
         before, after = self._line(peer)
         verdicts = take_verdicts(worker.verdicts)
-        return LeaseReply(tuple(leases), verdicts, before, self._retry_ms(peer), after)
+        why = "" if leases or not request.wanted else self._no_lease(peer, now)
+        return LeaseReply(tuple(leases), verdicts, before, self._retry_ms(peer), after, why)
 
     async def _wait_for_work(self, worker: Worker, peer: bytes, wanted: int) -> list[bytes]:
         """Leases for `peer`, at once or as soon as there is work; none after a while, or with a verdict."""
@@ -498,6 +513,20 @@ class LeaseDesk:
             if node is None or not (leases := self._grant(node, 1)):
                 return
             self._answer(node, leases)
+
+    def _no_lease(self, peer: bytes, now: float) -> str:
+        """Why an admitted node that asks is leased nothing just now, for its operator."""
+        rest = self.book.record(peer).rest_until - now
+        if self.version < 0:
+            return "the run has no policy version yet"
+        if rest > 0:
+            return f"this node rests {rest:.0f} s, as leases of it did not come back"
+        if any(held.node == peer for held in self.book.held.values()):
+            return "it holds as many leases as its record allows"
+        if self.book.staffed(now) and not self.proven(peer):
+            waiting = len(self.book.newcomers)
+            return f"newcomers take turns until work of theirs is accepted, {waiting} wait"
+        return "all that may be generated now is leased, or waits to be trained"
 
     def _grant(self, peer: bytes, wanted: int) -> list[bytes]:
         sealed: list[bytes] = []

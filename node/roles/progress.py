@@ -19,3 +19,20 @@ class Progress:
     rejected: Counter[str] = field(default_factory=Counter[str])
     received: int = 0
     """Rollouts that arrived."""
+    empty: int = 0
+    """Batches in a row that there was nothing to learn from."""
+    empty_rewards: tuple[float, float] | None = None
+    """Lowest and highest reward in the last of these; None where no batch came in time."""
+    _begun: tuple[int, int, Counter[str]] = (0, 0, Counter())
+    """Received, accepted and rejected when the batch was begun that is collected now."""
+
+    def begin_batch(self) -> None:
+        """From now on another batch is collected."""
+        self._begun = (self.received, self.accepted, Counter(self.rejected))
+
+    def all_rejected(self) -> Counter[str]:
+        """Reasons, where everything that came for this batch was rejected."""
+        received, accepted, rejected = self._begun
+        if self.received == received or self.accepted > accepted:
+            return Counter()
+        return self.rejected - rejected

@@ -36,6 +36,7 @@ from .desk import LeaseDesk
 from .inbox import Inbox
 from .progress import Progress
 from .publisher import Publisher
+from .waiting import next_batch
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,6 @@ class TrainerRole:
         self._clock = clock
         self._gossip = gossip
         self._published = published
-        self._empty = 0
         self._full_since = math.inf
         """Monotonic seconds since when the buffer has held enough groups for the next batch."""
         self.training = False
@@ -98,6 +98,15 @@ class TrainerRole:
     def waiting_groups(self) -> int:
         """Groups that have come back and wait: in the buffer, in verification, in the inbox."""
         return len(self._buffer) + self._unjudged().total()
+
+    def waits_for(self) -> str:
+        """What the next batch waits for, in words; empty while one is trained."""
+        if self.training:
+            return ""
+        unjudged = self.inbox.waiting()
+        return next_batch(
+            self._config, self.progress, self._buffer, unjudged, self._desk, time.time()
+        )
 
     def _unjudged(self) -> Counter[bytes]:
         """Groups that are not judged yet, by worker, at most; while proven workers are here, those of newcomers
@@ -183,6 +192,7 @@ class TrainerRole:
     async def _turn(self) -> None:
         """One batch: wait, learn, checkpoint, publish."""
         start = time.monotonic()
+        self.progress.begin_batch()
         groups = await self._next_batch()
         waited = time.monotonic() - start
         self._clock.add("wait_for_batch", waited)
@@ -190,7 +200,7 @@ class TrainerRole:
         if groups is None or batch is None or not batch.samples:
             self._count_empty(groups)
             return
-        self._empty = 0
+        self.progress.empty = 0
         self.training = True
         try:
             await self._learn(groups, batch, waited)
@@ -321,10 +331,12 @@ class TrainerRole:
         return self._buffer.cut(wanted, per_node=cap)
 
     def _count_empty(self, groups: list[Group] | None) -> None:
-        self._empty += 1
-        limit = self._config.rollouts.max_empty_batches
-        logger.warning("empty batch %d of %d", self._empty, limit)
-        if self._empty < limit:
+        progress, limit = self.progress, self._config.rollouts.max_empty_batches
+        progress.empty += 1
+        rewards = [rollout.reward for group in groups or () for rollout in group.rollouts]
+        progress.empty_rewards = (min(rewards), max(rewards)) if rewards else None
+        logger.warning("empty batch %d of %d", progress.empty, limit)
+        if progress.empty < limit:
             return
         if groups is None:
             raise RunFailed(

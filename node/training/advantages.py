@@ -144,6 +144,14 @@ def credit(groups: Iterable[Group], training: TrainingConfig) -> CreditedBatch:
     return CreditedBatch(samples, used, flat if prune else 0, thin, flat)
 
 
+def has_equal_rewards(group: Group, training: TrainingConfig) -> bool:
+    """Whether a group's rewards alone say that all its advantages are 0; with a length penalty they may not."""
+    rewards = [rollout.reward for rollout in group.rollouts]
+    if training.advantage == "grpo_length" and math.fsum(rewards) > 0:
+        return False
+    return max(rewards) - min(rewards) < NO_SIGNAL
+
+
 def _advantages(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
     rewards = [rollout.reward for rollout in rollouts]
     match training.advantage:

@@ -8,7 +8,7 @@ import math
 import sys
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -131,6 +131,10 @@ class RolloutBuffer:
         self._groups = [group for i, group in enumerate(self._groups) if i not in chosen]
         self.counts["cut"] += n_groups
         return batch
+
+    def groups(self) -> Sequence[Group]:
+        """Those that wait, in order."""
+        return self._groups
 
     def by_node(self) -> Counter[bytes]:
         """Groups that wait, by worker."""
