@@ -79,6 +79,8 @@ class EngineRow(msgspec.Struct):
     taken_back: int = 0
     """Sequences that were stopped for want of room, and made again later."""
     generated_tokens: int = 0
+    tokens_per_s: float = 0.0
+    """Over the last minute."""
     restarts: int = 0
     fault: str = ""
     """Why it does not work just now, with what to do; empty while it does."""
@@ -161,6 +163,8 @@ class Status(msgspec.Struct, kw_only=True):
     waiting_groups: int = 0
     accepted: int = 0
     rejected: dict[str, int] = {}
+    trust: float | None = None
+    """What the verdicts since its start come to, as the trainer counts (worker); None before the first."""
     bytes_sent: int = 0
     bytes_received: int = 0
     chunk_bytes_by_source: dict[str, int] = {}

@@ -41,7 +41,7 @@ from .parts import Parts
 from .roles.catchup import CatchUp
 from .roles.merging import MergeDesk
 from .roles.upstreams import Upstreams
-from .rows import peer_rows, total_bytes
+from .rows import peer_rows, printable, total_bytes
 from .serving import Node
 from .stack import Stack, open_stack, open_store
 from .tickets import remember, run_directory, usable_ticket
@@ -54,6 +54,8 @@ HELLO_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
+MAX_WORDS = 400
+"""Characters of what a node says that it waits for."""
 Questions = WatchHeads | GetHeads | GetMerged | Hello
 
 
@@ -81,6 +83,8 @@ class JoinedNode(Node):
         self._stack: Stack | None = None
         self._catchup: CatchUp | None = None
         self._name = ""
+        self._obstacle = ""
+        """What keeps this node from having joined; empty while nothing does."""
 
     async def run(self) -> None:
         """Join and work. Raises TicketError, NodeError."""
@@ -140,7 +144,7 @@ class JoinedNode(Node):
         self.phase = "joining"
         documents = await self._hello(stack, ticket)
         run = documents.manifest
-        self._name = run.name
+        self._name, self._obstacle = run.name, "fetching the files of the model"
         remember(stack.ledger, self._ticket)
         # `explain` checks verdicts by it when no trainer can be asked.
         stack.ledger.set(MANIFEST, documents.sealed)
@@ -152,7 +156,9 @@ class JoinedNode(Node):
         upstreams = Upstreams(documents.run_id, stack.peers, stack.fetcher)
         joined = Joined(stack, documents, model_dir, upstreams)
         if run.adapters is not None:
+            self._obstacle = "fetching the base weights"
             await self._fetch_base(joined, run.adapters)
+        self._obstacle = ""
         return joined
 
     async def _fetch_base(self, joined: Joined, adapters: AdapterContract) -> None:
@@ -187,12 +193,14 @@ class JoinedNode(Node):
                 _check_welcome(welcome, int(time.time()))
                 return rundir.read_documents(welcome.manifest, ticket.trainer, ticket.run)
             except TransportError as error:
+                self._obstacle = f"the trainer is not reached: {error}"
                 logger.info("waiting for trainer %s: %s", short(ticket.trainer), error)
             except Refused as refusal:
                 if refusal.reason == Reason.WRONG_CLOCK:
                     raise NodeError(f"the trainer refuses us: {refusal.detail}") from refusal
                 if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
                     raise TicketError(f"the trainer refuses us: {refusal}") from refusal
+                self._obstacle = f"the trainer is busy: {refusal}"
             except RemoteProtocolError as error:
                 if error.reason == Reason.WRONG_VERSION:
                     raise TicketError(error.detail) from error
@@ -307,8 +315,13 @@ class JoinedNode(Node):
 
     # -- what the operator sees ----------------------------------------------------------------------
 
+    def _waits_for(self) -> str:
+        """What this node waits for, in words, others' words among them; empty while it works."""
+        return self._obstacle or (self._catchup.waits_for if self._catchup else "")
+
     async def _status(self) -> Status:
         status = self.base_status()
+        status.waiting_for = printable(self._waits_for(), MAX_WORDS)
         stack, catchup = self._stack, self._catchup
         if stack is None:
             return status

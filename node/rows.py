@@ -133,6 +133,6 @@ def total_bytes(peers: PeerTable) -> tuple[int, int]:
     return sent, received
 
 
-def printable(text: str) -> str:
+def printable(text: str, most: int = 64) -> str:
     """Peers choose these strings: no control characters reach a terminal or a log."""
-    return "".join(character if character.isprintable() else "?" for character in text)[:64]
+    return "".join(character if character.isprintable() else "?" for character in text)[:most]

@@ -113,9 +113,12 @@ class StageNode:
         return self._chain is not None and self._chain.planned.rank == 0
 
     @property
-    def words(self) -> str:
-        """What this node waits for; empty while it has a seat."""
-        return "" if self._chain or self._offers is None else self._offers.words
+    def waits_for(self) -> str:
+        """What this node waits for, in words; empty while its stage works."""
+        row = self.row()
+        if row is None:
+            return self._offers.words if self._offers else ""
+        return "" if row.state == "whole" else f"stage {row.rank} of {row.stages}: {row.state}"
 
     # -- offers and plans ----------------------------------------------------------------------------
 

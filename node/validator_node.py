@@ -49,6 +49,9 @@ class ValidatorNode(JoinedNode):
             await auditor.close()
             await shelf.close()
 
+    def _waits_for(self) -> str:
+        return super()._waits_for() or (self._role.waits_for if self._role else "")
+
     async def _status(self) -> Status:
         status = await super()._status()
         if self._role is not None:

@@ -208,17 +208,25 @@ class WorkerNode(JoinedNode):
             concurrency=_concurrency(config),
         )
 
+    def _waits_for(self) -> str:
+        stages, role = self._stages, self._role
+        if stages is not None and stages.waits_for:
+            return stages.waits_for
+        if self._obstacle or role is None or (stages is not None and not stages.leads):
+            return super()._waits_for()
+        return role.waits_for
+
     async def _status(self) -> Status:
         status = await super()._status()
         if self._role is not None and (self._stages is None or self._stages.leads):
+            status.trust = self._role.verdicts.trust
             status.leases = self._role.held
             status.accepted = self._role.verdicts.accepted
             status.rejected = dict(self._role.verdicts.rejected)
             status.engine = self._role.engine_row()
         if self._stages is not None:
             status.stage = self._stages.row()
-            status.detail = self._stages.words or status.detail
-            if self._stages.words:
+            if self._stages.row() is None:
                 status.phase = self.phase
         return status
 

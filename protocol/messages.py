@@ -150,7 +150,7 @@ class LeaseReply(Message, frozen=True, omit_defaults=True):
     retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
     downstreams: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
     """As upstreams, but admitted later: where there are too few chunks to share out, we get them first."""
-    why: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
+    why: Name = ""
     """Why there are no leases, for the worker's operator."""
 
 

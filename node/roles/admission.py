@@ -20,6 +20,8 @@ from ..errors import EngineLost
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
+RATE_POLLS = 60
+"""Polls over which tokens per second are taken."""
 MAX_LOSSES = 3
 """Times that one sequence is asked for again after its engine died while others went on."""
 
@@ -46,6 +48,8 @@ class Admission:
         self._inflight: dict[int, asyncio.Timeout | None] = {}
         """What stops each that holds a permit, the oldest first; None where it has not begun yet."""
         self._turnstile = Turnstile()
+        self._generated = 0
+        self._counted = deque[tuple[float, int]](maxlen=RATE_POLLS)
         self.taken_back = 0
         """Sequences that were stopped for want of room, since the start."""
 
@@ -58,6 +62,14 @@ class Admission:
     def inflight(self) -> int:
         """Sequences in flight."""
         return len(self._inflight)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens generated per second, over the last minute."""
+        if len(self._counted) < 2:
+            return 0.0
+        (begun, before), (now, after) = self._counted[0], self._counted[-1]
+        return (after - before) / max(now - begun, POLL_S)
 
     def groups_of(self, size: int) -> None:
         """Sequences come in groups of so many."""
@@ -72,6 +84,7 @@ class Admission:
     def look(self) -> None:
         """Look at the engine once, and do what follows from it."""
         before = self.cap
+        self._counted.append((self._clock(), self._generated))
         decision = self._concurrency.observe(
             self._engine.stats(),
             inflight=self.inflight,
@@ -102,6 +115,7 @@ class Admission:
                 if self._engine.stats().fault or losses > MAX_LOSSES:
                     raise
             else:
+                self._generated += len(completion.token_ids)
                 await self._turnstile.pass_through()
                 return completion
 

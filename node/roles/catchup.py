@@ -110,6 +110,8 @@ class CatchUp:
         self._order = (0, NOTHING)
         self._writing = (0, NOTHING)
         self._loaded = asyncio.Condition()
+        self._trouble = ""
+        """Why the last try came to nothing; empty after one that did not."""
         self.versions_loaded = 0
 
     def _make_way(self, links: Links, on_fraud: Callable[[RemoteProtocolError], None]) -> Wayfinder:
@@ -157,6 +159,17 @@ class CatchUp:
     def state_digest(self) -> bytes:
         """Digest of the loaded state, as proved; of a whole one also where we hold a share."""
         return self._mirror.policy.digest
+
+    @property
+    def waits_for(self) -> str:
+        """Which version is on its way to the engine, and what is in the way, in words; empty if none is."""
+        head = self._target()
+        if head is None:
+            return "" if self._order[1] >= 0 else "the run has no policy version yet"
+        if head.order <= self._order:
+            return ""
+        trouble = f": {self._trouble}" if self._trouble else ""
+        return f"fetching version {head.head.version}{trouble}"
 
     async def run(self) -> None:
         """Follow until the run ends."""
@@ -243,15 +256,20 @@ class CatchUp:
     async def _try(self, head: AdmittedHead) -> tuple[int, int] | None:
         """The (term, version) that was loaded; None, after a pause, if that could not be done now."""
         try:
-            return await self._reach(head)
+            reached = await self._reach(head)
+            self._trouble = ""
+            return reached
         except (NetworkError, TransportError, Refused, NoPath) as error:
+            self._trouble = str(error)
             logger.info("version %d is not here yet: %s", head.head.version, error)
             await self._way.look_again()
             await asyncio.sleep(RETRY_S)
         except (WeightsError, RemoteProtocolError) as error:
+            self._trouble = str(error)
             logger.warning("version %d is refused: %s", head.head.version, error)
             await self._start_over()
         except StorageError as error:
+            self._trouble = str(error)
             logger.error("version %d cannot be kept: %s", head.head.version, error)
             await self._drop_old()
             await asyncio.sleep(RETRY_S)

@@ -117,6 +117,10 @@ class InferenceRole:
         self._given_up = False
         """Leases were given up that the trainer was not told of yet."""
         self._asked = float("-inf")
+        self._obstacle = ""
+        """Why the last request brought no leases; empty if it did, or wanted none."""
+        self._rest_until = 0.0
+        """Monotonic seconds until when nothing is asked for."""
         self._clock = GenerationClock()
         self.on_not_admitted: Callable[[], None] = lambda: None
 
@@ -124,6 +128,22 @@ class InferenceRole:
     def held(self) -> int:
         """Leases being worked on."""
         return len(self._active)
+
+    @property
+    def waits_for(self) -> str:
+        """Why nothing is generated just now, in words; empty while something is."""
+        fault = self._engine.stats().fault
+        if fault:
+            return f"the engine: {fault}"
+        if self._admission.inflight:
+            return ""
+        said = "" if self._active else self._obstacle
+        rest = self._rest_until - time.monotonic()
+        if said and rest > 0:
+            said = f"resting {rest:.0f} s: {said}"
+        if said and self._spool.leases():
+            said += f" ({len(self._spool.leases())} finished submissions are kept for it)"
+        return said or self._catchup.waits_for
 
     async def run(self) -> None:
         """Work until the run ends. Raises EngineError when the engine is beyond help."""
@@ -169,6 +189,7 @@ class InferenceRole:
             preemptions=stats.preemptions,
             taken_back=self._admission.taken_back,
             generated_tokens=stats.generated_tokens,
+            tokens_per_s=round(self._admission.tokens_per_s, 1),
             restarts=stats.restarts,
             fault=stats.fault,
         )
@@ -192,8 +213,13 @@ class InferenceRole:
                 reply = await self._ask_leases(wanted)
             except (TransportError, Refused, RemoteProtocolError) as error:
                 if isinstance(error, Refused) and error.reason == Reason.BANNED:
-                    await self._rest(await self.verdicts.refused(error.detail))
+                    seconds = await self.verdicts.refused(error.detail)
+                    self._obstacle = f"refused work ({error.detail}), see `primerl-node explain`"
+                    self._rest_until = time.monotonic() + seconds
+                    await self._rest(seconds)
                     continue
+                refused = "refuses" if isinstance(error, Refused) else "is not reached"
+                self._obstacle = f"the trainer {refused}: {error}"
                 logger.info("no leases: %s", error)
                 if isinstance(error, Refused) and error.reason == Reason.NOT_ADMITTED:
                     self.on_not_admitted()
@@ -202,6 +228,9 @@ class InferenceRole:
                 continue
             pause = PAUSE_S
             self.verdicts.welcome()
+            self._obstacle = ""
+            if wanted and not reply.leases:
+                self._obstacle = f"no work is leased: {reply.why or 'the trainer has none'}"
             for sealed in reply.leases:
                 self._accept(sealed, tasks)
             if wanted and not reply.leases:

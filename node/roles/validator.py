@@ -110,6 +110,8 @@ class ValidatorRole:
         self._upstreams = upstreams
         self._record = record
         self._failures = 0
+        self.waits_for = ""
+        """Why nothing is audited just now, in words; empty while something is."""
         self.audits = 0
         """Jobs that were reported."""
         self.rollouts = 0
@@ -135,10 +137,11 @@ class ValidatorRole:
                 await self._book.end("the run has reached its last step")
                 break
             if not await self._catchup.wait_order((0, 0), 1.0):
+                self.waits_for = self._catchup.waits_for
                 continue
             try:
                 job = await self._ask()
-                pause = PAUSE_S
+                pause, self.waits_for = PAUSE_S, "" if job else "nothing is to be audited"
                 if job is not None:
                     await self._do(*job)
             except (TransportError, Refused, RemoteProtocolError) as error:
@@ -147,7 +150,9 @@ class ValidatorRole:
 
     def _after(self, error: Exception, pause: float) -> float:
         """Seconds to wait after the trainer gave no job."""
+        self.waits_for = f"the trainer gives no audits: {error}"
         if isinstance(error, Refused) and error.reason in (Reason.NOT_ADMITTED, Reason.BANNED):
+            self.waits_for += "; verification.validators of the trainer has to name this node"
             logger.error(
                 "the trainer takes no audits from this node (%s). Its id, for verification.validators "
                 "of the trainer: %s. Asking again in %.0f s",

@@ -5,12 +5,14 @@ when it leases this node nothing any more.
 """
 
 import logging
+import time
 from collections import Counter
 
 from ...crypto.hashing import short
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import GetVerdicts, Verdicts
+from ...protocol.reputation import Reputation
 from ...protocol.rollouts import Verdict
 from ...protocol.version import ALPN_CONTROL
 from ..errors import StorageError
@@ -51,8 +53,17 @@ class VerdictBox:
         self._ledger = ledger
         self._explain = explain
         self._refusals = 0
+        self._record = Reputation()
         self.accepted = 0
         self.rejected: Counter[str] = Counter()
+
+    @property
+    def trust(self) -> float | None:
+        """What these verdicts come to, as the trainer counts; None before the first."""
+        if not self._record.updated:
+            return None
+        self._record.age(time.time())
+        return self._record.trust
 
     async def take(self, sealed: bytes) -> None:
         """Take in a verdict; one that was here before counts for nothing.
@@ -121,14 +132,16 @@ class VerdictBox:
         self._refusals = 0
 
     def _count(self, verdict: Verdict) -> None:
+        reasons = Counter(rejection.reason for rejection in verdict.rejections)
+        if reasons:
+            unlisted = verdict.rejected - len(verdict.rejections)
+            reasons[verdict.rejections[-1].reason] += max(0, unlisted)
         self.accepted += verdict.accepted
-        for rejection in verdict.rejections:
-            self.rejected[rejection.reason.value] += 1
+        self.rejected.update({reason.value: count for reason, count in reasons.items()})
+        self._record.record(verdict.accepted, reasons, time.time())
         if not verdict.rejections:
             return
         first = verdict.rejections[0]
-        unlisted = verdict.rejected - len(verdict.rejections)
-        self.rejected[verdict.rejections[-1].reason.value] += max(0, unlisted)
         logger.info(
             "lease %d: %d accepted, %d rejected, first %s (%s)",
             verdict.lease_id,

@@ -14,6 +14,10 @@ from .progress import Progress
 
 SILENT_S = 15.0
 """Workers say something every five seconds (inference.py, HEARTBEAT_S)."""
+REFUSED = "refused work"
+SILENT = "silent"
+EXPLAIN = "`primerl-node explain` says why"
+STALE = "set a smaller rollouts.groups_per_lease, or a higher rollouts.max_off_policy_steps"
 
 
 def next_batch(
@@ -81,14 +85,8 @@ def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
     lost = progress.all_rejected()
     if lost:
         ordered = ", ".join(f"{name} {count}" for name, count in lost.most_common(3))
-        advice = (
-            "set a smaller rollouts.groups_per_lease or a higher rollouts.max_off_policy_steps"
-            if set(lost) == {Reason.STALE.value}
-            else "`primerl-node explain` says why"
-        )
-        said.append(
-            f"everything since step {progress.step} was rejected ({ordered}): {advice}"
-        )
+        advice = STALE if set(lost) == {Reason.STALE.value} else EXPLAIN
+        said.append(f"everything since step {progress.step} was rejected ({ordered}): {advice}")
     return said
 
 
@@ -96,14 +94,15 @@ def _workers(desk: LeaseDesk, now: float) -> str:
     """Why nobody is at work on a lease, and what to do."""
     workers = {n: one for n, one in desk.workers.items() if n not in desk.audits.seats}
     if not workers:
-        return f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(desk)}"
+        return (
+            f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(desk)}"
+        )
     newest = max(desk.version, 0)
     states = {node: _state(desk, node, one, newest, now) for node, one in workers.items()}
-    refused = [desk.refusal(node) for node, state in states.items() if state == REFUSED]
+    refused = [_why_refused(desk, node) for node, state in states.items() if state == REFUSED]
     if len(refused) == len(workers):
         return (
-            f"every worker is refused work ({_commonest(refused)}): "
-            "`primerl-node explain` says why; mend or replace them"
+            f"every worker is refused work ({_commonest(refused)}): mend or replace them, {EXPLAIN}"
         )
     silent = [desk.silence(node) for node, state in states.items() if state == SILENT]
     if len(silent) == len(workers):
@@ -112,10 +111,6 @@ def _workers(desk: LeaseDesk, now: float) -> str:
     if REFUSED in counted:
         counted[f"{REFUSED} ({_commonest(refused)})"] = counted.pop(REFUSED)
     return f"workers: {', '.join(f'{count} {state}' for state, count in counted.most_common())}"
-
-
-REFUSED = "refused work"
-SILENT = "silent"
 
 
 def _state(desk: LeaseDesk, node: bytes, worker: Worker, newest: int, now: float) -> str:
@@ -133,6 +128,13 @@ def _state(desk: LeaseDesk, node: bytes, worker: Worker, newest: int, now: float
     if worker.stats.version < newest:
         return f"fetching version {newest}"
     return "asking for work"
+
+
+def _why_refused(desk: LeaseDesk, node: bytes) -> str:
+    known = desk.reputations.get(node)
+    if known is None:
+        return "not known"
+    return f"{'banned' if known.banned else 'too much was rejected'}: {known.top_reason()}"
 
 
 def _commonest(sentences: list[str]) -> str:
