@@ -25,7 +25,10 @@ from .target import default_data_dir
 
 if TYPE_CHECKING:
     from ..node.config import JoinConfig
+    from .live import OpenView
 
+JOINED_EVERY_S = 60.0
+"""Between two lines in a log or a pipe."""
 MAX_TICKET_FILE = 16384
 """Bytes; a ticket has at most 8192 characters."""
 
@@ -83,10 +86,29 @@ def run(
         show_config(config, as_json=as_json)
         return
     config = with_checked_ticket(config)
-    from ..node.daemon import join
+    from .live import open_view
     from .signals import run as run_to_end
 
-    run_to_end(join(config))
+    with open_view(f"primerl-node join  {config.role}", JOINED_EVERY_S) as view:
+        run_to_end(join_and_show(config, view))
+
+
+async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
+    """Join, with our own node in the view, and what its work came to at the end."""
+    from ..node.daemon import join
+    from ..node.watch import NodeState, watched
+    from .live import plain_line
+    from .target import default_data_dir
+
+    data_dir = config.data_dir or default_data_dir()
+    nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
+    try:
+        await watched(nodes, view, join(config), pace_s=view.pace_s)
+    finally:
+        status = nodes[config.role].status
+        if status is not None:
+            status.phase, status.detail, status.waiting_for = "ended", "", ""
+            view.say(plain_line(nodes))
 
 
 def with_checked_ticket(config: "JoinConfig") -> "JoinConfig":

@@ -97,7 +97,7 @@ def gone(row: PeerRow) -> bool:
     return row.path == NONE and _last(row.last_seen_s) > GONE_S
 
 
-def state(row: PeerRow) -> str:
+def state_of(row: PeerRow) -> str:
     """What an operator should notice of a peer; `explain` has the rest."""
     if row.refused:
         why = row.refused
@@ -162,7 +162,7 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
         right=True,
     ),
     Column("SOFTWARE", lambda row: row.software or NONE, 5),
-    Column("STATE", state, 70, lambda row: (not state(row), state(row)), elastic=True),
+    Column("STATE", state_of, 70, lambda row: (not state_of(row), state_of(row)), elastic=True),
 )
 
 
@@ -185,19 +185,24 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         ("run", f"{status.run_name or NONE}  {status.run[:10]}".rstrip()),
         ("phase", f"{status.phase}  {status.detail}".rstrip()),
     ]
+    if status.waiting_for:
+        lines.append(("waiting", status.waiting_for))
     if status.role == "trainer":
         lines.append(("step", f"{status.step} of {status.max_steps}"))
         lines.append(("reward", f"{number(status.reward)}  {sparkline(rewards(status), 40)}"))
         lines.append(("staleness", number(status.staleness)))
         lines.extend(("eval", line) for line in _evaluations(status))
         lines.extend(("pipeline", group(row)) for row in status.pipelines)
-    lines.append(("policy", _policy(status)))
-    lines.append(("leases", f"{status.leases}, {status.waiting_groups} groups waiting"))
+    lines.append(("policy", policy(status)))
+    if status.role == "trainer":
+        lines.append(("leases", f"{status.leases} out, {status.waiting_groups} groups waiting"))
+    elif status.engine is not None:
+        lines.append(("leases", f"{status.leases} held"))
     if status.engine is not None:
         lines.append(("engine", engine(status.engine)))
     if status.stage is not None:
         lines.append(("stage", stage(status.stage)))
-    lines.append(("rollouts", f"{status.accepted} accepted, {rejected(status.rejected)}"))
+    lines.append(("rollouts", outcomes(status)))
     lines.append(
         ("bytes", f"{size(status.bytes_sent)} sent, {size(status.bytes_received)} received")
     )
@@ -209,6 +214,12 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
     if status.seconds:
         lines.append(("time", seconds(status.seconds)))
     return lines
+
+
+def outcomes(status: Status) -> str:
+    """What became of a node's rollouts; of a worker, what that says of it."""
+    trust = "" if status.trust is None else f", trust {status.trust:.2f}"
+    return f"{status.accepted} accepted, {rejected(status.rejected)}{trust}"
 
 
 def _evaluations(status: Status) -> list[str]:
@@ -224,7 +235,8 @@ def passes(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "@" in name)
 
 
-def _policy(status: Status) -> str:
+def policy(status: Status) -> str:
+    """The version that a node holds, and how far that is behind."""
     if status.newest_version < 0:
         return "none yet"
     behind = status.newest_version - status.version
@@ -240,6 +252,7 @@ def engine(row: EngineRow) -> str:
     """How busy an engine is, and what happened to it."""
     said = f"{row.type}: {row.inflight} of {row.cap} in flight, {row.running} running"
     said += f", {row.waiting} waiting" if row.waiting else ""
+    said += f", {row.tokens_per_s:.0f} tokens/s" if row.tokens_per_s else ""
     said += f", cache {row.kv_use:.0%}" if row.kv_use else ""
     said += f", restarted {row.restarts} times" if row.restarts else ""
     return f"{said}. Down: {row.fault}" if row.fault else said

@@ -1,7 +1,5 @@
 """`primerl-node train`: be the trainer of a run."""
 
-import asyncio
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,7 @@ from .configured import (
 
 if TYPE_CHECKING:
     from ..node.config import RunConfig
-    from ..node.watch import View
+    from .live import OpenView
 
 
 def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) -> None:
@@ -51,20 +49,15 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
         typer.echo(f"stopped; go on with --resume: {directory}")
 
 
-async def train_and_show(config: "RunConfig", view: "View") -> Path:
+async def train_and_show(config: "RunConfig", view: "OpenView") -> Path:
     """Train, with our own node in the view."""
     from ..node.daemon import train
-    from ..node.watch import NodeState, follow
+    from ..node.watch import NodeState, watched
 
     def announce(ticket: str) -> None:
         view.say(f"join this run from anywhere:\n  primerl-node join --ticket {ticket}")
 
     data_dir = config.data_dir or config.run_dir / "trainer"
     nodes = {"trainer": NodeState("trainer", data_dir, note="running")}
-    watching = asyncio.create_task(follow(nodes, view), name="live view")
-    try:
-        return await train(config, announce=announce)
-    finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+    training = train(config, announce=announce)
+    return await watched(nodes, view, training, pace_s=view.pace_s)

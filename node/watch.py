@@ -4,7 +4,9 @@ Only asks; a node that does not answer keeps its last row, and nothing here may 
 """
 
 import asyncio
-from collections.abc import Mapping
+import math
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,6 +17,7 @@ from .control import PeerRow, Status, ask
 from .errors import NodeError
 
 Row = TypeVar("Row")
+T = TypeVar("T")
 
 
 @dataclass
@@ -42,9 +45,23 @@ class View(Protocol):
         ...
 
 
-async def follow(nodes: Mapping[str, NodeState], view: View, *, pace_s: float = 0.5) -> None:
-    """Ask every node and show what they say, until cancelled. `nodes` may grow meanwhile."""
-    while True:
+async def watched(
+    nodes: Mapping[str, NodeState], view: View, work: Coroutine[Any, Any, T], *, pace_s: float
+) -> T:
+    """What `work` comes to, with these nodes in the view meanwhile."""
+    watching = asyncio.create_task(follow(nodes, view, pace_s=pace_s), name="live view")
+    try:
+        return await work
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+async def follow(nodes: Mapping[str, NodeState], view: View, *, pace_s: float) -> None:
+    """Ask every node and show what they say, until cancelled. `nodes` may grow meanwhile; with an infinite
+    pace nobody is asked."""
+    while not math.isinf(pace_s):
         await asyncio.gather(*(refresh(node) for node in list(nodes.values())))
         view.show(nodes)
         await asyncio.sleep(pace_s)

@@ -30,7 +30,7 @@ from ..run_files import (
     held,
     make_directory,
 )
-from ..watch import NodeState, View, follow
+from ..watch import NodeState, View, watched
 from .beside_trainer import planned_share
 from .commands import (
     TRAINER,
@@ -89,26 +89,21 @@ async def launch(
         if placement.trainer is not None:
             for line in placement.lines():
                 view.say(line)
-        await _run(launcher, args, view)
+        run = _run(launcher, args)
+        await watched(launcher.nodes, view, run, pace_s=launcher.pace.view)
     return config.run_dir
 
 
-async def _run(launcher: "Launcher", args: Sequence[str], view: View) -> None:
-    """The run, and beside it the view, until the one ends."""
-    beside = [
-        asyncio.create_task(
-            follow(launcher.nodes, view, pace_s=launcher.pace.view), name="live view"
-        ),
-        asyncio.create_task(launcher.keep_logs_small(), name="logs"),
-    ]
+async def _run(launcher: "Launcher", args: Sequence[str]) -> None:
+    """The run, until every process has ended."""
+    logs = asyncio.create_task(launcher.keep_logs_small(), name="logs")
     try:
         await launcher.run(args)
     finally:
         await launcher.close()
-        for task in beside:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        logs.cancel()
+        with suppress(asyncio.CancelledError):
+            await logs
 
 
 def prepare(config: RunConfig) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from primerl.cli.live import LiveView, PlainView, open_view, plain_line, screen_of
 from primerl.cli.tables import duration, rejected, size, sources, sparkline
-from primerl.node.control import Status
+from primerl.node.control import EngineRow, Status
 from primerl.node.watch import NodeState
 
 from .test_control_commands import PEER, STATUS
@@ -58,14 +58,88 @@ def test_a_node_that_has_not_answered_is_a_line_that_says_so() -> None:
     assert "restarting" in row
 
 
-def test_who_joined_from_elsewhere_is_named_once_ours_are_known() -> None:
-    stranger = msgspec.structs.replace(PEER, short="0123456789")
+def test_nodes_that_joined_from_elsewhere_have_rows_once_ours_are_known() -> None:
+    joined = msgspec.structs.replace(PEER, short="0123456789", trust=0.75)
+    silent = msgspec.structs.replace(joined, short="silent1234", silent_s=61.0, path="-")
+    long_gone = msgspec.structs.replace(silent, short="gone123456", last_seen_s=301.0)
+    connected = msgspec.structs.replace(
+        joined, short="stranger12", role="?", version=-1, accepted=0
+    )
     states = nodes()
-    states["trainer"].peers = [PEER, stranger]
-    shown = drawn(states)
-    assert "joined from elsewhere: 0123456789 (inference)" in shown
+    states["trainer"].peers = [PEER, joined, silent, long_gone, connected]
+    for width in (80, 120):
+        lines = drawn(states, width).splitlines()
+        [row] = [line for line in lines if "0123456789" in line]
+        for cell in (" running ", " 7 ", " 1 ", " 30/4 ", " 0.75 "):
+            assert cell in row
+        assert any("silent1234" in line and "silent 1 min 01 s" in line for line in lines)
+        assert "gone123456" not in "".join(lines)
+        assert "stranger12" not in "".join(lines)
+        assert "\u2026" not in "".join(lines)
     states["worker_1"].status = None
-    assert "elsewhere" not in drawn(states)
+    assert "0123456789" not in drawn(states)
+
+
+def test_a_screen_has_room_for_its_rows_and_says_how_many_more_there_are() -> None:
+    states = nodes()
+    states["trainer"].peers = [msgspec.structs.replace(PEER, short=f"n{at:09}") for at in range(99)]
+    lines = drawn(states, 80).splitlines()
+    assert len(lines) <= 40
+    assert "primerl-node peers" in lines[-2]
+    shown = sum("n0000" in line for line in lines)
+    assert f"and {99 + len(states) - shown - len(states)} more" in lines[-2]
+
+
+def test_what_a_run_waits_for_is_said_on_the_screen_and_in_the_line() -> None:
+    states = nodes()
+    said = "every group of the last 3 batches had equal rewards (0.00): no signal"
+    states["trainer"].status = msgspec.structs.replace(STATUS, waiting_for=said)
+    for width in (80, 120):
+        assert said in " ".join(drawn(states, width).replace("\u2502", " ").split())
+    assert f"waiting: {said}" in plain_line(states)
+
+
+JOINED = msgspec.structs.replace(
+    WORKER,
+    version=7,
+    newest_version=8,
+    leases=2,
+    trust=0.97,
+    engine=EngineRow("hf", inflight=8, cap=8, running=8, tokens_per_s=123.4),
+    bytes_sent=1_200_000,
+    bytes_received=34_000_000,
+)
+
+
+def test_a_node_that_joined_shows_what_its_work_comes_to_and_what_it_waits_for() -> None:
+    joined = {"inference": NodeState("inference", Path("w"), "starting", JOINED)}
+    for width in (80, 120):
+        shown = " ".join(drawn(joined, width).replace("\u2502", " ").split())
+        for part in (
+            *("9 accepted, 7 rejected (bad_reward 5, stale 2), trust 0.97", "123 tokens/s"),
+            *("version 7, 1 behind version 8", "1.2 MB sent, 34.0 MB received", "waiting -"),
+        ):
+            assert part in shown
+    line = plain_line(joined)
+    for part in ("9 accepted", "trust 0.97", "123 tokens/s", "1 behind", "1.2 MB sent"):
+        assert part in line
+    waits = "no work is leased: all that may be generated now is leased"
+    joined["inference"].status = msgspec.structs.replace(JOINED, waiting_for=waits)
+    assert waits in " ".join(drawn(joined, 80).replace("\u2502", " ").split())
+    assert f"waiting: {waits}" in plain_line(joined)
+    silent = {"inference": NodeState("inference", Path("w"), "starting")}
+    assert "starting" in drawn(silent)
+    assert plain_line(silent) == "inference: starting"
+
+
+def test_a_line_that_says_nothing_new_comes_again_after_a_minute(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    moments = [0.0, 3.0, 59.0, 61.0, 90.0]
+    with PlainView(every_s=2, clock=iter(moments).__next__) as view:
+        for _ in moments:
+            view.show(nodes())
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_markup_in_what_others_say_is_only_text() -> None:

@@ -1,6 +1,7 @@
 """What `status` says that a run or a worker waits for, while it does, and before anything ends for it."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +14,8 @@ from witness import Fakes, WitnessEngine, never_right
 
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.errors import NetworkError
+from primerl.node.network.peers import PeerTable
+from primerl.node.rows import peer_rows
 
 PATIENT: dict[str, Any] = {"max_empty_batches": 1000, "batch_timeout_s": 30.0}
 
@@ -130,23 +133,19 @@ async def test_a_worker_knows_what_its_work_comes_to(tmp_path: Path, model_dir: 
         assert abs(row["trust"] - status["trust"]) < 0.2
 
 
-async def test_a_peer_that_says_nothing_any_more_is_silent_and_one_that_left_has_left(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_peer_that_said_goodbye_has_left(tmp_path: Path, model_dir: Path) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
         await swarm.start_trainer()
-        for name in ("polite", "dead"):
-            swarm.add_worker(name)
-        await swarm.wait_step(1)
-        await until(lambda: min(map(swarm.fakes.newest, swarm.workers)) >= 0)
-        await swarm.stop_worker("polite")
-        await swarm.crash_worker("dead")
-        monkeypatch.setattr("primerl.node.rows.SILENT_S", 0.1)
-        async with asyncio.timeout(10.0):
-            while True:
-                rows = {row["id"]: row for row in await swarm.trainer.peers()}
-                polite, dead = (rows[one.node_id.hex()] for one in swarm.workers.values())
-                if polite["left"] and polite["silent_s"] and dead["silent_s"]:
-                    break
-                await asyncio.sleep(0.05)
-        assert not dead["left"]
+        swarm.add_worker("w")
+        await until(lambda: swarm.fakes.newest("w") >= 0)
+        await swarm.stop_worker("w")
+        [row] = await swarm.trainer.peers()
+        assert (row["left"], row["silent_s"] > 0) == (True, True)
+
+
+def test_a_peer_that_is_gone_is_silent_for_as_long_as_it_was_not_seen() -> None:
+    table = PeerTable()
+    for node, ago in ((b"a" * 32, 3.0), (b"b" * 32, 90.0), (b"c" * 32, None)):
+        table.get(node).last_seen = 0.0 if ago is None else time.time() - ago
+    rows = peer_rows(table, newest=0, leases={}, stats={}, reputations={}, own=bytes(32))
+    assert [round(row.silent_s) for row in sorted(rows, key=lambda row: row.id)] == [0, 90, 0]
