@@ -89,7 +89,7 @@ def run(
     from .live import open_view
     from .signals import run as run_to_end
 
-    with open_view(f"primerl-node join  {config.role}", JOINED_EVERY_S) as view:
+    with open_view(f"primerl-node join  as {config.role}", JOINED_EVERY_S) as view:
         run_to_end(join_and_show(config, view))
 
 

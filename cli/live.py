@@ -190,8 +190,8 @@ def screen_of(
     """The live screen: of a run, or of one node that joined a run."""
     trainer = nodes.get(TRAINER)
     status = trainer.status if trainer else None
-    if nodes and trainer is None:
-        parts = [_own(state) for state in nodes.values()]
+    if trainer is None:
+        parts = [_own(state) for state in nodes.values()] or [_progress(None, width)]
     else:
         rows = _rows(nodes)
         room = max(LEAST_ROWS, height - OTHER_LINES)
@@ -239,11 +239,10 @@ def _own(state: NodeState) -> Any:
     if state.status is None:
         grid.add_row("phase", escape(state.note))
         return grid
-    for name, value in status_lines(state.status):
-        if name not in OWN_LINES:
-            grid.add_row(name, escape(value))
-    if not state.status.waiting_for:
-        grid.add_row("waiting", NONE)
+    lines = {name: value for name, value in status_lines(state.status) if name not in OWN_LINES}
+    first = ("run", "phase", "waiting")  # in their places whether or not there is something to say
+    for name in dict.fromkeys((*first, *lines)):
+        grid.add_row(name, escape(lines.get(name, NONE)))
     return grid
 
 
@@ -261,7 +260,7 @@ def _column(name: str, importance: int) -> Column[Cells]:
 
 COLUMNS = (
     _column("NODE", 100),
-    _column("ID", 60),
+    _column("ID", 98),
     _column("PHASE", 95),
     _column("PATH", 40),
     _column("VER", 90),
@@ -317,8 +316,8 @@ def _node_cells(state: NodeState, newest: int, rows: Mapping[str, PeerRow]) -> C
 def _peer_cells(row: PeerRow) -> Cells:
     """Of a node that was started elsewhere, as the trainer knows it: SENT and RECV are as of that node."""
     return _service(row) | {
-        "NODE": row.short,
-        "ID": row.role,
+        "NODE": row.role,
+        "ID": row.short,
         "PHASE": state_of(row) or ("running" if row.version >= 0 else "joining"),
         "VER": version(row.version),
         "LAG": str(row.lag) if row.version >= 0 else NONE,

@@ -102,7 +102,7 @@ def state_of(row: PeerRow) -> str:
     if row.refused:
         why = row.refused
         return why if len(why) <= MAX_STATE else f"{why[: MAX_STATE - 3]}..."
-    if row.silent_s:
+    if row.left or row.silent_s:
         return f"{'left' if row.left else 'silent'} {duration(row.silent_s)}"
     if row.suspicion >= SUSPICIOUS:
         return f"suspicious, {row.suspicion:.0%} of the way to a ban"

@@ -335,7 +335,8 @@ class JoinedNode(Node):
                 status.phase = "catching up"
             status.version = catchup.version
             status.chunk_bytes_by_source = stack.fetcher.by_source(stack.trainer)
-            status.detail = f"state {short(catchup.state_digest)}"
+            if catchup.version >= 0:
+                status.detail = f"state {short(catchup.state_digest)}"
         return status
 
     async def _peers(self) -> list[PeerRow]:

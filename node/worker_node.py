@@ -85,11 +85,13 @@ class WorkerNode(JoinedNode):
         """Start what an inference worker needs, and do its work."""
         run = joined.documents.manifest
         environment = self._environment(joined.documents, joined.model_dir)
+        self._obstacle = "starting the engine and the environment"
         try:
             await asyncio.gather(
                 engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
                 environment.start(),
             )
+            self._obstacle = ""
             role = self._role = self._build(joined, engine, config, environment, share)
             await work(role)
         except EnvironmentFailed as error:
