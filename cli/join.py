@@ -98,7 +98,6 @@ async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
     from ..node.daemon import join
     from ..node.watch import NodeState, watched
     from .live import plain_line
-    from .target import default_data_dir
 
     data_dir = config.data_dir or default_data_dir()
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
