@@ -219,6 +219,8 @@ def _progress(status: Status | None, width: int) -> Any:
     grid.add_row("staleness", f"{number(status.staleness)} versions, {status.leases} leases out")
     grid.add_row("rollouts", escape(outcomes(status)))
     grid.add_row("waiting", escape(status.waiting_for or NONE))
+    for one in status.warnings:
+        grid.add_row("warning", escape(one))
     return grid
 
 

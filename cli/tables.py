@@ -187,6 +187,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
     ]
     if status.waiting_for:
         lines.append(("waiting", status.waiting_for))
+    lines.extend(("warning", one) for one in status.warnings)
     if status.role == "trainer":
         lines.append(("step", f"{status.step} of {status.max_steps}"))
         lines.append(("reward", f"{number(status.reward)}  {sparkline(rewards(status), 40)}"))

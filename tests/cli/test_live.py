@@ -93,9 +93,12 @@ def test_a_screen_has_room_for_its_rows_and_says_how_many_more_there_are() -> No
 def test_what_a_run_waits_for_is_said_on_the_screen_and_in_the_line() -> None:
     states = nodes()
     said = "every group of the last 3 batches had equal rewards (0.00): no signal"
-    states["trainer"].status = msgspec.structs.replace(STATUS, waiting_for=said)
+    warning = "3 leases of newcomers with ticket ab did not come back"
+    states["trainer"].status = msgspec.structs.replace(STATUS, waiting_for=said, warnings=[warning])
     for width in (80, 120):
-        assert said in " ".join(drawn(states, width).replace("\u2502", " ").split())
+        shown = " ".join(drawn(states, width).replace("\u2502", " ").split())
+        assert said in shown
+        assert f"warning {warning}" in shown
     assert f"waiting: {said}" in plain_line(states)
 
 
