@@ -3,6 +3,7 @@
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,7 @@ from .target import default_data_dir
 if TYPE_CHECKING:
     from ..node.config import JoinConfig
     from .live import OpenView
+    from ..node.environments.allowed import EnvironmentNotAllowed
 
 JOINED_EVERY_S = 60.0
 """Between two lines in a log or a pipe."""
@@ -50,6 +52,14 @@ def run(
             "--data-dir", "-d", help="Where this node keeps its key and weights (~/.primerl)."
         ),
     ] = None,
+    allow_environment: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-environment",
+            metavar="NAME",
+            help="Play this environment if the run wants it; may be given again. Bundled ones need none.",
+        ),
+    ] = None,
     tp: Tp = None,
     pp: Pp = None,
     dp: Dp = None,
@@ -61,6 +71,9 @@ def run(
     Come and go as you like; needs no open port. The ticket is checked before anything is sent. A validator
     measures instead what other nodes sent in; the trainer's verification.validators has to name it.
     A data directory that was admitted once needs no ticket any more.
+
+    A run names its environment, and a worker imports that package: beside the bundled ones only those that you
+    allow. Without --allow-environment a terminal is asked, and `always` is kept in the data directory.
 
     A machine that cannot hold the model offers its memory, and holds some layers of it together with others
     (--pp.mode on does so anyway, off never).
@@ -78,7 +91,7 @@ def run(
     from ..node.load import load
 
     given = options(ticket=ticket, role=role, data_dir=data_dir) + parallel(tp=tp, pp=pp, dp=dp)
-    config = load(JoinConfig, arguments(ctx, given), environment())
+    config = with_allowed(load(JoinConfig, arguments(ctx, given), environment()), allow_environment)
     check_engine(config)
     if dry_run:
         if config.ticket not in ("", "-"):
@@ -86,6 +99,19 @@ def run(
         show_config(config, as_json=as_json)
         return
     config = with_checked_ticket(config)
+    from ..node.environments.allowed import EnvironmentNotAllowed
+
+    while True:
+        try:
+            work(config)
+            return
+        except EnvironmentNotAllowed as refused:
+            # the node has left, and its live view is no more on the screen
+            config = asked(config, refused)
+
+
+def work(config: "JoinConfig") -> None:
+    """Be a node until the run ends."""
     from .live import open_view
     from .signals import run as run_to_end
 
@@ -108,6 +134,33 @@ async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
         if status is not None:
             status.phase, status.detail, status.waiting_for = "ended", "", ""
             view.say(plain_line(nodes))
+
+
+def with_allowed(config: "JoinConfig", names: Sequence[str] | None) -> "JoinConfig":
+    """The config with further environments that may be played."""
+    from ..node.config import AllowedConfig
+
+    allowed = AllowedConfig(allow=[*config.environments.allow, *(names or ())])
+    return config.model_copy(update={"environments": allowed})
+
+
+def asked(config: "JoinConfig", refused: "EnvironmentNotAllowed") -> "JoinConfig":
+    """The config with what the person at the terminal allows. Raises `refused` where nobody can or does."""
+    from ..node.environments.allowed import remember
+
+    if not sys.stdin.isatty():
+        raise refused
+    package = refused.package
+    question = (
+        f"This run wants to run the environment {package.environment!r} ({package}) on this machine. "
+        "Allow? [y/N/always]"
+    )
+    answer = typer.prompt(question, default="N", show_default=False, err=True).strip().lower()
+    if answer == "always":
+        remember(package, config.data_dir or default_data_dir())
+    elif answer not in ("y", "yes"):
+        raise refused
+    return with_allowed(config, [package.environment])
 
 
 def with_checked_ticket(config: "JoinConfig") -> "JoinConfig":

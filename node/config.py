@@ -342,6 +342,14 @@ class NodeConfig(BaseConfig):
     log: LogConfig = LogConfig()
 
 
+class AllowedConfig(BaseConfig):
+    """Whose code a worker runs for a run that it joined."""
+
+    allow: list[str] = []
+    """Environments that may be played here, beside the bundled ones: a run names a module, and a worker imports
+    it. Also --allow-environment NAME."""
+
+
 class JoinConfig(NodeConfig):
     """`primerl-node join`."""
 
@@ -351,6 +359,7 @@ class JoinConfig(NodeConfig):
     """The join ticket that the trainer printed."""
     leases: Annotated[int, Field(ge=0)] = 0
     """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
+    environments: AllowedConfig = AllowedConfig()
     pp: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="after")

@@ -144,6 +144,7 @@ class JoinedNode(Node):
         self.phase = "joining"
         documents = await self._hello(stack, ticket)
         run = documents.manifest
+        await asyncio.to_thread(self._check_environment, run)
         self._name, self._obstacle = run.name, "fetching the files of the model"
         remember(stack.ledger, self._ticket)
         # `explain` checks verdicts by it when no trainer can be asked.
@@ -207,6 +208,9 @@ class JoinedNode(Node):
                 raise TicketError(f"the trainer's run manifest is not genuine: {error}") from error
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, RETRY_MAX_S)
+
+    def _check_environment(self, run: RunManifest) -> None:
+        """Raise UsageError if this node would play an environment that its owner has not allowed."""
 
     def _check_numerics(self, run: RunManifest) -> None:
         """Another dtype would make proofs that no audit accepts: say so before any work is done."""

@@ -30,6 +30,7 @@ from ..protocol.trust import AdmittedHead
 from ..protocol.version import CLOCK_SKEW_S
 from . import base_weights
 from .config import RunConfig
+from .environments.allowed import Package, find_package
 from .errors import StorageError, UsageError
 from .ledger import MANIFEST, Ledger
 from .proofs.thresholds import check_bounds, proof_contract
@@ -107,7 +108,9 @@ async def documents(
             base_weights.publish, lora, store, model_dir, config.weights.chunk_mib
         )
         contract = structs.replace(contract, base_state=base)
-    manifest = encode(structs.replace(_new_manifest(config, key, contract), adapters=adapters))
+    package = await asyncio.to_thread(_package, config.environment.id)
+    new = _new_manifest(config, key, contract, package)
+    manifest = encode(structs.replace(new, adapters=adapters))
     expires = int(time.time()) + MANIFEST_TTL_S
     sealed = seal(key, Purpose.RUN, run_id(manifest), manifest, expires=expires)
     ledger.set(MANIFEST, sealed)
@@ -230,7 +233,17 @@ def _model_contract(config: RunConfig, store: Store, model_dir: Path) -> ModelCo
     )
 
 
-def _new_manifest(config: RunConfig, key: SecretKey, model: ModelContract) -> RunManifest:
+def _package(environment: str) -> Package | None:
+    """The environment's package; one that cannot be found is told by what starts the environment."""
+    try:
+        return find_package(environment)
+    except UsageError:
+        return None
+
+
+def _new_manifest(
+    config: RunConfig, key: SecretKey, model: ModelContract, package: Package | None
+) -> RunManifest:
     from importlib.metadata import version
 
     check_bounds(config)
@@ -245,6 +258,8 @@ def _new_manifest(config: RunConfig, key: SecretKey, model: ModelContract) -> Ru
             config=config.environment.model_dump_json().encode(),
             seed=config.seed,
             version=f"verifiers {version('verifiers')}",
+            package=package.label if package else "",
+            package_digest=package.digest if package else b"",
         ),
         sampling=SamplingContract(config.sampling.temperature, config.sampling.max_tokens),
         limits=RunLimits(

@@ -9,12 +9,14 @@ from pathlib import Path
 import msgspec
 
 from ..crypto.keys import SecretKey
+from ..protocol.manifests import RunManifest
 from . import run_files, rundir
 from .config import EngineConfig, EnvironmentConfig, JoinConfig
 from .control import Status
 from .engines.adapted import adapted
 from .engines.concurrency import Concurrency
 from .engines.engine import Engine
+from .environments.allowed import check_allowed
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import EngineError, NodeError, StorageError, UsageError
 from .joined_node import Joined, JoinedNode
@@ -160,6 +162,9 @@ class WorkerNode(JoinedNode):
             writing=lambda: self._catchup.writing if self._catchup else None,
             enter=enter,
         )
+
+    def _check_environment(self, run: RunManifest) -> None:
+        check_allowed(run.environment, self._config.environments.allow, self.data_dir)
 
     def _environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
         contract = documents.manifest.environment

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..crypto.hashing import Digest, digest
+from ..crypto.hashing import DIGEST_BYTES, Digest, digest
 from ..crypto.keys import NodeId
 from .errors import LocalProtocolError
 from .version import (
@@ -67,7 +67,9 @@ class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is the model contract's base_state."""
 
 
-class EnvironmentContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EnvironmentContract(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """An environment, so that every node makes the same tasks."""
 
     id: Name
@@ -76,6 +78,10 @@ class EnvironmentContract(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     seed: int
     version: Name
     """Version of the library that runs it, shown when task digests disagree."""
+    package: Name = ""
+    """Distribution and version that the environment comes from; empty for one that is bundled."""
+    package_digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
+    """Of that package's files: a worker plays no other. Empty for an environment that is bundled."""
 
 
 class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,17 +4,16 @@ The options came with the run, from somebody else: those that name files, functi
 machine are refused.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from ..config import EnvironmentConfig
+from .allowed import NAME
 from .environment import EnvironmentFailed, Split
 
 Finder = Callable[[str], tuple[Callable[[Any], Any], Any]]
 """Id -> (class of the taskset, class of its options); raises what importing a module raises."""
 
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _HOST_OPTIONS = frozenset({"id", "system_prompt"})
 _HOST_TASK_OPTIONS = frozenset({"judges", "stops", "metrics", "rewards"})
 
@@ -46,7 +45,7 @@ def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Sp
 
 
 def _find(name: str, find: Finder) -> tuple[Callable[[Any], Any], Any]:
-    if not _ID.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise EnvironmentFailed(
             f"no taskset named {name!r}: environment.id is a module name, such as reverse-text"
         )

@@ -37,14 +37,13 @@ from verifiers.v1.utils.generic import concrete_type
 from ..config import EnvironmentConfig
 from ..engines.engine import Completion
 from . import outcome
+from .allowed import BUNDLED
 from .chat import Chat
 from .environment import EnvironmentFailed, Episode, Split
 from .exchange import Exchange
 from .indexing import TaskIndex
 from .options import load_tasksets
 from .replay import PlayFailed
-
-BUNDLED = {"reverse-text": "reverse_text", "arithmetic": "arithmetic"}
 
 
 @dataclass(frozen=True)

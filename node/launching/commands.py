@@ -11,13 +11,12 @@ from typing import Protocol
 
 from .. import toml
 from ..config import RunConfig
+from ..environments.allowed import BUNDLED
 from ..gpus import VARIABLE, shown
 from ..run_files import TICKET, write
 
 TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")
-BUNDLED_ENVIRONMENTS = ("reverse-text", "arithmetic")
-"""They need no hub, so a run of a local model in them can be kept off the network."""
 
 
 class Commands(Protocol):
@@ -56,6 +55,7 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     """What a worker shares with its run, as a file in its data directory; ports are its own."""
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     dumped = config.model_dump(mode="json", include={"network", "engine", "weights", "log"})
+    dumped["environments"] = {"allow": [config.environment.id]}  # by whoever wrote the run's config
     dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": []}
     path = data_dir / "join.toml"
     write(path, toml.dumps(dumped))
@@ -71,7 +71,7 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
     if config.training.threads == 1 or (os.cpu_count() or 1) <= 2:
         result.setdefault("OMP_NUM_THREADS", "1")
     local = config.model.create is not None or Path(config.model.name).is_dir()
-    if local and config.environment.id in BUNDLED_ENVIRONMENTS:
+    if local and config.environment.id in BUNDLED:  # they need no hub
         result.setdefault("HF_HUB_OFFLINE", "1")
     return result
 

@@ -1,0 +1,177 @@
+"""Whose code a worker plays: environments that are bundled, and installed packages that its owner allowed.
+
+A run's manifest names an environment, and playing it imports a module of that name. A stranger chose the name,
+so before anything of it is imported a worker finds the package it would come from, compares the package's
+digest with the manifest's, and looks whether the owner of this machine allowed it. Nothing is ever fetched.
+"""
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ...crypto.hashing import digest
+from ...protocol.manifests import EnvironmentContract
+from ..errors import StorageError, UsageError
+from ..run_files import write_private
+
+BUNDLED = {"reverse-text": "reverse_text", "arithmetic": "arithmetic"}
+"""Environments that come with this package, and their modules in tasksets/."""
+LIBRARY = "verifiers"
+LIBRARY_TASKSETS = ("v1", "tasksets")
+"""Where the library has tasksets of its own; it looks there first."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+REMEMBERED = "allowed_environments.json"
+"""In a data directory: environment -> digest of the package that its owner always allows."""
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Package:
+    """Installed code that an environment's name leads to."""
+
+    environment: str
+    label: str
+    """Distribution and version, for people."""
+    digest: bytes
+    """Of the names and contents of its source files: equal wherever the same release is installed."""
+    of_library: bool = False
+    """Whether it is one of the library's own tasksets."""
+
+    def __str__(self) -> str:
+        return f"package {self.label}, digest {self.digest.hex()[:SHOWN]}"
+
+
+class EnvironmentNotAllowed(UsageError):
+    """The owner of this machine has not allowed the environment of a run."""
+
+    def __init__(self, package: Package) -> None:
+        self.package = package
+        why = ", one of the library's own tasksets, which may fetch and run code of others"
+        super().__init__(
+            f"this run wants to run the environment {package.environment!r} ({package}"
+            f"{why if package.of_library else ''}) on this machine: if you trust it, allow it with "
+            f"--allow-environment {package.environment}"
+        )
+
+
+def find_package(environment: str) -> Package | None:
+    """The package of an environment, without importing any of it; None for a bundled one.
+
+    Raises UsageError where the name leads to nothing that could be an environment.
+    """
+    if environment in BUNDLED:
+        return None
+    if not NAME.fullmatch(environment):
+        raise UsageError(
+            f"no environment is named {environment[:80]!r}: it is a module name, such as reverse-text"
+        )
+    module = environment.replace("-", "_").lower()
+    library = _root(LIBRARY)
+    if library is not None:
+        own = library.joinpath(*LIBRARY_TASKSETS, module)
+        own = own if own.is_dir() else own.with_suffix(".py")
+        if own.exists():
+            label = f"{LIBRARY} {metadata.version(LIBRARY)}"
+            return Package(environment, label, _digest([own]), of_library=True)
+    if module in sys.stdlib_module_names or module in sys.builtin_module_names:
+        raise UsageError(f"{environment!r} is a part of Python, no environment: refused")
+    root = _root(module)
+    if root is None:
+        raise UsageError(f"the environment {environment!r} is not installed here")
+    distributions = metadata.packages_distributions()
+    names = distributions.get(module, [])
+    if not names:
+        return Package(environment, f"{module}, no distribution", _digest([root]))
+    modules = sorted(name for name, owners in distributions.items() if names[0] in owners)
+    roots = [root for name in modules if (root := _root(name)) is not None]
+    return Package(environment, f"{names[0]} {metadata.version(names[0])}", _digest(roots))
+
+
+def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Path) -> None:
+    """Raise UsageError unless a worker may play this environment: EnvironmentNotAllowed where its owner may
+    say so, StorageError where what the owner always allows cannot be read."""
+    try:
+        package = find_package(contract.id)
+    except UsageError as error:
+        if not contract.package:
+            raise
+        raise UsageError(f"{error}; the run has {printable(contract.package)}") from error
+    if package is None:
+        return
+    if package.digest != contract.package_digest:
+        raise UsageError(
+            f"the run's environment {contract.id!r} is {printable(contract.package) or 'of no known package'}, "
+            f"digest {contract.package_digest.hex()[:SHOWN] or 'none'}, and here it is {package}: install the "
+            "release that the run has"
+        )
+    if _plain(contract.id) in {_plain(name) for name in allow}:
+        return
+    if remembered(data_dir).get(_plain(contract.id)) != package.digest.hex():
+        raise EnvironmentNotAllowed(package)
+
+
+def remembered(data_dir: Path) -> Mapping[str, str]:
+    """What the owner of a data directory always allows: environment -> digest. Raises StorageError."""
+    path = data_dir / REMEMBERED
+    try:
+        held = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} cannot be read ({error}): remove it") from error
+    if not isinstance(held, dict):
+        raise StorageError(f"{path} does not hold a JSON object: remove it")
+    return {str(name): str(value) for name, value in held.items()}
+
+
+def remember(package: Package, data_dir: Path) -> None:
+    """Allow this very package from now on. Raises StorageError."""
+    held = {**remembered(data_dir), _plain(package.environment): package.digest.hex()}
+    write_private(data_dir / REMEMBERED, json.dumps(held, indent=2) + "\n")
+
+
+def printable(text: str) -> str:
+    """A stranger's words, fit for one line of a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "-").lower()
+
+
+def _root(module: str) -> Path | None:
+    """The directory of a top-level package, or the file of a module, that an import would take."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    for directory in spec.submodule_search_locations or ():
+        return Path(directory)
+    return Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
+
+
+def _digest(roots: list[Path]) -> bytes:
+    """One digest of all source and data files in these directories, by name and content."""
+    parts: list[bytes] = []
+    for root in roots:
+        for name, path in _files(root):
+            parts += [digest(name.encode()), digest(path.read_bytes())]
+    return digest(b"".join(parts))
+
+
+def _files(root: Path) -> Iterator[tuple[str, Path]]:
+    """Name and path of what belongs to a module, sorted; nothing that Python itself wrote."""
+    if root.is_file():
+        yield root.name, root
+        return
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root.parent)
+        if path.is_file() and path.suffix != ".pyc" and "__pycache__" not in name.parts:
+            yield name.as_posix(), path
