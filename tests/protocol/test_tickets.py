@@ -83,8 +83,8 @@ def test_any_other_text_is_malformed(text: str) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_any_other_bytes_are_malformed(data: bytes) -> None:
-    with refuses(Reason.MALFORMED):
+def test_any_other_bytes_are_no_ticket(data: bytes) -> None:
+    with refuses(Reason.MALFORMED, Reason.WRONG_VERSION):  # a small number may come first
         tickets.read(as_text(data), now=NOW)
 
 
