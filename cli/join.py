@@ -26,8 +26,8 @@ from .target import default_data_dir
 
 if TYPE_CHECKING:
     from ..node.config import JoinConfig
-    from .live import OpenView
     from ..node.environments.allowed import EnvironmentNotAllowed
+    from .live import OpenView
 
 JOINED_EVERY_S = 60.0
 """Between two lines in a log or a pipe."""
