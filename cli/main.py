@@ -180,10 +180,8 @@ def _command_line(error: Exception) -> int:
     code = int(getattr(error, "exit_code", 2))
     context = getattr(error, "ctx", None)
     message = str(getattr(error, "format_message", error.__str__)())
-    if message.startswith(
-        "Usage: "
-    ):  # no arguments at all: the help itself, and, as with git, no success
-        typer.echo(message)
+    if message.startswith("Usage: "):
+        typer.echo(message)  # no arguments at all: the help itself and, as with git, no success
         return code
     place = getattr(context, "command_path", PROGRAM)
     return _fail(f"{message.rstrip('.')} (see `{place} --help`)", code)
