@@ -32,7 +32,7 @@ class Column(Generic[T]):
     name: str
     cell: Callable[[T], str]
     importance: int
-    """Where there is too little room the column with the lowest goes first."""
+    """Those with the highest have the room that there is; a lower one is shown if it still fits."""
     key: Callable[[T], Any] | None = None
     """What `--sort` orders by, the smallest first; without it by the cell's text."""
     right: bool = False
@@ -42,31 +42,40 @@ class Column(Generic[T]):
 
 GAP = 2
 ELASTIC = 20
+SPARE = 45
+"""Columns of less importance come after the whole text of elastic ones."""
 
 
 def listing(columns: Sequence[Column[T]], rows: Sequence[T], width: int | None = None) -> Table:
     """A table of as many columns as fit into `width`, the most important ones; all of them without it."""
     cells = {one.name: [one.cell(row) for row in rows] for one in columns}
-    need = {name: max(cell_len(text) for text in [name, *texts]) for name, texts in cells.items()}
-    for one in columns:
-        if one.elastic and width is not None:
-            need[one.name] = min(need[one.name], ELASTIC)
-    shown = list(columns)
-    while width is not None and len(shown) > 1 and _total(need, shown) > width:
-        shown.remove(min(shown, key=lambda one: one.importance))
+    whole = {name: max(cell_len(text) for text in [name, *texts]) for name, texts in cells.items()}
+    shown, need = (list(columns), whole) if width is None else _fitting(columns, whole, width)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     for one in shown:
-        least = None if one.elastic and width is not None else need[one.name]
-        table.add_column(
-            one.name, justify="right" if one.right else "left", no_wrap=True, min_width=least
-        )
+        justify = "right" if one.right else "left"
+        room = need[one.name]
+        table.add_column(one.name, justify=justify, no_wrap=True, min_width=room, max_width=room)
     for number in range(len(rows)):
         table.add_row(*(escape(cells[one.name][number]) for one in shown))
     return table
 
 
-def _total(need: Mapping[str, int], columns: Sequence[Column[Any]]) -> int:
-    return sum(need[one.name] + GAP for one in columns) - GAP
+def _fitting(
+    columns: Sequence[Column[T]], whole: Mapping[str, int], width: int
+) -> tuple[list[Column[T]], dict[str, int]]:
+    """The columns that there is room for, and how wide each is."""
+    need: dict[str, int] = {}
+    for one in sorted(columns, key=lambda one: -one.importance):
+        if one.importance < SPARE:  # what is cut off matters more than these
+            for other in columns:
+                if other.elastic and other.name in need:
+                    room = width - sum(need.values()) - GAP * (len(need) - 1)
+                    need[other.name] = min(whole[other.name], need[other.name] + room)
+        least = min(whole[one.name], ELASTIC) if one.elastic else whole[one.name]
+        if not need or sum(need.values()) + GAP * len(need) + least <= width:
+            need[one.name] = least
+    return [one for one in columns if one.name in need], need
 
 
 def named(columns: Sequence[Column[T]], name: str) -> Column[T]:

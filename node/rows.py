@@ -89,6 +89,7 @@ def _row(
     validator: Record,
 ) -> PeerRow:
     path = peer.path()
+    sent, received = peer.traffic()
     version = stats.version if stats else -1
     seen = round(time.time() - peer.last_seen, 1) if peer.last_seen else None
     return PeerRow(
@@ -97,8 +98,8 @@ def _row(
         role=peer.record.role if peer.record else "?",
         path=path.kind if path else "-",
         rtt_ms=round(path.rtt_ms, 1) if path and path.rtt_ms is not None else None,
-        bytes_sent=path.bytes_sent if path else peer.sent,
-        bytes_received=path.bytes_received if path else peer.received,
+        bytes_sent=sent,
+        bytes_received=received,
         version=version,
         lag=newest - version if version >= 0 else 0,
         leases=leases,
@@ -125,12 +126,8 @@ def _silence(seconds: float) -> float:
 
 def total_bytes(peers: PeerTable) -> tuple[int, int]:
     """(sent, received) over all peers ever."""
-    sent = received = 0
-    for peer in peers.rows():
-        path = peer.path()
-        sent += path.bytes_sent if path else peer.sent
-        received += path.bytes_received if path else peer.received
-    return sent, received
+    traffic = [peer.traffic() for peer in peers.rows()]
+    return sum(sent for sent, _ in traffic), sum(received for _, received in traffic)
 
 
 def printable(text: str, most: int = 64) -> str:

@@ -57,7 +57,7 @@ class Peer:
     """EMA of bytes per second of chunks we fetched from it; 0 before the first."""
     sent: int = 0
     received: int = 0
-    """Bytes over connections that are gone; add the live ones with path()."""
+    """Bytes over connections that are gone; traffic() adds the others."""
     blamed: Counter[Reason] = field(default_factory=Counter[Reason])
     holding: tuple[int, int, bool] | None = None
     """(term, version, complete), as it last told; ask PeerTable.holds()."""
@@ -70,9 +70,13 @@ class Peer:
         if not live:
             return None
         best = min(live, key=lambda info: (info.kind == "relayed", info.rtt_ms or 0.0))
-        sent = self.sent + sum(info.bytes_sent for info in live)
-        received = self.received + sum(info.bytes_received for info in live)
-        return PathInfo(best.kind, best.rtt_ms, sent, received)
+        return PathInfo(best.kind, best.rtt_ms, *self.traffic())
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes (sent, received) over all connections ever, also those that nobody noticed the end of yet."""
+        known = [one.path() for one in self.connections]
+        sent = self.sent + sum(info.bytes_sent for info in known)
+        return sent, self.received + sum(info.bytes_received for info in known)
 
 
 class PeerTable:

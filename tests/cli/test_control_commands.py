@@ -185,7 +185,11 @@ def test_a_narrow_terminal_shows_whole_ids_and_versions_and_leaves_out_what_matt
         assert banned.startswith("0123456789  inference")
         assert "\u2026" not in fine  # nothing but a long reason is cut off
         assert " 7 " in fine
-    assert "SOFTWARE" not in a_screen(80, rows)[0]
+    reason = "too much was rejected: bad_reward"
+    refused = msgspec.structs.replace(PEER, refused=reason)
+    assert reason[:24] in a_screen(80, [refused])[1]
+    for column in ("SOFTWARE", "SENT", "RTT", "REL"):
+        assert column not in a_screen(80, rows)[0]
     assert "SOFTWARE" in a_screen(200, rows)[0]
 
 
