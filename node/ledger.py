@@ -1,14 +1,17 @@
 """What a node must not forget when it is killed: heads, admitted peers, inbox, spool, verdicts (SQLite, WAL).
 
-A row is committed before anything it promises is said aloud: a receipt only after its submission is here.
+A row is committed before anything it promises is said aloud: a receipt only after its submission is here, a
+verdict only together with what it changed of reputations.
 """
 
 import asyncio
 import fcntl
 import functools
 import sqlite3
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ParamSpec, TypeVar
@@ -31,7 +34,10 @@ CREATE TABLE IF NOT EXISTS inbox (
     arrival INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB UNIQUE NOT NULL,
     lease_id INTEGER UNIQUE NOT NULL, node BLOB NOT NULL, sealed BLOB, receipt BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS verdicts (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, sealed BLOB NOT NULL, name BLOB);
+    id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, sealed BLOB NOT NULL, name BLOB,
+    arrival INTEGER);
+CREATE TABLE IF NOT EXISTS reputations (
+    node BLOB PRIMARY KEY, arrival INTEGER, snapshot BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS spool (
     digest BLOB PRIMARY KEY, lease_id INTEGER NOT NULL, deadline REAL NOT NULL,
     sealed BLOB NOT NULL) WITHOUT ROWID;
@@ -39,11 +45,12 @@ CREATE TABLE IF NOT EXISTS spool (
 INDICES = """
 CREATE UNIQUE INDEX IF NOT EXISTS verdict_names ON verdicts (name);
 CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
+CREATE UNIQUE INDEX IF NOT EXISTS verdict_arrivals ON verdicts (arrival);
 """
-FORMAT = 2
+FORMAT = 3
 """Rises with the wire version too: what is sealed in a ledger can be read by that version alone.
 
-2: sealed in wire version 2.
+2: sealed in wire version 2. 3: tickets; verdicts by arrival, and reputations.
 """
 ACCOUNTS = "SELECT id, label, issued, expires, uses, revoked, admitted FROM tickets"
 VERDICTS_KEPT = 10_000
@@ -101,6 +108,7 @@ class Ledger:
         # SQLite's own locks come and go: `explain` reads while we write, a second node must not.
         self._lock = _lock(path)
         self._thread = ThreadPoolExecutor(1, "ledger")
+        self._writing = threading.RLock()
         try:
             self._db = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=2
@@ -120,7 +128,7 @@ class Ledger:
             # FULL survives a power cut, NORMAL a killed process.
             self._db.execute(f"PRAGMA synchronous={'FULL' if fsync else 'NORMAL'}")
             self._db.executescript(SCHEMA)
-            self._name_verdicts()
+            self._check_format(path)
             self._db.executescript(INDICES)
         except sqlite3.OperationalError as error:
             raise StorageError(f"cannot open {path}: {error}") from error
@@ -128,7 +136,6 @@ class Ledger:
             raise StorageError(
                 f"{path} is damaged ({error}): move it away to start anew"
             ) from error
-        self._check_format(path)
 
     def close(self) -> None:
         """Close the file when its thread has done what it does just now; closing twice is fine."""
@@ -271,17 +278,51 @@ class Ledger:
             "UPDATE inbox SET sealed = NULL WHERE arrival <= ? AND sealed IS NOT NULL", (up_to,)
         )
 
-    def add_verdict(self, node: bytes, sealed: bytes) -> bool:
-        """Keep a verdict on work of `node`, to be picked up and explained; False if it is here already."""
-        cursor = self._write(
-            "INSERT OR IGNORE INTO verdicts (node, sealed, name) VALUES (?, ?, ?)",
-            (node, sealed, digest_of(sealed)),
-        )
-        if not cursor.rowcount:
-            return False
-        assert cursor.lastrowid is not None
-        self._write("DELETE FROM verdicts WHERE id <= ?", (cursor.lastrowid - VERDICTS_KEPT,))
+    def add_verdict(
+        self,
+        node: bytes,
+        sealed: bytes,
+        arrival: int | None = None,
+        reputations: Mapping[bytes, bytes] | None = None,
+    ) -> bool:
+        """Keep a verdict on work of `node`, to be picked up and explained; False if it is here already.
+
+        Of the trainer: it is the verdict on submission number `arrival`, the only one, and after it these are
+        the `reputations` (snapshots) of all nodes that it concerns. All of that is kept, or nothing.
+        """
+        with self._transaction():
+            cursor = self._write(
+                "INSERT OR IGNORE INTO verdicts (node, sealed, name, arrival) VALUES (?, ?, ?, ?)",
+                (node, sealed, digest_of(sealed), arrival),
+            )
+            if not cursor.rowcount:
+                return False
+            assert cursor.lastrowid is not None
+            self._write("DELETE FROM verdicts WHERE id <= ?", (cursor.lastrowid - VERDICTS_KEPT,))
+            for peer, snapshot in (reputations or {}).items():
+                self._write(
+                    "INSERT OR REPLACE INTO reputations VALUES (?, ?, ?)", (peer, arrival, snapshot)
+                )
         return True
+
+    def verdict_on(self, arrival: int) -> bytes | None:
+        """The sealed verdict on submission number `arrival`."""
+        row = self._db.execute("SELECT sealed FROM verdicts WHERE arrival = ?", (arrival,))
+        found = row.fetchone()
+        return None if found is None else bytes(found[0])
+
+    def judged_up_to(self) -> int:
+        """Number of the last submission that there is a verdict on; 0 without any."""
+        return self._db.execute("SELECT MAX(arrival) FROM verdicts").fetchone()[0] or 0
+
+    def reputations(self) -> dict[bytes, tuple[int, bytes]]:
+        """By node: the number of the last submission that counts in its reputation, and the snapshot."""
+        rows = self._db.execute("SELECT node, arrival, snapshot FROM reputations")
+        return {bytes(node): (arrival, bytes(snapshot)) for node, arrival, snapshot in rows}
+
+    def drop_reputation(self, node: bytes) -> None:
+        """Forget what is known of a node."""
+        self._write("DELETE FROM reputations WHERE node = ?", (node,))
 
     def verdicts_after(
         self, node: bytes, number: int, *, count: int, size: int
@@ -324,17 +365,25 @@ class Ledger:
 
     def _write(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:
         try:
-            return self._db.execute(statement, values)
+            with self._writing:
+                return self._db.execute(statement, values)
         except sqlite3.OperationalError as error:
             raise StorageError(
                 f"cannot write the ledger ({error}): free some disk space"
             ) from error
 
-    def _name_verdicts(self) -> None:
-        """A ledger of before verdicts had names: give it the column."""
-        columns = {row[1] for row in self._db.execute("PRAGMA table_info(verdicts)")}
-        if "name" not in columns:
-            self._db.execute("ALTER TABLE verdicts ADD COLUMN name BLOB")
+    @contextmanager
+    def _transaction(self) -> Generator[None]:
+        """What is written meanwhile, by this thread alone, is kept as a whole or not at all."""
+        with self._writing:
+            self._write("BEGIN IMMEDIATE", ())
+            try:
+                yield
+                self._write("COMMIT", ())
+            except BaseException:
+                if self._db.in_transaction:  # SQLite itself ends it when the disk is full
+                    self._db.execute("ROLLBACK")
+                raise
 
     def _check_format(self, path: Path) -> None:
         known = self.get("format")

@@ -142,12 +142,20 @@ class Verifier:
         """Submissions are looked through one by one: of two copies the first that came is the original."""
 
     async def verify(
-        self, submission: Submission, lease: Lease, arrival: Arrival, *, version: int, rate: float
+        self,
+        submission: Submission,
+        lease: Lease,
+        arrival: Arrival,
+        *,
+        version: int,
+        rate: float,
+        before: Verdict | None = None,
     ) -> Verified:
         """Verify one submission against policy `version`, the newest one published.
 
         A share `rate` of what passes the cheap checks is audited, and all of it once one is guilty. Several
         may be verified at a time; their cheap checks are made in the order of the calls.
+        `before` is a verdict that a trainer that was killed told of it: it stands, and nothing is audited.
 
         Raises:
             RemoteProtocolError: the bundle as a whole is not the work of its lease, or the environment has
@@ -160,11 +168,16 @@ class Verifier:
             checked = check_submission(submission, lease, self._run, version, plan)
             rejections = list(checked.rejections)
             # Before the score, too: what is stale leaves no trace among the copies.
-            held = [one for one in checked.rollouts if self._check_held(one, rejections)]
-            passed = await self._score_all(held, lease, arrival, rejections)
-        # While they were scored the publisher may have let go of an old version.
-        passed = [one for one in passed if self._check_held(one.rollout, rejections)]
-        audited = await self._audit(passed, Made(lease, arrival, plan), rate)
+            fit = checked.rollouts
+            if before is None:
+                fit = [one for one in fit if self._check_held(one, rejections)]
+            passed = await self._score_all(fit, lease, arrival, rejections)
+        if before is not None:
+            audited = AuditResults(faults=_rejected_before(passed, before))
+        else:
+            # While they were scored the publisher may have let go of an old version.
+            passed = [one for one in passed if self._check_held(one.rollout, rejections)]
+            audited = await self._audit(passed, Made(lease, arrival, plan), rate)
         rejections += audited.faults
         guilty = {(one.group, one.rollout) for one in audited.faults}
         honest = [one for one in passed if one.place not in guilty]
@@ -376,6 +389,19 @@ def _about_stages(plan: PipelinePlan, blames: Sequence[Blame]) -> PipelineVerdic
     )
     nodes = tuple(stage.node for stage in plan.stages)
     return PipelineVerdict(plan.group, plan.generation, nodes, tuple(islice(told, MAX_BLAMED)))
+
+
+def _rejected_before(passed: Sequence[Passed], before: Verdict) -> list[Rejection]:
+    """What of `passed` a verdict rejected; all of it where the verdict had no room for all rejections."""
+    listed = {(one.group, one.rollout): one for one in before.rejections}
+    found = [listed[one.place] for one in passed if one.place in listed]
+    if before.rejected > len(before.rejections):
+        detail = "a restart took the list of what was rejected beside it"
+        reason = before.rejections[-1].reason
+        found += [
+            _rejection(one.rollout, reason, detail) for one in passed if one.place not in listed
+        ]
+    return found
 
 
 def _claims(rollout: CheckedRollout) -> set[int]:

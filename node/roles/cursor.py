@@ -9,6 +9,7 @@ import msgspec
 
 from ...protocol.leases import Lease, LeaseBook
 from ...protocol.reputation import Reputation, ReputationSnapshot
+from ..ledger import Ledger
 
 
 class Cursor(msgspec.Struct, frozen=True):
@@ -29,13 +30,18 @@ class Cursor(msgspec.Struct, frozen=True):
     line: dict[str, float | None] = {}
     """Of the step's metrics: whoever goes on from it may find that it was not written."""
     reputations: dict[str, ReputationSnapshot] = {}
-    """By node id (hex), as of `verified_up_to`: what arrived later is judged, and counted, again."""
+    """By node id (hex), as of `verified_up_to`; the ledger knows of what was judged later, too."""
 
-    def restore_reputations(self) -> dict[bytes, Reputation]:
-        """Evidence about every worker, bans included."""
-        return {
+    def restore_reputations(self, ledger: Ledger) -> dict[bytes, Reputation]:
+        """Evidence about every worker, bans included: the ledger's where it is newer."""
+        known = {
             bytes.fromhex(node): Reputation.restore(one) for node, one in self.reputations.items()
         }
+        for node, (arrival, snapshot) in ledger.reputations().items():
+            if arrival > self.verified_up_to:
+                newer = msgspec.json.decode(snapshot, type=ReputationSnapshot)
+                known[node] = Reputation.restore(newer)
+        return known
 
     def restore_tasks(self, book: LeaseBook, inbox: Iterable[Lease]) -> None:
         """Lease again what was out then or leased since, but for what `inbox` has answered since."""

@@ -450,6 +450,7 @@ class LeaseDesk:
         known = self.reputations.get(gone)
         if known is not None and not known.banned:
             del self.reputations[gone]
+            self._ledger.drop_reputation(gone)
 
     async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
         if worker.stats.version < 0 <= request.stats.version:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol.audits import CHALLENGE_BYTES, Outliers, audit_rate
@@ -48,6 +50,8 @@ class Begun:
     """A submission that is being verified."""
 
     arrived: Arrived
+    before: bytes | None
+    """The sealed verdict that was told of it before the trainer was killed."""
     verifying: asyncio.Task[Verified]
 
 
@@ -85,6 +89,8 @@ class Inbox:
         self._outliers = Outliers()
         self._verifying = 0
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._counted_up_to = ledger.judged_up_to()
+        """Arrival number of the last submission that was judged before this start: it counts already."""
         self._taken_up_to = 0
         """Arrival number of the last submission that was begun."""
         self.grown = asyncio.Condition()
@@ -119,7 +125,9 @@ class Inbox:
         self._taken_up_to = arrived.arrival
         self._verifying += 1
         await self._room.acquire()
-        begun.put_nowait(Begun(arrived, tasks.create_task(self._verify(arrived))))
+        before = self._ledger.verdict_on(arrived.arrival)
+        verifying = tasks.create_task(self._verify(arrived, before))
+        begun.put_nowait(Begun(arrived, before, verifying))
 
     async def _judge_all(self, begun: "asyncio.Queue[Begun]") -> None:
         """In order of arrival; wakes whoever waits for groups or for the room that they leave."""
@@ -128,15 +136,17 @@ class Inbox:
             verified = await one.verifying
             self._verifying -= 1
             self._room.release()
-            self._judge(one.arrived, verified)
+            self._judge(one.arrived, verified, one.before)
             async with self.grown:
                 self.grown.notify_all()
             await self._desk.work_changed()
 
-    def _judge(self, arrived: Arrived, verified: Verified) -> None:
-        """Count it, and put what holds into the buffer."""
+    def _judge(self, arrived: Arrived, verified: Verified, before: bytes | None) -> None:
+        """Count it, once however often the trainer is killed, and put what holds into the buffer."""
         self.verified_up_to = arrived.arrival
-        self._remember(arrived.node, verified)
+        if arrived.arrival > self._counted_up_to:
+            self._remember(arrived.node, verified)
+        self._note_rewards(arrived.node, verified)
         reasons = verified.reasons()
         progress = self._progress
         progress.received += verified.verdict.accepted + sum(reasons.values())
@@ -147,7 +157,7 @@ class Inbox:
             if refusal is not None:
                 progress.accepted -= len(group.rollouts)
                 progress.rejected[refusal] += len(group.rollouts)
-        self._deliver(arrived.node, verified.verdict)
+        self._deliver(arrived, before or self._keep(arrived, verified))
 
     def _remember(self, node: bytes, verified: Verified) -> None:
         """What this tells of the worker."""
@@ -158,6 +168,8 @@ class Inbox:
         self._stages.note(node, verified)
         if reputation.banned != before:
             logger.warning("%s is banned: %s", short(node), reputation.banned)
+
+    def _note_rewards(self, node: bytes, verified: Verified) -> None:
         for group in verified.groups:
             self._outliers.note(
                 node,
@@ -172,8 +184,9 @@ class Inbox:
         base, odd = self._contract.audit_rate, self._outliers.outlierness(node)
         return audit_rate(reputation, base, odd, reputation.recent_fault)
 
-    async def _verify(self, arrived: Arrived) -> Verified:
+    async def _verify(self, arrived: Arrived, told: bytes | None) -> Verified:
         submission, lease = self.open(arrived)
+        before = None if told is None else unseal(told, Purpose.VERDICT, Verdict, now=0).body
         # Drawn now that the bundle is fixed: nobody could choose what to get right.
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         arrival = Arrival(arrived.arrival, arrived.digest, arrived.node, arrived.sealed, challenge)
@@ -183,7 +196,7 @@ class Inbox:
         version, rate = self._version(), self._rate(arrived.node)
         try:
             return await self._verifier.verify(
-                submission, lease, arrival, version=version, rate=rate
+                submission, lease, arrival, version=version, rate=rate, before=before
             )
         except RemoteProtocolError as error:
             logger.warning("submission of %s refused: %s", short(arrived.node), error)
@@ -198,15 +211,25 @@ class Inbox:
             submission.lease, self._run_id, self._key.node_id, arrived.node
         )
 
-    def _deliver(self, node: bytes, verdict: Verdict) -> None:
+    def _keep(self, arrived: Arrived, verified: Verified) -> bytes:
+        """Make the verdict durable, with all that it says of nodes; returns it sealed."""
         sealed = seal(
             self._key,
             Purpose.VERDICT,
             self._run_id,
-            verdict,
-            recipient=node,
+            verified.verdict,
+            recipient=arrived.node,
             expires=int(time.time()) + VERDICT_TTL_S,
         )
-        self._ledger.add_verdict(node, sealed)
+        stages = verified.plan.stages if verified.plan else ()
+        reputations = {
+            node: msgspec.json.encode(self._desk.reputation(node).snapshot())
+            for node in (arrived.node, *(stage.node for stage in stages))
+        }
+        self._ledger.add_verdict(arrived.node, sealed, arrived.arrival, reputations)
+        return sealed
+
+    def _deliver(self, arrived: Arrived, sealed: bytes) -> None:
+        node = arrived.node
         if node in self._desk.workers:
             self._desk.workers[node].verdicts.append(sealed)

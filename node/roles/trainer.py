@@ -152,7 +152,7 @@ class TrainerRole:
         await asyncio.to_thread(self._metrics.go_back, step, cursor.line)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
         self.inbox.verified_up_to = cursor.verified_up_to
-        self._desk.reputations.update(cursor.restore_reputations())
+        self._desk.reputations.update(cursor.restore_reputations(self._ledger))
         arrived = self._ledger.arrived_after(cursor.verified_up_to)
         cursor.restore_tasks(self._desk.book, (self.inbox.open(one)[1] for one in arrived))
         progress = self.progress

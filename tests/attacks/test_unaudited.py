@@ -11,11 +11,12 @@ from rogue import Rogue, say
 from swarm import Swarm
 
 from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.node.network.rpc import Refused
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import PolicyHead
-from primerl.protocol.messages import GetHeads, Heads
+from primerl.protocol.messages import GetHeads, GetVerdicts, Heads, Verdicts
 from primerl.protocol.rollouts import GroupRecord, RolloutRecord, Verdict
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -56,6 +57,23 @@ async def head_of(rogue: Rogue, version: int) -> PolicyHead:
     sealed = (notice.head for notice in reply.notices)
     heads = [unseal(one, Purpose.HEAD, PolicyHead, now=0).body for one in sealed]
     return next(head for head in heads if head.version == version)
+
+
+async def verdicts_on(rogue: Rogue, lease_id: int) -> list[Verdict]:
+    """All verdicts on the work of one lease."""
+    reply = await rogue.ask(GetVerdicts(0), Verdicts)
+    opened = [unseal(one, Purpose.VERDICT, Verdict, now=0).body for one in reply.verdicts]
+    return [one for one in opened if one.lease_id == lease_id]
+
+
+async def again_judged(swarm: Swarm, before: dict[str, Any]) -> None:
+    """Wait until a trainer that was resumed has judged all that it had judged before, as it did."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            now = await swarm.trainer.status()
+            if (now["accepted"], now["rejected"]) == (before["accepted"], before["rejected"]):
+                return
+            await asyncio.sleep(0.01)
 
 
 async def trust(swarm: Swarm, rogue: Rogue) -> float:
@@ -161,3 +179,29 @@ async def test_what_the_store_cannot_rebuild_is_stale_and_costs_no_trust(
             verdict = await rogue.verdict(lease.lease_id)
             assert (verdict.accepted, reasons(verdict)) == (0, {Reason.STALE})
             assert await trust(swarm, rogue) == 0.5
+
+
+async def test_a_ban_and_its_verdict_outlive_a_trainer_killed_before_the_next_checkpoint(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with swarm_of(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("honest")
+        await swarm.wait_step(2)
+        async with Rogue(swarm, "lucky") as rogue:
+            await rogue.hello()
+            lease, sealed = await rogue.lease()
+            newest = await wait_version(rogue, lease.min_version + 1)
+            await swarm.crash_worker("honest")
+            await rogue.submit(rogue.bundle(sealed, forged(lease, newest)), lease.lease_id)
+            verdict = await rogue.verdict(lease.lease_id)
+            assert verdict.accepted == 0
+            with pytest.raises(Refused, match="banned"):
+                await rogue.poll(1)
+            before = await swarm.trainer.status()
+            await swarm.crash_trainer()
+            await swarm.start_trainer(resume=True)
+            await again_judged(swarm, before)
+            with pytest.raises(Refused, match="banned"):
+                await rogue.poll(1)
+            assert await verdicts_on(rogue, lease.lease_id) == [verdict]

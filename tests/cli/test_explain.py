@@ -19,7 +19,7 @@ from verdict_cases import (
     tampered,
 )
 
-from primerl.node.ledger import MANIFEST, Ledger
+from primerl.node.ledger import MANIFEST
 from primerl.node.proofs.meanings import MEANINGS, meaning
 from primerl.protocol.errors import Reason
 
@@ -217,23 +217,3 @@ def test_every_reason_that_a_rollout_is_rejected_for_has_a_meaning() -> None:
     for reason in Reason:
         means = meaning(reason)
         assert all((means.check, means.proves, means.proves_not, means.look_at)), reason
-
-
-def test_a_ledger_from_before_verdicts_had_names_is_read_and_written(tmp_path: Path) -> None:
-    import sqlite3
-
-    path = tmp_path / "ledger.db"
-    old = sqlite3.connect(path)
-    old.execute(
-        "CREATE TABLE verdicts (id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL,"
-        " sealed BLOB NOT NULL)"
-    )
-    old.execute("INSERT INTO verdicts (node, sealed) VALUES (?, ?)", (WORKER.node_id, b"old"))
-    old.commit()
-    old.close()
-    now = Ledger(path)
-    assert now.add_verdict(WORKER.node_id, b"new")
-    assert not now.add_verdict(WORKER.node_id, b"new")
-    found = now.verdicts_after(WORKER.node_id, 0, count=10, size=100)
-    now.close()
-    assert [sealed for _, sealed in found] == [b"old", b"new"]

@@ -1,9 +1,11 @@
 """The ledger's own promises: one node at a time, readers beside it, verdicts bounded and by owner."""
 
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,3 +99,23 @@ def test_old_verdicts_make_room(ledger: Ledger, monkeypatch: pytest.MonkeyPatch)
     assert not ledger.add_verdict(A, bytes([4]))
     kept = ledger.verdicts_after(A, 0, count=9, size=100)
     assert [sealed for _, sealed in kept] == [b"\x02", b"\x03", b"\x04"]
+
+
+def test_a_verdict_is_kept_together_with_the_reputations_that_it_changed_or_not_at_all(
+    ledger: Ledger,
+) -> None:
+    assert ledger.add_verdict(A, b"one", 7, {A: b"suspect", B: b"named"})
+    unkeepable: dict[bytes, Any] = {A: b"banned", B: object()}
+    with pytest.raises(sqlite3.Error):
+        ledger.add_verdict(A, b"two", 8, unkeepable)
+    assert ledger.add_verdict(A, b"three", 9, {A: b"banned"})
+    assert [ledger.verdict_on(number) for number in (7, 8, 9)] == [b"one", None, b"three"]
+    assert ledger.judged_up_to() == 9
+    assert ledger.reputations() == {A: (9, b"banned"), B: (7, b"named")}
+
+
+def test_a_submission_has_one_verdict(ledger: Ledger) -> None:
+    assert ledger.add_verdict(A, b"rejected", 7, {A: b"banned"})
+    assert not ledger.add_verdict(A, b"accepted", 7, {A: b"praised"})
+    assert ledger.verdict_on(7) == b"rejected"
+    assert ledger.reputations() == {A: (7, b"banned")}

@@ -13,11 +13,17 @@ from primerl.node.environments.environment import Branch, Score, Task
 from primerl.node.errors import EngineError
 from primerl.node.proofs.calls import Answer, AuditCall
 from primerl.node.proofs.copies import Copies
-from primerl.node.proofs.verifier import Arrival, Passed, Verifier
+from primerl.node.proofs.verifier import (
+    Arrival,
+    AuditResults,
+    Passed,
+    Verifier,
+    make_verdict,
+)
 from primerl.node.weights.state import State
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef
-from primerl.protocol.rollouts import GroupRecord, RolloutRecord, Submission
+from primerl.protocol.rollouts import GroupRecord, Rejection, RolloutRecord, Submission
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -142,6 +148,24 @@ async def test_a_policy_that_leaves_memory_before_its_audit_leaves_nothing_unaud
         found = await rejected_for(verifier, lease, submission, rate)
         assert found == [Reason.STALE] * lease.group_size
         assert environment.scored == lease.group_size
+
+
+async def test_what_a_verdict_from_before_a_restart_rejected_stays_rejected_and_no_more() -> None:
+    environment = CountingEnvironment()
+    lease, submission = played(environment, 3)
+    verifier = Verifier(RUN, MANIFEST, environment, NoAudits(), {}, Copies())
+    arrival = Arrival(1, digest(b"bundle"), WORKER.node_id, b"", bytes(32))
+    one = Rejection(0, 5, Reason.WRONG_POLICY, "another policy")
+    for told, found in (([one], [one]), ([one] * 2, None)):
+        before = make_verdict(arrival, lease, 0, told, AuditResults(), 0.5)
+        before = msgspec.structs.replace(
+            before, rejections=(one,)
+        )  # as if there was no room for two
+        verified = await verifier.verify(
+            submission, lease, arrival, version=4, rate=0.5, before=before
+        )
+        assert verified.rejections == (found or verified.rejections)
+        assert verified.verdict.accepted == (lease.group_size - 1 if found else 0)
 
 
 async def test_where_an_audit_fails_what_was_not_picked_is_not_accepted_either() -> None:

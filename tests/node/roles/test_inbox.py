@@ -17,9 +17,10 @@ from primerl.node.proofs.verifier import Arrival, AuditResults, Verified, make_v
 from primerl.node.roles.inbox import AT_ONCE, Inbox
 from primerl.node.roles.progress import Progress
 from primerl.node.training.buffer import RolloutBuffer
+from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Reputation
-from primerl.protocol.rollouts import Submission
+from primerl.protocol.rollouts import Submission, Verdict
 
 WORKER = b"w" * 32
 KEY = SecretKey.from_seed(bytes(32))
@@ -34,12 +35,18 @@ class Auditor:
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.told: list[Verdict] = []
+        """Verdicts from before a restart."""
         self.free: dict[int, asyncio.Event] = {}
         self.broken: set[int] = set()
 
-    async def verify(self, *_: object, version: int, rate: float) -> Verified:
+    async def verify(
+        self, *_: object, version: int, rate: float, before: Verdict | None
+    ) -> Verified:
         arrival = next(one for one in _ if isinstance(one, Arrival))
         self.begun.append(arrival.number)
+        if before is not None:
+            self.told.append(before)
         await self.free.setdefault(arrival.number, asyncio.Event()).wait()
         if arrival.number in self.broken:
             raise StorageError("no disk")
@@ -61,13 +68,24 @@ class Opened(Inbox):
 class World:
     """An inbox with a ledger and a desk that only remember."""
 
-    def __init__(self, before: Iterable[int] = ()) -> None:
+    def __init__(
+        self, before: Iterable[int] = (), told: Iterable[tuple[int, Verdict]] = ()
+    ) -> None:
         self.arrivals: asyncio.Queue[Arrived] = asyncio.Queue()
         self.auditor, self.progress = Auditor(), Progress()
         self.judged: list[int] = []
         self.left = [arrived(number) for number in before]
+        self.verdicts = {
+            number: seal(KEY, Purpose.VERDICT, RUN, verdict, expires=1) for number, verdict in told
+        }
+        """By arrival."""
         self.reputations: dict[bytes, Reputation] = {}
-        ledger = SimpleNamespace(arrived_after=self.arrived_after, add_verdict=self.add_verdict)
+        ledger = SimpleNamespace(
+            arrived_after=self.arrived_after,
+            add_verdict=self.add_verdict,
+            verdict_on=self.verdicts.get,
+            judged_up_to=lambda: max(self.verdicts, default=0),
+        )
         desk = SimpleNamespace(
             reputation=self.reputation,
             pipelines=SimpleNamespace(dissolve=None),
@@ -91,8 +109,13 @@ class World:
     def arrived_after(self, arrival: int) -> list[Arrived]:
         return [one for one in self.left if one.arrival > arrival]
 
-    def add_verdict(self, node: bytes, sealed: bytes) -> None:
-        self.judged.append(self.inbox.verified_up_to)
+    def add_verdict(
+        self, node: bytes, sealed: bytes, arrival: int, reputations: dict[bytes, bytes]
+    ) -> None:
+        assert arrival == self.inbox.verified_up_to
+        assert node in reputations
+        self.verdicts[arrival] = sealed
+        self.judged.append(arrival)
 
     def reputation(self, node: bytes) -> Reputation:
         return self.reputations.setdefault(node, Reputation())
@@ -150,6 +173,21 @@ async def test_what_was_left_from_before_comes_first_and_once() -> None:
     async with running(world):
         await world.judged_are([4, 5, 6])
     assert world.auditor.begun == [4, 5, 6]
+
+
+async def test_what_was_judged_before_a_restart_keeps_its_verdict_and_counts_once() -> None:
+    arrival = Arrival(4, bytes(32), WORKER, b"sealed", bytes(32))
+    verdict = make_verdict(arrival, LEASE, 1, [], AuditResults(), 0.5)
+    world = World(before=[4, 5], told=[(4, verdict)])
+    world.inbox.verified_up_to = 3
+    sealed = world.verdicts[4]
+    world.auditor.let_go([4, 5])
+    async with running(world):
+        await world.judged_are([5])
+    assert world.auditor.told == [verdict]
+    assert world.verdicts[4] == sealed
+    assert world.progress.accepted == 2  # both are learned from, as neither is in the checkpoint
+    assert world.reputations[WORKER].accepted == 1
 
 
 async def test_an_error_in_one_of_many_ends_the_inbox_with_that_error() -> None:
