@@ -51,6 +51,7 @@ class Reason(StrEnum):
     BAD_PROOF = "bad_proof"
     WRONG_MODEL = "wrong_model"
     WRONG_POLICY = "wrong_policy"
+    WRONG_ORDER = "wrong_order"
     BAD_SAMPLING = "bad_sampling"
     AUDIT_FAILED = "audit_failed"
     ENVIRONMENT_ERROR = "environment_error"

@@ -33,13 +33,14 @@ AUDIT_FAULTS = frozenset(
 FRAUD = AUDIT_FAULTS | {
     Reason.BAD_REWARD,
     Reason.FUTURE_POLICY,
+    Reason.WRONG_ORDER,
     Reason.BAD_PROMPT,
     Reason.DUPLICATE,
     Reason.MISSING_INDEX,
 }
 """Reasons that honest software cannot produce by accident in number; each weighs FRAUD_WEIGHT failures.
 DUPLICATE is the copier's: who was received first is never rejected for it. Our worker sends every index, a
-failed one with its error, so a missing one was left out."""
+failed one with its error, so a missing one was left out; and it gives up itself what is out of order."""
 HARMLESS = frozenset(
     {
         Reason.STALE,

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 from swarm import Swarm, at_home
-from witness import felt, now_and_then, told
+from witness import Said, felt, now_and_then, told
 
 from primerl.crypto.hashing import digest as digest_of
 from primerl.crypto.keys import SecretKey
@@ -191,12 +191,14 @@ class Rogue:
         head = await self.head()
         return tuple(self.group(lease, task, head) for task in lease.tasks)
 
-    def group(self, lease: Lease, reference: TaskRef, head: PolicyHead) -> GroupRecord:
-        """The honest rollouts of one task under one policy."""
+    def group(
+        self, lease: Lease, reference: TaskRef, head: PolicyHead, reply: Said = now_and_then
+    ) -> GroupRecord:
+        """The honest rollouts of one task under one policy, which says what `reply` does."""
         environment = CountingEnvironment()
         task = environment.task(reference.index)
         rollouts = [
-            self._rollout(lease, environment, task, index, head)
+            self._rollout(lease, environment, task, index, head, reply)
             for index in range(lease.group_size)
         ]
         return GroupRecord(reference.index, reference.digest, tuple(rollouts))
@@ -208,10 +210,11 @@ class Rogue:
         task: Task,
         index: int,
         head: PolicyHead,
+        reply: Said,
     ) -> RolloutRecord:
         prompt = environment.prompt(task)
         seed = sample_seed(self.run, lease, self.key.node_id, task.digest, index)
-        said = now_and_then(GenerateRequest(tuple(prompt), 4, 1.0, seed, (STOP,)))
+        said = list(reply(GenerateRequest(tuple(prompt), 4, 1.0, seed, (STOP,))))
         reward = float(said == environment.demonstration(task))
         return RolloutRecord((say(prompt, said, head),), reward, "")
 

@@ -2,7 +2,10 @@
 
 The engine stamps the policy version at generation time, first and last per completion: a load() that
 lands while a completion runs is seen in its stamp. Batching is the engine's business: callers call
-generate() concurrently. Implementations: scripted.py (fake), hf.py, vllm.py.
+generate() concurrently. Requests of one group begin in the order in which they were asked for and draw in step,
+so that at a load() none has drawn more tokens than one that began before it and still goes on: the trainer
+checks it (proofs/checks.py, late_samples), and a sample that breaks it is given up.
+Implementations: scripted.py (fake), hf.py, vllm.py.
 Suite: tests/conformance/engine.py.
 """
 

@@ -4,7 +4,7 @@ Limits come from the run manifest and the lease, never from the submission. A ro
 returned as a Rejection and costs that rollout; a fault of the bundle raises and costs the bundle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -47,6 +47,10 @@ class CheckedSubmission:
 
     rollouts: list[CheckedRollout] = field(default_factory=list[CheckedRollout])
     rejections: list[Rejection] = field(default_factory=list[Rejection])
+
+
+ORDER_SLACK = 2
+"""Tokens by which an honest sample may trail a later one: micro-batches of a pipeline take turns."""
 
 
 class Rejected(Exception):
@@ -117,6 +121,7 @@ def _check_group(
     version: int,
     checked: CheckedSubmission,
 ) -> None:
+    passed: list[CheckedRollout] = []
     for index in range(lease.group_size):
         try:
             if index >= len(group.rollouts):
@@ -126,7 +131,50 @@ def _check_group(
         except Rejected as fault:
             checked.rejections.append(Rejection(number, index, fault.reason, clipped(fault.detail)))
         else:
-            checked.rollouts.append(CheckedRollout(number, index, branches, record.reward))
+            passed.append(CheckedRollout(number, index, branches, record.reward))
+    late = late_samples({rollout.index: rollout.branches for rollout in passed})
+    if not late:
+        checked.rollouts += passed
+        return
+    # The whole group: which of its samples had two tries cannot be told.
+    index, why = min(late.items())
+    detail = clipped(f"sample {index} {why}")
+    checked.rejections += [
+        Rejection(number, rollout.index, Reason.WRONG_ORDER, detail) for rollout in passed
+    ]
+
+
+def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
+    """Find the samples of one group that were drawn out of order: index to evidence in words.
+
+    `samples`: the branches of each sample by its index. Samples begin in the order of their indices, in one
+    engine, and those under way draw in step. So whenever the policy changed, a sample whose first reply still
+    went on had drawn at least as much of it as every later sample, up to ORDER_SLACK. A worker that generates
+    with two versions and sends the better one, sample by sample, breaks this (docs/proofs.md).
+    Without the samples that are found the others are in order.
+    """
+    replies = {index: _first_reply(branches[0]) for index, branches in samples.items() if branches}
+    late: dict[int, str] = {}
+    for version in sorted({version for _, spans in replies.values() for _, version in spans}):
+        furthest, furthest_index = 0, 0
+        for index in sorted(replies.keys() - late.keys(), reverse=True):
+            length, spans = replies[index]
+            drawn = min((start for start, drew in spans if drew >= version), default=length)
+            if drawn < length and furthest > (drawn + ORDER_SLACK if drawn else 0):
+                late[index] = (
+                    f"had drawn {drawn} tokens when policy {version} came, "
+                    f"the later sample {furthest_index} {furthest}"
+                )
+            elif drawn > furthest:
+                furthest, furthest_index = drawn, index
+    return late
+
+
+def _first_reply(branch: Branch) -> tuple[int, list[tuple[int, int]]]:
+    """The length of a branch's first reply, and its spans; of later turns the environment sets the pace."""
+    start, end = sampled_runs(branch.sampled)[0]
+    spans = branch.spans or ((0, branch.policy_first),)
+    return end - start, [(at, version) for at, version in spans if at < end - start]
 
 
 def _check_rollout(

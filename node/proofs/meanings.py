@@ -122,6 +122,16 @@ MEANINGS: dict[Reason, Meaning] = {
         "anything else",
         WEIGHTS,
     ),
+    Reason.WRONG_ORDER: Meaning(
+        "the order of a group's samples: each time the policy changed, no sample may have drawn more than one "
+        "that began before it and still went on",
+        "the samples of the group were not drawn in order by one engine, so their policy versions could be "
+        "chosen one by one",
+        "that they were: this program gives such samples up itself, so something else changed or made them",
+        (
+            "a proxy or a plugin between this program and its engine that keeps or reorders requests",
+        ),
+    ),
     Reason.TOKEN_OUT_OF_RANGE: Meaning(
         "token ids, against the vocabulary",
         "a token id that the model does not have",

@@ -103,10 +103,10 @@ class Admission:
 
         Raises EngineError; EngineLost only where no engine is left that could do it now.
         """
-        losses = 0
+        losses, number = 0, next(self._numbers)
         while True:
             try:
-                async with self._permit(order):
+                async with self._permit(order, number):
                     completion = await self._engine.generate(request)
             except _TakenBack:
                 self.taken_back += 1
@@ -120,9 +120,12 @@ class Admission:
                 return completion
 
     @asynccontextmanager
-    async def _permit(self, order: Order) -> AsyncGenerator[None]:
-        """Wait for a permit, and hold it until the end of the block or until it is taken back."""
-        number = next(self._numbers)
+    async def _permit(self, order: Order, number: int) -> AsyncGenerator[None]:
+        """Wait for a permit, and hold it until the end of the block or until it is taken back.
+
+        `number` says when it was asked for first: a sequence that was stopped goes before those of its group
+        that have not begun (checks.late_samples).
+        """
         stop = asyncio.timeout(None)
         try:
             await self._enter(order, number)

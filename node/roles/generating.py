@@ -4,6 +4,8 @@ Every sample is drawn from the lease's own seed; what a rollout said is never ch
 """
 
 import asyncio
+import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -23,9 +25,12 @@ from ...protocol.rollouts import (
     pack_u32,
 )
 from ..engines.engine import Completion, GenerateRequest
-from ..environments.environment import Branch, Environment, Episode, Task
+from ..environments.environment import Branch, Environment, Episode, Score, Task
 from ..errors import first_cause
+from ..proofs.checks import late_samples
 from .admission import Admission, Order
+
+logger = logging.getLogger(__name__)
 
 LARGE = 32_768
 """Tokens of a group from which on it is packed beside the event loop: some milliseconds of work."""
@@ -83,36 +88,78 @@ class Generation:
             failed = RolloutRecord((), 0.0, detail)
             records = (failed,) * lease.group_size
             return GroupRecord(reference.index, reference.digest, records), []
+        group = GroupInPlay(lease, task, order)
         async with asyncio.TaskGroup() as tasks:
-            rollouts = [
-                tasks.create_task(self._rollout(lease, task, index, order))
-                for index in range(lease.group_size)
-            ]
-        episodes = [rollout.result() for rollout in rollouts]
+            for _ in range(lease.group_size):
+                tasks.create_task(self._rollout(group))
+        episodes = group.in_order()
         if sum(map(tokens, episodes)) > LARGE:
             records = await asyncio.to_thread(pack, episodes)
         else:
             records = pack(episodes)
         return GroupRecord(reference.index, reference.digest, records), episodes
 
-    async def _rollout(self, lease: Lease, task: Task, index: int, order: Order) -> Episode:
-        group = group_name(lease, task)
+    async def _rollout(self, group: "GroupInPlay") -> None:
+        index = -1
 
         async def policy(prompt: Sequence[int], turn: int) -> Completion:
-            seed = sample_seed(self._run_id, lease, self._node, task.digest, index, turn)
+            nonlocal index
+            if index < 0:
+                index = group.begin()
             request = GenerateRequest(
                 prompt=tuple(prompt),
                 max_tokens=self._run.sampling.max_tokens,
                 temperature=self._run.sampling.temperature,
-                seed=seed,
+                seed=sample_seed(
+                    self._run_id, group.lease, self._node, group.task.digest, index, turn
+                ),
                 stop_token_ids=self._run.model.stop_token_ids,
-                group=group,
+                group=group.name,
             )
-            return await self._admission.generate(request, order)
+            return await self._admission.generate(request, group.order)
 
-        episode = await self._environment.run(task, policy)
-        self._rollout_ended(lease.lease_id)
-        return episode
+        episode = await self._environment.run(group.task, policy)
+        group.end(index, episode)
+        self._rollout_ended(group.lease.lease_id)
+
+
+class GroupInPlay:
+    """The rollouts of one task while they are played.
+
+    A rollout gets its index when it asks for its first reply, so that samples begin in the order of their
+    indices however long the environment takes to set each one up: the trainer checks it (late_samples).
+    """
+
+    def __init__(self, lease: Lease, task: Task, order: Order) -> None:
+        self.lease = lease
+        self.task = task
+        self.order = order
+        self.name = group_name(lease, task)
+        self._indices = itertools.count()
+        self._episodes: dict[int, Episode] = {}
+        self._unbegun: list[Episode] = []
+        """Of rollouts that failed before they asked for a reply."""
+
+    def begin(self) -> int:
+        """The index of the sample that asks for its first reply now."""
+        return next(self._indices)
+
+    def end(self, index: int, episode: Episode) -> None:
+        """Keep what became of a sample; `index` below 0: it never asked for a reply."""
+        if index < 0:
+            self._unbegun.append(episode)
+        else:
+            self._episodes[index] = episode
+
+    def in_order(self) -> list[Episode]:
+        """All episodes by index, once all have ended. Samples that were begun anew after later ones are
+        given up where a new policy came in between, as the trainer would refuse the group for them."""
+        episodes = [self._episodes[index] for index in sorted(self._episodes)] + self._unbegun
+        late = late_samples({i: one.branches for i, one in enumerate(episodes) if not one.error})
+        for index, why in late.items():
+            logger.info("lease %d: sample %d is given up: it %s", self.lease.lease_id, index, why)
+            episodes[index] = Episode([], Score(0.0), f"given up: drawn out of order: it {why}")
+        return episodes
 
 
 class GenerationClock:

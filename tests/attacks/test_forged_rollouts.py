@@ -343,14 +343,15 @@ async def test_claiming_that_weights_changed_midway_is_no_way_around_the_audit(
             while (await swarm.trainer.status())["version"] < 1:
                 await hand.work()
             new = await rogue.head()
-            first = group.rollouts[0].branches[0]
-            said = unpack_u32(first.tokens)[2:]
-            mixed = retold(first, said, old).logprobs[:4] + retold(first, said, new).logprobs[4:]
+            # the one that began last, which alone may have drawn so little by then
+            last = group.rollouts[3].branches[0]
+            said = unpack_u32(last.tokens)[2:]
+            mixed = retold(last, said, old).logprobs[:4] + retold(last, said, new).logprobs[4:]
             logprobs = mixed if honest else pack_f32([-0.01] * len(said))
-            proof = first.proof[:8] + retold(first, said, new).proof[8:]
+            proof = last.proof[:8] + retold(last, said, new).proof[8:]
             spans = (Span(0, old.version), Span(1, new.version))
             forged = altered_branch(
-                group, 0, policy_last=new.version, logprobs=logprobs, spans=spans, proof=proof
+                group, 3, policy_last=new.version, logprobs=logprobs, spans=spans, proof=proof
             )
             await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
             verdict = await rogue.verdict(lease.lease_id)

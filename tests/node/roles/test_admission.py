@@ -143,6 +143,18 @@ async def test_the_youngest_are_taken_back_and_made_again_with_the_same_seed() -
     desk.check_none_is_lost()
 
 
+async def test_those_taken_back_go_before_the_others_of_their_group_that_wait() -> None:
+    desk = Desk(cap=10)
+    for index in range(12):
+        await desk.ask(0, index=index)
+    await desk.look(running=10, kv_use=0.95)
+    assert desk.admission.taken_back == 3
+    await desk.end(*[(0, 0, index) for index in range(7)])
+    assert desk.engine.begun[10:] == [(0, 0, index) for index in range(7, 12)]
+    await desk.end(*desk.engine.running)
+    desk.check_none_is_lost()
+
+
 async def test_looking_again_before_the_stopped_have_ended_stops_nobody_twice() -> None:
     desk = Desk(cap=10)
     for lease in range(10):

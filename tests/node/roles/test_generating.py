@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from primerl.node.engine_config import ConcurrencyConfig
 from primerl.node.engines.concurrency import Concurrency
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.node.environments.environment import Episode, Policy, Score, Task
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.roles import generating
 from primerl.node.roles.admission import Admission
@@ -61,14 +63,18 @@ class Engine:
     async def close(self) -> None: ...
 
 
-def generation(engine: Engine, ended: "Counter[int] | None" = None) -> Generation:
+def generation(
+    engine: Engine,
+    ended: "Counter[int] | None" = None,
+    environment: CountingEnvironment | None = None,
+) -> Generation:
     counted: Counter[int] = Counter() if ended is None else ended
     cap = Concurrency(ConcurrencyConfig(), max_batch=64, max_model_len=8)
     return Generation(
         run_id=RUN_ID,
         run=RUN,
         node=NODE,
-        environment=CountingEnvironment(),
+        environment=environment or CountingEnvironment(),
         admission=Admission(engine, cap),
         rollout_ended=lambda lease_id: counted.update([lease_id]),
     )
@@ -123,6 +129,55 @@ async def test_a_task_has_one_name_for_the_engine_and_each_sample_its_own_seed()
     assert {(one.temperature, one.top_k, one.top_p) for one in engine.asked} == {(0.5, 0, 1.0)}
 
 
+class SlowToSetUp(CountingEnvironment):
+    """The first episode of a task is set up last, and one of them fails before it asks for a reply."""
+
+    def __init__(self, fails: int) -> None:
+        super().__init__()
+        self._fails = fails
+        self._runs = 0
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        number = self._runs
+        self._runs += 1
+        for _ in range(8 - 2 * number):
+            await asyncio.sleep(0)
+        if number == self._fails:
+            return Episode([], Score(0.0), "no sandbox")
+        return await super().run(task, policy)
+
+
+async def test_samples_begin_in_the_order_of_their_indices_however_long_their_set_up_takes() -> (
+    None
+):
+    engine, lease = Engine(), lease_of(5)
+    played = await generation(engine, environment=SlowToSetUp(fails=1)).play(lease)
+    task = CountingEnvironment().task(5)
+    seeds = [sample_seed(RUN_ID, lease, NODE, task.digest, index) for index in range(4)]
+    assert [request.seed for request in engine.asked] == seeds[:3]
+    assert [one.error for one in played.groups[0].rollouts] == ["", "", "", "no sandbox"]
+
+
+class Renewed(Engine):
+    """Dies once in the first sample; by the time that this is begun anew the policy is another one."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        version = 3 if len(self.asked) < 4 else 4
+        completion = await super().generate(request)
+        return replace(completion, policy_first=version, policy_last=version)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+async def test_a_sample_begun_anew_under_a_newer_policy_than_later_ones_is_given_up() -> None:
+    engine = Renewed(fails_at=1, error=EngineLost("dead"))
+    (group,) = (await generation(engine).play(lease_of(5))).groups
+    assert len(engine.asked) == 5
+    assert [bool(one.branches) for one in group.rollouts] == [False, True, True, True]
+    assert group.rollouts[0].error.startswith("given up: drawn out of order")
+
+
 async def test_a_task_that_is_another_one_here_is_reported_and_not_played() -> None:
     engine = Engine()
     lease = lease_of(5)
@@ -155,15 +210,13 @@ async def test_a_lease_that_runs_out_of_time_leaves_nothing_behind() -> None:
 
 
 def test_a_failed_rollout_travels_with_its_reason() -> None:
-    from primerl.node.environments.environment import Episode, Score
-
     record = rollout_record(Episode([], Score(0.0), "x" * 1000))
     assert (record.branches, record.reward, record.error) == ((), 0.0, "x" * 500)
 
 
 def episode_of(*branches: tuple[bytes, tuple[bytes, ...]]) -> Any:
     """An episode whose branches were made under these plans, with these boundaries."""
-    from primerl.node.environments.environment import Branch, Episode, Score
+    from primerl.node.environments.environment import Branch
 
     made = [
         Branch([5, 6], [False, True], [0.0, -1.0], 3, 3, "stop", boundaries=parts, plan=plan)
