@@ -55,7 +55,7 @@ CONFIG: dict[str, Any] = {
     "max_steps": 3,
     "fsync": False,
     "network": {"libp2p": False, "connect_timeout_s": 2.0},
-    "environment": {"id": "counting"},
+    "environment": {"id": "reverse-text"},  # by name; a CountingEnvironment is played
     "sampling": {"max_tokens": 4},
     "rollouts": {
         "group_size": 4,

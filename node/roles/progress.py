@@ -19,12 +19,19 @@ class Progress:
     rejected: Counter[str] = field(default_factory=Counter[str])
     received: int = 0
     """Rollouts that arrived."""
-    empty: int = 0
-    """Batches in a row that there was nothing to learn from."""
-    empty_rewards: tuple[float, float] | None = None
-    """Lowest and highest reward in the last of these; None where no batch came in time."""
+    late: int = 0
+    """Batches that did not come in time, since something was learned last."""
+    zero_advantage: int = 0
+    """Batches since then whose groups had equal rewards each."""
+    equal_rewards: tuple[float, float] = (0.0, 0.0)
+    """Lowest and highest reward in the last of these."""
     _begun: tuple[int, int, Counter[str]] = (0, 0, Counter())
     """Received, accepted and rejected when the batch was begun that is collected now."""
+
+    @property
+    def empty(self) -> int:
+        """Batches in a row that there was nothing to learn from."""
+        return self.late + self.zero_advantage
 
     def begin_batch(self) -> None:
         """From now on another batch is collected."""

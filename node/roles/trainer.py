@@ -200,7 +200,7 @@ class TrainerRole:
         if groups is None or batch is None or not batch.samples:
             self._count_empty(groups)
             return
-        self.progress.empty = 0
+        self.progress.late = self.progress.zero_advantage = 0
         self.training = True
         try:
             await self._learn(groups, batch, waited)
@@ -332,9 +332,12 @@ class TrainerRole:
 
     def _count_empty(self, groups: list[Group] | None) -> None:
         progress, limit = self.progress, self._config.rollouts.max_empty_batches
-        progress.empty += 1
-        rewards = [rollout.reward for group in groups or () for rollout in group.rollouts]
-        progress.empty_rewards = (min(rewards), max(rewards)) if rewards else None
+        if groups is None:
+            progress.late += 1
+        else:
+            rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+            progress.zero_advantage += 1
+            progress.equal_rewards = min(rewards), max(rewards)
         logger.warning("empty batch %d of %d", progress.empty, limit)
         if progress.empty < limit:
             return

@@ -72,16 +72,15 @@ def _silent_holders(desk: LeaseDesk, on_lease: Counter[bytes]) -> str:
 def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
     """Batches that taught nothing, and a batch of which everything is rejected."""
     rollouts, said = config.rollouts, list[str]()
-    limit = f"the run stops after {rollouts.max_empty_batches}"
-    if progress.empty and progress.empty_rewards is None:
-        tried = f"{progress.empty} x {rollouts.batch_timeout_s:.0f} s"
-        said.append(f"no batch was full within {tried} ({limit})")
-    elif progress.empty and progress.empty_rewards is not None:
-        which = "batch" if progress.empty == 1 else f"{progress.empty} batches"
-        rewards = reward_range(*progress.empty_rewards)
-        said.append(
-            f"every group of the last {which} had equal rewards ({rewards}): no signal ({limit})"
-        )
+    limit = f"the run stops after {rollouts.max_empty_batches} without signal"
+    if progress.zero_advantage:
+        count = progress.zero_advantage
+        which = "batch" if count == 1 else f"{count} batches"
+        rewards = reward_range(*progress.equal_rewards)
+        said.append(f"every group of the last {which} had equal rewards ({rewards}): {limit}")
+    if progress.late:
+        tried = f"{progress.late} x {rollouts.batch_timeout_s:.0f} s"
+        said.append(f"no batch was full within {tried}: {limit}")
     lost = progress.all_rejected()
     if lost:
         ordered = ", ".join(f"{name} {count}" for name, count in lost.most_common(3))
