@@ -98,6 +98,13 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
     check_config(config.engine, model, proven=proven)
 
 
+def check_engine_present(config: "NodeConfig") -> None:
+    """Raise EngineError if the engine of a node that is about to start is not installed here."""
+    from ..node.engine_check import check_present
+
+    check_present(config.engine)
+
+
 def check_model(config: "RunConfig | SftConfig") -> None:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run."""
     from ..node.architectures import check_trainable

@@ -17,6 +17,7 @@ from .configured import (
     Tp,
     arguments,
     check_engine,
+    check_engine_present,
     environment,
     options,
     parallel,
@@ -60,6 +61,13 @@ def run(
             help="Play this environment if the run wants it; may be given again. Bundled ones need none.",
         ),
     ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="Wait for ever for a trainer that was stopped (--wait-for-trainer-s inf).",
+        ),
+    ] = False,
     tp: Tp = None,
     pp: Pp = None,
     dp: Dp = None,
@@ -90,7 +98,10 @@ def run(
     from ..node.config import JoinConfig
     from ..node.load import load
 
-    given = options(ticket=ticket, role=role, data_dir=data_dir) + parallel(tp=tp, pp=pp, dp=dp)
+    waits = {"wait_for_trainer_s": "inf"} if wait else {}
+    given = options(ticket=ticket, role=role, data_dir=data_dir, **waits) + parallel(
+        tp=tp, pp=pp, dp=dp
+    )
     config = with_allowed(load(JoinConfig, arguments(ctx, given), environment()), allow_environment)
     check_engine(config)
     if dry_run:
@@ -98,6 +109,7 @@ def run(
             ticket_text(config.ticket)
         show_config(config, as_json=as_json)
         return
+    check_engine_present(config)
     config = with_checked_ticket(config)
     from ..node.environments.allowed import EnvironmentNotAllowed
 
@@ -128,12 +140,14 @@ async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
     data_dir = config.data_dir or default_data_dir()
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
-        await watched(nodes, view, join(config), pace_s=view.pace_s)
+        farewell = await watched(nodes, view, join(config), pace_s=view.pace_s)
     finally:
         status = nodes[config.role].status
         if status is not None:
             status.phase, status.detail, status.waiting_for = "ended", "", ""
             view.say(plain_line(nodes))
+    if farewell:
+        view.say(farewell)
 
 
 def with_allowed(config: "JoinConfig", names: Sequence[str] | None) -> "JoinConfig":

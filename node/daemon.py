@@ -43,8 +43,11 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
     return directory
 
 
-async def join(config: JoinConfig) -> None:
-    """Run a worker or a validator until the run ends or it is stopped. Raises NodeError, KeyFileError."""
+async def join(config: JoinConfig) -> str:
+    """Run a worker or a validator until the run ends or it is stopped; returns why it left, if the run ended.
+
+    Raises NodeError, KeyFileError.
+    """
     from .validator_node import ValidatorNode
     from .worker_node import WorkerNode
 
@@ -52,8 +55,10 @@ async def join(config: JoinConfig) -> None:
     name = "validator" if config.role == "validator" else "worker"
     configure(config.log, data_dir / "logs" / f"{name}.jsonl")
     share_python()
-    node = ValidatorNode if config.role == "validator" else WorkerNode
-    await node(config, load_key(data_dir), data_dir).run()
+    made = ValidatorNode if config.role == "validator" else WorkerNode
+    node = made(config, load_key(data_dir), data_dir)
+    await node.run()
+    return node.farewell
 
 
 async def serve(config: ServeConfig, *, announce: Callable[[str, str], None]) -> None:

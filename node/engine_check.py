@@ -7,13 +7,21 @@ from pathlib import Path
 
 from .config import EngineConfig, ModelConfig
 from .engines.vllm_features import (
+    NOT_INSTALLED,
     check_installed,
     check_names,
     check_overrides,
     installed_arguments,
+    is_installed,
 )
 from .engines.vllm_shape import check_parallel, read_shape
-from .errors import UsageError
+from .errors import EngineError, UsageError
+
+
+def check_present(config: EngineConfig) -> None:
+    """Raise EngineError if the engine's library is not installed here: asked before a node says hello."""
+    if config.type == "vllm" and not is_installed():
+        raise EngineError(NOT_INSTALLED)
 
 
 def check_config(

@@ -6,6 +6,7 @@ joins a run and serves its newest version. Both answer 503 until there is a poli
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -134,7 +135,13 @@ class FollowedPolicy(JoinedNode):
         parts: Parts | None = None,
     ) -> None:
         shared = {name: getattr(config, name) for name in ("fsync", "network", "engine", "weights")}
-        joining = JoinConfig(role="inference", ticket=config.ticket, log=config.log, **shared)
+        joining = JoinConfig(
+            role="inference",
+            ticket=config.ticket,
+            log=config.log,
+            wait_for_trainer_s=math.inf,  # what was fetched can be served without any trainer
+            **shared,
+        )
         super().__init__(joining, key, config.directory, parts)
         self._serve_config = config
         self._announce = announce

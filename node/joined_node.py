@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,24 +27,25 @@ from ..protocol.messages import (
     Welcome,
 )
 from ..protocol.trust import AdmittedHead
-from ..protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, WIRE_VERSION
+from ..protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from . import base_weights, rundir
 from .config import JoinConfig
 from .control import PeerRow, Status
 from .engines.engine import Engine
-from .errors import NodeError, TicketError, UsageError
+from .errors import NetworkError, NodeError, RunFailed, TicketError, UsageError
 from .ledger import MANIFEST, Ledger
 from .network.heads import HeadFollower
 from .network.router import Handler, no_pipelines
 from .network.rpc import Refused, receive
 from .network.transport import Stream, TransportError
+from .network.waiting import LogBackoff
 from .parts import Parts
 from .roles.catchup import CatchUp
 from .roles.merging import MergeDesk
 from .roles.upstreams import Upstreams
 from .rows import peer_rows, printable, total_bytes
 from .serving import Node
-from .stack import Stack, open_stack, open_store
+from .stack import RECORD_TTL_S, Stack, open_stack, open_store
 from .tickets import remember, run_directory, usable_ticket
 from .weights.mirror import Policy
 from .weights.partial import Share, everything
@@ -51,6 +53,9 @@ from .weights.partial import Share, everything
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+LOOK_S = 1.0
+LEAST_SILENCE_S = 60.0
+"""A trainer that said nothing of stopping may be silent for this long, whatever wait_for_trainer_s is."""
 RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
@@ -70,6 +75,10 @@ class Joined:
     upstreams: Upstreams
 
 
+class RunOver(Exception):
+    """The run has ended before this node could take part in it."""
+
+
 class JoinedNode(Node):
     """A node that joined a run by its ticket."""
 
@@ -85,9 +94,11 @@ class JoinedNode(Node):
         self._name = ""
         self._obstacle = ""
         """What keeps this node from having joined; empty while nothing does."""
+        self.farewell = ""
+        """Why this node left, once the run has ended."""
 
     async def run(self) -> None:
-        """Join and work. Raises TicketError, NodeError."""
+        """Join and work until the run ends. Raises TicketError, NodeError; RunFailed where the run failed."""
         self._ticket = usable_ticket(self._config.ticket, self.data_dir, int(time.time()))
         ticket = tickets.read(self._ticket, now=0)
         directory = run_directory(self.data_dir, ticket.run)
@@ -136,6 +147,11 @@ class JoinedNode(Node):
                     background.append(tasks.create_task(gossip.run()))
                 try:
                     await self._take_part(await self._join(stack, ticket, directory))
+                    self.farewell = printable(f"the run has ended: {stack.heads.ended}", MAX_NAME)
+                    if stack.heads.outcome == "failed":
+                        raise RunFailed(printable(f"the run failed: {stack.heads.ended}", MAX_NAME))
+                except RunOver as over:
+                    self.farewell = printable(f"the run has ended: {over}", MAX_NAME)
                 finally:
                     for task in background:
                         task.cancel()
@@ -176,8 +192,9 @@ class JoinedNode(Node):
             raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
 
     async def _hello(self, stack: Stack, ticket: Ticket) -> rundir.RunDocuments:
-        """Say hello until the trainer answers; it may not be up yet."""
-        pause = RETRY_S
+        """Say hello until the trainer answers; it may not be up yet. Raises RunOver, NodeError."""
+        pause, lines, start = RETRY_S, LogBackoff(), time.monotonic()
+        limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
         while True:
             hello = Hello(
                 WIRE_VERSION,
@@ -195,10 +212,24 @@ class JoinedNode(Node):
                 return rundir.read_documents(welcome.manifest, ticket.trainer, ticket.run)
             except TransportError as error:
                 self._obstacle = f"the trainer is not reached: {error}"
-                logger.info("waiting for trainer %s: %s", short(ticket.trainer), error)
+                waited = time.monotonic() - start
+                if waited > limit:
+                    raise NetworkError(
+                        f"the trainer did not answer for {waited:.0f} s ({error}): is it running, and are "
+                        f"the addresses in the ticket its own ({', '.join(ticket.addresses) or 'none'})?"
+                    ) from error
+                if lines.due():
+                    logger.info(
+                        "waiting for trainer %s for %.0f s: %s",
+                        short(ticket.trainer),
+                        waited,
+                        error,
+                    )
             except Refused as refusal:
                 if refusal.reason == Reason.WRONG_CLOCK:
                     raise NodeError(f"the trainer refuses us: {refusal.detail}") from refusal
+                if refusal.reason == Reason.RUN_ENDED:
+                    raise RunOver(refusal.detail) from refusal
                 if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
                     raise TicketError(f"the trainer refuses us: {refusal}") from refusal
                 self._obstacle = f"the trainer is busy: {refusal}"
@@ -269,6 +300,8 @@ class JoinedNode(Node):
             watches = [
                 tasks.create_task(trainer.run()),
                 tasks.create_task(self._follow_peers(joined)),
+                tasks.create_task(self._stay_known(joined, trainer)),
+                tasks.create_task(self._leave_without(trainer)),
             ]
             try:
                 await self._first_upstreams(joined)
@@ -278,6 +311,45 @@ class JoinedNode(Node):
             finally:
                 for task in watches:
                     task.cancel()
+
+    async def _stay_known(self, joined: Joined, trainer: HeadFollower) -> None:
+        """Tell the trainer our record whenever it comes back, and before the last one runs out."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RECORD_TTL_S / 3):
+                    await trainer.came_back.wait()
+            trainer.came_back.clear()
+            await self._first_upstreams(joined)
+
+    async def _leave_without(self, trainer: HeadFollower) -> None:
+        """End this node when its trainer was stopped, or is silent, for longer than the config waits.
+
+        Raises NetworkError.
+        """
+        silence, told = 0.0, ""
+        while True:
+            trainer.heard.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await trainer.heard.wait()
+            if trainer.heard.is_set():
+                if told:
+                    logger.info("the trainer is back")
+                    self._obstacle = ""
+                silence, told = 0.0, ""
+                continue
+            silence += LOOK_S  # by ticks: this process, or the machine, may have slept itself
+            limit = self._config.wait_for_trainer_s
+            if trainer.stopped and not told:
+                told = printable(trainer.stopped, MAX_NAME)
+                self._obstacle = told
+                logger.warning("%s: waiting for it for up to %.0f s", told, limit)
+            if silence > (limit if told else max(limit, LEAST_SILENCE_S)):
+                why = told or "the trainer is silent"
+                raise NetworkError(
+                    f"{why}, and was not there for {silence:.0f} s: `primerl-node join --data-dir "
+                    f"{self.data_dir}` joins it again, --wait waits for ever"
+                )
 
     async def _follow_peers(self, joined: Joined) -> None:
         """Keep watches on the nearest upstream peers, as they come and go."""

@@ -5,8 +5,10 @@ Peers' words are in these lines: nothing of them may reach a terminal as a contr
 
 import json
 import logging
+import os
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,10 @@ class FileLines(RotatingFileHandler):
         """Whether the line of just now could not be written."""
         self._failing = False
 
+    def _open(self) -> TextIOWrapper:
+        """A file that its owner alone can read: addresses of peers are in it."""
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_private)
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, in a new file if this one is full."""
         self._failed = False
@@ -110,6 +116,10 @@ class FileLines(RotatingFileHandler):
         """Close the file, whatever becomes of its last lines."""
         with suppress(OSError):
             super().close()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _say(line: str) -> None:

@@ -42,7 +42,7 @@ from .store import FileStore
 logger = logging.getLogger(__name__)
 
 RECORD_TTL_S = 3600
-PORT = "port"
+PORT, LIBP2P_PORT = "port", "libp2p_port"
 EQUIVOCATION = "equivocation"
 LAST_WORDS_S = 0.5
 """For a proof to leave before the node does."""
@@ -186,7 +186,7 @@ async def open_stack(
         peers = PeerTable()
         links = Links(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
         cleanup.push_async_callback(links.close)
-        discovery = await _start_discovery(config, key, run_id, bootstrap, parts)
+        discovery = await _start_discovery(config, key, ledger, run_id, bootstrap, parts)
         if discovery is not None:
             cleanup.push_async_callback(discovery.close)
         arrivals = Arrivals()
@@ -250,9 +250,33 @@ def _port(transport: Transport) -> int:
 
 
 async def _start_discovery(
-    config: NodeConfig, key: SecretKey, run_id: bytes, bootstrap: tuple[str, ...], parts: Parts
+    config: NodeConfig,
+    key: SecretKey,
+    ledger: Ledger,
+    run_id: bytes,
+    bootstrap: tuple[str, ...],
+    parts: Parts,
 ) -> Discovery | None:
-    try:
-        return await parts.discovery(config.network, key, run_id, bootstrap)
-    except AddressInUse as error:
-        raise BusyError(f"{error}: choose another --network.libp2p-port") from error
+    """As _start_transport(), of libp2p's TCP port."""
+    wanted = config.network.libp2p_port
+    remembered = int.from_bytes(ledger.get(LIBP2P_PORT) or b"", "big")
+    for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
+        network = config.network.model_copy(update={"libp2p_port": port})
+        try:
+            discovery = await parts.discovery(network, key, run_id, bootstrap)
+        except AddressInUse as error:
+            if port == remembered and not wanted and port:
+                logger.warning("TCP port %d of the last start is taken, using another", port)
+                continue
+            raise BusyError(f"{error}: choose another --network.libp2p-port") from error
+        if discovery is not None and (bound := _tcp_port(discovery)):
+            ledger.set(LIBP2P_PORT, bound.to_bytes(4, "big"))
+        return discovery
+    raise BusyError("no free TCP port")
+
+
+def _tcp_port(discovery: Discovery) -> int:
+    """The port of our first multiaddr; 0 where that has none."""
+    _, _, rest = "".join(discovery.addresses()[:1]).partition("/tcp/")
+    port = rest.split("/")[0]
+    return int(port) if port.isdigit() else 0

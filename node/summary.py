@@ -59,10 +59,14 @@ def write(
         "delta_bytes": delta_bytes,
         "full_bytes": full_bytes,
         "chunk_bytes_by_source": {
-            short(node): dict(worker.stats.chunk_bytes) for node, worker in workers.items()
+            short(node): dict(worker.stats.chunk_bytes)
+            for node, worker in workers.items()
+            if _worked(worker, reputations.get(node))
         },
         "workers": {
-            short(node): _worker(worker, reputations.get(node)) for node, worker in workers.items()
+            short(node): _worker(worker, reputations.get(node))
+            for node, worker in workers.items()
+            if _worked(worker, reputations.get(node))
         },
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "reward_curve": [[step, round(reward, 4)] for step, reward in progress.history],
@@ -81,6 +85,12 @@ def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, flo
         for name, figures in one.environments.items():
             found.setdefault(name, []).append({"version": one.version, **figures.flat()})
     return found
+
+
+def _worked(worker: Worker, reputation: Reputation | None) -> bool:
+    """Whether a node did anything but say hello: it held a policy, or something of it was judged."""
+    judged = reputation is not None and (reputation.accepted or reputation.rejected)
+    return worker.stats.version >= 0 or bool(judged)
 
 
 def _worker(worker: Worker, reputation: Reputation | None) -> dict[str, float]:

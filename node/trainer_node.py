@@ -17,7 +17,7 @@ from .control import PeerRow, Status
 from .engines.adapted import adapted
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
-from .errors import BusyError, UsageError
+from .errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
 from .evaluation.evaluator import Contest, EvalResult, Evaluator
 from .evaluation.online import OnlineEvaluation
 from .leasing import lease_policy
@@ -50,6 +50,8 @@ INBOX = 64
 """Submissions that may wait for verification; more are told to come again."""
 FAREWELL_S = 5.0
 """How long the trainer stays so that all workers hear of the end."""
+STOP_FAREWELL_S = 2.0
+"""As FAREWELL_S, of a trainer that is stopped or fails."""
 
 
 class TrainerNode(Node):
@@ -222,8 +224,13 @@ class TrainerNode(Node):
             await asyncio.to_thread(online.book.open, step)
             online.begin(step, publisher.states[step])
             self.phase = "running"
-            with self._clock.phase("training"):
-                await role.run(step)
+            try:
+                with self._clock.phase("training"):
+                    await role.run(step)
+            except BaseException as error:
+                if not background[0].cancelling():  # else nobody is answered any more
+                    await self._tell_workers(stack, error)
+                raise
             self.phase = "finishing"
             await stack.heads.end("the run has reached its last step")
             await online.finish(role.progress.step, publisher.states[role.progress.step])
@@ -232,6 +239,17 @@ class TrainerNode(Node):
             await stack.head_server.wait_unwatched(FAREWELL_S)
             for task in background:
                 task.cancel()
+
+    async def _tell_workers(self, stack: Stack, error: BaseException) -> None:
+        """Tell those who watch our heads why we leave, and whether we may come back."""
+        cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(cause, RankFailed):
+            return  # new ranks go on at once
+        if isinstance(cause, RunFailed):
+            await stack.heads.end(str(cause), "failed")
+        else:
+            await stack.heads.end("the trainer was stopped and may be resumed", "stopped")
+        await stack.head_server.wait_unwatched(STOP_FAREWELL_S)
 
     def _build(
         self,

@@ -3,7 +3,7 @@
 New fields go last with a default; a new message is a new tag; changes of meaning raise WIRE_VERSION.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -83,10 +83,15 @@ class HeadNotice(Message, frozen=True):
     manifest: Document = b""
 
 
+Outcome = Literal["finished", "failed", "stopped"]
+"""How a trainer ends: with the last step; because the run cannot go on; or for now, and it may be resumed."""
+
+
 class RunEnded(Message, frozen=True):
-    """There will be no further heads or leases."""
+    """There will be no further heads or leases from me; of a run that was stopped, perhaps later."""
 
     detail: Name = ""
+    outcome: Outcome = "finished"
 
 
 class GetHeads(Message, frozen=True):

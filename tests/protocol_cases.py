@@ -338,7 +338,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Welcome(sealed(Purpose.RUN), "0.1.0", 2, NOW),
     m.WatchHeads(1, -1),
     NOTICE,
-    m.RunEnded("40 steps are done"),
+    m.RunEnded("40 steps are done", "stopped"),
     m.GetHeads(-1),
     m.Heads((NOTICE, m.HeadNotice(sealed_head(head(1))))),
     m.GetMerged(3, digest(b"state 3"), 11, digest(b"state 11")),

@@ -33,7 +33,13 @@ from .engine import Completion, EngineStats, GenerateRequest
 from .replica import Finding, Written
 from .requests import find_fingerprint
 from .vllm_collector import Collector
-from .vllm_features import check_installed, check_names, check_overrides, keeps_elsewhere
+from .vllm_features import (
+    NOT_INSTALLED,
+    check_installed,
+    check_names,
+    check_overrides,
+    keeps_elsewhere,
+)
 from .vllm_meter import Meter
 from .vllm_options import (
     check_device,
@@ -294,9 +300,7 @@ def _library() -> _Library:
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise EngineError(
-            "vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip install vllm on a CUDA machine"
-        ) from error
+        raise EngineError(NOT_INSTALLED) from error
 
 
 def prepare_library(

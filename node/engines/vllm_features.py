@@ -50,6 +50,9 @@ RELEASES = (
 )
 OLDEST, NEWEST = RELEASES[0].version, RELEASES[-1].version
 RANGE = "vLLM 0.25.1 to 0.33"
+NOT_INSTALLED = (
+    "vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip install vllm on a CUDA machine"
+)
 
 _MODEL = "the run's manifest names the model"
 _EXTENSION = "weights are replaced through this package's worker extension"
@@ -331,6 +334,11 @@ def check_installed() -> None:
     """check_release() of what is installed here, if anything is."""
     if release := installed_release():
         check_release(release)
+
+
+def is_installed() -> bool:
+    """Whether there is a vLLM here, without importing it."""
+    return bool(_places())
 
 
 def _places() -> list[str]:

@@ -17,11 +17,12 @@ from ...protocol.messages import (
     GetHeads,
     HeadNotice,
     Heads,
+    Outcome,
     RunEnded,
     WatchHeads,
 )
 from ...protocol.trust import AdmittedHead, TrustedRun
-from ...protocol.version import ALPN_CONTROL, MAX_MESSAGE
+from ...protocol.version import ALPN_CONTROL, MAX_MESSAGE, MAX_NAME
 from ..ledger import Ledger
 from .links import Links
 from .rpc import Refused, receive_reply, send
@@ -48,6 +49,8 @@ class HeadBook:
         self._news = asyncio.Condition()
         self.ended = ""
         """Why the run ended; empty while it goes on."""
+        self.outcome: Outcome = "finished"
+        """How it ended; stopped only at a trainer, which tells its watchers."""
         for sealed, manifest in ledger.heads():
             self._restore(sealed, manifest)
 
@@ -109,9 +112,9 @@ class HeadBook:
             self._manifests.pop(order, None)
         self._ledger.drop_heads(term, below)
 
-    async def end(self, detail: str) -> None:
+    async def end(self, detail: str, outcome: Outcome = "finished") -> None:
         """There will be no more heads; tell all watchers."""
-        self.ended = detail or "the run has ended"
+        self.ended, self.outcome = detail or "the run has ended", outcome
         async with self._news:
             self._news.notify_all()
 
@@ -155,6 +158,14 @@ class HeadServer:
         self._unwatched = asyncio.Event()
         self._unwatched.set()
 
+    def check_going_on(self) -> None:
+        """Raise RemoteProtocolError(RUN_ENDED) once there is nothing more to join; BUSY in a stop."""
+        if self._book.ended:
+            stopped = self._book.outcome == "stopped"
+            raise RemoteProtocolError(
+                Reason.BUSY if stopped else Reason.RUN_ENDED, self._book.ended[:MAX_NAME]
+            )
+
     async def wait_unwatched(self, timeout: float) -> None:
         """Wait until nobody watches any more, nor is on the way back, or the timeout."""
         with suppress(TimeoutError):
@@ -185,7 +196,7 @@ class HeadServer:
                 known = head.order
                 await send(stream, self._book.notice(head))
             elif self._book.ended:
-                await send(stream, RunEnded(self._book.ended))
+                await send(stream, RunEnded(self._book.ended[:MAX_NAME], self._book.outcome))
                 await stream.finish()
                 return
             elif not await self._book.wait_news(known, KEEPALIVE_S):
@@ -239,6 +250,12 @@ class HeadFollower:
         self._authority = authority
         self._on_fraud = on_fraud
         self.connected = False
+        self.heard = asyncio.Event()
+        """Set by every message; whoever waits for the next one clears it."""
+        self.came_back = asyncio.Event()
+        """Set by the first message of every watch."""
+        self.stopped = ""
+        """What a trainer said that was stopped and may be resumed; empty once it is heard again."""
 
     async def run(self) -> None:
         """Follow until the run ends."""
@@ -246,7 +263,6 @@ class HeadFollower:
         while not self._book.ended:
             try:
                 await self._follow()
-                pause = RECONNECT_S
             except Refused as refusal:
                 logger.info("%s gives us no heads: %s", short(self._peer), refusal)
             except RemoteProtocolError as error:
@@ -271,13 +287,26 @@ class HeadFollower:
             while not self._book.ended:
                 async with asyncio.timeout(3 * KEEPALIVE_S):
                     news = await receive_reply(stream, HeadNotice | Heads | RunEnded)  # type: ignore[arg-type]
-                self.connected = True
+                if isinstance(news, RunEnded):
+                    await self._take_end(news)
+                    return  # a trainer that was stopped is asked again after a pause
+                if not self.connected:
+                    self.came_back.set()
+                self.connected, self.stopped = True, ""
+                self.heard.set()
                 if isinstance(news, HeadNotice):
                     await self._book.admit(news)
-                elif isinstance(news, RunEnded) and self._authority:
-                    await self._book.end(news.detail)
         except (TransportError, TimeoutError):
             await self._links.drop(self._peer, ALPN_CONTROL)
             raise
         finally:
             await stream.abort()
+
+    async def _take_end(self, news: RunEnded) -> None:
+        """Only the trainer's word counts for the end; of another node it says that this node knows no more."""
+        if not self._authority:
+            return
+        if news.outcome == "stopped":
+            self.stopped = news.detail or "the trainer was stopped"
+        else:
+            await self._book.end(news.detail, news.outcome)

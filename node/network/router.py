@@ -60,6 +60,7 @@ BLAMELESS = frozenset(
         Reason.DISK_FULL,
         Reason.LEASE_EXPIRED,
         Reason.LEASE_DONE,
+        Reason.RUN_ENDED,
     }
 )
 """What we cannot give is not the fault of who asked."""

@@ -1,9 +1,10 @@
-"""Signal and Inbox: how a coroutine waits for something that may also end.
+"""Signal and Inbox: how a coroutine waits for something that may also end; LogBackoff: how it says so.
 
-Both belong to one event loop, and a cancelled wait takes nothing away.
+The first two belong to one event loop, and a cancelled wait takes nothing away.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -60,3 +61,32 @@ class Inbox(Generic[T]):
         self._items.clear()
         self._changed.fire()
         return left
+
+
+class LogBackoff:
+    """When to log a line again about what goes on unchanged: at once, then after twice the time each."""
+
+    def __init__(
+        self,
+        first_s: float = 1.0,
+        longest_s: float = 600.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """It is over: the next time is the first one."""
+        self._next, self._pause = float("-inf"), self._first_s
+
+    def due(self) -> bool:
+        """Whether to say it now."""
+        now = self._clock()
+        if now < self._next:
+            return False
+        self._next = now + self._pause
+        self._pause = min(2 * self._pause, self._longest_s)
+        return True

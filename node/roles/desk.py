@@ -375,6 +375,7 @@ class LeaseDesk:
             raise wrong_version("your node", hello.wire_version, here="the trainer")
         now = int(time.time())
         check_clock(hello.unix_time, now)
+        self._heads.check_going_on()
         # Whoever was admitted needs no valid ticket: its key is its ticket.
         known = self.workers.get(peer)
         if known is not None:

@@ -39,6 +39,7 @@ from ..network.links import Links
 from ..network.rpc import Refused
 from ..network.transport import TransportError
 from ..network.uploads import upload
+from ..network.waiting import LogBackoff
 from .admission import Admission
 from .catchup import CatchUp
 from .generating import Generation, GenerationClock, Played
@@ -197,7 +198,7 @@ class InferenceRole:
     # -- leases ----------------------------------------------------------------------------------
 
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
-        pause = PAUSE_S
+        pause, lines = PAUSE_S, LogBackoff()
         while not self._book.ended:
             if self._catchup.version >= self._run.max_steps:
                 await self._book.end("the run has reached its last step")
@@ -220,13 +221,15 @@ class InferenceRole:
                     continue
                 refused = "refuses" if isinstance(error, Refused) else "is not reached"
                 self._obstacle = f"the trainer {refused}: {error}"
-                logger.info("no leases: %s", error)
+                if lines.due():
+                    logger.info("no leases: %s", error)
                 if isinstance(error, Refused) and error.reason == Reason.NOT_ADMITTED:
                     self.on_not_admitted()
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.6, PAUSE_MAX_S)
                 continue
             pause = PAUSE_S
+            lines.reset()
             self.verdicts.welcome()
             self._obstacle = ""
             if wanted and not reply.leases:

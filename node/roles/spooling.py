@@ -19,6 +19,7 @@ from ...protocol.rollouts import Receipt, Submission
 from ..ledger import Ledger
 from ..network.rpc import Refused
 from ..network.transport import TransportError
+from ..network.waiting import LogBackoff
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Spool:
         self._kept: dict[bytes, Kept] = {}
         self._news = asyncio.Condition()
         self._pause = PAUSE_S
+        self._lines = LogBackoff()
         self._rest_until = 0.0
 
     def open(self) -> None:
@@ -128,8 +130,10 @@ class Spool:
         try:
             await self._deliver(name, kept.lease_id)
             self._pause = PAUSE_S
+            self._lines.reset()
         except (TransportError, Refused, RemoteProtocolError) as error:
-            logger.info("upload of lease %d waits: %s", kept.lease_id, error)
+            if self._lines.due():
+                logger.info("upload of lease %d waits: %s", kept.lease_id, error)
             self._rest_until = loop.time() + self._pause
             self._pause = min(self._pause * 1.6, PAUSE_MAX_S)
         finally:

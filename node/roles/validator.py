@@ -54,6 +54,7 @@ from ..network.rpc import (
     send,
 )
 from ..network.transport import Stream, StreamClosed, TransportError
+from ..network.waiting import LogBackoff
 from ..proofs.checks import check_submission
 from ..proofs.items import audit_items, plain_turns, plan_of
 from .catchup import CatchUp
@@ -112,6 +113,7 @@ class ValidatorRole:
         self._failures = 0
         self.waits_for = ""
         """Why nothing is audited just now, in words; empty while something is."""
+        self._lines = LogBackoff()
         self.audits = 0
         """Jobs that were reported."""
         self.rollouts = 0
@@ -142,6 +144,7 @@ class ValidatorRole:
             try:
                 job = await self._ask()
                 pause, self.waits_for = PAUSE_S, "" if job else "nothing is to be audited"
+                self._lines.reset()
                 if job is not None:
                     await self._do(*job)
             except (TransportError, Refused, RemoteProtocolError) as error:
@@ -161,7 +164,8 @@ class ValidatorRole:
                 REFUSED_PAUSE_S,
             )
             return REFUSED_PAUSE_S
-        logger.info("no audits: %s", error)
+        if self._lines.due():
+            logger.info("no audits: %s", error)
         return pause
 
     async def _rest(self, seconds: float) -> None:

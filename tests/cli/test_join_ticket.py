@@ -11,6 +11,7 @@ import pytest
 from primerl.cli.join import ticket_text, with_checked_ticket
 from primerl.crypto.keys import SecretKey
 from primerl.node.config import JoinConfig
+from primerl.node.engines.vllm_features import is_installed
 from primerl.node.errors import TicketError
 from primerl.node.ledger import Ledger
 from primerl.node.tickets import remember, run_directory
@@ -116,3 +117,13 @@ def test_an_unknown_role_is_a_usage_error(cli: Callable[..., Ran]) -> None:
     ran = cli("join", "--role", "miner", "--ticket", ticket())
     assert ran.code == 2
     assert "role" in ran.err
+
+
+@pytest.mark.skipif(is_installed(), reason="there is a vLLM here")
+def test_an_engine_that_is_not_installed_is_named_before_anything_is_sent(
+    cli: Callable[..., Ran],
+) -> None:
+    ran = cli("join", "--ticket", ticket(), "--engine.type", "vllm")
+    assert ran.code == 7
+    assert "vLLM is not installed" in ran.err
+    assert ran.err.count("\n") == 1

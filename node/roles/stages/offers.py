@@ -32,6 +32,7 @@ from ...network.links import Links
 from ...network.peers import PeerTable
 from ...network.rpc import Refused
 from ...network.transport import TransportError
+from ...network.waiting import LogBackoff
 from ...planning.shape import read_shape
 from ...planning.stages import memory_to_offer
 from ..upstreams import learn_records
@@ -148,6 +149,7 @@ class StageOffers:
         self._newest: dict[bytes, PipelinePlan] = {}
         self._ways: dict[bytes, tuple[float, Way]] = {}
         self._renewed = clock()
+        self._lines = LogBackoff()
         self._poked = asyncio.Event()
         self._changed = asyncio.Condition()
         self.current: Planned | None = None
@@ -201,6 +203,7 @@ class StageOffers:
                 StageWait | StagePlanned,  # type: ignore[arg-type]
                 deadline=ASK_TIMEOUT_S,
             )
+            self._lines.reset()
             if self._lost == lost:
                 self._lost = ()
             await self._take(reply)
@@ -212,7 +215,8 @@ class StageOffers:
             logger.info("our offer of a stage is refused: %s", refusal)
             return RETRY_S
         except (TransportError, RemoteProtocolError) as error:
-            logger.info("no answer to our offer of a stage: %s", error)
+            if self._lines.due():
+                logger.info("no answer to our offer of a stage: %s", error)
             return RETRY_S
         return reply.retry_after_ms / 1000
 
