@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,3 +136,16 @@ def test_a_mistake_of_ours_in_a_log_call_is_still_shown(
     configure(LogConfig(), tmp_path / "node.jsonl")
     log.warning("%d", "no number")
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_log_can_be_read_by_its_owner_alone(tmp_path: Path, log: logging.Logger) -> None:
+    before = os.umask(0o022)
+    try:
+        configure(LogConfig(max_mib=0.001, keep=1), tmp_path / "logs" / "worker.jsonl")
+        for _ in range(50):
+            log.info("a line of some length that fills the file")
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "logs").iterdir())
+    assert len(files) == 2
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600] * 2
