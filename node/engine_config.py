@@ -72,7 +72,8 @@ class EngineConfig(BaseConfig):
     max_batch: Positive = 256
     """Most sequences generated at once, by each engine."""
     max_model_len: Positive = 1024
-    """Longest sequence, prompt and reply, in tokens."""
+    """Longest sequence, prompt and reply, in tokens. Where it is set, it bounds the run of a trainer; a worker
+    serves no longer ones than its run has."""
     batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
     """How long `hf` waits for more requests before it starts a batch."""
     tp: Positive | Literal["auto"] = 1

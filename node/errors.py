@@ -110,6 +110,11 @@ def one_line(error: object) -> str:
     return " ".join(str(error).split())[:300]
 
 
+def printable(text: str, most: int = 64) -> str:
+    """Words that a peer chose, cut short, without control characters: fit for a terminal or a log."""
+    return "".join(character if character.isprintable() else "?" for character in text)[:most]
+
+
 def named_line(error: BaseException) -> str:
     """As one_line(), with the name of its class, which says more than the text of many errors."""
     return one_line(f"{type(error).__name__} {error}")

@@ -19,8 +19,10 @@ from ..protocol.envelope import utc, wrong_version
 from ..protocol.errors import Reason, RemoteProtocolError
 from ..protocol.manifests import AdapterContract, RunManifest, Ticket
 from ..protocol.messages import (
+    Accepted,
     GetHeads,
     GetMerged,
+    Goodbye,
     Hello,
     SyncRecords,
     WatchHeads,
@@ -32,7 +34,16 @@ from . import base_weights, rundir
 from .config import JoinConfig
 from .control import PeerRow, Status
 from .engines.engine import Engine
-from .errors import NetworkError, NodeError, RunFailed, TicketError, UsageError
+from .errors import (
+    NetworkError,
+    NodeError,
+    RunFailed,
+    TicketError,
+    UsageError,
+    first_cause,
+    one_line,
+    printable,
+)
 from .ledger import MANIFEST, Ledger
 from .network.heads import HeadFollower
 from .network.router import Handler, no_pipelines
@@ -43,7 +54,7 @@ from .parts import Parts
 from .roles.catchup import CatchUp
 from .roles.merging import MergeDesk
 from .roles.upstreams import Upstreams
-from .rows import peer_rows, printable, total_bytes
+from .rows import peer_rows, total_bytes
 from .serving import Node
 from .stack import RECORD_TTL_S, Stack, open_stack, open_store
 from .tickets import remember, run_directory, usable_ticket
@@ -59,6 +70,7 @@ LEAST_SILENCE_S = 60.0
 RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
+GOODBYE_S = 2.0
 MAX_WORDS = 400
 """Characters of what a node says that it waits for."""
 Questions = WatchHeads | GetHeads | GetMerged | Hello
@@ -152,6 +164,9 @@ class JoinedNode(Node):
                         raise RunFailed(printable(f"the run failed: {stack.heads.ended}", MAX_NAME))
                 except RunOver as over:
                     self.farewell = printable(f"the run has ended: {over}", MAX_NAME)
+                except (NodeError, ExceptionGroup) as error:
+                    await self._say_why(stack, error)
+                    raise
                 finally:
                     for task in background:
                         task.cancel()
@@ -372,6 +387,19 @@ class JoinedNode(Node):
                 await asyncio.sleep(1.0)
             for task in followed.values():
                 task.cancel()
+
+    async def _say_why(self, stack: Stack, error: Exception) -> None:
+        """Tell the trainer what ended this node, so that its operator sees it in the run's status."""
+        cause = first_cause(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(cause, TicketError | NetworkError | RunFailed):
+            return  # it never let us in, is not there, or knows
+        goodbye = Goodbye(printable(one_line(cause), MAX_NAME))
+        try:
+            await stack.links.request(
+                stack.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
+            )
+        except (TransportError, Refused, RemoteProtocolError) as refused:
+            logger.debug("goodbye was not heard: %s", refused)
 
     async def _first_upstreams(self, joined: Joined) -> None:
         """Who else holds weights: asked before the first catch-up, so that it goes to peers."""

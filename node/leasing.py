@@ -4,11 +4,29 @@ from ..protocol.leases import LeasePolicy
 from ..protocol.pipelines import MAX_STAGES
 from ..protocol.version import MIB
 from .config import RunConfig
+from .errors import UsageError
 
 BYTES_PER_TOKEN = 64 + 8 * (MAX_STAGES - 1)
 """Generous: of one token in a submission its id, mask, logprob, proof and framing, and what the stages of the
 longest pipeline say of it."""
 MAX_SUBMISSION = 256 * MIB
+
+
+def longest_sequence(config: RunConfig, positions: int) -> int:
+    """Tokens that a sequence of a run may have, prompt and replies: what every worker serves.
+
+    A sequence has to fit into a row of training, where several are packed, into the model's `positions` (0:
+    not known) and into engine.max_model_len, if that was set. Raises UsageError where no reply fits.
+    """
+    longest = min(config.training.seq_len, positions or config.training.seq_len)
+    if "max_model_len" in config.engine.model_fields_set:
+        longest = min(longest, config.engine.max_model_len)
+    if config.sampling.max_tokens >= longest:
+        raise UsageError(
+            f"sampling.max_tokens is {config.sampling.max_tokens}, and a sequence of this run has at most "
+            f"{longest} tokens (training.seq_len, the model's positions, engine.max_model_len): lower it"
+        )
+    return longest
 
 
 def lease_policy(config: RunConfig) -> LeasePolicy:

@@ -54,6 +54,13 @@ def vocab_size(directory: Path) -> int:
     return size
 
 
+def position_count(directory: Path) -> int:
+    """Tokens of the longest sequence that the model was made for (config.json); 0 where it does not say."""
+    config = read_json(directory / "config.json")
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    return positions if isinstance(positions, int) else 0
+
+
 def layer_count(directory: Path) -> int:
     """Layers of the model (config.json); 0 where it does not say."""
     config = read_json(directory / "config.json")

@@ -9,6 +9,7 @@ from ..crypto.hashing import short
 from ..protocol.messages import WorkerStats
 from ..protocol.reputation import Reputation
 from .control import PeerRow, Status
+from .errors import printable
 from .network.peers import Peer, PeerTable
 from .proofs.overlap import Record
 from .roles.desk import LeaseDesk
@@ -128,8 +129,3 @@ def total_bytes(peers: PeerTable) -> tuple[int, int]:
     """(sent, received) over all peers ever."""
     traffic = [peer.traffic() for peer in peers.rows()]
     return sum(sent for sent, _ in traffic), sum(received for _, received in traffic)
-
-
-def printable(text: str, most: int = 64) -> str:
-    """Peers choose these strings: no control characters reach a terminal or a log."""
-    return "".join(character if character.isprintable() else "?" for character in text)[:most]

@@ -32,7 +32,9 @@ from . import base_weights
 from .config import RunConfig
 from .environments.allowed import Package, find_package
 from .errors import StorageError, UsageError
+from .leasing import longest_sequence
 from .ledger import MANIFEST, Ledger
+from .model_files import position_count
 from .proofs.thresholds import check_bounds, proof_contract
 from .run_files import CHECKPOINTS, CONFIG, check_kinds, clean, make_directory, write_private
 from .store import Store
@@ -109,7 +111,8 @@ async def documents(
         )
         contract = structs.replace(contract, base_state=base)
     package = await asyncio.to_thread(_package, config.environment.id)
-    new = _new_manifest(config, key, contract, package)
+    longest = longest_sequence(config, position_count(model_dir))
+    new = _new_manifest(config, key, contract, package, longest)
     manifest = encode(structs.replace(new, adapters=adapters))
     expires = int(time.time()) + MANIFEST_TTL_S
     sealed = seal(key, Purpose.RUN, run_id(manifest), manifest, expires=expires)
@@ -242,7 +245,11 @@ def _package(environment: str) -> Package | None:
 
 
 def _new_manifest(
-    config: RunConfig, key: SecretKey, model: ModelContract, package: Package | None
+    config: RunConfig,
+    key: SecretKey,
+    model: ModelContract,
+    package: Package | None,
+    longest: int,
 ) -> RunManifest:
     from importlib.metadata import version
 
@@ -266,7 +273,7 @@ def _new_manifest(
             max_off_policy_steps=config.rollouts.max_off_policy_steps,
             group_size=config.rollouts.group_size,
             max_turns=config.environment.max_turns,
-            max_model_len=config.training.seq_len,
+            max_model_len=longest,
         ),
         proofs=proof_contract(config, _config_digest(model)),
         max_steps=config.max_steps,

@@ -299,7 +299,7 @@ async def answers(links: Links, node: bytes, *, within_s: float) -> bool:
 async def leave(links: Links, trainer: bytes) -> None:
     """Tell the trainer that this node takes part no more."""
     try:
-        await links.request(trainer, ALPN_CONTROL, Goodbye("leaving"), Accepted, deadline=GOODBYE_S)
+        await links.request(trainer, ALPN_CONTROL, Goodbye(), Accepted, deadline=GOODBYE_S)
     except (TransportError, Refused, RemoteProtocolError) as error:
         logger.debug("goodbye was not heard: %s", error)
 

@@ -63,7 +63,10 @@ class WorkerNode(JoinedNode):
 
     async def _work_together(self, joined: Joined) -> None:
         """Work as a whole engine or, where the model does not fit here, as a stage."""
-        run, config = joined.documents.manifest, self._config.engine
+        run = joined.documents.manifest
+        config = self._config.engine
+        longest = min(config.max_model_len, run.limits.max_model_len)
+        config = config.model_copy(update={"max_model_len": longest})
         if await self._is_split(joined):
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)

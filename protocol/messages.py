@@ -303,10 +303,14 @@ class SyncRecords(Message, frozen=True):
     records: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)]
 
 
+LEAVING = "leaving"
+
+
 class Goodbye(Message, frozen=True):
     """I leave; lease my work to somebody else."""
 
-    detail: Name = ""
+    detail: Name = LEAVING
+    """LEAVING, or what ended this node."""
 
 
 class Accepted(Message, frozen=True):

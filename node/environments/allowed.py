@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ...crypto.hashing import digest
 from ...protocol.manifests import EnvironmentContract
-from ..errors import StorageError, UsageError
+from ...protocol.version import MAX_NAME
+from ..errors import StorageError, UsageError, printable
 from ..run_files import write_private
 
 BUNDLED = {"reverse-text": "reverse_text", "arithmetic": "arithmetic"}
@@ -100,12 +101,13 @@ def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Pat
     except UsageError as error:
         if not contract.package:
             raise
-        raise UsageError(f"{error}; the run has {printable(contract.package)}") from error
+        raise UsageError(f"{error}; the run has {printable(contract.package, MAX_NAME)}") from error
     if package is None:
         return
     if package.digest != contract.package_digest:
+        theirs = printable(contract.package, MAX_NAME) or "of no known package"
         raise UsageError(
-            f"the run's environment {contract.id!r} is {printable(contract.package) or 'of no known package'}, "
+            f"the run's environment {contract.id!r} is {theirs}, "
             f"digest {contract.package_digest.hex()[:SHOWN] or 'none'}, and here it is {package}: install the "
             "release that the run has"
         )
@@ -133,11 +135,6 @@ def remember(package: Package, data_dir: Path) -> None:
     """Allow this very package from now on. Raises StorageError."""
     held = {**remembered(data_dir), _plain(package.environment): package.digest.hex()}
     write_private(data_dir / REMEMBERED, json.dumps(held, indent=2) + "\n")
-
-
-def printable(text: str) -> str:
-    """A stranger's words, fit for one line of a terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _plain(name: str) -> str:

@@ -23,6 +23,7 @@ from ...protocol.envelope import Purpose, seal, utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Held, LeaseBook, Share
 from ...protocol.messages import (
+    LEAVING,
     MAX_LEASES,
     MAX_SEALED,
     Accepted,
@@ -45,7 +46,8 @@ from ...protocol.messages import (
 )
 from ...protocol.newcomers import Origin
 from ...protocol.reputation import Reputation
-from ...protocol.version import CLOCK_SKEW_S, WIRE_VERSION
+from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
+from ..errors import printable
 from ..ledger import Arrived, Ledger
 from ..network.gossip import read_record
 from ..network.heads import HeadServer
@@ -104,6 +106,8 @@ class Worker:
     """Work of it was accepted; see Reputation.proven."""
     left: bool = False
     """It said goodbye, and asked for nothing since: a request of it that still waits gets no lease."""
+    failure: str = ""
+    """What ended it, in its own words; empty where it only left."""
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
 
 
@@ -265,7 +269,8 @@ class LeaseDesk:
                 await self.audits.take_in(peer, request)
                 reply = Accepted()
             case OfferStage():
-                self._worker(peer).left = False
+                worker = self._worker(peer)
+                worker.left, worker.failure = False, ""
                 reply = self.pipelines.offered(peer, request)
                 await self._unseat(peer)
             case SyncRecords():
@@ -274,14 +279,22 @@ class LeaseDesk:
                 before, after = self._line(peer)
                 reply = SyncRecords((*before, *after))
             case _:  # Goodbye, the last of the union
-                self._worker(peer).left = True
-                self.pipelines.left(peer)
+                self._say_goodbye(peer, request.detail)
                 self.book.release(peer, time.time())
                 await self.work_changed()
                 reply = Accepted()
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             await send(stream, reply)
             await stream.finish()
+
+    def _say_goodbye(self, node: bytes, detail: str) -> None:
+        """It leaves: in order, or because something ended it."""
+        worker = self._worker(node)
+        worker.left = True
+        self.pipelines.left(node)
+        if detail not in ("", LEAVING):
+            worker.failure = printable(detail, MAX_NAME)
+            logger.warning("worker %s has failed: %s", short(node), worker.failure)
 
     def take_back(self, now: float) -> list[Held]:
         """Leases that nobody works on any more; `now` in Unix seconds. Their tasks will be leased again.
@@ -456,7 +469,7 @@ class LeaseDesk:
     async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
         if worker.stats.version < 0 <= request.stats.version:
             self._sources_at = -math.inf  # it holds weights now: others may fetch them from it
-        worker.stats, worker.left = request.stats, False
+        worker.stats, worker.left, worker.failure = request.stats, False, ""
         worker.asked = self._clock()
         now = time.time()
         reputation = self.reputations.get(peer)

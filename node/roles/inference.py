@@ -165,7 +165,7 @@ class InferenceRole:
         """Tell the trainer that our leases may go to somebody else."""
         try:
             await self._links.request(
-                self._run.trainer, ALPN_CONTROL, Goodbye("leaving"), Accepted, deadline=2.0
+                self._run.trainer, ALPN_CONTROL, Goodbye(), Accepted, deadline=2.0
             )
         except (TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("goodbye was not heard: %s", error)

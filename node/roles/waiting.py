@@ -116,7 +116,7 @@ def _state(desk: LeaseDesk, node: bytes, worker: Worker, newest: int, now: float
     if desk.refusal(node):
         return REFUSED
     if worker.left:
-        return "left"
+        return f"failed ({worker.failure})" if worker.failure else "left"
     if desk.silence(node) >= SILENT_S:
         return SILENT
     if worker.stats.version < 0:

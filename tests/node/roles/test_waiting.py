@@ -13,7 +13,7 @@ from swarm import Running, Swarm, until
 from witness import Fakes, WitnessEngine, never_right
 
 from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.errors import NetworkError
+from primerl.node.errors import EngineError, NetworkError
 from primerl.node.network.peers import PeerTable
 from primerl.node.rows import peer_rows
 
@@ -149,3 +149,35 @@ def test_a_peer_that_is_gone_is_silent_for_as_long_as_it_was_not_seen() -> None:
         table.get(node).last_seen = 0.0 if ago is None else time.time() - ago
     rows = peer_rows(table, newest=0, leases={}, stats={}, reputations={}, own=bytes(32))
     assert [round(row.silent_s) for row in sorted(rows, key=lambda row: row.id)] == [0, 90, 0]
+
+
+class UnfitEngine(WitnessEngine):
+    """An engine that will never start."""
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        raise EngineError("max_model_len (2048) is beyond the model's 1024 positions\x1b[2J")
+
+
+async def test_a_worker_that_dies_for_good_says_why_in_the_status_of_the_run(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", engine=UnfitEngine(swarm.fakes, "w1"))
+        with pytest.raises(EngineError, match="1024 positions"):
+            await worker.ended()
+        said = await says(swarm.trainer, "1 failed (max_model_len (2048) is beyond the model's")
+        assert said.isprintable()
+        swarm.add_worker("w1")  # mended
+        assert (await swarm.finished())["steps"] == 3
+
+
+async def test_a_worker_that_is_stopped_has_left_and_not_failed(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.wait_step(1)
+        await swarm.stop_worker("w1")
+        assert "failed" not in await says(swarm.trainer, "1 left")
