@@ -7,6 +7,7 @@ verdict only together with what it changed of reputations.
 import asyncio
 import fcntl
 import functools
+import secrets
 import sqlite3
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -50,8 +51,10 @@ CREATE UNIQUE INDEX IF NOT EXISTS verdict_arrivals ON verdicts (arrival);
 FORMAT = 3
 """Rises with the wire version too: what is sealed in a ledger can be read by that version alone.
 
-2: sealed in wire version 2. 3: tickets; verdicts by arrival, and reputations.
+2: sealed in wire version 2. 3: tickets; verdicts by arrival, and reputations; an id.
 """
+ID = "id"
+"""Key of 16 random bytes that no other ledger has."""
 ACCOUNTS = "SELECT id, label, issued, expires, uses, revoked, admitted FROM tickets"
 VERDICTS_KEPT = 10_000
 MANIFEST = "manifest"
@@ -104,6 +107,7 @@ class Ledger:
     or from the ledger's own thread where the loop must not wait for the disk."""
 
     def __init__(self, path: Path, *, fsync: bool = True) -> None:
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # SQLite's own locks come and go: `explain` reads while we write, a second node must not.
         self._lock = _lock(path)
@@ -162,9 +166,17 @@ class Ledger:
 
     def count_boot(self) -> int:
         """How many times this ledger has been opened for running, this time included."""
-        boots = int.from_bytes(self.get("boots") or b"", "big") + 1
+        boots = self.boots() + 1
         self.set("boots", boots.to_bytes(8, "big"))
         return boots
+
+    def boots(self) -> int:
+        """What count_boot() said last; 0 before."""
+        return int.from_bytes(self.get("boots") or b"", "big")
+
+    def ledger_id(self) -> str:
+        """The id of this ledger, hex: a copy has the same, one that was made anew another."""
+        return (self.get(ID) or b"").hex()
 
     def add_head(self, term: int, version: int, sealed: bytes, manifest: bytes) -> None:
         """Remember a head with its manifest document."""
@@ -254,6 +266,10 @@ class Ledger:
         """Whether something was received for this lease."""
         found = self._db.execute("SELECT 1 FROM inbox WHERE lease_id = ?", (lease_id,)).fetchone()
         return found is not None
+
+    def last_arrival(self) -> int:
+        """Number of the last submission that was received; 0 before the first."""
+        return self._db.execute("SELECT MAX(arrival) FROM inbox").fetchone()[0] or 0
 
     def arrived_after(self, arrival: int) -> list[Arrived]:
         """Submissions that arrived after number `arrival`, in order."""
@@ -391,6 +407,8 @@ class Ledger:
             self.set("format", FORMAT.to_bytes(2, "big"))
         else:
             check_format(path, known)
+        if self.get(ID) is None:
+            self.set(ID, secrets.token_bytes(16))
 
 
 def check_format(path: Path, known: bytes) -> None:

@@ -66,7 +66,8 @@ def prepare(config: RunConfig) -> Path:
         StorageError: something else is where its files belong, or it cannot be written.
     """
     directory = config.run_dir
-    used = (directory / "trainer" / "ledger.db").exists() or (directory / "metrics.jsonl").exists()
+    traces = ("trainer/ledger.db", "metrics.jsonl", CHECKPOINTS)
+    used = any((directory / name).exists() for name in traces)
     _check_checkpoint(config)
     if used and config.clean and not config.goes_on:
         clean(directory)

@@ -27,6 +27,7 @@ from .opening import Opening
 from .parts import Parts
 from .planning.stages import cut_model
 from .restarts import Restarts, until_done
+from .roles.cursor import check_ledger
 from .roles.desk import LeaseDesk
 from .roles.inbox import Inbox
 from .roles.progress import Progress
@@ -96,6 +97,8 @@ class TrainerNode(Node):
             ledger.close()
 
     async def _work(self, ledger: Ledger) -> None:
+        if self._config.goes_on:
+            check_ledger(self._make_checkpoints(), ledger)
         with self._clock.phase("start"):
             model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
             # The manifest names the run, and the run names the discovery topic: so it comes first.

@@ -385,6 +385,9 @@ class TrainerRole:
             delta_bytes=self._publisher.delta_bytes,
             full_bytes=self._publisher.full_bytes,
             line=self._line,
+            ledger=self._ledger.ledger_id(),
+            arrivals=self._ledger.last_arrival(),
+            boots=self._ledger.boots(),
             reputations=snapshots(self._desk.reputations),
         )
         parts = {

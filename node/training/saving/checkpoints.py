@@ -170,6 +170,10 @@ class Checkpoints:
         """
         return await asyncio.to_thread(self._read, step)
 
+    def glance(self, step: int, part: str) -> bytes:
+        """A part of a checkpoint, unchecked. Raises OSError."""
+        return (self.path(step) / PARTS / part).read_bytes()
+
     def backend_directory(self, step: int) -> Path:
         """Where the backend saved itself."""
         return self.path(step) / BACKEND

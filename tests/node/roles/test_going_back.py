@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import sqlite3
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from witness import Fakes, WitnessBackend
 from primerl.node import rundir
 from primerl.node.config import RunConfig
 from primerl.node.errors import StorageError, UsageError
+from primerl.node.ledger import Ledger
 from primerl.node.parts import MakeLedger, Parts
+from primerl.node.roles.cursor import Cursor, check_ledger
 from primerl.node.training.saving.checkpoints import COMPLETE, Checkpoints, StagingBackend
 from primerl.node.weights.state import digests, state_digest
 
@@ -314,3 +317,71 @@ async def test_a_crash_while_a_checkpoint_is_written_falls_back_to_the_one_befor
         assert Checkpoints(image, keep_last=2).latest() == 2
         swarm.gates[3].set()  # else the end would wait for it
         await swarm.finished()
+
+
+async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_by_it(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(last_step=3)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=4, checkpoint=KEEP) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.wait_step(1)
+        own, older = swarm.trainer.data_dir / "ledger.db", tmp_path / "older.db"
+        with sqlite3.connect(own) as now, sqlite3.connect(older) as backup:
+            now.backup(backup)
+        await swarm.wait_step(3)
+        await swarm.crash_worker("w1")
+        await swarm.crash_trainer()
+        Ledger(own).close()  # what was beside the file is in it now
+        kept = own.read_bytes()
+        foreign = Ledger(tmp_path / "foreign.db", fsync=False)
+        for number in range(99):
+            foreign.receive(bytes([number]) * 32, number, bytes(32), b"", b"")
+        foreign.close()
+        others = {"empty": b"", "older": older.read_bytes()}
+        others["of another run"] = (tmp_path / "foreign.db").read_bytes()
+        for why, data in others.items():
+            for _ in range(
+                2
+            ):  # the first refusal has left no traces that would let the second pass
+                own.write_bytes(data)
+                with pytest.raises(StorageError, match=why) as refused:
+                    await swarm.start_trainer(resume=True)
+                assert f"--resume.dir {swarm.run_dir}" in str(refused.value)
+                data = own.read_bytes()
+        own.write_bytes(kept)
+        fakes.go.set()
+        await swarm.start_trainer(resume=True)
+        swarm.add_worker("w1")
+        await swarm.finished()
+        heads = swarm.heads()
+    assert sorted(heads) == [(0, version) for version in range(5)]
+
+
+async def test_a_checkpoint_from_before_ledgers_had_ids_goes_by_the_submissions_that_it_contains(
+    tmp_path: Path,
+) -> None:
+    cursor = Cursor(0, [], 2, [], 0, {}, 0, 0, 0, [], 0)
+    before = msgspec.json.decode(msgspec.json.encode(cursor))
+    del before["ledger"], before["arrivals"], before["boots"]
+    parts = tmp_path / "checkpoints" / "step_5" / "parts"
+    parts.mkdir(parents=True)
+    (parts / "cursor").write_bytes(msgspec.json.encode(before))
+    (parts.parent / COMPLETE).touch()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
+    with pytest.raises(StorageError, match="empty"):
+        check_ledger(checkpoints, ledger)
+    ledger.receive(b"1" * 32, 1, bytes(32), b"", b"")
+    with pytest.raises(StorageError, match="knows of 1 submissions and 0 starts"):
+        check_ledger(checkpoints, ledger)
+    ledger.receive(b"2" * 32, 2, bytes(32), b"", b"")
+    check_ledger(checkpoints, ledger)
+    ledger.close()
+
+
+def test_checkpoints_alone_are_a_run_that_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "r" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UsageError, match="holds a run"):
+        rundir.prepare(at(tmp_path))
