@@ -145,6 +145,8 @@ def plain_line(nodes: Mapping[str, NodeState]) -> str:
         return own if trainer is None and own else f"trainer: {trainer.note if trainer else '-'}"
     status = trainer.status
     parts = [_phase(status)]
+    if status.environment:
+        parts.append(f"environment: {status.environment}")
     if status.history:
         parts.append(f"step {status.step}/{status.max_steps}")
         parts.append(f"reward {number(status.reward)}, staleness {number(status.staleness)}")
@@ -209,6 +211,8 @@ def _progress(status: Status | None, width: int) -> Any:
         return grid
     grid.add_row("phase", escape(_phase(status)))
     room = max(20, min(80, width - 40))
+    if status.environment:
+        grid.add_row("environment", escape(status.environment))
     steps = Table.grid(padding=(0, 2, 0, 0))
     total = max(1, status.max_steps)
     bar = ProgressBar(total=total, completed=status.step, width=room)

@@ -208,6 +208,8 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         lines.append(("leases", f"{status.leases} out, {status.waiting_groups} groups waiting"))
     elif status.engine is not None:
         lines.append(("leases", f"{status.leases} held"))
+    if status.environment:
+        lines.append(("environment", status.environment))
     if status.engine is not None:
         lines.append(("engine", engine(status.engine)))
     if status.stage is not None:

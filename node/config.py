@@ -36,6 +36,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 SeedUrl = Annotated[str, AfterValidator(_check_seed)]
+EnvironmentSeconds = Annotated[float, Field(ge=0.1, le=86400)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -141,6 +142,14 @@ class EnvironmentConfig(BaseConfig):
     """The taskset's own options."""
     max_turns: Positive = 8
     """Most replies of the model in one rollout."""
+    timeout_s: EnvironmentSeconds = 60.0
+    """Longest that a rollout's own code (hooks, rewards, judges) may take between two turns; what takes longer
+    is ended, and costs that rollout."""
+    start_timeout_s: EnvironmentSeconds = 600.0
+    """Longest that the taskset may take to be imported and loaded, or to give its next task."""
+    deterministic_rewards: bool = True
+    """Whether equal replies always earn equal rewards, so that a worker's claim can be checked against the
+    trainer's own score. Set false for judges and for what draws at random: only the trainer's score counts."""
 
 
 class SamplingConfig(BaseConfig):

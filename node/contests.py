@@ -5,7 +5,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from .config import RunConfig
-from .environments.environment import Environment
+from .environments.environment import Environment, EnvironmentFailed
+from .errors import UsageError
 from .evaluation.evaluator import Contest, Evaluator
 from .evaluation.online import EvaluationBook, OnlineEvaluation
 from .metrics import MetricsLog
@@ -23,7 +24,7 @@ async def open_contests(
 ) -> list[Contest]:
     """The contests of `config`, closed with `open_things`; `own` is the run's environment, started.
 
-    Raises EnvironmentFailed.
+    Raises UsageError.
     """
     told, sampling = config.evaluation, config.sampling
     if not told.interval:
@@ -36,7 +37,12 @@ async def open_contests(
             one, model_dir, config.seed, sampling.max_tokens, sampling.temperature
         )
         open_things.push_async_callback(environment.close)
-        await environment.start()
+        try:
+            await environment.start()
+        except EnvironmentFailed as error:
+            raise UsageError(
+                f"environment {one.title!r} of [evaluation] does not start: {error}"
+            ) from error
         found.append(Contest(one.title, environment, one.prompts, one.samples, one.success))
     return found
 

@@ -179,6 +179,8 @@ class Status(msgspec.Struct, kw_only=True):
     """What the run (trainer) or this node (worker, validator) waits for, in words; empty while it works."""
     engine: EngineRow | None = None
     """What generates (worker)."""
+    environment: str = ""
+    """What the environment is busy with, or what was wrong with it last; empty while all is well."""
     stage: StageRow | None = None
     """Of a worker that holds the model together with others."""
     event_loop_lag: dict[str, float] = {}

@@ -10,6 +10,7 @@
         EngineLost           7   an engine's process died and is being started again
         RankFailed           7   a process of the trainer backend died: another one can go on
       RunFailed              8   the run itself stopped: ten empty batches, equivocation
+      EnvironmentFailed      8   the environment gives no tasks any more (environments/environment.py)
 
 The message says what to do; it is printed as one line on stderr.
 """

@@ -17,7 +17,6 @@ from .engines.engine import Engine
 from .environments.build import build_environment
 from .environments.chat import ChatFormat
 from .environments.environment import Environment
-from .environments.transcript import Transcript
 from .errors import UsageError
 from .eval_config import EndpointConfig, EvalConfig
 from .evaluation.candidates import (
@@ -52,7 +51,7 @@ def make_text_environment(config: EnvironmentConfig, seed: int, temperature: flo
         seed=seed,
         max_tokens=MAX_CHARACTERS,
         temperature=temperature,
-        chat=Transcript(),
+        text=True,
     )
 
 

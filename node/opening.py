@@ -5,7 +5,8 @@ What a checkpoint is gone back to is decided here, before any worker hears of a 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from itertools import count
 from pathlib import Path
 
 from . import summary
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 WARMUP_TASKS = 1 << 40
 """Warm-up examples come from this index of the training split on: RL never leases them."""
 WARMUP_EVAL_TASKS = 1 << 41
+MADE_AT_ONCE = 32
+"""Examples that are asked for together."""
 EVALUATION_BEFORE = "evaluation_before"
 
 
@@ -153,15 +156,18 @@ def show_progress(progress: WarmupProgress) -> None:
     )
 
 
-def demonstrations(environment: Environment) -> Iterator[tuple[list[int], list[int]]]:
+async def demonstrations(environment: Environment) -> AsyncIterator[tuple[list[int], list[int]]]:
     """(prompt, reply) token ids of training tasks that RL will never lease. Raises UsageError."""
-    index = WARMUP_TASKS
-    while True:
-        task = environment.task(index)
-        reply = environment.demonstration(task)
+
+    async def make(index: int) -> tuple[list[int], list[int]]:
+        task = await environment.task(index)
+        reply = await environment.demonstration(task)
         if reply is None:
             raise UsageError(
                 f"{environment.name} has no demonstrations: remove the [warmup] section"
             )
-        yield environment.prompt(task), reply
-        index += 1
+        return await environment.prompt(task), reply
+
+    for first in count(WARMUP_TASKS, MADE_AT_ONCE):
+        for one in await asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE))):
+            yield one

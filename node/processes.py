@@ -136,9 +136,14 @@ class Child:
 
 
 async def start_piped(
-    program: Sequence[str], environment: Mapping[str, str], *, buffer: int = 1 << 16
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    buffer: int = 1 << 16,
+    pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Start a process that is talked to by pipes, and that leads a group. `buffer` bytes of each wait unread.
+    """Start a process that is talked to by pipes, and that leads a group. `buffer` bytes of each wait unread;
+    it has the open files `pass_fds` too.
 
     Raises OSError.
     """
@@ -150,6 +155,7 @@ async def start_piped(
         env=dict(environment),
         start_new_session=True,  # a terminal's ctrl-C is not for it
         limit=buffer,
+        pass_fds=pass_fds,
     )
 
 

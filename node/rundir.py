@@ -264,6 +264,7 @@ def _new_manifest(
         environment=EnvironmentContract(
             id=config.environment.id,
             config=config.environment.model_dump_json().encode(),
+            rewards="recomputed" if config.environment.deterministic_rewards else "sampled",
             seed=config.seed,
             version=f"verifiers {version('verifiers')}",
             package=package.label if package else "",

@@ -147,7 +147,10 @@ class _SftRun:
                 await environment.start()
             except EnvironmentFailed as error:
                 raise UsageError(f"the environment does not start: {error}") from error
-            return await asyncio.to_thread(open_tasks, self._config, environment, WARMUP_TASKS)
+            loop = asyncio.get_running_loop()
+            return await asyncio.to_thread(
+                open_tasks, self._config, environment, WARMUP_TASKS, loop
+            )
 
     async def _learn(self, data: Data, model_dir: Path) -> dict[str, object]:
         """Train; when a rank dies, go on from the last checkpoint with new ones. Raises NodeError."""

@@ -78,6 +78,7 @@ class TrainerNode(Node):
         self._role: TrainerRole | None = None
         self._publisher: Publisher | None = None
         self._online: OnlineEvaluation | None = None
+        self._environment: Environment | None = None
         self._encoders = Encoders()
         self._backend = self._parts.backend(config)
 
@@ -126,7 +127,7 @@ class TrainerNode(Node):
                 uses=self._config.ticket_uses,
             )
             self._announce(self._tickets.current().text)
-            environment = self._environment(model_dir)
+            environment = self._environment = self._make_environment(model_dir)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
             # whoever is cancelled while it closes one thing closes the others all the same
             async with AsyncExitStack() as open_things:
@@ -134,12 +135,9 @@ class TrainerNode(Node):
                 open_things.push_async_callback(self._close_backend)
                 open_things.push_async_callback(environment.close)
                 open_things.callback(metrics.close)
-                try:
-                    await self._train(stack, documents, environment, metrics, model_dir)
-                except EnvironmentFailed as error:
-                    raise UsageError(f"the environment does not start: {error}") from error
+                await self._train(stack, documents, environment, metrics, model_dir)
 
-    def _environment(self, model_dir: Path) -> Environment:
+    def _make_environment(self, model_dir: Path) -> Environment:
         sampling = self._config.sampling
         return self._parts.environment(
             self._config.environment,
@@ -158,7 +156,10 @@ class TrainerNode(Node):
         model_dir: Path,
     ) -> None:
         with self._clock.phase("start"):
-            await asyncio.gather(environment.start(), self._backend.start(model_dir))
+            try:
+                await asyncio.gather(environment.start(), self._backend.start(model_dir))
+            except EnvironmentFailed as error:
+                raise UsageError(f"the environment does not start: {error}") from error
         engine = adapted(self._parts.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._parts)
         async with AsyncExitStack() as open_things:
@@ -217,6 +218,7 @@ class TrainerNode(Node):
                 tasks.create_task(stack.router(desk.handle).run()),
                 tasks.create_task(stack.watch_fraud()),
                 tasks.create_task(self._issued.keep_fresh()),
+                tasks.create_task(desk.prepare_tasks()),
             ]
             gossip = stack.gossip()
             if gossip is not None:
@@ -276,7 +278,7 @@ class TrainerNode(Node):
             peers=stack.peers,
             heads=stack.head_server,
             merges=publisher.merges,
-            task_digest=lambda index: environment.task(index).digest,
+            environment=environment,
             capacity=lambda node: role.capacity(node),
             order=lambda: publisher.order,
             arrivals=arrivals,
@@ -416,6 +418,9 @@ class TrainerNode(Node):
         if role is not None and publisher is not None and desk is not None:
             show_training(status, role, publisher, desk)
             status.waiting_for = role.waits_for() if self.phase == "running" else ""
+        if self._environment is not None:
+            rewards = role.inbox.verifier.fault if role is not None else ""
+            status.environment = rewards or self._environment.status
         if self._online is not None:
             status.evaluating = self._online.version
             status.evaluations = self._online.book.latest()

@@ -47,6 +47,7 @@ class WorkerNode(JoinedNode):
         self._role: InferenceRole | None = None
         self._verdicts: VerdictBox | None = None
         """Of all seats that this node ever has."""
+        self._environment: Environment | None = None
         self._door: Door | None = None
         self._stages: StageNode | None = None
 
@@ -89,18 +90,20 @@ class WorkerNode(JoinedNode):
     ) -> None:
         """Start what an inference worker needs, and do its work."""
         run = joined.documents.manifest
-        environment = self._environment(joined.documents, joined.model_dir)
+        environment = self._make_environment(joined.documents, joined.model_dir)
+        self._environment = environment
         self._obstacle = "starting the engine and the environment"
         try:
-            await asyncio.gather(
-                engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
-                environment.start(),
-            )
+            try:
+                await asyncio.gather(
+                    engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
+                    environment.start(),
+                )
+            except EnvironmentFailed as error:
+                raise NodeError(f"the environment does not start: {error}") from error
             self._obstacle = ""
             role = self._role = self._build(joined, engine, config, environment, share)
             await work(role)
-        except EnvironmentFailed as error:
-            raise NodeError(f"the environment does not start: {error}") from error
         finally:
             # whoever only changes its seat in a pipeline stays
             if self._stages is None and self._role is not None and not joined.stack.heads.ended:
@@ -169,7 +172,7 @@ class WorkerNode(JoinedNode):
     def _check_environment(self, run: RunManifest) -> None:
         check_allowed(run.environment, self._config.environments.allow, self.data_dir)
 
-    def _environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
+    def _make_environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
         contract = documents.manifest.environment
         try:
             config = EnvironmentConfig.model_validate(json.loads(contract.config))
@@ -234,6 +237,8 @@ class WorkerNode(JoinedNode):
             status.accepted = self._role.verdicts.accepted
             status.rejected = dict(self._role.verdicts.rejected)
             status.engine = self._role.engine_row()
+        if self._environment is not None:
+            status.environment = self._environment.status
         if self._stages is not None:
             status.stage = self._stages.row()
             if self._stages.row() is None:

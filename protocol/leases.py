@@ -423,6 +423,10 @@ class LeaseBook:
             self.requeued.extend(task.index for task in held.lease.tasks)
         self.expired += len(leases)
 
+    def upcoming(self, leases: int) -> list[int]:
+        """Numbers of the tasks that the next so many leases may name."""
+        return self._next_tasks(leases * self.policy.groups_per_lease)
+
     def _next_tasks(self, count: int) -> list[int]:
         again = list(islice(self.requeued, count))
         fresh = count - len(again)

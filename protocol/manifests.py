@@ -82,6 +82,9 @@ class EnvironmentContract(
     """Distribution and version that the environment comes from; empty for one that is bundled."""
     package_digest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
     """Of that package's files: a worker plays no other. Empty for an environment that is bundled."""
+    rewards: Literal["recomputed", "sampled"] = "recomputed"
+    """Whether equal rollouts always earn equal rewards. Where they are `sampled` (judges, randomness) the
+    trainer's own score counts, and a claim that differs from it tells nothing."""
 
 
 class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,8 +6,8 @@ WIRE_VERSION = 2
 2 (2026-11): an envelope begins with its wire version, in the clear, so that one of another version is told from
 a damaged one; hello and welcome say the sender's wire version and clock; tickets have an id, a label and a
 number of uses; a reply without leases says why; a run's environment has the name and the digest of its
-package; samples of a group stand in the order in which they began; the end of a run says whether it finished,
-failed or was stopped.
+package, and says whether its rewards are recomputed; samples of a group stand in the order in which they began;
+the end of a run says whether it finished, failed or was stopped.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

@@ -18,7 +18,7 @@ from witness import Said, felt, now_and_then, told
 from primerl.crypto.hashing import digest as digest_of
 from primerl.crypto.keys import SecretKey
 from primerl.node.engines.engine import GenerateRequest
-from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.node.environments.counting import STOP, counting_task, question, right_reply
 from primerl.node.environments.environment import Task
 from primerl.node.fingerprints.build import find
 from primerl.node.network.peers import PeerTable
@@ -195,27 +195,19 @@ class Rogue:
         self, lease: Lease, reference: TaskRef, head: PolicyHead, reply: Said = now_and_then
     ) -> GroupRecord:
         """The honest rollouts of one task under one policy, which says what `reply` does."""
-        environment = CountingEnvironment()
-        task = environment.task(reference.index)
+        task = counting_task(reference.index)
         rollouts = [
-            self._rollout(lease, environment, task, index, head, reply)
-            for index in range(lease.group_size)
+            self._rollout(lease, task, index, head, reply) for index in range(lease.group_size)
         ]
         return GroupRecord(reference.index, reference.digest, tuple(rollouts))
 
     def _rollout(
-        self,
-        lease: Lease,
-        environment: CountingEnvironment,
-        task: Task,
-        index: int,
-        head: PolicyHead,
-        reply: Said,
+        self, lease: Lease, task: Task, index: int, head: PolicyHead, reply: Said
     ) -> RolloutRecord:
-        prompt = environment.prompt(task)
+        prompt = question(task)
         seed = sample_seed(self.run, lease, self.key.node_id, task.digest, index)
         said = list(reply(GenerateRequest(tuple(prompt), 4, 1.0, seed, (STOP,))))
-        reward = float(said == environment.demonstration(task))
+        reward = float(said == right_reply(task))
         return RolloutRecord((say(prompt, said, head),), reward, "")
 
     def bundle(

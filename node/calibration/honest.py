@@ -122,7 +122,7 @@ class Player:
         """Play `rollouts` of the next tasks, `at_once` at a time; those that fail are left out."""
         group = min(self._run.limits.group_size, rollouts)
         count = math.ceil(rollouts / group)
-        tasks = [self._environment.task(self._next + number) for number in range(count)]
+        tasks = [await self._environment.task(self._next + number) for number in range(count)]
         lease = self._lease(tasks, group)
         self._next += count
         turn = asyncio.Semaphore(at_once)

@@ -4,27 +4,23 @@ It ends with its input and with its parent. Answers of one turn of the event loo
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
-
-import msgspec
+from typing import Protocol, runtime_checkable
 
 from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, NodeError
-from ..frames import HEAD_BYTES, body_length, frame
+from ..hosted_process import Outbox, serve, take_standard_output
 from ..pipeline.place import Place
 from ..processes import kill_group, leave_with_parent
 from .engine import EngineStats
 from .host_frames import (
     FAULT,
     LOST,
-    MAX_FRAME,
     USAGE,
     Answer,
     Busy,
@@ -86,24 +82,6 @@ class Rejoining(Protocol):
 
 Make = Callable[..., Core]
 """make(config), or make(config, place) for a stage of a pipeline."""
-
-
-class Outbox:
-    """Frames on their way out, those of one turn of the event loop together."""
-
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self._write = write
-        self._frames: list[bytes] = []
-
-    def put(self, message: msgspec.Struct) -> None:
-        """Send a message when this turn ends."""
-        if not self._frames:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._frames.append(frame(message, MAX_FRAME))
-
-    def _flush(self) -> None:
-        self._write(b"".join(self._frames))
-        self._frames.clear()
 
 
 class Host:
@@ -205,24 +183,6 @@ def _wrote(number: int, written: Written) -> Wrote:
     return Wrote(number, written.paused_s, written.writing_s)
 
 
-async def serve(source: Any, sink: Any, make: Make) -> None:
-    """Answer at two files of pipes until the input ends."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
-    transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, sink)
-    host = Host(Outbox(transport.write), make)
-    try:
-        with contextlib.suppress(asyncio.IncompleteReadError):
-            while True:
-                head = await reader.readexactly(HEAD_BYTES)
-                body = await reader.readexactly(body_length(head, MAX_FRAME))
-                host.take(read_request(body))
-    finally:
-        await host.close()
-        transport.close()
-
-
 def _end_all(_number: int, _frame: FrameType | None) -> None:
     kill_group(os.getpid())
 
@@ -233,9 +193,8 @@ def main(make: Make) -> None:
         # vLLM's processes watch this one only once they work
         signal.signal(signal.SIGTERM, _end_all)
     leave_with_parent(os.environ)
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    asyncio.run(serve(sys.stdin.buffer, os.fdopen(answers, "wb"), make))
+    answers = take_standard_output()
+    asyncio.run(serve(sys.stdin.buffer, answers, read_request, lambda outbox: Host(outbox, make)))
     sys.stderr.flush()
     os._exit(0)  # everything is closed; taking torch and vLLM apart would take seconds
 

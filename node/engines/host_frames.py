@@ -11,8 +11,6 @@ import msgspec
 from .adjustment import Adjustment
 from .engine import Completion, GenerateRequest, Likeliest
 
-MAX_FRAME = 64 << 20
-
 USAGE, LOST, FAULT = "usage", "lost", "fault"
 """Kinds of Failed: the config is wrong; vLLM is of no use any more; only this request failed."""
 

@@ -1,29 +1,23 @@
 """The parent's end of one process that holds an engine (host.py): asked many things at once, watched, killed.
 
-Whatever goes wrong with the process as a whole makes it lost: everything that was asked raises EngineLost,
-and nothing else comes of it; whoever owns it must kill() it then.
+It is a HostedProcess (node/hosted_process.py): once lost, everything that was asked raises EngineLost.
 """
 
 import asyncio
 import itertools
-import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, UsageError
-from ..frames import HEAD_BYTES, body_length, frame
-from ..processes import LogTail, kill_group, start_piped, to_the_end
+from ..hosted_process import EXIT_REASON_S, HostedProcess
 from .engine import Completion, GenerateRequest
 from .host_frames import (
     LOST,
-    MAX_FRAME,
     USAGE,
     Answer,
     Busy,
@@ -50,16 +44,9 @@ from .host_frames import (
 from .last_words import explain, meaning
 from .replica import Finding, Written
 
-logger = logging.getLogger(__name__)
-
 A = TypeVar("A")
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
-TAIL_LINES = 200
-LAST_WORDS_S = 1.0
-END_S = 10.0
-"""For what an ended process has left in its pipe."""
-BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -79,8 +66,10 @@ class Patience:
     """To end in peace."""
 
 
-class EngineChild:
+class EngineChild(HostedProcess):
     """Implements Replica: one process. start() first, close() or kill() last."""
+
+    Lost = EngineLost
 
     def __init__(
         self,
@@ -92,50 +81,23 @@ class EngineChild:
         title: str = "vLLM",
     ) -> None:
         """`name` is what logs call it, `title` what holds the model there."""
-        self._title = title
-        self._name = name
-        self._environment = environment
-        self._program = program
+        super().__init__(name, title, program, environment)
         self._patience = patience or Patience()
-        self._process: asyncio.subprocess.Process | None = None
-        self._log: LogTail | None = None
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._out: list[bytes] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._fault = ""
         self._ready = False
-        self._closing = False
-        self.lost = asyncio.Event()
-        """Set once it is of no use any more."""
         self.busy = Busy()
         """What it told last."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process id, which is its group too; None before start()."""
-        return self._process.pid if self._process else None
-
-    @property
-    def fault(self) -> str:
-        """Why it is lost, with what to do; empty while it is not."""
-        return self._fault
 
     async def start(
         self, config: EngineConfig, model_dir: Path, fingerprint: str, place: bytes = b""
     ) -> None:
         """Start it, with its engine; `place`: of a stage. Raises EngineError, UsageError; kill() it then."""
         try:
-            self._process = await start_piped(self._program, self._environment, buffer=BUFFER)
+            await self.spawn()
         except OSError as error:
             raise EngineError(
                 f"the process for {self._title} cannot be started ({error}): free memory or processes"
             ) from error
-        assert self._process.stderr is not None
-        self._log = LogTail(self._process.stderr, self._note)
-        self._log.start()
-        self._tasks.append(asyncio.create_task(self._read(), name=f"{self._name} answers"))
         setup = SetUp(
             next(self._numbers),
             config.model_dump_json().encode(),
@@ -180,62 +142,20 @@ class EngineChild:
 
     async def close(self) -> None:
         """End it in peace, by force if it takes too long; what was asked raises EngineError."""
-        self._closing = True
-        self._fail(EngineError(f"the {self._title} engine was closed: start another"))
-        process = self._process
-        if process is None:
-            return
-        try:
-            # one that is still starting would go on until it has started
-            if self._ready and process.stdin is not None and process.returncode is None:
-                process.stdin.close()
-                async with asyncio.timeout(self._patience.end):
-                    await process.wait()
-        except TimeoutError:
-            logger.warning("%s did not end within %g s: killing it", self._name, self._patience.end)
-        finally:
-            await self.kill()
-
-    async def kill(self) -> None:
-        """End it and all that it started, also when cancelled meanwhile; safe to call twice."""
-        self._closing = True
-        if self._process is not None:
-            kill_group(self._process.pid)
-            await to_the_end(self._bury(self._process))
-
-    async def _bury(self, process: asyncio.subprocess.Process) -> None:
-        await process.wait()
-        for task in self._tasks[1:]:
-            task.cancel()
-        if self._tasks:
-            # the first one reads to the end of the pipe
-            await asyncio.wait(self._tasks, timeout=END_S)
-        if self._log is not None:
-            await self._log.close()
+        # one that is still starting would go on until it has started
+        grace_s = self._patience.end if self._ready else 0.0
+        await self._end(EngineError(f"the {self._title} engine was closed: start another"), grace_s)
 
     # -- asking ------------------------------------------------------------------------------------
 
     async def _ask(self, request: Request, kind: type[A], timeout_s: float | None) -> A:
         """Its answer. Raises EngineError, UsageError; EngineLost if none comes in time, or none ever."""
-        if self._fault:
-            raise EngineLost(self._fault)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._asked[request.number] = future
         try:
-            self._send(request)
-            async with asyncio.timeout(timeout_s):
-                answer = await future
-        except TimeoutError as error:
-            await self._lose(
-                f"{self._title} gave no answer within {timeout_s:g} s: see its log lines above"
-            )
-            raise EngineLost(self._fault) from error
+            answer = await self._answer(request, timeout_s)
         except asyncio.CancelledError:
             if isinstance(request, Draw) and not self._closing:
                 self._send(Drop(request.number))
             raise
-        finally:
-            self._asked.pop(request.number, None)
         if isinstance(answer, Failed):
             raise await self._failed(answer)
         if not isinstance(answer, kind):
@@ -256,48 +176,23 @@ class EngineChild:
 
     async def _cause(self, detail: str) -> str:
         """Why it did not start: vLLM's engine process says it in the log, and only there."""
-        until = time.monotonic() + LAST_WORDS_S
+        until = time.monotonic() + EXIT_REASON_S
         # the lines come by another pipe
         while not (known := meaning(self._tail, self._title)) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return f"{known} ({detail})" if known else detail
 
-    def _send(self, request: Request) -> None:
-        """Those of one turn of the event loop together."""
-        data = frame(request, MAX_FRAME)
-        if not self._out:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._out.append(data)
+    def _decode(self, body: bytes) -> Answer | Busy:
+        return read_answer(body)
 
-    def _flush(self) -> None:
-        data = b"".join(self._out)
-        self._out.clear()
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.write(data)  # to a process that has gone: nothing happens
+    def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
+        return explain(code, lines, self._title)
 
-    async def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        stream = self._process.stdout
-        try:
-            while True:
-                head = await stream.readexactly(HEAD_BYTES)
-                self._take(read_answer(await stream.readexactly(body_length(head, MAX_FRAME))))
-        except (asyncio.IncompleteReadError, OSError):
-            await self._lose("")
-        except ValueError as error:
-            await self._lose(
-                f"the process for {self._title} speaks no sense ({error}): install it anew"
-            )
-        with suppress(OSError):
-            while await stream.read(BUFFER):
-                pass  # asyncio closes the pipe only at its end
-
-    def _take(self, answer: Answer | Busy) -> None:
-        if isinstance(answer, Busy):
-            self.busy = answer
-        elif (future := self._asked.get(answer.number)) is not None and not future.done():
-            future.set_result(answer)
+    def _take(self, message: Answer | Busy) -> None:
+        if isinstance(message, Busy):
+            self.busy = message
+        else:
+            super()._take(message)
 
     # -- watching ----------------------------------------------------------------------------------
 
@@ -314,30 +209,3 @@ class EngineChild:
                     f"{self._title} gave no token for {pong.stuck_s:.0f} s though there is work: see its log "
                     "lines above"
                 )
-
-    async def _lose(self, fault: str) -> None:
-        """It is of no use any more, for `fault` or for what its last lines say."""
-        if self._fault or self._closing:
-            return
-        if not fault and self._process is not None and self._log is not None:
-            with suppress(TimeoutError):  # its end, and its last lines, may come a moment later
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await self._process.wait()
-            await self._log.wait(LAST_WORDS_S if self._process.returncode is not None else 0.0)
-            fault = explain(self._process.returncode, self._tail, self._title)
-        if self._fault:
-            return  # somebody else found it meanwhile
-        self._fault = fault
-        self._fail(EngineLost(fault))
-        self.lost.set()
-
-    def _fail(self, error: EngineError) -> None:
-        self._fault = self._fault or str(error)
-        for future in self._asked.values():
-            if not future.done():
-                future.set_exception(error)
-
-    def _note(self, line: str) -> None:
-        self._tail.append(line)
-        level = logging.DEBUG if self._closing else logging.INFO
-        logger.log(level, "%s: %s", self._name, line)

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from ..config import EnvironmentConfig
-from .chat import Chat
 from .environment import Environment
-from .verifiers import VerifiersEnvironment
+from .hosted import HostedEnvironment
 
 
 def build_environment(
@@ -15,20 +14,18 @@ def build_environment(
     seed: int,
     max_tokens: int,
     temperature: float,
-    deadline: float = 60.0,
-    chat: Chat | None = None,
+    text: bool = False,
 ) -> Environment:
-    """The environment of a run, not yet started: nothing heavy is imported before start().
+    """The environment of a run, not yet started: nothing of it is imported or run before start().
 
-    `model_dir` holds tokenizer.json and the chat template, unless `chat` stands in for them; `max_tokens`
-    bounds one turn; `deadline` bounds the environment's own code between two turns, in seconds.
+    `model_dir` holds tokenizer.json and the chat template; with `text` conversations are of characters, and it
+    holds nothing. `max_tokens` bounds one turn.
     """
-    return VerifiersEnvironment(
+    return HostedEnvironment(
         config,
         model_dir=model_dir,
         seed=seed,
         max_tokens=max_tokens,
         temperature=temperature,
-        deadline=deadline,
-        chat=chat,
+        text=text,
     )

@@ -39,26 +39,30 @@ class CountingEnvironment:
         """Its id."""
         return "counting"
 
+    @property
+    def status(self) -> str:
+        """Nothing can go wrong."""
+        return ""
+
     async def start(self) -> None:
         """Nothing to start."""
 
     async def close(self) -> None:
         """Nothing to stop."""
 
-    def task(self, index: int, split: Split = "train") -> Task:
+    async def task(self, index: int, split: Split = "train") -> Task:
         """Task number `index`."""
-        parts = (split.encode(), index.to_bytes(8, "little"))
-        return Task(index=index, digest=derive("counting task", *parts), split=split)
+        return counting_task(index, split)
 
-    def prompt(self, task: Task) -> list[int]:
+    async def prompt(self, task: Task) -> list[int]:
         """ASK and a number: even ones train, odd ones evaluate."""
-        self._check(task)
-        return [ASK, self._number(task)]
+        _check(task)
+        return question(task)
 
-    def demonstration(self, task: Task) -> list[int] | None:
+    async def demonstration(self, task: Task) -> list[int] | None:
         """The next number and STOP."""
-        self._check(task)
-        return [self._number(task) + 1, STOP]
+        _check(task)
+        return right_reply(task)
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """One turn."""
@@ -66,7 +70,7 @@ class CountingEnvironment:
             policy, max_tokens=self._max_tokens, stop_token_ids=(STOP,), deadline=self._deadline
         )
         try:
-            prompt = self.prompt(task)
+            prompt = await self.prompt(task)
             async with exchange.bounded():
                 completion = await exchange.sample(prompt)
         except (PlayFailed, ScoreMismatch) as error:
@@ -78,12 +82,12 @@ class CountingEnvironment:
             [0.0] * len(prompt) + completion.logprobs,
             [completion],
         )
-        exact = float(reply == self.demonstration(task))
+        exact = float(reply == right_reply(task))
         return Episode(branches=[sequence], score=Score(reward=exact, metrics={"exact": exact}))
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turn."""
-        self._check(task)
+        _check(task)
         recording = Recording(branches, stop_token_ids=(STOP,))
         episode = await self.run(task, recording)
         if episode.error:
@@ -91,10 +95,28 @@ class CountingEnvironment:
         recording.check(episode.branches)
         return replace(episode.score, turns=recording.turns())
 
-    def _check(self, task: Task) -> None:
-        if task != self.task(task.index, task.split):
-            raise ScoreMismatch(f"task {task.index} has other content here")
 
-    def _number(self, task: Task) -> int:
-        drawn = 2 * (task.digest[0] % (NUMBERS // 2))
-        return FIRST_NUMBER + drawn + (task.split == "eval")
+def counting_task(index: int, split: Split = "train") -> Task:
+    """Task number `index`."""
+    parts = (split.encode(), index.to_bytes(8, "little"))
+    return Task(index=index, digest=derive("counting task", *parts), split=split)
+
+
+def question(task: Task) -> list[int]:
+    """The prompt of a task."""
+    return [ASK, _number(task)]
+
+
+def right_reply(task: Task) -> list[int]:
+    """The only reply to a task that is rewarded."""
+    return [_number(task) + 1, STOP]
+
+
+def _check(task: Task) -> None:
+    if task != counting_task(task.index, task.split):
+        raise ScoreMismatch(f"task {task.index} has other content here")
+
+
+def _number(task: Task) -> int:
+    drawn = 2 * (task.digest[0] % (NUMBERS // 2))
+    return FIRST_NUMBER + drawn + (task.split == "eval")

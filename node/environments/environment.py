@@ -2,8 +2,8 @@
 
 Trainer and worker hold the same environment (the run manifest fixes it), so a task is named by its index
 and its digest, and a reward is a claim that the trainer recomputes. A bad rollout is data, not a crash:
-run() reports errors in the episode. Implementations: verifiers.py (real), counting.py (fake).
-Suite: tests/conformance/environment.py.
+run() reports errors in the episode. Implementations: hosted.py (real: verifiers.py in a process of its
+own), counting.py (fake). Suite: tests/conformance/test_environment.py.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ..engines.engine import Completion
+from ..errors import NodeError
 
 Split = Literal["train", "eval"]
 
@@ -77,29 +78,37 @@ class Environment(Protocol):
         """Its id in the run manifest."""
         ...
 
+    @property
+    def status(self) -> str:
+        """What it is busy with, or why it does not work just now, for the operator; "" while all is well."""
+        ...
+
     async def start(self) -> None:
         """Make it ready (heavy imports, tool servers). Raises EnvironmentFailed."""
         ...
 
-    def task(self, index: int, split: Split = "train") -> Task:
-        """Task number `index` of a split; the same on every machine. Splits share no task."""
+    async def task(self, index: int, split: Split = "train") -> Task:
+        """Task number `index` of a split; the same on every machine. Splits share no task.
+        Raises EnvironmentFailed if it cannot be made."""
         ...
 
-    def prompt(self, task: Task) -> list[int]:
-        """The token ids that the first turn of this task starts with."""
+    async def prompt(self, task: Task) -> list[int]:
+        """The token ids that the first turn of this task starts with. Raises ScoreMismatch if the task has
+        other content here."""
         ...
 
-    def demonstration(self, task: Task) -> list[int] | None:
+    async def demonstration(self, task: Task) -> list[int] | None:
         """Token ids of a right first reply, stop token included, for warm-up by SFT; None if unknown."""
         ...
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Play the task once with `policy` and score it."""
+        """Play the task once with `policy` and score it. Raises what that raises, and EnvironmentGivenUp."""
         ...
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Recompute the score of a finished rollout from its tokens alone. Raises ScoreMismatch if the
-        tokens are no rollout of this task (wrong prompt, environment turns altered)."""
+        tokens are no rollout of this task (wrong prompt, environment turns altered), EnvironmentFailed if
+        the environment's own code fails on them, which is nobody's fault but its own."""
         ...
 
     async def close(self) -> None:
@@ -107,8 +116,18 @@ class Environment(Protocol):
         ...
 
 
-class EnvironmentFailed(Exception):
-    """The environment cannot be made or run at all."""
+class EnvironmentFailed(NodeError):
+    """The environment cannot be made, or its own code failed: a reward that raises, no result in time."""
+
+    exit_code = 8
+
+
+class EnvironmentStuck(EnvironmentFailed):
+    """The environment's code did not return in time, or took its process along."""
+
+
+class EnvironmentGivenUp(EnvironmentFailed):
+    """No process of the environment stays up."""
 
 
 class ScoreMismatch(Exception):

@@ -2,19 +2,40 @@
 
 Three kinds, in order of preference: a taskset that can make task i directly (`task_at`), one that has a
 `split` option, and any other, whose tasks are dealt to the splits by their content. Splits share no task.
+A taskset without `task_at` is walked, no farther than to the task that is asked for: it may be endless.
 """
 
+import asyncio
 import hashlib
 import json
+import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .environment import EnvironmentFailed, Split
 
 HELD_OUT_BELOW = 26
 """Of 256 values of a task's first content-hash byte: about a tenth of a taskset is held out."""
-MAX_WALK = 5_000_000
-"""Tasks that a walk looks at; beyond this a taskset needs `task_at`."""
+FAR = 1 << 40
+"""Callers count regions of tasks that are to have nothing in common by so much (warm-up, its evaluation)."""
+REGION = 8192
+"""How far apart these regions are in a walk: nothing walks to 2**40."""
+
+
+@dataclass(frozen=True)
+class WalkLimits:
+    """How far and how long a walk goes, in tasks; and what it keeps of them."""
+
+    most: int = 5_000_000
+    """Tasks read from the beginning to the one that is asked for."""
+    misses: int = 100_000
+    """Tasks in a row of the other split."""
+    kept: int = 32_768
+    """The last tasks that were found; what lies behind them is walked to again from the beginning."""
+    turn_s: float = 0.02
+    """Seconds between two turns of the event loop."""
 
 
 class TaskIndex:
@@ -23,65 +44,163 @@ class TaskIndex:
     `tasksets` holds one per split where the taskset itself knows splits; under one key only otherwise.
     """
 
-    def __init__(self, tasksets: Mapping[Split, Iterable[Any]], *, dealt: bool) -> None:
+    def __init__(
+        self,
+        tasksets: Mapping[Split, Iterable[Any]],
+        *,
+        dealt: bool,
+        limits: WalkLimits = WalkLimits(),
+    ) -> None:
         self._tasksets = tasksets
-        self._walks: dict[Split, _Walk] = {}
-        if dealt:
-            walk = _Walk(tasksets["train"], dealt=True)
-            self._walks = {"train": walk, "eval": walk}
+        self._walks: dict[Split, _Walk] = {
+            split: _Walk(tasksets.get(split, tasksets["train"]), split, limits, dealt=dealt)
+            for split in ("train", "eval")
+        }
+        self._dealt = dealt
 
-    def get(self, index: int, split: Split) -> Any:
+    @property
+    def progress(self) -> str:
+        """What a walk that is under way looks for, in words; empty while there is none."""
+        return next((walk.progress for walk in self._walks.values() if walk.progress), "")
+
+    async def get(self, index: int, split: Split) -> Any:
         """Task number `index` (from 0) of `split`; a finite taskset starts over at its end.
-        Raises EnvironmentFailed if the split is empty or too far away."""
+        Raises EnvironmentFailed if the split is empty or the task too far away."""
         if index < 0:
             raise EnvironmentFailed(f"task index {index} is negative: count from 0")
         taskset = self._tasksets.get(split, self._tasksets["train"])
         direct = getattr(taskset, "task_at", None)
-        if split not in self._walks and direct is not None:
+        if not self._dealt and direct is not None:
             task = direct(index)
             prompt = getattr(taskset, "system_prompt", None)
             return task if prompt is None else task.with_system_prompt(prompt)
-        if split not in self._walks:
-            self._walks[split] = _Walk(taskset, dealt=False)
-        return self._walks[split].get(index, split)
+        return await self._walks[split].get(index)
 
 
 class _Walk:
-    """One pass over a taskset that remembers what it has seen."""
+    """A pass over a taskset that keeps the last tasks of one split, begun anew for what lies behind these."""
 
-    def __init__(self, tasks: Iterable[Any], *, dealt: bool) -> None:
-        self._rest: Iterator[Any] = iter(tasks)
+    def __init__(
+        self, tasks: Iterable[Any], split: Split, limits: WalkLimits, *, dealt: bool
+    ) -> None:
+        self._tasks = tasks
+        self._split: Split = split
+        self._limits = limits
         self._dealt = dealt
-        self._seen: dict[Split, list[Any]] = {"train": [], "eval": []}
-        self._steps = 0
-        self._ended = False
+        self._turn = asyncio.Lock()
+        self._first = b""
+        """Content of the first task of the first pass: another pass has to give the same tasks."""
+        self._length: int | None = None
+        """Tasks of this split, once the end was seen."""
+        self._goal: int | None = None
+        self._rest: Iterator[Any] = iter(())
+        self._begin()
 
-    def get(self, index: int, split: Split) -> Any:
-        held = self._seen[split]
-        while len(held) <= index and not self._ended:
-            self._step(split)
-        if not held:
-            raise EnvironmentFailed(
-                f"the taskset has no task for split {split!r}: use a larger one"
-            )
-        return held[index % len(held)]
+    @property
+    def progress(self) -> str:
+        """What it looks for; empty while it does not walk."""
+        if self._goal is None:
+            return ""
+        return f"walks to task {self._goal:,} of {self._split}: {self._read:,} tasks read"
 
-    def _step(self, split: Split) -> None:
-        self._steps += 1
-        if self._steps > MAX_WALK:
+    async def get(self, index: int) -> Any:
+        """Task number `index`, or what stands there after the end."""
+        region, offset = divmod(index, FAR)
+        place = region * REGION + offset
+        async with self._turn:
+            place = self._within(place)
+            if place in self._kept:
+                return self._kept[place]
+            if place < self._found:
+                self._begin()
+            self._goal = place
+            try:
+                await self._walk_to(place)
+            finally:
+                self._goal = None
+            return self._kept[self._within(place)]
+
+    def _within(self, place: int) -> int:
+        return place if self._length is None else place % self._length
+
+    def _begin(self) -> None:
+        self._rest = iter(())
+        self._read = self._found = self._missed = 0
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+
+    async def _walk_to(self, place: int) -> None:
+        began = time.monotonic()
+        while self._found <= place:
+            if not self._step(place):
+                self._end(place)
+                place = self._within(place)
+                if place not in self._kept:
+                    self._begin()
+            if time.monotonic() - began > self._limits.turn_s:
+                await asyncio.sleep(0)  # rollouts go on meanwhile
+                began = time.monotonic()
+
+    def _step(self, place: int) -> bool:
+        """Read a task; False at the end."""
+        if not self._read:
+            self._rest = iter(self._tasks)
+        if self._read >= self._limits.most:
             raise EnvironmentFailed(
-                f"task not found among the first {MAX_WALK}: give the taskset a task_at(index) method"
+                f"task {place:,} of {self._split} is not among the first {self._limits.most:,} tasks, "
+                "and none beyond is looked for: give the taskset a task_at(index) method"
             )
         try:
             task = next(self._rest)
         except StopIteration:
-            self._ended = True
-            return
-        self._seen[_dealt_to(task) if self._dealt else split].append(task)
+            return False
+        except BaseException:
+            self._begin()  # a generator that raised is at its end, the taskset is not
+            raise
+        content = b"" if self._read and not self._dealt else _content(task)
+        if not self._read:
+            self._check_first(content)
+        self._read += 1
+        if self._dealt and _dealt_to(content) != self._split:
+            self._missed += 1
+            if self._missed >= self._limits.misses:
+                raise EnvironmentFailed(
+                    f"none of {self._missed:,} tasks in a row is one of {self._split!r}: give the taskset "
+                    "more that differ, or a `split` option"
+                )
+            return True
+        self._missed = 0
+        self._kept[self._found] = task
+        self._found += 1
+        if len(self._kept) > self._limits.kept:
+            self._kept.popitem(last=False)
+        return True
+
+    def _end(self, place: int) -> None:
+        if not self._found:
+            raise EnvironmentFailed(
+                f"the taskset has no task for split {self._split!r}: use a larger one"
+            )
+        if self._length not in (None, self._found):
+            raise EnvironmentFailed(_OTHER_TASKS)
+        self._length = self._found
+
+    def _check_first(self, content: bytes) -> None:
+        self._first = self._first or content
+        if self._first != content:
+            raise EnvironmentFailed(_OTHER_TASKS)
 
 
-def _dealt_to(task: Any) -> Split:
-    """By content without its position, so that a repeated question stays on one side."""
+_OTHER_TASKS = (
+    "the taskset gives other tasks when it is read again: its load() must begin anew from its seed "
+    "each time"
+)
+
+
+def _content(task: Any) -> bytes:
+    """A task's data without its position, so that a repeated question stays on one side."""
     content = task.data.model_dump(mode="json", exclude={"idx"}, exclude_none=True)
-    text = json.dumps(content, sort_keys=True).encode()
-    return "eval" if hashlib.sha256(text).digest()[0] < HELD_OUT_BELOW else "train"
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _dealt_to(content: bytes) -> Split:
+    return "eval" if hashlib.sha256(content).digest()[0] < HELD_OUT_BELOW else "train"

@@ -83,9 +83,9 @@ def score(trace: Any) -> Score:
     """The weighted sum of the rewards; each reward stands by name among the metrics, unweighted.
     Raises PlayFailed where one is NaN or infinite."""
     named: dict[str, float] = {
-        name: reward.score for name, reward in trace.rewards.items() if reward is not None
+        name: float(reward.score) for name, reward in trace.rewards.items() if reward is not None
     }
-    named |= {name: value for name, value in trace.metrics.items() if value is not None}
+    named |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
     total = float(trace.reward)
     if not all(map(math.isfinite, [total, *named.values()])):
         raise PlayFailed("a reward or metric is not a finite number: mend the taskset")

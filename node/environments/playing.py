@@ -94,9 +94,14 @@ class Player:
         if self._env is not None:
             await self._env.stop()
 
-    def load(self, index: int, split: Split) -> Prepared:
+    @property
+    def progress(self) -> str:
+        """How far a walk to a task has come; empty while there is none."""
+        return self._tasks.progress
+
+    async def load(self, index: int, split: Split) -> Prepared:
         """Task number `index` of `split`, its prompt tokenised. Raises EnvironmentFailed."""
-        task: vf.Task = self._tasks.get(index, split)
+        task: vf.Task = await self._tasks.get(index, split)
         data, content = task.data, task.hash
         if data.image or data.agent_user or data.skills or data.network_block:
             raise EnvironmentFailed(f"task {index} wants a container: use another taskset")

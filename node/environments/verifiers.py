@@ -1,4 +1,4 @@
-"""A `verifiers` taskset behind our seam.
+"""A `verifiers` taskset behind our seam, in the process that asks; nodes host it in one of its own (hosted.py).
 
 This half knows tasks, digests and recorded rollouts; playing.py knows the library and is imported by
 start(), because that takes seconds. A score is always the outcome of playing: run() plays with the
@@ -6,18 +6,20 @@ policy, score() plays again with what a rollout says the policy answered.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import EnvironmentConfig
+from ..errors import NodeError, named_line
 from .chat import Chat, ChatFormat
 from .environment import (
     Branch,
     EnvironmentFailed,
+    EnvironmentStuck,
     Episode,
     Policy,
     Score,
@@ -25,8 +27,8 @@ from .environment import (
     Split,
     Task,
 )
-from .exchange import Exchange
-from .replay import PlayFailed, Recording
+from .exchange import Exchange, Stuck
+from .replay import BadCompletion, PlayFailed, Recording
 
 if TYPE_CHECKING:
     from .playing import Player, Prepared
@@ -46,19 +48,16 @@ class VerifiersEnvironment:
         seed: int,
         max_tokens: int,
         temperature: float,
-        deadline: float = 60.0,
         chat: Chat | None = None,
     ) -> None:
-        """`seed` is the taskset's, unless its own options name one; `max_tokens` bounds one turn;
-        `deadline` bounds the taskset's own code between two turns, in seconds; `chat` stands in for
-        what `model_dir` holds."""
+        """`seed` is the taskset's, unless its own options name one; `max_tokens` bounds one turn; `chat`
+        stands in for what `model_dir` holds."""
         self._config = config
         self._model_dir = model_dir
         self._seed = seed
         self._max_tokens = max_tokens
         self._temperature = temperature
-        self._deadline = deadline
-        self._prepare = lru_cache(PREPARED_TASKS)(self._load)
+        self._prepared: OrderedDict[tuple[int, Split], Prepared] = OrderedDict()
         self._given = chat
         self._chat: Chat | None = None
         self._player: Player | None = None
@@ -68,6 +67,11 @@ class VerifiersEnvironment:
         """The taskset's id."""
         return self._config.id
 
+    @property
+    def status(self) -> str:
+        """See Environment."""
+        return "" if self._player is None else self._player.progress
+
     async def start(self) -> None:
         """Read the tokenizer, import verifiers, find the taskset. Raises EnvironmentFailed."""
         # Seconds, and more while another thread imports too: peers are to hear from us meanwhile.
@@ -75,15 +79,24 @@ class VerifiersEnvironment:
         from .playing import open_player
 
         self._chat = self._given or await asyncio.to_thread(ChatFormat.load, self._model_dir)
-        self._player = open_player(
-            self._config,
-            chat=self._chat,
-            seed=self._seed,
-            max_tokens=self._max_tokens,
-            temperature=self._temperature,
-        )
-        await self._player.start()
-        self._prepare(0, "train")  # an empty taskset, or a template that refuses it, fails here
+        try:
+            self._player = open_player(
+                self._config,
+                chat=self._chat,
+                seed=self._seed,
+                max_tokens=self._max_tokens,
+                temperature=self._temperature,
+            )
+            await self._player.start()
+        except NodeError:
+            raise
+        except Exception as error:  # a taskset's own code raises what it likes
+            raise EnvironmentFailed(
+                f"the taskset cannot be loaded ({named_line(error)}): mend it"
+            ) from error
+        await self._prepare(
+            0, "train"
+        )  # an empty taskset, or a template that refuses it, fails here
 
     async def close(self) -> None:
         """Stop what the taskset started."""
@@ -91,35 +104,39 @@ class VerifiersEnvironment:
         if player is not None:
             await player.close()
 
-    def task(self, index: int, split: Split = "train") -> Task:
+    async def task(self, index: int, split: Split = "train") -> Task:
         """Task number `index`; its digest is verifiers' own content hash (SHA-256)."""
-        return Task(index=index, digest=self._prepare(index, split).digest, split=split)
+        return Task(index=index, digest=(await self._prepare(index, split)).digest, split=split)
 
-    def prompt(self, task: Task) -> list[int]:
+    async def prompt(self, task: Task) -> list[int]:
         """The first turn's prompt; empty where the taskset's own code opens the conversation.
         Raises ScoreMismatch if the task has other content here."""
-        return list(self._own(task).prompt)
+        return list((await self._own(task)).prompt)
 
-    def demonstration(self, task: Task) -> list[int] | None:
+    async def demonstration(self, task: Task) -> list[int] | None:
         """The task data's `answer` as a reply; None without one, or where turns hang on replies."""
-        answer = self._own(task).answer
+        answer = (await self._own(task)).answer
         return None if answer is None else self._format.reply(answer)
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Play and score. What the policy raises comes through; all else is the episode's `error`."""
         try:
-            return await self._play(self._own(task), policy)
+            return await self._play(await self._own(task), policy)
         except (PlayFailed, ScoreMismatch, EnvironmentFailed) as error:
             return Episode(branches=[], score=Score(reward=0.0), error=str(error))
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
-        """Play again with the recorded turns and score what comes out. Also raises ScoreMismatch if
-        the taskset itself fails on these replies: such a rollout has no score."""
+        """Play again with the recorded turns and score what comes out; such a rollout has no score if the
+        taskset itself fails on these replies (EnvironmentFailed)."""
         recording = Recording(branches, stop_token_ids=self._format.stop_token_ids)
         try:
-            episode = await self._play(self._own(task), recording)
-        except (PlayFailed, EnvironmentFailed) as error:
+            episode = await self._play(await self._own(task), recording)
+        except BadCompletion as error:
             raise ScoreMismatch(str(error)) from error
+        except Stuck as error:
+            raise EnvironmentStuck(str(error)) from error
+        except PlayFailed as error:
+            raise EnvironmentFailed(str(error)) from error
         recording.check(episode.branches)
         return replace(episode.score, turns=recording.turns())
 
@@ -128,13 +145,13 @@ class VerifiersEnvironment:
             policy,
             max_tokens=self._max_tokens,
             stop_token_ids=self._format.stop_token_ids,
-            deadline=self._deadline,
+            deadline=self._config.timeout_s,
         )
         async with exchange.bounded():
             return await self._started.play(prepared, exchange)
 
-    def _own(self, task: Task) -> "Prepared":
-        prepared = self._prepare(task.index, task.split)
+    async def _own(self, task: Task) -> "Prepared":
+        prepared = await self._prepare(task.index, task.split)
         if prepared.digest != task.digest:
             raise ScoreMismatch(
                 f"task {task.index} of {self.name!r} has other content here: "
@@ -142,8 +159,24 @@ class VerifiersEnvironment:
             )
         return prepared
 
-    def _load(self, index: int, split: Split) -> "Prepared":
-        return self._started.load(index, split)
+    async def _prepare(self, index: int, split: Split) -> "Prepared":
+        """The task, kept for the other rollouts of its group."""
+        key = (index, split)
+        if key not in self._prepared:
+            try:
+                made = await self._started.load(index, split)
+            except NodeError:
+                raise
+            except Exception as error:  # a taskset's own code raises what it likes
+                raise EnvironmentFailed(
+                    f"task {index} cannot be made ({named_line(error)}): mend the taskset"
+                ) from error
+            self._prepared[key] = made
+            if len(self._prepared) > PREPARED_TASKS:
+                self._prepared.popitem(last=False)
+            return made
+        self._prepared.move_to_end(key)
+        return self._prepared[key]
 
     @property
     def _started(self) -> "Player":

@@ -58,7 +58,7 @@ class Evaluator:
         self, state: State, *, split: Split, first: int, prompts: int, seed: int
     ) -> EvalResult:
         """Tasks `first` .. `first + prompts` of `split`, one sampled rollout each."""
-        tasks = [self._environment.task(first + number, split) for number in range(prompts)]
+        tasks = [await self._environment.task(first + number, split) for number in range(prompts)]
         async with self._turn:
             player = await self._load(state)
             found = await play(
@@ -77,7 +77,7 @@ class Evaluator:
         async with self._turn:
             player = await self._load(state)
             for one in contests:
-                tasks = held_out(one.environment, one.prompts)
+                tasks = await held_out(one.environment, one.prompts)
                 found[one.name] = await play(
                     one.environment,
                     tasks,

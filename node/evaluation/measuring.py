@@ -94,7 +94,7 @@ class Measurer:
         began, samples = time.monotonic(), environment.samples
         try:
             played = await entrant.environment(environment)
-            tasks = held_out(played, environment.prompts)
+            tasks = await held_out(played, environment.prompts)
         except EnvironmentFailed as error:
             raise UsageError(f"environment {environment.title!r} failed: {error}") from error
         view = _View(self._watch, self._blank(entrant, environment, len(tasks) * samples))

@@ -76,14 +76,14 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """What was said last, the newest turn's text."""
 
 
-def held_out(environment: Environment, count: int, split: Split = "eval") -> list[Task]:
+async def held_out(environment: Environment, count: int, split: Split = "eval") -> list[Task]:
     """The first `count` tasks of a split; fewer where it has no more that differ.
 
     Raises EnvironmentFailed.
     """
     found: dict[bytes, Task] = {}
     for index in range(count):
-        task = environment.task(index, split)
+        task = await environment.task(index, split)
         found.setdefault(task.digest, task)
     return list(found.values())
 

@@ -37,6 +37,7 @@ from ..audits.auditor import Measured, Unreadable
 from ..environments.environment import (
     Environment,
     EnvironmentFailed,
+    EnvironmentStuck,
     Score,
     ScoreMismatch,
     Task,
@@ -54,6 +55,12 @@ from .judgement import Judgement, judge
 logger = logging.getLogger(__name__)
 
 REWARD_TOLERANCE = 1e-6
+SCORED_AT_ONCE = 32
+"""Rollouts of one submission that are scored at a time: a reward may wait for a judge."""
+SCORED_AGAIN = 3
+"""Times that a rollout whose reward differs from the claim is scored again, before its worker is blamed."""
+STUCK_MOST = 2
+"""Rollouts of one submission on which the environment may fail to return; no more of it are scored then."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +145,16 @@ class Verifier:
         self._audits = audits
         self._states = states
         self._copies = copies
-        self._looking = asyncio.Lock()
-        """Submissions are looked through one by one: of two copies the first that came is the original."""
+        self._varies = ""
+        """How a reward that was said to be recomputable turned out not to be."""
+        self._earlier: asyncio.Future[None] | None = None
+        """Done when the submission before has been looked for copies: of two the first that came is the
+        original."""
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the environment's rewards, with what to do; empty while nothing is."""
+        return self._varies
 
     async def verify(
         self,
@@ -161,22 +176,30 @@ class Verifier:
             RemoteProtocolError: the bundle as a whole is not the work of its lease, or the environment has
                 changed since the lease was signed, which is nobody's fault but ours.
         """
-        async with self._looking:
-            self._check_lease(lease)
+        earlier, done = self._earlier, asyncio.get_running_loop().create_future()
+        self._earlier = done
+        try:
+            await self._check_lease(lease)
             trainer = self._run.trainer
             plan = plan_of(submission, run=self._run_id, trainer=trainer, node=arrival.node)
             checked = check_submission(submission, lease, self._run, version, plan)
             rejections = list(checked.rejections)
-            # Before the score, too: what is stale leaves no trace among the copies.
             fit = checked.rollouts
             if before is None:
                 fit = [one for one in fit if self._check_held(one, rejections)]
-            passed = await self._score_all(fit, lease, arrival, rejections)
+            scored = await self._score_all(fit, lease, rejections)
+            if earlier is not None:
+                await asyncio.wait([earlier])
+            # While they were scored the publisher may have let go of an old version; what is stale leaves no
+            # trace among the copies.
+            if before is None:
+                scored = [one for one in scored if self._check_held(one.rollout, rejections)]
+            passed = self._without_copies(scored, arrival, rejections)
+        finally:
+            done.set_result(None)
         if before is not None:
             audited = AuditResults(faults=_rejected_before(passed, before))
         else:
-            # While they were scored the publisher may have let go of an old version.
-            passed = [one for one in passed if self._check_held(one.rollout, rejections)]
             audited = await self._audit(passed, Made(lease, arrival, plan), rate)
         rejections += audited.faults
         guilty = {(one.group, one.rollout) for one in audited.faults}
@@ -185,10 +208,12 @@ class Verifier:
         groups = self._groups(lease, arrival.node, honest)
         return Verified(verdict, rejections, groups, audited, plan)
 
-    def _check_lease(self, lease: Lease) -> None:
+    async def _check_lease(self, lease: Lease) -> None:
         """The tasks that we signed must be those that the environment makes of their numbers."""
         try:
-            check_assignment(lease, lambda index: self._environment.task(index).digest)
+            tasks = [await self._environment.task(one.index) for one in lease.tasks]
+            digests = {task.index: task.digest for task in tasks}
+            check_assignment(lease, digests.__getitem__)
         except (RemoteProtocolError, EnvironmentFailed) as error:
             logger.error("lease %d cannot be verified: %s", lease.lease_id, error)
             detail = "the trainer's environment is another one than when it signed the lease"
@@ -198,32 +223,79 @@ class Verifier:
         self,
         rollouts: Sequence[CheckedRollout],
         lease: Lease,
-        arrival: Arrival,
         rejections: list[Rejection],
     ) -> list[Passed]:
-        """What passes the checks that cost no model; the others go to `rejections`."""
+        """What the trainer's own score agrees with, several at a time; the others go to `rejections`."""
+        stuck = 0
+        room = asyncio.Semaphore(SCORED_AT_ONCE)
+
+        async def score(rollout: CheckedRollout) -> Passed | Rejection:
+            nonlocal stuck
+            async with room:
+                try:
+                    if stuck >= STUCK_MOST:
+                        detail = "the environment did not return on others of this submission"
+                        raise Rejected(Reason.ENVIRONMENT_ERROR, detail)
+                    return Passed(rollout, await self._score(lease, rollout))
+                except EnvironmentStuck as error:
+                    stuck += 1
+                    return _rejection(rollout, Reason.ENVIRONMENT_ERROR, str(error))
+                except Rejected as fault:
+                    return _rejection(rollout, fault.reason, fault.detail)
+
+        found = await asyncio.gather(*map(score, rollouts))
+        rejections += [one for one in found if isinstance(one, Rejection)]
+        return [one for one in found if isinstance(one, Passed)]
+
+    def _without_copies(
+        self, scored: Sequence[Passed], arrival: Arrival, rejections: list[Rejection]
+    ) -> list[Passed]:
+        """Those that nobody sent before; the others go to `rejections`."""
         passed: list[Passed] = []
-        for rollout in rollouts:
+        for one in scored:
             try:
-                score = await self._score(lease, rollout)
-                self._copies.check(arrival.number, arrival.node, rollout)
-                passed.append(Passed(rollout, score))
+                self._copies.check(arrival.number, arrival.node, one.rollout)
+                passed.append(one)
             except Rejected as fault:
-                rejections.append(_rejection(rollout, fault.reason, fault.detail))
+                rejections.append(_rejection(one.rollout, fault.reason, fault.detail))
         return passed
 
     async def _score(self, lease: Lease, rollout: CheckedRollout) -> Score:
+        """The trainer's own score. Raises Rejected, EnvironmentStuck."""
+        score = await self._recompute(lease, rollout)
+        if self._run.environment.rewards == "sampled":
+            return score
+        if not _differ(score.reward, rollout.claimed_reward):
+            return score
+        for _ in range(0 if self._varies else SCORED_AGAIN):
+            again = await self._recompute(lease, rollout)
+            if _differ(again.reward, score.reward):
+                self._note_variation(lease.tasks[rollout.group].index, score, again)
+                break
+        if self._varies:
+            raise Rejected(Reason.ENVIRONMENT_ERROR, self._varies)
+        detail = f"claimed {rollout.claimed_reward:.6g}, recomputed {score.reward:.6g}"
+        raise Rejected(Reason.BAD_REWARD, detail)
+
+    async def _recompute(self, lease: Lease, rollout: CheckedRollout) -> Score:
         task = Task(lease.tasks[rollout.group].index, lease.tasks[rollout.group].digest)
         try:
-            score = await self._environment.score(task, rollout.branches)
+            return await self._environment.score(task, rollout.branches)
         except ScoreMismatch as error:
             raise Rejected(Reason.BAD_PROMPT, str(error)) from error
+        except EnvironmentStuck:
+            raise
         except EnvironmentFailed as error:
             raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
-        if abs(score.reward - rollout.claimed_reward) > REWARD_TOLERANCE:
-            detail = f"claimed {rollout.claimed_reward:.6g}, recomputed {score.reward:.6g}"
-            raise Rejected(Reason.BAD_REWARD, detail)
-        return score
+
+    def _note_variation(self, task: int, first: Score, second: Score) -> None:
+        """From now on nobody is blamed for a reward that differs."""
+        self._varies = (
+            f"the reward of {self._environment.name!r} is not deterministic (the trainer scored one rollout of "
+            f"task {task} twice: {first.reward:.6g} and {second.reward:.6g}): set "
+            "environment.deterministic_rewards = false in a new run"
+        )
+        logger.error("%s", self._varies)
 
     # -- audits ------------------------------------------------------------------------------------
 
@@ -437,6 +509,10 @@ def _scored(passed: Passed) -> ScoredRollout:
         [BranchTokens(b.token_ids, b.sampled, b.logprobs) for b in branches],
         passed.score.reward,
     )
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > REWARD_TOLERANCE
 
 
 def _rejection(rollout: CheckedRollout, reason: Reason, detail: str) -> Rejection:

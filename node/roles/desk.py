@@ -47,6 +47,7 @@ from ...protocol.messages import (
 from ...protocol.newcomers import Origin
 from ...protocol.reputation import Reputation
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
+from ..environments.environment import Environment, EnvironmentFailed
 from ..errors import printable
 from ..ledger import Arrived, Ledger
 from ..network.gossip import read_record
@@ -82,6 +83,9 @@ WARN_S = 60.0
 """Between two warnings in the log."""
 ALIVE_S = 10.0
 """A worker that asked for nothing for this long is not offered as an upstream."""
+PREPARED_TASKS = 128
+"""Whose digests are at hand before they are leased."""
+KEPT_DIGESTS = 4096
 MAX_UPSTREAMS = 8
 NEAREST = 4
 """Of these: the ranks next to ours. The others are far, so that chunks cross a large swarm in few steps."""
@@ -137,7 +141,7 @@ class LeaseDesk:
         peers: PeerTable,
         heads: HeadServer,
         merges: MergeDesk,
-        task_digest: Callable[[int], bytes],
+        environment: Environment,
         capacity: Callable[[bytes | None], int],
         order: Callable[[], tuple[int, int]],
         arrivals: "asyncio.Queue[Arrived]",
@@ -154,7 +158,11 @@ class LeaseDesk:
         self._peers = peers
         self._heads = heads
         self._merges = merges
-        self._task_digest = task_digest
+        self._environment = environment
+        self._digests: dict[int, bytes] = {}
+        """Of the tasks that the next leases may name."""
+        self._short = asyncio.Event()
+        """Set when tasks are leased: more of them are to be prepared."""
         self._capacity = capacity
         self._order = order
         self.audits = audits or AuditDesk()
@@ -482,6 +490,8 @@ class LeaseDesk:
         holding = request.holding
         if holding is not None and self.book.release_lost(peer, holding, now):
             await self.work_changed()
+        if request.wanted:
+            await self._make_ready(min(request.wanted, self.book.policy.leases_per_worker))
         leases = await self._wait_for_work(worker, peer, request.wanted) if request.wanted else []
         before, after = self._line(peer)
         verdicts = take_verdicts(worker.verdicts)
@@ -523,7 +533,7 @@ class LeaseDesk:
 
     def _serve_newcomers(self) -> None:
         """Lease to newcomers in their turn, as long as there is a slot."""
-        while len(self.book.newcomers):
+        while len(self.book.newcomers) and self._are_ready():
             node = self.book.next_newcomer(self._capacity(None), time.time())
             if node is None or not (leases := self._grant(node, 1)):
                 return
@@ -543,6 +553,42 @@ class LeaseDesk:
             return f"newcomers take turns until work of theirs is accepted, {waiting} wait"
         return "all that may be generated now is leased, or waits to be trained"
 
+    async def prepare_tasks(self) -> None:
+        """Keep the digests of the next tasks at hand, for ever. Raises EnvironmentFailed."""
+        leases = max(1, PREPARED_TASKS // self.book.policy.groups_per_lease)
+        while True:
+            self._short.clear()
+            if await self._prepare(leases):
+                await self.work_changed()
+            await self._short.wait()
+
+    async def _prepare(self, leases: int) -> bool:
+        """Have the digests of the tasks of the next leases; whether any of them was not at hand."""
+        wanted = self.book.upcoming(leases)
+        missing = [index for index in wanted if index not in self._digests]
+        tasks = await asyncio.gather(*map(self._environment.task, missing))
+        if len(self._digests) > KEPT_DIGESTS:
+            known = self._digests
+            self._digests = {index: known[index] for index in wanted if index in known}
+        self._digests |= {task.index: task.digest for task in tasks}
+        return bool(missing)
+
+    async def _make_ready(self, leases: int) -> None:
+        """As _prepare(), for a request: an environment that takes long keeps none waiting."""
+        try:
+            async with asyncio.timeout(HOLD_S):
+                await self._prepare(leases)
+        except TimeoutError:
+            logger.info("the next tasks are not ready: %s", self._environment.status or "slow")
+        except EnvironmentFailed as error:
+            self._short.set()  # prepare_tasks() meets the same error, and ends the run
+            raise RemoteProtocolError(Reason.BUSY, "the trainer's environment fails") from error
+
+    def _are_ready(self) -> bool:
+        """Whether the digests for another lease are there; others may have taken what was made ready."""
+        self._short.set()
+        return all(index in self._digests for index in self.book.upcoming(1))
+
     def _grant(self, peer: bytes, wanted: int) -> list[bytes]:
         sealed: list[bytes] = []
         term, version = self._order()
@@ -554,13 +600,13 @@ class LeaseDesk:
             reputation.accepted / self.book.policy.group_size,
             None if proven else self._origin(peer),
         )
-        while len(sealed) < wanted and version >= 0:
+        while len(sealed) < wanted and version >= 0 and self._are_ready():
             lease = self.book.grant(
                 peer,
                 version=version,
                 term=term,
                 capacity=self._capacity(peer if proven else None),
-                digest_of=self._task_digest,
+                digest_of=self._digests.__getitem__,
                 seed=secrets.token_bytes(32),
                 now=time.time(),
                 share=share,

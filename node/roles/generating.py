@@ -25,13 +25,23 @@ from ...protocol.rollouts import (
     pack_u32,
 )
 from ..engines.engine import Completion, GenerateRequest
-from ..environments.environment import Branch, Environment, Episode, Score, Task
+from ..environments.environment import (
+    Branch,
+    Environment,
+    EnvironmentFailed,
+    EnvironmentGivenUp,
+    Episode,
+    Score,
+    Task,
+)
 from ..errors import first_cause
 from ..proofs.checks import late_samples
 from .admission import Admission, Order
 
 logger = logging.getLogger(__name__)
 
+MAX_DETAIL = 500
+"""Characters of why a rollout failed."""
 LARGE = 32_768
 """Tokens of a group from which on it is packed beside the event loop: some milliseconds of work."""
 
@@ -82,12 +92,15 @@ class Generation:
     async def _group(
         self, lease: Lease, reference: TaskRef, order: Order
     ) -> tuple[GroupRecord, list[Episode]]:
-        task = self._environment.task(reference.index)
+        try:
+            task = await self._environment.task(reference.index)
+        except EnvironmentGivenUp:
+            raise
+        except EnvironmentFailed as error:
+            return _failed(lease, reference, str(error)), []
         if task.digest != reference.digest:
             detail = "this node's environment makes another task of that index"
-            failed = RolloutRecord((), 0.0, detail)
-            records = (failed,) * lease.group_size
-            return GroupRecord(reference.index, reference.digest, records), []
+            return _failed(lease, reference, detail), []
         group = GroupInPlay(lease, task, order)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(lease.group_size):
@@ -192,6 +205,12 @@ class GenerationClock:
         return now - self._first, self._total + (now - self._begun if self._leases else 0.0)
 
 
+def _failed(lease: Lease, reference: TaskRef, detail: str) -> GroupRecord:
+    """A group of which nothing was played."""
+    records = (RolloutRecord((), 0.0, detail[:MAX_DETAIL]),) * lease.group_size
+    return GroupRecord(reference.index, reference.digest, records)
+
+
 def group_name(lease: Lease, task: Task) -> bytes:
     """What the rollouts of one task of one lease have in common, for the engine."""
     return derive("group", lease.lease_id.to_bytes(8, "big"), task.digest)[:16]
@@ -210,7 +229,7 @@ def pack(episodes: Sequence[Episode]) -> tuple[RolloutRecord, ...]:
 def rollout_record(episode: Episode) -> RolloutRecord:
     """An episode as it travels."""
     branches = tuple(branch_record(branch) for branch in episode.branches)
-    return RolloutRecord(branches, episode.score.reward, episode.error[:500])
+    return RolloutRecord(branches, episode.score.reward, episode.error[:MAX_DETAIL])
 
 
 def crossed(groups: Sequence[Sequence[Episode]]) -> tuple[bytes, tuple[Crossed, ...]]:

@@ -80,7 +80,7 @@ class Inbox:
         self._desk = desk
         self._arrivals = arrivals
         self._buffer = buffer
-        self._verifier = verifier
+        self.verifier = verifier
         self._progress = progress
         self._version = version
         self._contract = contract
@@ -195,7 +195,7 @@ class Inbox:
             return refuse_all(arrival, lease, error)
         version, rate = self._version(), self._rate(arrived.node)
         try:
-            return await self._verifier.verify(
+            return await self.verifier.verify(
                 submission, lease, arrival, version=version, rate=rate, before=before
             )
         except RemoteProtocolError as error:

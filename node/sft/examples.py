@@ -3,6 +3,7 @@
 Seam: `Examples`. Reading the same number again gives the same sample.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -22,6 +23,8 @@ from .template import Tokens
 TOO_LONG = "too_long"
 UNTRAINED = "untrained"
 HELD_OUT = "held_out"
+MADE_AT_ONCE = 32
+"""Tasks that an environment is asked for together."""
 
 
 class Tokenizer(Protocol):
@@ -136,12 +139,27 @@ class Holdout:
         return int.from_bytes(derive("sft holdout", data.strip())[:8], "little") < self._below
 
 
+_Made = tuple[list[int], list[int] | None] | EnvironmentFailed
+
+
 class TaskExamples:
     """Demonstrations of a running environment's tasks."""
 
-    def __init__(self, environment: Environment, fit: Fit, *, first: int, split: Split) -> None:
-        """Sample i is of task `first` + i of `split`."""
+    def __init__(
+        self,
+        environment: Environment,
+        fit: Fit,
+        *,
+        first: int,
+        split: Split,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Sample i is of task `first` + i of `split`. The environment runs in `loop`; sample() is called in
+        another thread."""
         self._environment = environment
+        self._loop = loop
+        self._block = -1
+        self._made: list[_Made] = []
         self._fit = fit
         self._first = first
         self._split: Split = split
@@ -153,16 +171,30 @@ class TaskExamples:
 
     def sample(self, index: int) -> Sample:
         """Prompt and right reply of a task. Raises BadRow, Passed, UsageError."""
-        environment = self._environment
-        try:
-            task = environment.task(self._first + index, self._split)
-            prompt, reply = environment.prompt(task), environment.demonstration(task)
-        except EnvironmentFailed as error:
-            raise BadRow("environment", str(error)) from error
+        block, place = divmod(index, MADE_AT_ONCE)
+        if block != self._block:
+            making = asyncio.run_coroutine_threadsafe(self._make(block), self._loop)
+            self._made, self._block = making.result(), block
+        made = self._made[place]
+        if isinstance(made, EnvironmentFailed):
+            raise BadRow("environment", str(made)) from made
+        prompt, reply = made
         if reply is None:
-            raise UsageError(f"{environment.name} has no demonstrations: use data.files")
+            raise UsageError(f"{self._environment.name} has no demonstrations: use data.files")
         mask = [False] * len(prompt) + [True] * len(reply)
         return self._fit.sample(Tokens([*prompt, *reply], mask))
+
+    async def _make(self, block: int) -> list[_Made]:
+        first = self._first + block * MADE_AT_ONCE
+        return await asyncio.gather(*map(self._one, range(first, first + MADE_AT_ONCE)))
+
+    async def _one(self, index: int) -> _Made:
+        environment = self._environment
+        try:
+            task = await environment.task(index, self._split)
+            return await environment.prompt(task), await environment.demonstration(task)
+        except EnvironmentFailed as error:
+            return error
 
     def where(self, index: int) -> str:
         """environment:task."""

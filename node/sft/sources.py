@@ -3,6 +3,7 @@
 Blocking: files are converted and indexed here, and a hub may be asked; call it off the event loop.
 """
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,11 +39,16 @@ class Data:
     validation: Sequence[Sample]
 
 
-def open_tasks(config: SftConfig, environment: Environment, first: int) -> Data:
-    """Demonstrations of a running environment: training tasks from `first` on, held-out ones from 0 on."""
+def open_tasks(
+    config: SftConfig, environment: Environment, first: int, loop: asyncio.AbstractEventLoop
+) -> Data:
+    """Demonstrations of a running environment: training tasks from `first` on, held-out ones from 0 on.
+
+    It runs in `loop`; what is returned is read in other threads.
+    """
     fit = Fit(config.training.seq_len, config.data.too_long)
-    training = TaskExamples(environment, fit, first=first, split="train")
-    held_out = TaskExamples(environment, fit, first=0, split="eval")
+    training = TaskExamples(environment, fit, first=first, split="train", loop=loop)
+    held_out = TaskExamples(environment, fit, first=0, split="eval", loop=loop)
     return Data(training, first_samples(held_out, config.validation.rows))
 
 

@@ -5,9 +5,8 @@ It stops at the target, not at convergence: what is left to learn is what the ru
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..config import WarmupConfig
@@ -59,7 +58,7 @@ class WarmupResult:
 
 async def warm_up(
     backend: SupervisedBackend,
-    examples: Iterator["Example"],
+    examples: AsyncIterator["Example"],
     config: WarmupConfig,
     *,
     evaluate: Callable[[State], Awaitable[float]],
@@ -76,7 +75,7 @@ async def warm_up(
     step, accuracy = 0, 0.0
     try:
         while step < config.max_steps and accuracy < config.target:
-            batch = list(islice(examples, config.batch_size))
+            batch = await _next_batch(examples, config.batch_size)
             if not batch:
                 break
             step += 1
@@ -92,3 +91,14 @@ async def warm_up(
     result = WarmupResult(step, accuracy, clock() - started)
     logger.info("warm-up: %d steps, accuracy %.3f, %.1fs", step, accuracy, result.seconds)
     return result
+
+
+async def _next_batch(examples: AsyncIterator["Example"], size: int) -> list["Example"]:
+    """The next `size` examples; fewer, or none, where they end."""
+    batch: list[Example] = []
+    while len(batch) < size:
+        try:
+            batch.append(await anext(examples))
+        except StopAsyncIteration:
+            break
+    return batch

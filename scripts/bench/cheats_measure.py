@@ -175,7 +175,7 @@ async def _play(
     world = shop.world
     groups = max(1, at_once // GROUP_SIZE)
     size = min(GROUP_SIZE, at_once)
-    lease = world.lease(groups, size)
+    lease = await world.lease(groups, size)
     started = time.perf_counter()
     played = await work(shop, lease)
     generated = time.perf_counter() - started

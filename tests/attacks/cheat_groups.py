@@ -113,7 +113,7 @@ async def copied_bundle(shop: Workshop, lease: Lease) -> Groups:
 
 async def wrong_prompt(shop: Workshop, lease: Lease) -> Groups:
     """The work on easier tasks under the names of those that were leased."""
-    easier = shop.world.lease(len(lease.tasks), lease.group_size, first_task=1 << 20)
+    easier = await shop.world.lease(len(lease.tasks), lease.group_size, first_task=1 << 20)
     easier = msgspec.structs.replace(lease, tasks=easier.tasks)
     groups = await honest_work(shop, easier)
     return [

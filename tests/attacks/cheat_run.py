@@ -72,7 +72,7 @@ async def learning_material(world: World, groups: int) -> list[Sample]:
     """What a trainer learns from: honest groups of the base model."""
     shop = Workshop(world, bytes(32))
     try:
-        lease = world.lease(groups, GROUP_SIZE, first_task=1 << 24)
+        lease = await world.lease(groups, GROUP_SIZE, first_task=1 << 24)
         return samples(await shop.play(lease, await shop.honest()))
     finally:
         await shop.close()

@@ -55,11 +55,11 @@ class World:
         """The newest policy, which every lease asks for."""
         return max(self.states)
 
-    def lease(self, groups: int, group_size: int, first_task: int | None = None) -> Lease:
+    async def lease(self, groups: int, group_size: int, first_task: int | None = None) -> Lease:
         """A fresh lease of the tasks from `first_task` on; without it, of other tasks than before."""
         number = next(self.leases)
         first = number * groups if first_task is None else first_task
-        tasks = [self.environment.task(first + index) for index in range(groups)]
+        tasks = [await self.environment.task(first + index) for index in range(groups)]
         return Lease(
             lease_id=number,
             tasks=tuple(TaskRef(task.index, task.digest) for task in tasks),
@@ -153,7 +153,7 @@ class Workshop:
     async def _group(
         self, lease: Lease, reference: TaskRef, sampler: Sampler, node: bytes
     ) -> GroupRecord:
-        task = self.world.environment.task(reference.index)
+        task = await self.world.environment.task(reference.index)
         rollouts = await asyncio.gather(
             *(self._rollout(lease, task, index, sampler, node) for index in range(lease.group_size))
         )

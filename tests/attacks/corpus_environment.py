@@ -38,26 +38,31 @@ class CorpusEnvironment:
         """Its id."""
         return "corpus"
 
+    @property
+    def status(self) -> str:
+        """Nothing can go wrong."""
+        return ""
+
     async def start(self) -> None:
         """Nothing to start."""
 
     async def close(self) -> None:
         """Nothing to stop."""
 
-    def task(self, index: int, split: Split = "train") -> Task:
+    async def task(self, index: int, split: Split = "train") -> Task:
         """Task number `index`."""
         parts = (split.encode(), index.to_bytes(8, "little"))
         return Task(index=index, digest=derive("corpus task", *parts), split=split)
 
-    def prompt(self, task: Task) -> list[int]:
+    async def prompt(self, task: Task) -> list[int]:
         """The beginning of a text."""
-        if task != self.task(task.index, task.split):
+        if task != await self.task(task.index, task.split):
             raise ScoreMismatch(f"task {task.index} has other content here")
         tokens = SHORTEST + task.digest[0] % (LONGEST - SHORTEST)
         text = self._corpus.text([1, *task.digest[:8]], tokens)
         return [token for token in text if token not in self._stops]
 
-    def demonstration(self, task: Task) -> list[int] | None:
+    async def demonstration(self, task: Task) -> list[int] | None:
         """Nothing is right here."""
         return None
 
@@ -67,7 +72,7 @@ class CorpusEnvironment:
             policy, max_tokens=self._max_tokens, stop_token_ids=self._stops, deadline=60.0
         )
         try:
-            prompt = self.prompt(task)
+            prompt = await self.prompt(task)
             async with exchange.bounded():
                 completion = await exchange.sample(prompt)
         except (PlayFailed, ScoreMismatch) as error:

@@ -108,7 +108,7 @@ async def _stage(world: World) -> AsyncIterator[Stage]:
     shop = Workshop(world, bytes(31) + b"c", remember=True)
     auditor = PrefillCore(world.engine)
     await auditor.start(world.model_dir, world.run)
-    yield Stage(shop, auditor, world.lease(1, 8, first_task=7))
+    yield Stage(shop, auditor, await world.lease(1, 8, first_task=7))
     await auditor.close()
     await shop.close()
 

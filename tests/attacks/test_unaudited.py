@@ -10,7 +10,7 @@ import pytest
 from rogue import Rogue, say
 from swarm import Swarm
 
-from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.node.environments.counting import STOP, counting_task, question, right_reply
 from primerl.node.network.rpc import Refused
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason
@@ -26,12 +26,11 @@ DEADLINE = 60.0
 
 def forged(lease: Lease, head: PolicyHead) -> tuple[GroupRecord, ...]:
     """The work of a lease without any model: texts typed in, proofs of a state that never was."""
-    environment = CountingEnvironment()
     fake = msgspec.structs.replace(head, version=lease.min_version, state=b"\x07" * 32)
     groups: list[GroupRecord] = []
     for reference in lease.tasks:
-        task = environment.task(reference.index)
-        prompt, right = environment.prompt(task), list(environment.demonstration(task) or ())
+        task = counting_task(reference.index)
+        prompt, right = question(task), right_reply(task)
         rollouts: list[RolloutRecord] = []
         for index in range(lease.group_size):
             wrong = [5 + (lease.lease_id * 7 + index) % 50, 4 + index, STOP]

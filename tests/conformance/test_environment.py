@@ -12,26 +12,30 @@ from primerl.node.engines.engine import Completion
 from primerl.node.environments.build import build_environment
 from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Branch, Environment, Policy, ScoreMismatch
+from primerl.node.environments.verifiers import VerifiersEnvironment
 
 
-@pytest.fixture(params=["counting", "reverse-text", "arithmetic"])
+@pytest.fixture(params=["counting", "reverse-text", "arithmetic", "hosted"])
 async def environment(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> AsyncGenerator[Environment]:
     made: Environment = CountingEnvironment()
     if request.param != "counting":
-        config = EnvironmentConfig(id=request.param)
-        model_dir = make_chat_model(tmp_path)
-        made = build_environment(
-            config, model_dir=model_dir, seed=0, max_tokens=16, temperature=1.0
+        make = build_environment if request.param == "hosted" else VerifiersEnvironment
+        made = make(
+            EnvironmentConfig(id="reverse-text" if request.param == "hosted" else request.param),
+            model_dir=make_chat_model(tmp_path),
+            seed=0,
+            max_tokens=16,
+            temperature=1.0,
         )
     await made.start()
     yield made
     await made.close()
 
 
-def stop_of(environment: Environment) -> int:
-    shown = environment.demonstration(environment.task(0))
+async def stop_of(environment: Environment) -> int:
+    shown = await environment.demonstration(await environment.task(0))
     assert shown is not None
     return shown[-1]
 
@@ -53,21 +57,23 @@ def saying(
 
 
 async def played(environment: Environment, token_ids: list[int] | None = None) -> list[Branch]:
-    task = environment.task(0)
-    reply = environment.demonstration(task) if token_ids is None else token_ids
+    task = await environment.task(0)
+    reply = await environment.demonstration(task) if token_ids is None else token_ids
     assert reply is not None
     return (await environment.run(task, saying(reply))).branches
 
 
-def test_a_task_number_always_names_the_same_task(environment: Environment) -> None:
-    assert environment.task(7) == environment.task(7)
-    assert len({environment.task(i).digest for i in range(50)}) == 50
-    assert len(environment.task(7).digest) == 32
+async def test_a_task_number_always_names_the_same_task(environment: Environment) -> None:
+    assert await environment.task(7) == await environment.task(7)
+    assert len({(await environment.task(i)).digest for i in range(50)}) == 50
+    assert len((await environment.task(7)).digest) == 32
 
 
-def test_splits_share_no_prompt(environment: Environment) -> None:
+async def test_splits_share_no_prompt(environment: Environment) -> None:
     prompts = {
-        split: {tuple(environment.prompt(environment.task(i, split))) for i in range(100)}
+        split: {
+            tuple(await environment.prompt(await environment.task(i, split))) for i in range(100)
+        }
         for split in ("train", "eval")
     }
     assert not prompts["train"] & prompts["eval"]
@@ -75,8 +81,8 @@ def test_splits_share_no_prompt(environment: Environment) -> None:
 
 async def test_a_demonstration_earns_the_full_reward(environment: Environment) -> None:
     for index in range(5):
-        task = environment.task(index)
-        shown = environment.demonstration(task)
+        task = await environment.task(index)
+        shown = await environment.demonstration(task)
         assert shown is not None
         episode = await environment.run(task, saying(shown))
         assert episode.error == ""
@@ -85,17 +91,17 @@ async def test_a_demonstration_earns_the_full_reward(environment: Environment) -
 
 
 async def test_a_wrong_reply_earns_nothing(environment: Environment) -> None:
-    stop = stop_of(environment)
+    stop = await stop_of(environment)
     for reply in ([stop], [3, stop], [5, 5, 5, stop]):
-        episode = await environment.run(environment.task(1), saying(reply))
+        episode = await environment.run(await environment.task(1), saying(reply))
         assert (episode.score.reward, episode.error) == (0.0, "")
 
 
 async def test_an_episode_holds_prompt_and_reply_with_the_engines_logprobs_and_versions(
     environment: Environment,
 ) -> None:
-    task, stop = environment.task(2), stop_of(environment)
-    prompt = environment.prompt(task)
+    task, stop = await environment.task(2), await stop_of(environment)
+    prompt = await environment.prompt(task)
     seen: list[list[int]] = []
     answer = saying([4, stop])
 
@@ -114,8 +120,8 @@ async def test_an_episode_holds_prompt_and_reply_with_the_engines_logprobs_and_v
 async def test_a_score_recomputed_from_tokens_is_the_score_of_the_run(
     environment: Environment,
 ) -> None:
-    task, stop = environment.task(0), stop_of(environment)
-    shown = environment.demonstration(task)
+    task, stop = await environment.task(0), await stop_of(environment)
+    shown = await environment.demonstration(task)
     assert shown is not None
     for reply, finish in ((shown, "stop"), ([6, stop], "stop"), ([6, 7], "length")):
         episode = await environment.run(task, saying(reply, finish=finish))
@@ -127,24 +133,22 @@ async def test_the_claimed_logprobs_and_versions_do_not_touch_the_score(
 ) -> None:
     (branch,) = await played(environment)
     forged = replace(branch, logprobs=[0.0] * len(branch.logprobs), policy_first=0)
-    assert (await environment.score(environment.task(0), [forged])).reward == 1.0
+    assert (await environment.score(await environment.task(0), [forged])).reward == 1.0
 
 
 async def test_tokens_of_another_task_are_refused(environment: Environment) -> None:
-    other = next(
-        environment.task(i)
-        for i in range(1, 100)
-        if environment.prompt(environment.task(i)) != environment.prompt(environment.task(0))
-    )
+    prompt = await environment.prompt(await environment.task(0))
+    tasks = [await environment.task(index) for index in range(1, 100)]
+    others = [task for task in tasks if await environment.prompt(task) != prompt]
     with pytest.raises(ScoreMismatch):
-        await environment.score(other, await played(environment))
+        await environment.score(others[0], await played(environment))
 
 
 async def test_a_forged_prompt_is_refused(environment: Environment) -> None:
     (branch,) = await played(environment)
     forged = replace(branch, token_ids=[*branch.token_ids[:1], 9, *branch.token_ids[2:]])
     with pytest.raises(ScoreMismatch):
-        await environment.score(environment.task(0), [forged])
+        await environment.score(await environment.task(0), [forged])
 
 
 async def test_an_answer_smuggled_into_the_prompt_is_refused(environment: Environment) -> None:
@@ -152,7 +156,7 @@ async def test_an_answer_smuggled_into_the_prompt_is_refused(environment: Enviro
     end = branch.sampled.index(True)
     claimed = [*branch.sampled[:end], False, *branch.sampled[end + 1 :]]
     with pytest.raises(ScoreMismatch):
-        await environment.score(environment.task(0), [replace(branch, sampled=claimed)])
+        await environment.score(await environment.task(0), [replace(branch, sampled=claimed)])
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -161,7 +165,7 @@ async def test_missing_and_repeated_branches_are_refused(
 ) -> None:
     branches = await played(environment)
     with pytest.raises(ScoreMismatch):
-        await environment.score(environment.task(0), branches * count)
+        await environment.score(await environment.task(0), branches * count)
 
 
 async def test_malformed_branches_are_refused(environment: Environment) -> None:
@@ -176,16 +180,16 @@ async def test_malformed_branches_are_refused(environment: Environment) -> None:
         Branch(branch.token_ids[:cut], [False] * cut, [0.0] * cut, 0, 0, "stop"),
     ):
         with pytest.raises(ScoreMismatch):
-            await environment.score(environment.task(0), [bad])
+            await environment.score(await environment.task(0), [bad])
 
 
 async def test_a_reply_that_goes_on_after_its_end_is_no_completion(
     environment: Environment,
 ) -> None:
-    task, stop = environment.task(0), stop_of(environment)
+    task, stop = await environment.task(0), await stop_of(environment)
     reply = [5, stop, 5, stop]
     assert "stop token" in (await environment.run(task, saying(reply))).error
-    prompt = environment.prompt(task)
+    prompt = await environment.prompt(task)
     forged = Branch(
         token_ids=[*prompt, *reply],
         sampled=[False] * len(prompt) + [True] * 4,
@@ -201,14 +205,14 @@ async def test_a_reply_that_goes_on_after_its_end_is_no_completion(
 async def test_a_reply_longer_than_the_contract_allows_is_an_error(
     environment: Environment,
 ) -> None:
-    episode = await environment.run(environment.task(0), saying([5] * 500, finish="length"))
+    episode = await environment.run(await environment.task(0), saying([5] * 500, finish="length"))
     assert episode.branches == []
     assert "tokens in one completion" in episode.error
 
 
 async def test_a_task_with_other_content_is_refused(environment: Environment) -> None:
     branches = await played(environment)
-    foreign = replace(environment.task(0), digest=bytes(32))
+    foreign = replace(await environment.task(0), digest=bytes(32))
     with pytest.raises(ScoreMismatch, match="other content"):
         await environment.score(foreign, branches)
     assert "other content" in (await environment.run(foreign, saying([STOP]))).error
@@ -222,4 +226,4 @@ async def test_what_the_policy_raises_comes_through(environment: Environment) ->
         raise EngineDied
 
     with pytest.raises(EngineDied):
-        await environment.run(environment.task(0), policy)
+        await environment.run(await environment.task(0), policy)

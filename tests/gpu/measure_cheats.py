@@ -120,7 +120,7 @@ async def speeds(bench: Bench, auditors: Sequence[Auditor]) -> dict[str, float]:
     sampler = await shop.honest()
     found: dict[str, float] = {}
     for turn in range(2):  # the first one warms up
-        lease = world.lease(bench.options.at_once // 8, 8)
+        lease = await world.lease(bench.options.at_once // 8, 8)
         began = time.perf_counter()
         groups = await shop.play(lease, sampler)
         drawn = time.perf_counter() - began
@@ -141,7 +141,7 @@ async def honest(
     sampler = await shop.honest()
     judging: asyncio.Task[None] | None = None
     while sample.blocks < blocks and bench.left > reserve:
-        lease = world.lease(bench.options.at_once // 8, 8)
+        lease = await world.lease(bench.options.at_once // 8, 8)
         groups = await shop.play(lease, sampler)
         if judging is not None:
             await judging

@@ -34,22 +34,23 @@ class Letters:
     """Prompts of letters, of three lengths; whatever comes is an answer."""
 
     name = "letters"
+    status = ""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
-    def task(self, index: int, split: Split = "train") -> Task:
+    async def task(self, index: int, split: Split = "train") -> Task:
         return Task(index, digest(f"{split} {index}".encode()), split)
 
-    def prompt(self, task: Task) -> list[int]:
+    async def prompt(self, task: Task) -> list[int]:
         letters = blake2b(task.digest, digest_size=4 + 6 * (task.index % 3)).digest()
         return [97 + byte % 26 for byte in letters]
 
-    def demonstration(self, task: Task) -> None: ...
+    async def demonstration(self, task: Task) -> None: ...
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        prompt = self.prompt(task)
+        prompt = await self.prompt(task)
         said = await policy(prompt, 0)
         return Episode([self._branch(prompt, said)], Score(0.0))
 

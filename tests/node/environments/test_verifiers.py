@@ -10,13 +10,13 @@ from chat_model import IM_END, UNDEFINED, USER, make_chat_model
 
 from primerl.node.config import EnvironmentConfig
 from primerl.node.engines.engine import Completion
-from primerl.node.environments.build import build_environment
 from primerl.node.environments.environment import (
     Environment,
     EnvironmentFailed,
     Policy,
     ScoreMismatch,
 )
+from primerl.node.environments.verifiers import VerifiersEnvironment
 
 TASKSETS = Path(__file__).parent / "tasksets"
 
@@ -31,13 +31,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     async def start(
         name: str, *, max_tokens: int = 16, deadline: float = 60.0, turns: int = 8, **args: object
     ) -> Environment:
-        environment = build_environment(
-            EnvironmentConfig(id=name, args=args, max_turns=turns),
+        environment = VerifiersEnvironment(
+            EnvironmentConfig(id=name, args=args, max_turns=turns, timeout_s=deadline),
             model_dir=model_dir,
             seed=0,
             max_tokens=max_tokens,
             temperature=1.0,
-            deadline=deadline,
         )
         await environment.start()
         return environment
@@ -62,8 +61,8 @@ def says(*replies: str | list[int], stop: bool = True) -> Policy:
 
 async def test_reversing_is_rewarded_exactly_and_measured_gradually(start: Start) -> None:
     environment = await start("reverse-text", min_len=4, max_len=4)
-    task = environment.task(3)
-    text = bytes(environment.prompt(task)[1:5])
+    task = await environment.task(3)
+    text = bytes((await environment.prompt(task))[1:5])
     mirror = text[::-1].decode()
     right = await environment.run(task, says(mirror))
     assert right.score.reward == 1.0
@@ -74,8 +73,8 @@ async def test_reversing_is_rewarded_exactly_and_measured_gradually(start: Start
 
 async def test_a_right_answer_that_was_cut_off_is_not_right(start: Start) -> None:
     environment = await start("reverse-text", min_len=4, max_len=4, max_tokens=4)
-    task = environment.task(3)
-    mirror = bytes(environment.prompt(task)[1:5])[::-1].decode()
+    task = await environment.task(3)
+    mirror = bytes((await environment.prompt(task))[1:5])[::-1].decode()
     episode = await environment.run(task, says(mirror, stop=False))
     assert episode.score.metrics == {"exact": 0.0, "lcs": 1.0}
     assert await environment.score(task, episode.branches) == episode.score
@@ -86,8 +85,8 @@ async def test_a_right_answer_that_was_cut_off_is_not_right(start: Start) -> Non
 )
 async def test_nothing_can_hide_in_a_right_answer(start: Start, hidden: list[int]) -> None:
     environment = await start("reverse-text")
-    task = environment.task(0)
-    shown = environment.demonstration(task)
+    task = await environment.task(0)
+    shown = await environment.demonstration(task)
     assert shown is not None
     episode = await environment.run(task, says([*shown[:2], *hidden, *shown[2:-1]]))
     assert (episode.score.reward, episode.error) == (0.0, "")
@@ -98,7 +97,7 @@ async def test_scores_of_random_replies_are_recomputed_alike(start: Start) -> No
     environment = await start("reverse-text")
     rng = Random(1)
     for index in range(40):
-        task = environment.task(index)
+        task = await environment.task(index)
         ids = [rng.choice([*range(256), USER, UNDEFINED]) for _ in range(rng.randrange(15))]
         episode = await environment.run(task, says(ids))
         assert episode.error == ""
@@ -108,11 +107,11 @@ async def test_scores_of_random_replies_are_recomputed_alike(start: Start) -> No
 async def test_arithmetic_knows_its_results(start: Start) -> None:
     environment = await start("arithmetic", max_value=20)
     for index in range(30):
-        task = environment.task(index)
-        question = bytes(environment.prompt(task)[1:-2]).decode()
+        task = await environment.task(index)
+        question = bytes((await environment.prompt(task))[1:-2]).decode()
         episode = await environment.run(task, says(str(eval(question))))
         assert episode.score.metrics == {"exact": 1.0, "numeric": 1.0}
-    wrong = await environment.run(environment.task(0), says("soon"))
+    wrong = await environment.run(await environment.task(0), says("soon"))
     assert wrong.score.metrics == {"exact": 0.0, "numeric": 0.0}
 
 
@@ -130,16 +129,18 @@ async def test_task_digests_are_the_same_on_every_machine(start: Start) -> None:
     for name in ("reverse-text", "arithmetic"):
         environment = await start(name)
         for split in ("train", "eval"):
-            found[name, split] = environment.task(5, split).digest[:8].hex()
+            found[name, split] = (await environment.task(5, split)).digest[:8].hex()
     assert found == GOLDEN
 
 
 @pytest.mark.parametrize("name", ["reverse-text", "arithmetic"])
 async def test_held_out_prompts_never_turn_up_in_training(start: Start, name: str) -> None:
     environment, other = await start(name), await start(name, seed=1)
-    held_out = {tuple(environment.prompt(environment.task(i, "eval"))) for i in range(300)}
+    held_out = {
+        tuple(await environment.prompt(await environment.task(i, "eval"))) for i in range(300)
+    }
     for source in (environment, other):
-        trained = {tuple(source.prompt(source.task(i))) for i in range(1500)}
+        trained = {tuple(await source.prompt(await source.task(i))) for i in range(1500)}
         assert not held_out & trained
     assert len(held_out) > 200
 
@@ -164,10 +165,10 @@ def test_the_library_itself_finds_the_bundled_tasksets_and_walks_them_in_order(
 
 async def test_hooks_run_in_order_and_see_the_prompt_with_its_system_message(start: Start) -> None:
     environment = await start("rows")
-    task = environment.task(0)
-    prompt = bytes(environment.prompt(task)[1:9])
+    task = await environment.task(0)
+    prompt = bytes((await environment.prompt(task))[1:9])
     assert prompt == b"be brief"
-    shown = environment.demonstration(task)
+    shown = await environment.demonstration(task)
     assert shown is not None
     episode = await environment.run(task, says(shown[:-1]))
     assert episode.score.reward == 0.5
@@ -180,9 +181,9 @@ async def test_the_short_way_and_the_librarys_own_end_in_the_same_episode(
     start: Start, reply: str | list[int], *, stop: bool
 ) -> None:
     short, long = await start("rows"), await start("rows_env")
-    task = short.task(0)
-    assert task == long.task(0)
-    assert short.prompt(task) == long.prompt(task)
+    task = await short.task(0)
+    assert task == await long.task(0)
+    assert await short.prompt(task) == await long.prompt(task)
     policy = says(reply, stop=stop)
     episode = await short.run(task, policy)
     assert episode.error == ""
@@ -193,7 +194,9 @@ async def test_the_short_way_and_the_librarys_own_end_in_the_same_episode(
 async def test_a_finite_taskset_starts_over_and_is_dealt_into_two_splits(start: Start) -> None:
     environment = await start("rows")
     prompts = {
-        split: [tuple(environment.prompt(environment.task(i, split))) for i in range(40)]
+        split: [
+            tuple(await environment.prompt(await environment.task(i, split))) for i in range(40)
+        ]
         for split in ("train", "eval")
     }
     assert set(prompts["train"]).isdisjoint(prompts["eval"])
@@ -209,7 +212,7 @@ async def test_a_finite_taskset_starts_over_and_is_dealt_into_two_splits(start: 
         ("broken", "no such thing"),
         ("shell", "runs no commands"),
         ("odd", "not a finite number"),
-        ("slow", "hangs"),
+        ("slow", "no result within 0.2 s"),
         ("impatient", "without a turn|before its first turn"),
     ],
 )
@@ -218,17 +221,17 @@ async def test_a_taskset_that_fails_is_an_error_in_the_episode(
 ) -> None:
     deadline = 0.2 if mood == "slow" else 60.0
     environment = await start(name, mood=mood, deadline=deadline)
-    episode = await environment.run(environment.task(0), says("0"))
+    episode = await environment.run(await environment.task(0), says("0"))
     assert episode.branches == []
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(episode.error)
 
 
 async def test_a_rollout_whose_scoring_fails_has_no_score(start: Start) -> None:
-    (branch,) = (await (good := await start("rows")).run(good.task(0), says("0"))).branches
+    (branch,) = (await (good := await start("rows")).run(await good.task(0), says("0"))).branches
     environment = await start("rows", mood="broken")
-    with pytest.raises(ScoreMismatch, match="no such thing"):
-        await environment.score(environment.task(0), [branch])
+    with pytest.raises(EnvironmentFailed, match="no such thing"):
+        await environment.score(await environment.task(0), [branch])
 
 
 async def test_the_policy_may_take_longer_than_the_tasksets_deadline(start: Start) -> None:
@@ -241,12 +244,12 @@ async def test_the_policy_may_take_longer_than_the_tasksets_deadline(start: Star
         await asyncio.sleep(0.8)
         return await answer(prompt, turn)
 
-    assert (await environment.run(environment.task(0), slow)).error == ""
+    assert (await environment.run(await environment.task(0), slow)).error == ""
 
 
 async def test_hooks_on_single_requests_are_honoured(start: Start) -> None:
     environment = await start("rows_watched")
-    task = environment.task(0)
+    task = await environment.task(0)
     episode = await environment.run(task, says("hm"))
     assert episode.error == ""
     assert b"QUIET" in bytes(t for t in episode.branches[0].token_ids if t < 256)
@@ -258,7 +261,7 @@ async def test_hooks_on_single_requests_are_honoured(start: Start) -> None:
 
 async def test_each_turn_extends_the_tokens_of_the_turn_before(start: Start) -> None:
     environment = await start("guess_game")
-    task = environment.task(5)
+    task = await environment.task(5)
     seen: list[tuple[int, list[int]]] = []
     answer = says("1", [0xC3, USER], "9", "5")
 
@@ -269,7 +272,7 @@ async def test_each_turn_extends_the_tokens_of_the_turn_before(start: Start) -> 
     episode = await environment.run(task, policy)
     (branch,) = episode.branches
     assert [turn for turn, _ in seen] == [0, 1, 2, 3]
-    assert seen[0][1] == environment.prompt(task)
+    assert seen[0][1] == await environment.prompt(task)
     for _, prompt in seen:
         assert branch.token_ids[: len(prompt)] == prompt
         assert branch.sampled[len(prompt) - 1 : len(prompt) + 1] == [False, True]
@@ -284,7 +287,7 @@ async def test_each_turn_extends_the_tokens_of_the_turn_before(start: Start) -> 
 
 async def test_a_reply_that_was_cut_off_is_closed_before_the_next_turn(start: Start) -> None:
     environment = await start("guess_game")
-    episode = await environment.run(environment.task(5), says("1", "2", "3", "4", stop=False))
+    episode = await environment.run(await environment.task(5), says("1", "2", "3", "4", stop=False))
     (branch,) = episode.branches
     end = branch.sampled.index(True) + 1
     assert branch.token_ids[end : end + 2] == [IM_END, USER]
@@ -293,21 +296,21 @@ async def test_a_reply_that_was_cut_off_is_closed_before_the_next_turn(start: St
 
 async def test_a_game_is_rewarded_by_its_state(start: Start) -> None:
     environment = await start("guess_game")
-    won = await environment.run(environment.task(5), says("1", "5"))
+    won = await environment.run(await environment.task(5), says("1", "5"))
     assert won.score.metrics == {"solved": 1.0, "guesses": 2.0}
-    lost = await environment.run(environment.task(5), says("1", "2", "3", "4"))
+    lost = await environment.run(await environment.task(5), says("1", "2", "3", "4"))
     assert lost.score.metrics == {"solved": 0.0, "guesses": 3.0}
 
 
 async def test_max_turns_ends_a_game(start: Start) -> None:
     environment = await start("guess_game", turns=2)
-    episode = await environment.run(environment.task(5), says("1", "2"))
+    episode = await environment.run(await environment.task(5), says("1", "2"))
     assert episode.score.metrics == {"solved": 0.0, "guesses": 2.0}
 
 
 async def test_a_game_with_altered_environment_turns_is_refused(start: Start) -> None:
     environment = await start("guess_game")
-    task = environment.task(5)
+    task = await environment.task(5)
     (branch,) = (await environment.run(task, says("1", "2", "5"))).branches
     ids = branch.token_ids
     place = bytes(t if t < 256 else 0 for t in ids).index(b"higher")
@@ -320,7 +323,7 @@ async def test_a_game_with_altered_environment_turns_is_refused(start: Start) ->
 
 async def test_a_game_with_turns_missing_or_added_is_refused(start: Start) -> None:
     environment = await start("guess_game")
-    task = environment.task(5)
+    task = await environment.task(5)
     (lost,) = (await environment.run(task, says("1", "2", "3", "4"))).branches
     (won,) = (await environment.run(task, says("1", "5"))).branches
     cut = len(lost.token_ids) - 2
@@ -352,7 +355,7 @@ async def test_an_engine_that_dies_in_a_game_is_not_the_games_fault(start: Start
         return await says("1")(prompt, turn)
 
     with pytest.raises(ConnectionError, match="engine died"):
-        await environment.run(environment.task(5), policy)
+        await environment.run(await environment.task(5), policy)
 
 
 # -- refusals at the start ------------------------------------------------------------------------
@@ -380,10 +383,10 @@ async def test_what_cannot_or_must_not_be_played_is_refused_at_the_start(
 
 
 async def test_an_environment_before_its_start_says_so(tmp_path: Path) -> None:
-    environment = build_environment(
+    environment = VerifiersEnvironment(
         EnvironmentConfig(), model_dir=tmp_path, seed=0, max_tokens=4, temperature=1.0
     )
     with pytest.raises(EnvironmentFailed, match=r"call start\(\) first"):
-        environment.task(0)
+        await environment.task(0)
     with pytest.raises(EnvironmentFailed, match=r"no tokenizer\.json"):
         await environment.start()

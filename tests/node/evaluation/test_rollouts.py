@@ -54,7 +54,7 @@ async def played(player: Clever, samples: int = 4, concurrency: int = 8) -> list
     environment = CountingEnvironment()
     return await play(
         environment,
-        held_out(environment, 6),
+        await held_out(environment, 6),
         player,
         samples=samples,
         seed=3,
@@ -90,7 +90,7 @@ async def test_seeds_hang_on_task_sample_and_turn_alone() -> None:
     assert sorted(one.seed for one in first.asked) == sorted(one.seed for one in again.asked)
     assert len({one.seed for one in first.asked}) == 24
     assert len({one.group for one in first.asked}) == 6
-    task = CountingEnvironment().task(0, "eval")
+    task = await CountingEnvironment().task(0, "eval")
     seeds = [turn_seed(3, task, sample, turn) for sample in range(3) for turn in range(3)]
     assert len(set(seeds)) == 9
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -117,13 +117,13 @@ async def test_what_ends_everything_is_raised_as_it_is() -> None:
 class FewTasks(CountingEnvironment):
     """Three tasks, over and over."""
 
-    def task(self, index: int, split: Split = "train") -> Task:
+    async def task(self, index: int, split: Split = "train") -> Task:
         """See Environment."""
-        return super().task(index % 3, split)
+        return await super().task(index % 3, split)
 
 
-def test_a_task_that_comes_again_is_not_counted_twice() -> None:
-    assert len(held_out(FewTasks(), 10)) == 3
+async def test_a_task_that_comes_again_is_not_counted_twice() -> None:
+    assert len(await held_out(FewTasks(), 10)) == 3
 
 
 def test_success_is_a_threshold_of_the_reward() -> None:
@@ -233,11 +233,11 @@ async def test_two_evaluations_of_one_engine_take_turns() -> None:
 class Broken(CountingEnvironment):
     """Has no held-out tasks."""
 
-    def task(self, index: int, split: Split = "train") -> Task:
+    async def task(self, index: int, split: Split = "train") -> Task:
         """See Environment."""
         raise EnvironmentFailed("no tasks")
 
 
 async def test_an_environment_without_tasks_says_so() -> None:
     with pytest.raises(EnvironmentFailed):
-        held_out(Broken(), 1)
+        await held_out(Broken(), 1)

@@ -14,7 +14,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.engine_config import ConcurrencyConfig
 from primerl.node.engines.concurrency import Concurrency
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.environments.counting import STOP, CountingEnvironment
+from primerl.node.environments.counting import STOP, CountingEnvironment, counting_task
 from primerl.node.environments.environment import Episode, Policy, Score, Task
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.roles import generating
@@ -82,11 +82,11 @@ def generation(
 
 def lease_of(*indices: int) -> Lease:
     """A lease of these tasks, four rollouts each."""
-    environment, book = CountingEnvironment(), LeaseBook(policy(groups_per_lease=len(indices)))
+    book = LeaseBook(policy(groups_per_lease=len(indices)))
     book.requeued.extend(indices)
     lease = granted(book)
     assert [task.index for task in lease.tasks] == list(indices)
-    digests = [environment.task(index).digest for index in indices]
+    digests = [counting_task(index).digest for index in indices]
     refs = zip(lease.tasks, digests, strict=True)
     tasks = tuple(type(task)(task.index, digest) for task, digest in refs)
     return Lease(
@@ -105,7 +105,7 @@ async def test_every_rollout_is_there_in_its_place(
     environment = CountingEnvironment()
     for group, task in zip(played.groups, lease.tasks, strict=True):
         assert (group.task_index, group.task_digest) == (task.index, task.digest)
-        prompt = environment.prompt(environment.task(task.index))
+        prompt = await environment.prompt(await environment.task(task.index))
         assert [one.reward for one in group.rollouts] == [1.0] * 4
         said = [prompt[-1] + 1, STOP]
         expected = b"".join(token.to_bytes(4, "little") for token in [*prompt, *said])
@@ -152,7 +152,7 @@ async def test_samples_begin_in_the_order_of_their_indices_however_long_their_se
 ):
     engine, lease = Engine(), lease_of(5)
     played = await generation(engine, environment=SlowToSetUp(fails=1)).play(lease)
-    task = CountingEnvironment().task(5)
+    task = counting_task(5)
     seeds = [sample_seed(RUN_ID, lease, NODE, task.digest, index) for index in range(4)]
     assert [request.seed for request in engine.asked] == seeds[:3]
     assert [one.error for one in played.groups[0].rollouts] == ["", "", "", "no sandbox"]

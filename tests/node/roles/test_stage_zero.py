@@ -24,6 +24,7 @@ from offer_cases import (
 from protocol_cases import refuses
 
 from primerl.crypto.hashing import digest
+from primerl.node.environments.counting import CountingEnvironment
 from primerl.node.ledger import Ledger
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.rpc import receive
@@ -298,7 +299,7 @@ class Front:
             peers=peers,
             heads=unused,
             merges=unused,
-            task_digest=task_digest,
+            environment=CountingEnvironment(),
             capacity=lambda node: 100,
             order=lambda: (0, 0),
             arrivals=unused,

@@ -366,7 +366,9 @@ async def measured(model_dir: Path, config: SftConfig) -> float:
         environment = make_environment(config.data.environment, model_dir, 0, 64, 1.0)
         await environment.start()
         stack.push_async_callback(environment.close)
-        samples = open_tasks(config, environment, 0).validation
+        loop = asyncio.get_running_loop()
+        data = await asyncio.to_thread(open_tasks, config, environment, 0, loop)
+        samples = data.validation
         backend = LocalBackend(config.training, max_steps=1, seed=0)
         stack.push_async_callback(backend.close)
         await backend.start(model_dir)

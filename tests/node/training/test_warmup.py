@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import count, islice
 
 import pytest
@@ -39,8 +39,11 @@ class Pupil:
         return self.per_step * len(self.rates)
 
 
-def examples() -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    return (([n], [n, 258]) for n in count())
+async def examples(
+    end: int | None = None,
+) -> AsyncIterator[tuple[Sequence[int], Sequence[int]]]:
+    for n in islice(count(), end):
+        yield [n], [n, 258]
 
 
 async def test_it_stops_at_the_first_evaluation_that_reaches_the_target() -> None:
@@ -80,7 +83,7 @@ async def test_examples_that_run_out_end_it_with_a_last_evaluation() -> None:
     pupil = Pupil(per_step=0.01)
     result = await warm_up(
         pupil,
-        islice(examples(), 26),
+        examples(26),
         CONFIG,
         evaluate=pupil.accuracy,
         progress=lambda note: None,

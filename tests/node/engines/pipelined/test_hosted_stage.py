@@ -17,9 +17,8 @@ from frame_cases import SHAPE, plan
 from primerl.node import models
 from primerl.node.engine_config import EngineConfig
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.engines.host import Host, Outbox
+from primerl.node.engines.host import Host
 from primerl.node.engines.host_frames import (
-    MAX_FRAME,
     Draw,
     Drawn,
     Rejoin,
@@ -34,6 +33,7 @@ from primerl.node.engines.pipelined.seams import Laned
 from primerl.node.engines.pipelined.vllm_place import encode_place
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.frames import HEAD_BYTES, body_length
+from primerl.node.hosted_process import MAX_FRAME, Outbox
 from primerl.node.pipeline.place import Place
 from primerl.node.weights.state import Tensor
 

@@ -1,0 +1,444 @@
+"""An environment in a process of its own: what a node plays, and scores with, whatever the taskset's code does.
+
+Code that hangs, spins or crashes costs the rollout that it belongs to. Its process is started again, and what
+else was under way there is begun again; what the policy has said by then is not asked for again.
+"""
+
+import asyncio
+import itertools
+import logging
+import mmap
+import os
+import re
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeVar
+
+from ..config import EnvironmentConfig
+from ..engines.engine import Completion
+from ..errors import NodeError
+from ..hosted_process import HostedProcess
+from ..processes import PARENT_VARIABLE
+from .environment import (
+    Branch,
+    EnvironmentFailed,
+    EnvironmentGivenUp,
+    EnvironmentStuck,
+    Episode,
+    Policy,
+    Score,
+    ScoreMismatch,
+    Split,
+    Task,
+)
+from .host_frames import (
+    MARK_BYTES,
+    MARK_VARIABLE,
+    MISMATCH,
+    STUCK,
+    Answer,
+    Done,
+    Drop,
+    Failed,
+    Look,
+    Looked,
+    Ping,
+    Play,
+    Played,
+    Pong,
+    Reply,
+    Request,
+    Rescore,
+    Scored,
+    SetUp,
+    Turn,
+    read_answer,
+    unpack_mark,
+)
+
+logger = logging.getLogger(__name__)
+
+A = TypeVar("A")
+
+PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
+PRIVATE = frozenset({"PRIMERL_PASSPHRASE"})
+"""Variables that a taskset's code does not get to see."""
+LOOKED_TASKS = 4096
+"""Tasks kept with their prompt tokens."""
+MOST_LOSSES = 5
+"""Processes lost in a row, with no rollout in between that ended or was to blame, before it is given up."""
+MOST_TRIES = 10
+"""Times that a rollout is begun which is not to blame for the loss of its process."""
+PING_S = 2.0
+SILENT_S = 30.0
+"""So much longer than the environment's own limits the process may say nothing."""
+END_S = 2.0
+"""To end in peace."""
+
+
+class EnvironmentLost(NodeError):
+    """The process of the environment is gone, by the fault of another request."""
+
+
+class EnvironmentChild(HostedProcess):
+    """One process: start() first, close() or kill() last."""
+
+    Lost = EnvironmentLost
+
+    def __init__(
+        self, config: EnvironmentConfig, program: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
+        self._mark_file = _shared_file()
+        self._mark = mmap.mmap(self._mark_file.fileno(), MARK_BYTES)
+        variables = {name: value for name, value in environ.items() if name not in PRIVATE}
+        variables |= {
+            PARENT_VARIABLE: str(os.getpid()),
+            MARK_VARIABLE: str(self._mark_file.fileno()),
+            # what can be imported here can be imported there
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
+        super().__init__("environment", f"environment {config.id!r}", program, variables)
+        self._config = config
+        self._numbers = itertools.count(1)
+        self._answered = time.monotonic()
+        self.status = ""
+        """What it told last; see Environment.status."""
+
+    async def start(self, set_up: SetUp) -> None:
+        """Start it and load the taskset. Raises EnvironmentFailed; kill() it then."""
+        try:
+            await self.spawn([self._mark_file.fileno()])
+        except OSError as error:
+            raise EnvironmentFailed(
+                f"its process cannot be started ({error}): free memory or processes"
+            ) from error
+        self._tasks.append(asyncio.create_task(self._ping(), name="environment ping"))
+        try:
+            await self._ask(set_up, Done)
+        except EnvironmentLost as error:
+            raise EnvironmentFailed(str(error)) from error
+
+    async def look(self, index: int, split: Split) -> Looked:
+        """What a task is. Raises EnvironmentFailed, EnvironmentLost."""
+        return await self._ask(Look(next(self._numbers), index, split), Looked)
+
+    async def play(self, task: Task, policy: Policy) -> Episode:
+        """Play a task. Raises EnvironmentFailed, EnvironmentLost, and what `policy` raises."""
+        number = next(self._numbers)
+        request: Play | Reply = Play(number, task)
+        while True:
+            answer = await self._ask(request, Turn | Played)
+            if isinstance(answer, Played):
+                return answer.episode
+            try:
+                request = Reply(number, await policy(answer.prompt, answer.turn))
+            except BaseException:
+                self._drop(number)
+                raise
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        """Score a finished rollout. Raises ScoreMismatch, EnvironmentFailed, EnvironmentLost."""
+        request = Rescore(next(self._numbers), task, list(branches))
+        return (await self._ask(request, Scored)).score
+
+    async def close(self) -> None:
+        """End it, by force if it takes too long."""
+        grace_s = 0.0 if self.lost.is_set() or self._is_late(PING_S * 2) else END_S
+        await self._end(EnvironmentFailed(f"{self._title} was closed"), grace_s)
+        self._mark_file.close()
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    async def _ask(self, request: Request, kind: Any) -> Any:
+        """Its answer; there is no deadline, but a process that stands still is lost.
+
+        Raises EnvironmentStuck if this request's own code ended the process, EnvironmentLost if another's did.
+        """
+        try:
+            answer = await self._answer(request, None)
+        except EnvironmentLost as error:
+            if self._marked()[0] == request.number:
+                raise EnvironmentStuck(str(error)) from error
+            raise
+        except asyncio.CancelledError:
+            self._drop(request.number)
+            raise
+        if isinstance(answer, Failed):
+            kinds = {MISMATCH: ScoreMismatch, STUCK: EnvironmentStuck}
+            raise kinds.get(answer.kind, EnvironmentFailed)(answer.detail)
+        if not isinstance(answer, kind):
+            await self._lose(
+                f"the process for {self._title} speaks another language: install one version"
+            )
+            raise EnvironmentLost(self._fault)
+        return answer
+
+    def _drop(self, number: int) -> None:
+        if not self._fault and not self._closing:
+            self._send(Drop(number))
+
+    def _decode(self, body: bytes) -> Answer:
+        return read_answer(body)
+
+    def _take(self, message: Answer) -> None:
+        self._answered = time.monotonic()
+        if isinstance(message, Pong):
+            self.status = message.status
+        else:
+            super()._take(message)
+
+    # -- watching ----------------------------------------------------------------------------------
+
+    def _marked(self) -> tuple[int, int]:
+        """(number of the request whose code runs, or ran last; steps of code so far)."""
+        return unpack_mark(self._mark[:MARK_BYTES])
+
+    def _is_late(self, seconds: float) -> bool:
+        return time.monotonic() - self._answered > seconds
+
+    async def _ping(self) -> None:
+        """Hear how it does; one that neither answers nor runs any code, as if it were stopped, is lost."""
+        limit_s = max(self._config.timeout_s, self._config.start_timeout_s) + SILENT_S
+        steps = self._marked()[1]
+        while not self._fault:
+            self._send(Ping(0))
+            await asyncio.sleep(PING_S)
+            before, steps = steps, self._marked()[1]
+            if steps != before:
+                self._answered = time.monotonic()
+            elif self._is_late(limit_s):
+                await self._lose(f"{self._title} stood still for {limit_s:g} s")
+
+    def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
+        late = next((line for line in reversed(lines) if line.startswith("Timeout (")), "")
+        if late:
+            return (
+                f"the environment's code did not return within {late[9:].rstrip(')!')}{_where(lines)}: mend "
+                "it, or raise environment.timeout_s (start_timeout_s while it loads tasks)"
+            )
+        if code is not None and code < 0:
+            name = next((one.name for one in signal.Signals if one == -code), str(-code))
+            return f"the environment's process was ended by {name}: see its log lines above"
+        last = f" ({lines[-1]})" if lines else ""
+        return f"the environment's process ended with exit code {code}{last}"
+
+
+class HostedEnvironment:
+    """Implements Environment: start() first, close() last."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        *,
+        model_dir: Path,
+        seed: int,
+        max_tokens: int,
+        temperature: float,
+        text: bool = False,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        """See build_environment()."""
+        self._config = config
+        self._set_up = SetUp(
+            0,
+            config.model_dump_json().encode(),
+            str(model_dir.absolute()),
+            seed,
+            max_tokens,
+            temperature,
+            text,
+        )
+        self._program = program
+        self._child: EnvironmentChild | None = None
+        self._replacing = asyncio.Lock()
+        self._looked: OrderedDict[tuple[int, Split], Looked] = OrderedDict()
+        self._losses = 0
+        """In a row, and nobody knows by whose code."""
+        self._given_up = ""
+        self._fault = ""
+        self.restarts = 0
+
+    @property
+    def name(self) -> str:
+        """The taskset's id."""
+        return self._config.id
+
+    @property
+    def status(self) -> str:
+        """See Environment."""
+        if self._given_up:
+            return self._given_up
+        if self._child is not None and self._child.status:
+            return self._child.status
+        if self._fault:
+            return f"{self._fault} (its process was started again {self.restarts} time(s))"
+        return ""
+
+    async def start(self) -> None:
+        """Start its process and load the taskset. Raises EnvironmentFailed."""
+        await self._start()
+
+    async def close(self) -> None:
+        """End its process."""
+        child, self._child = self._child, None
+        if child is not None:
+            await child.close()
+
+    async def task(self, index: int, split: Split = "train") -> Task:
+        """Task number `index`; asked for once, as long as it is remembered."""
+        return Task(index=index, digest=(await self._look(index, split)).digest, split=split)
+
+    async def prompt(self, task: Task) -> list[int]:
+        """See Environment."""
+        return list((await self._own(task)).prompt)
+
+    async def demonstration(self, task: Task) -> list[int] | None:
+        """See Environment."""
+        shown = (await self._own(task)).demonstration
+        return None if shown is None else list(shown)
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Play and score; what the policy raises comes through, and EnvironmentGivenUp once no process stays
+        up. All else is the episode's `error`."""
+        said = RememberedPolicy(policy)
+        try:
+            return await self._with_child(task.index, lambda child: child.play(task, said))
+        except EnvironmentGivenUp:
+            raise
+        except (ScoreMismatch, EnvironmentFailed) as error:
+            return Episode(branches=[], score=Score(reward=0.0), error=str(error))
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        """See Environment; also raises EnvironmentStuck."""
+        return await self._with_child(task.index, lambda child: child.score(task, branches))
+
+    async def _own(self, task: Task) -> Looked:
+        looked = await self._look(task.index, task.split)
+        if looked.digest != task.digest:
+            raise ScoreMismatch(
+                f"task {task.index} of {self.name!r} has other content here: "
+                "install the run's version of the taskset"
+            )
+        return looked
+
+    async def _look(self, index: int, split: Split) -> Looked:
+        if self._given_up:
+            raise EnvironmentGivenUp(self._given_up)
+        key = (index, split)
+        if (looked := self._looked.get(key)) is not None:
+            self._looked.move_to_end(key)
+            return looked
+        looked = await self._with_child(index, lambda child: child.look(index, split))
+        self._looked[key] = looked
+        if len(self._looked) > LOOKED_TASKS:
+            self._looked.popitem(last=False)
+        return looked
+
+    # -- the process -------------------------------------------------------------------------------
+
+    async def _with_child(self, index: int, ask: Callable[[EnvironmentChild], Awaitable[A]]) -> A:
+        """What `ask` finds out; asked again where its process was lost by another's fault."""
+        for _ in range(MOST_TRIES):
+            child = await self._working()
+            try:
+                found = await ask(child)
+            except EnvironmentStuck as error:
+                self._losses = 0
+                raise EnvironmentStuck(f"task {index}: {error}") from error
+            except EnvironmentLost:
+                continue
+            if not isinstance(found, Looked):
+                self._losses = 0
+            return found
+        raise EnvironmentFailed(f"task {index}: {self._fault} ({MOST_TRIES} times)")
+
+    async def _working(self) -> EnvironmentChild:
+        """A process that is there; it is started again if it was lost. Raises EnvironmentFailed."""
+        async with self._replacing:
+            if self._given_up:
+                raise EnvironmentGivenUp(self._given_up)
+            child = self._child
+            if child is None:
+                raise EnvironmentFailed(
+                    f"environment {self.name!r} is not running: call start() first"
+                )
+            if child.lost.is_set():
+                child = await self._replace(child)
+            return child
+
+    async def _replace(self, child: EnvironmentChild) -> EnvironmentChild:
+        self._fault = child.fault
+        self._losses += 1
+        await child.close()
+        if self._losses >= MOST_LOSSES:
+            self._give_up(f"{child.fault} ({self._losses} times in a row)")
+        logger.warning("environment %s: %s; its process is started again", self.name, child.fault)
+        try:
+            replacement = await self._start()
+        except EnvironmentFailed as error:
+            self._give_up(str(error))
+        self.restarts += 1
+        return replacement
+
+    def _give_up(self, fault: str) -> NoReturn:
+        self._given_up = f"environment {self.name!r} is given up: {fault}"
+        raise EnvironmentGivenUp(self._given_up)
+
+    async def _start(self) -> EnvironmentChild:
+        child = self._child = EnvironmentChild(self._config, self._program, os.environ)
+        try:
+            await child.start(self._set_up)
+        except BaseException:
+            self._child = None
+            await child.close()
+            raise
+        return child
+
+
+class RememberedPolicy:
+    """A policy that is asked each turn once, however often its rollout is begun again."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._said: dict[tuple[int, tuple[int, ...]], Completion] = {}
+
+    async def __call__(self, prompt: Sequence[int], turn: int) -> Completion:
+        """See Policy."""
+        key = (turn, tuple(prompt))
+        if key not in self._said:
+            self._said[key] = await self._policy(prompt, turn)
+        return self._said[key]
+
+
+def _shared_file() -> BinaryIO:
+    """A file of MARK_BYTES that two processes map."""
+    if hasattr(os, "memfd_create"):
+        file: BinaryIO = os.fdopen(os.memfd_create("primerl-mark"), "w+b")
+    else:
+        file = tempfile.TemporaryFile()
+    file.truncate(MARK_BYTES)
+    return file
+
+
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
+
+
+def _where(lines: Sequence[str]) -> str:
+    """Where the code of the main thread stood, as faulthandler writes it down: the innermost call that is not
+    the standard library's; empty where nothing is known."""
+    library = sysconfig.get_path("stdlib")
+    begun = [number for number, line in enumerate(lines) if "most recent call first" in line]
+    frames = [_FRAME.search(line) for line in lines[begun[-1] :]] if begun else []
+    for frame in frames:
+        if frame is None:
+            continue
+        file = frame["file"]
+        if "site-packages" in file or not file.startswith(library):
+            return f" (in {frame['name']}, {Path(file).name} line {frame['line']})"
+    return ""
