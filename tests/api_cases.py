@@ -145,13 +145,18 @@ class Client:
 
 @asynccontextmanager
 async def api(
-    engine: Engine, model_dir: Path, *, max_length: int = MAX_LENGTH, **settings: Any
+    engine: Engine,
+    model_dir: Path,
+    *,
+    max_length: int = MAX_LENGTH,
+    name: str = NAME,
+    **settings: Any,
 ) -> AsyncGenerator[Client]:
     """A running server and a client of it."""
     config = ApiConfig(port=0, **settings)
     text = Text.load(model_dir)
     served = make_served(
-        NAME, vocab_size=VOCABULARY, max_model_len=max_length, text=text, api=config
+        name, vocab_size=VOCABULARY, max_model_len=max_length, text=text, api=config
     )
     async with serving(config, Service(engine, text, served)) as url:
         async with aiohttp.ClientSession() as http:

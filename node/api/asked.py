@@ -81,9 +81,15 @@ class Asked:
 
 
 def check_model(fields: Fields, served: Served) -> None:
-    """Raise ApiError (404) for the name of another model."""
+    """Raise ApiError (404) where the field `model` names another one."""
     name = fields.take("model")
-    if name is not None and name != served.name:
+    if name is not None:
+        check_name(name, served)
+
+
+def check_name(name: Any, served: Served) -> None:
+    """Raise ApiError (404) for the name of another model."""
+    if name != served.name:
         raise ApiError(
             404,
             f"The model `{str(name)[:200]}` does not exist: this server has `{served.name}`",

@@ -106,12 +106,15 @@ def _rows(asked: Asked, choice: Choice, news: News, text: Text) -> dict[str, Any
     start = len(text.decode(choice.token_ids[: news.first], special=asked.sampling.special))
     lengths = [len(text.token(token)) for token in news.token_ids]
     offsets = list(accumulate(lengths, initial=start))[:-1]
-    tokens = names(news.token_ids, text, as_ids=asked.names_as_ids)
+    tokens = [one.name for one in names(news.token_ids, text, as_ids=asked.names_as_ids)]
     drawn = zip(tokens, news.logprobs, strict=True)
     beside = named_beside(news, text, as_ids=asked.names_as_ids)
     # as OpenAI does it: the drawn token is among them, also where it is none of the likeliest
     tops = (
-        [dict(row) | dict([own]) for row, own in zip(beside, drawn, strict=True)]
+        [
+            {one.name: told for one, told in row} | dict([own])
+            for row, own in zip(beside, drawn, strict=True)
+        ]
         if beside
         else None
     )

@@ -5,7 +5,7 @@ A face is plain: it computes nothing and waits for nothing but the tokenizer.
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .asked import Asked, Served
 from .choice import Choice, News
@@ -81,15 +81,26 @@ def head(asked: Asked, kind: str, served: Served) -> dict[str, Any]:
     }
 
 
-def names(token_ids: Sequence[int], text: Text, *, as_ids: bool) -> list[str]:
+class Named(NamedTuple):
+    """A token as logprobs show it."""
+
+    name: str
+    data: bytes
+    """Its own bytes, which may be a part of a character; those of the name where that is an id."""
+
+
+def names(token_ids: Sequence[int], text: Text, *, as_ids: bool) -> list[Named]:
     """Tokens as logprobs name them."""
-    return [f"token_id:{one}" if as_ids else text.token(one) for one in token_ids]
+    if as_ids:
+        written = [f"token_id:{one}" for one in token_ids]
+        return [Named(one, one.encode()) for one in written]
+    return [Named(text.token(one), text.spelled(one)) for one in token_ids]
 
 
 def logprob_rows(
-    tokens: Sequence[str],
+    tokens: Sequence[Named],
     logprobs: Sequence[float],
-    beside: Sequence[Sequence[tuple[str, float]]] = (),
+    beside: Sequence[Sequence[tuple[Named, float]]] = (),
 ) -> dict[str, Any]:
     """Logprobs as chats have them; `beside` are the likeliest tokens of each place."""
     rows = [_row(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
@@ -98,17 +109,13 @@ def logprob_rows(
     return {"content": rows}
 
 
-def _row(token: str, logprob: float) -> dict[str, Any]:
-    return {
-        "token": token,
-        "logprob": logprob,
-        "bytes": list(token.encode("utf-8", "replace")),
-    }
+def _row(token: Named, logprob: float) -> dict[str, Any]:
+    return {"token": token.name, "logprob": logprob, "bytes": list(token.data)}
 
 
-def named_beside(news: News, text: Text, *, as_ids: bool) -> list[list[tuple[str, float]]]:
+def named_beside(news: News, text: Text, *, as_ids: bool) -> list[list[tuple[Named, float]]]:
     """The likeliest tokens beside those of `news`, as logprobs name them; empty where none are told."""
-    found: list[list[tuple[str, float]]] = []
+    found: list[list[tuple[Named, float]]] = []
     for row in news.likeliest:
         named = names([token for token, _ in row], text, as_ids=as_ids)
         found.append([(name, max(told, LEAST)) for name, (_, told) in zip(named, row, strict=True)])

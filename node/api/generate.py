@@ -19,7 +19,7 @@ from .asked import (
 )
 from .choice import Choice, News
 from .errors import bad
-from .faces import Body, ending, head, logprob_rows, named_beside, policy, usage
+from .faces import Body, ending, head, logprob_rows, named_beside, names, policy, usage
 from .fields import Fields
 from .ids import new_id
 from .text import Text
@@ -109,7 +109,7 @@ def _choice(asked: Asked, choice: Choice, news: News, text: Text) -> dict[str, A
     made |= ending(choice)
     made["logprobs"] = None
     if asked.logprobs:
-        tokens = [f"token_id:{token}" for token in news.token_ids]
+        tokens = names(news.token_ids, text, as_ids=True)
         beside = named_beside(news, text, as_ids=True)
         made["logprobs"] = logprob_rows(tokens, news.logprobs, beside)
     if choice.finish:

@@ -19,6 +19,7 @@ import msgspec
 from ... import __version__
 from ..errors import BusyError, UsageError
 from ..serve_config import ApiConfig, is_loopback
+from .asked import check_name
 from .chat import ChatFace
 from .completions import CompletionFace
 from .errors import ApiError
@@ -83,6 +84,8 @@ class HttpServer:
         for route in self._faces:
             app.router.add_post(route, self._generate)
         app.router.add_get("/v1/models", self._models)
+        # an id may have slashes, as those of the hub
+        app.router.add_get("/v1/models/{id:.+}", self._model)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/version", self._version)
@@ -175,8 +178,18 @@ class HttpServer:
     async def _models(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
 
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: "web.Request") -> "web.Response":
+        from aiohttp import web
+
+        check_name(request.match_info["id"], self._service.served)
+        return web.json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        """What is told of the one model that is served."""
         served = self._service.served
-        card = {
+        return {
             "id": served.name,
             "object": "model",
             "created": self._begun,
@@ -186,7 +199,6 @@ class HttpServer:
             "max_model_len": served.max_model_len,
             "policy_version": self._service.policy_version,
         }
-        return web.json_response({"object": "list", "data": [card]})
 
     async def _health(self, request: "web.Request") -> "web.Response":
         from aiohttp import web

@@ -85,3 +85,7 @@ class Text:
     def token(self, token_id: int) -> str:
         """One token as logprobs show it."""
         return self._chat.shown([token_id], special=True)
+
+    def spelled(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be a part of a character."""
+        return self._chat.spelled(token_id)

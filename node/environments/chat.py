@@ -5,6 +5,7 @@ template came with the model, so it runs in jinja's sandbox.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -153,6 +154,18 @@ class ChatFormat:
         ]
         return "".join(parts)
 
+    def spelled(self, token_id: int) -> bytes:
+        """The bytes of one token, also where they are only a part of a character."""
+        text = self.shown([token_id], special=True)
+        name = self._tokenizer.id_to_token(token_id)
+        if UNREADABLE not in text or name is None:
+            return text.encode("utf-8", "replace")
+        if found := _BYTE_FALLBACK.fullmatch(name):
+            return bytes.fromhex(found[1])
+        if all(char in _BYTE_OF for char in name):
+            return bytes(_BYTE_OF[char] for char in name)
+        return text.encode("utf-8", "replace")
+
     def reply(self, text: str) -> list[int]:
         """Token ids of a reply that says `text`, stop token included."""
         closing = self.encode(self._closing())
@@ -198,6 +211,19 @@ class ChatFormat:
         """Token ids, and of each the place of its first character in `text`."""
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, [start for start, _ in found.offsets]
+
+
+def _byte_level() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's bytes_to_unicode): printable
+    ones are themselves, the others are named by the characters from 256 on, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_level()
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+"""A byte in the vocabulary of a tokenizer that falls back to bytes, as SentencePiece's do."""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -59,6 +59,20 @@ async def test_ids_and_logprobs_are_given_where_they_are_asked_for(model_dir: Pa
     assert len(choice["logprobs"]["token_logprobs"]) == 3
 
 
+async def test_logprobs_have_the_bytes_of_tokens_that_are_parts_of_a_character(
+    model_dir: Path,
+) -> None:
+    said = "a\u20ac\ufffd"
+    async with api(SayingEngine(said), model_dir) as client:
+        body = (await client.chat(logprobs=True, top_logprobs=2)).json
+    rows = body["choices"][0]["logprobs"]["content"]
+    assert [row["bytes"] for row in rows[:-1]] == [[byte] for byte in said.encode()]
+    assert [row["token"] for row in rows[:2]] == ["a", "\ufffd"]
+    assert bytes(rows[-1]["bytes"]) == b"<|im_end|>"
+    # the likeliest ones beside them too: the engine tells this byte, and this byte with its last bit turned
+    assert [one["bytes"] for one in rows[1]["top_logprobs"]] == [[0xE2], [0xE3]]
+
+
 async def test_n_choices_have_seeds_of_their_own_and_the_first_the_requests(
     model_dir: Path,
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from api_cases import KEY, SayingEngine, api, chat_dir
@@ -238,6 +239,17 @@ async def test_models_version_and_unknown_routes(model_dir: Path) -> None:
     assert other.error["message"]
     assert other.headers["Allow"] == "POST"
     assert lost.headers["Server"] == "primerl-node"
+
+
+@pytest.mark.parametrize("name", ["tiny", "maker/tiny-1b", "my model: 2"])
+async def test_a_model_answers_for_its_own_id_and_for_no_other(model_dir: Path, name: str) -> None:
+    async with api(SayingEngine(), model_dir, name=name) as client:
+        [card] = (await client.get("/v1/models")).json["data"]
+        for path in {name, quote(name), quote(name, safe="")}:
+            found = await client.get(f"/v1/models/{path}")
+            assert (found.status, found.json) == (200, card)
+        other = await client.get("/v1/models/other")
+    assert (other.status, other.error["code"]) == (404, "model_not_found")
 
 
 async def test_metrics_count_what_was_served_in_prometheus_words(model_dir: Path) -> None:

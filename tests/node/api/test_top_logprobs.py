@@ -8,7 +8,7 @@ from api_cases import Client, SayingEngine, api, chat_dir
 from chat_model import IM_END
 
 from primerl.node.api.choice import News
-from primerl.node.api.faces import named_beside
+from primerl.node.api.faces import Named, named_beside
 from primerl.node.api.text import Text
 
 
@@ -77,4 +77,4 @@ async def test_a_stop_string_cuts_them_with_the_tokens(model_dir: Path) -> None:
 def test_what_is_as_good_as_impossible_has_a_number_in_json(model_dir: Path) -> None:
     news = News([97], [0.0], "a", 0, [[(97, 0.0), (98, float("-inf"))]])
     found = named_beside(news, Text.load(model_dir), as_ids=False)
-    assert found == [[("a", 0.0), ("b", -9999.0)]]
+    assert found == [[(Named("a", b"a"), 0.0), (Named("b", b"b"), -9999.0)]]

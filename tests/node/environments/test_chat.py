@@ -15,6 +15,7 @@ from chat_model import (
     USER,
     make_chat_model,
 )
+from tokenizers import Tokenizer, decoders, models
 
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.environments.environment import EnvironmentFailed
@@ -96,3 +97,27 @@ def test_an_incomplete_model_directory_is_named(tmp_path: Path, missing: str) ->
     (tmp_path / missing).unlink()
     with pytest.raises(EnvironmentFailed, match=r"add|save"):
         ChatFormat.load(tmp_path)
+
+
+def test_a_token_is_spelled_by_its_own_bytes_where_the_tokenizer_falls_back_to_bytes(
+    tmp_path: Path,
+) -> None:
+    make_chat_model(tmp_path)
+    words = [
+        "<unk>",
+        "<|im_end|>",
+        "\u2581hi",
+        "\ufffd",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
+    tokenizer = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    chat = ChatFormat.load(tmp_path)
+    assert [chat.spelled(4 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert (chat.spelled(2), chat.spelled(3)) == (b" hi", "\ufffd".encode())
+    assert chat.spelled(9999) == "\ufffd".encode()
