@@ -402,6 +402,19 @@ def test_nobody_writes_a_machines_own_paths() -> None:
     assert wrong == []
 
 
+def test_what_the_security_page_names_is_there() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    tests = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(tests) > 50
+    gone = [
+        f"{path}::{name}"
+        for path, name in tests
+        if not (ROOT / path).is_file() or (name and f"def {name}(" not in (ROOT / path).read_text())
+    ]
+    files = re.findall(r"`((?:node|protocol|crypto|cli|scripts)/[\w./]+)`", page)
+    assert gone + [path for path in files if not (ROOT / path).exists()] == []
+
+
 HELP_LOADS_NONE_OF = {*HEAVIEST, "numpy", "safetensors", "pydantic", "zstandard"}
 
 
