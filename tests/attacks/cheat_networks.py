@@ -39,6 +39,19 @@ class BestOnly(Qwen3Network):
         return found.masked_fill(found < least, -torch.inf)
 
 
+class Nucleus(Qwen3Network):
+    """Only the likeliest tokens that together make up `kept` of the probability can be drawn."""
+
+    kept = 0.98
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Qwen3Network."""
+        found = super().logits(hidden)
+        likely, order = found.float().softmax(-1).sort(-1, descending=True)
+        tail = likely.cumsum(-1) - likely > self.kept
+        return found.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+
+
 def _through_float8(values: Tensor) -> Tensor:
     """As a cache in e4m3 without scales keeps them; 448 is its largest number."""
     return values.clamp(-448, 448).to(torch.float8_e4m3fn).to(values.dtype)
@@ -54,3 +67,9 @@ def build_best_only(model_dir: Path, state: State, *, dtype: str, device: str) -
     """A NetworkBuilder."""
     config: Any = models.load_config(model_dir)
     return BestOnly(config, state, dtype=dtype, device=pick_device(device))
+
+
+def build_nucleus(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+    """A NetworkBuilder."""
+    config: Any = models.load_config(model_dir)
+    return Nucleus(config, state, dtype=dtype, device=pick_device(device))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from primerl.node.calibration.separation import int4, int8
 from primerl.node.engines.engine import Completion, GenerateRequest
 
-from .cheat_networks import build_best_only, build_rounded_cache
+from .cheat_networks import build_best_only, build_nucleus, build_rounded_cache
 from .cheat_world import Sampler, Workshop
 from .corpus_environment import worth
 
@@ -65,6 +65,13 @@ async def best_only(shop: Workshop) -> Sampler:
     """Only likely tokens, which are oftener right; the logprobs are those of the whole distribution."""
     state = shop.world.states[shop.world.version]
     sampler = await shop.engine("top-k", state, build=build_best_only)
+    return retold(shop, sampler, lambda shop, request, drawn: shop.forge(request, drawn.token_ids))
+
+
+async def nucleus(shop: Workshop) -> Sampler:
+    """No unlikely tokens; the logprobs are those of the whole distribution."""
+    state = shop.world.states[shop.world.version]
+    sampler = await shop.engine("top-p", state, build=build_nucleus)
     return retold(shop, sampler, lambda shop, request, drawn: shop.forge(request, drawn.token_ids))
 
 
@@ -161,6 +168,15 @@ def early_stop(shop: Workshop, request: GenerateRequest, drawn: Completion) -> C
 def forged_logprobs(shop: Workshop, request: GenerateRequest, drawn: Completion) -> Completion:
     """Likelier than they were, so that the importance ratio is another."""
     return replace(drawn, logprobs=[0.7 * value for value in drawn.logprobs])
+
+
+def shifted_logprobs(nats: float) -> Retell:
+    """All importance ratios off by as much."""
+
+    def retell(shop: Workshop, request: GenerateRequest, drawn: Completion) -> Completion:
+        return replace(drawn, logprobs=[min(0.0, value + nats) for value in drawn.logprobs])
+
+    return retell
 
 
 def reproved(make: Reproof) -> Retell:

@@ -20,6 +20,7 @@ from primerl.node.engines.hf import HfEngine
 from primerl.node.parts import MakeLedger, Parts, make_backend
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
+from primerl.protocol.reputation import Audited, Reputation, ban_test
 from primerl.scripts.bench.trained_model import (
     Corpus,
     Recipe,
@@ -29,12 +30,14 @@ from primerl.scripts.bench.trained_model import (
 )
 from primerl.tests.attacks.cheat_book import BOOK, honest_work
 from primerl.tests.attacks.cheat_court import Court, Outcome, reasons_of
+from primerl.tests.attacks.cheat_groups import sampled
 from primerl.tests.attacks.cheat_run import (
     learning_material,
     new_world,
     with_fingerprint,
     with_updates,
 )
+from primerl.tests.attacks.cheat_samplers import nucleus, shifted_logprobs, telling, temperature
 from primerl.tests.attacks.cheat_world import Workshop, World
 from primerl.tests.attacks.corpus_environment import CorpusEnvironment
 
@@ -129,6 +132,38 @@ async def test_a_cheat_is_caught_within_one_group(stage: Stage, name: str) -> No
     found = await stage.play(name)
     assert reasons_of(found)
     assert reasons_of(found) <= BOOK[name].reasons
+
+
+FAINT = {
+    "temperature 1.03": sampled(temperature(1.03)),
+    "top-p 0.98": sampled(nucleus),
+    "logprobs off by 0.00018 nats": sampled(telling(shifted_logprobs(1.8e-4))),
+}
+"""So little that single rollouts may pass."""
+
+
+@pytest.mark.parametrize("name", FAINT)
+async def test_a_faint_cheat_is_banned_by_what_its_rollouts_add_up_to(
+    stage: Stage, name: str
+) -> None:
+    lease = await stage.world.lease(4, 8, first_task=100)
+    found = await Court(stage.world, stage.auditor).judge(
+        stage.shop, lease, await FAINT[name](stage.shop, lease)
+    )
+    stage.shop.sent_before.clear()
+    peer = Reputation()
+    peer.observe(
+        [
+            Audited(
+                "rejected" if one.caught else "suspect" if one.suspect else "clean",
+                one.evidence.other_policy,
+            )
+            for one in found
+            if one.evidence is not None
+        ],
+        ban_test(stage.world.run.proofs, 160 * 128),
+    )
+    assert peer.banned
 
 
 PROOFS = [name for name in BOOK if "proof" in name or "modulus" in name]

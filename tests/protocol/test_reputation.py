@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from protocol_cases import NOW, PROOFS
 
+from primerl.protocol.audits import audit_rate
 from primerl.protocol.errors import Reason
 from primerl.protocol.reputation import (
     AUDIT_FAULTS,
@@ -250,6 +251,36 @@ def test_a_cheater_is_banned_soon_whatever_its_record(
         peer = Reputation.restore(before.snapshot())
         counts.append(until_ban(peer, cheating(rng, 100, detected)))
     assert np.mean(np.array(counts) <= within) >= 0.99
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.25])
+def test_who_forges_a_small_share_after_a_long_honest_record_is_banned(share: float) -> None:
+    """Two thousand honest rollouts bring the audits down to a tenth; then one rollout in twenty or more is
+    forged. In the mean less than a hundred forgeries are learned from until the ban."""
+    learned: list[int] = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        peer, forged, now = Reputation(), 0, float(NOW)
+        for submission in range(2500):
+            now += 5.0
+            peer.age(now)
+            if peer.banned:
+                break
+            if peer.refused:
+                continue
+            bad = (rng.random(8) < share) & (submission >= 250)
+            drawn = rng.random(8) < audit_rate(peer, 0.1, 0.0, peer.recent_fault)
+            drawn |= bool((bad & drawn).any())  # one guilty has them all audited
+            caught = int((bad & drawn).sum())
+            forged += int(bad.sum()) - caught
+            faults = Counter({Reason.BAD_SAMPLING: caught}) if caught else Counter[Reason]()
+            peer.record(8 - caught, faults, now)
+            peer.observe(
+                [Audited("rejected" if one else "clean", -1.0) for one in bad[drawn].tolist()], TEST
+            )
+        assert peer.banned
+        learned.append(forged)
+    assert np.mean(learned) < 100
 
 
 def test_a_previous_policy_is_found_by_many_small_signs() -> None:
