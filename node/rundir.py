@@ -71,12 +71,13 @@ def prepare(config: RunConfig) -> Path:
     _check_checkpoint(config)
     if used and config.clean and not config.goes_on:
         clean(directory)
-    elif used and not config.goes_on:
+        used = False
+    check_kinds(directory)
+    if used and not config.goes_on:
         how = "--resume without a dir" if config.resume else "--resume"
         raise UsageError(f"{directory} holds a run: add {how}, --clean, or another --name")
     elif config.goes_on and not used:
         raise UsageError(f"nothing to resume in {directory}")
-    check_kinds(directory)
     make_directory(directory)
     # it may hold the passwords of seeds
     write_private(directory / CONFIG, config.model_dump_json(indent=2))

@@ -247,7 +247,8 @@ class HostedEnvironment:
         self._config = config
         self._set_up = SetUp(
             0,
-            config.model_dump_json().encode(),
+            # a subclass has keys of its own, which its process neither knows nor needs
+            config.model_dump_json(include=set(EnvironmentConfig.model_fields)).encode(),
             str(model_dir.absolute()),
             seed,
             max_tokens,

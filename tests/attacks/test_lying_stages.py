@@ -70,7 +70,7 @@ class OneTask:
 
     name = "one task"
 
-    def task(self, index: int, split: Any = "train") -> Task:
+    async def task(self, index: int, split: Any = "train") -> Task:
         """The task."""
         return TASK
 

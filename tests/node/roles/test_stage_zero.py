@@ -26,6 +26,7 @@ from protocol_cases import refuses
 from primerl.crypto.hashing import digest
 from primerl.node.environments.counting import CountingEnvironment
 from primerl.node.ledger import Ledger
+from primerl.node.network.heads import HeadBook, HeadServer
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.rpc import receive
 from primerl.node.roles.desk import LeaseDesk
@@ -43,6 +44,7 @@ from primerl.protocol.messages import (
 )
 from primerl.protocol.pipelines import PipelinePlan
 from primerl.protocol.session import frame
+from primerl.protocol.trust import TrustedRun
 from primerl.protocol.version import WIRE_VERSION
 
 
@@ -297,7 +299,7 @@ class Front:
             boot=0,
             ledger=self.ledger,
             peers=peers,
-            heads=unused,
+            heads=HeadServer(HeadBook(TrustedRun(RUN, TRAINER.node_id), self.ledger)),
             merges=unused,
             environment=CountingEnvironment(),
             capacity=lambda node: 100,
