@@ -61,6 +61,7 @@ from .host_frames import (
     read_answer,
     unpack_mark,
 )
+from .replay import PlayFailed
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +313,7 @@ class HostedEnvironment:
             return await self._with_child(task.index, lambda child: child.play(task, said))
         except EnvironmentGivenUp:
             raise
-        except (ScoreMismatch, EnvironmentFailed) as error:
+        except (PlayFailed, ScoreMismatch, EnvironmentFailed) as error:
             return Episode(branches=[], score=Score(reward=0.0), error=str(error))
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
