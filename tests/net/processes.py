@@ -78,7 +78,7 @@ class Nodes:
         data_dir = str(self.directory / name)
         return self.start(
             name, "join", "--role", "inference", "--ticket", ticket, "--data-dir", data_dir,
-            "--network.host", "127.0.0.1",
+            "--network.host", "127.0.0.1", "--allow-environment", "early_letters",
         )  # fmt: skip
 
     def status(self, name: str = "trainer") -> dict[str, Any]:

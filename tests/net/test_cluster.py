@@ -55,7 +55,8 @@ def test_a_run_of_two_nodes_and_an_array_of_workers(tmp_path: Path) -> None:
     cpu = ("--training.device", "cpu", "--evaluation.prompts", "0", "--max-steps", "3")
     trainer = batch(tmp_path, "trainer.sbatch", str(CONFIG), "two", *cpu)
     engine = ("--engine.type", "hf", "--engine.dtype", "float32", "--network.host", "127.0.0.1")
-    worker = batch(tmp_path, "workers.sbatch", "outputs/two/ticket.txt", *engine)
+    allowed = ("--allow-environment", "early_letters")
+    worker = batch(tmp_path, "workers.sbatch", "outputs/two/ticket.txt", *engine, *allowed)
     try:
         code = trainer.wait(900)
         logs = "\n".join(log.read_text()[-3000:] for log in tmp_path.glob("*.log"))
