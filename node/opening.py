@@ -5,7 +5,8 @@ What a checkpoint is gone back to is decided here, before any worker hears of a 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from itertools import count
 from pathlib import Path
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 WARMUP_TASKS = 1 << 40
 """Warm-up examples come from this index of the training split on: RL never leases them."""
 WARMUP_EVAL_TASKS = 1 << 41
-MADE_AT_ONCE = 32
+MADE_AT_ONCE = 128
 """Examples that are asked for together."""
 EVALUATION_BEFORE = "evaluation_before"
 
@@ -138,8 +139,10 @@ class Opening:
             )
             return result.exact
 
-        examples = demonstrations(self._environment)
-        await warm_up(self._backend, examples, config, evaluate=accuracy, progress=show_progress)
+        async with aclosing(demonstrations(self._environment)) as examples:
+            await warm_up(
+                self._backend, examples, config, evaluate=accuracy, progress=show_progress
+            )
 
 
 async def _found(checkpoints: Checkpoints, step: int | None) -> tuple[int, dict[str, bytes]] | None:
@@ -156,7 +159,7 @@ def show_progress(progress: WarmupProgress) -> None:
     )
 
 
-async def demonstrations(environment: Environment) -> AsyncIterator[tuple[list[int], list[int]]]:
+async def demonstrations(environment: Environment) -> AsyncGenerator[tuple[list[int], list[int]]]:
     """(prompt, reply) token ids of training tasks that RL will never lease. Raises UsageError."""
 
     async def make(index: int) -> tuple[list[int], list[int]]:
@@ -168,6 +171,14 @@ async def demonstrations(environment: Environment) -> AsyncIterator[tuple[list[i
             )
         return await environment.prompt(task), reply
 
-    for first in count(WARMUP_TASKS, MADE_AT_ONCE):
-        for one in await asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE))):
-            yield one
+    def begin(first: int) -> asyncio.Future[list[tuple[list[int], list[int]]]]:
+        return asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE)))
+
+    ahead = begin(WARMUP_TASKS)
+    try:
+        for first in count(WARMUP_TASKS + MADE_AT_ONCE, MADE_AT_ONCE):
+            made, ahead = await ahead, begin(first)  # the next ones while these are learned
+            for one in made:
+                yield one
+    finally:
+        ahead.cancel()

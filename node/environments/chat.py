@@ -7,6 +7,7 @@ template came with the model, so it runs in jinja's sandbox.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -168,13 +169,15 @@ class ChatFormat:
 
     def reply(self, text: str) -> list[int]:
         """Token ids of a reply that says `text`, stop token included."""
-        closing = self.encode(self._closing())
-        stop = next((token for token in closing if token in self.stop_token_ids), None)
-        return [*self.encode(text), self.stop_token_ids[0] if stop is None else stop]
+        return [*self.encode(text), self._closing_token]
 
-    def _closing(self) -> str:
+    @cached_property
+    def _closing_token(self) -> int:
+        """The stop token that the template writes after a reply; else the first one."""
         opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        return self.render(opening, generate=False).partition(_MARK)[2]
+        closing = self.encode(self.render(opening, generate=False).partition(_MARK)[2])
+        stop = next((token for token in closing if token in self.stop_token_ids), None)
+        return self.stop_token_ids[0] if stop is None else stop
 
     def render(
         self,

@@ -1,0 +1,125 @@
+"""What it costs that environments run in a process of their own: time of tasks, rollouts and scores.
+
+    .venv/bin/python scripts/bench/environments.py [--rollouts 2000] [--at-once 64] [--tokens 8 128]
+
+reverse-text with a policy that answers at once: nothing but the environment and the way to it is measured.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
+
+from primerl.node import models
+from primerl.node.config import EnvironmentConfig, ModelCreateConfig
+from primerl.node.engines.engine import Completion
+from primerl.node.environments.build import build_environment
+from primerl.node.environments.environment import Branch, Environment
+from primerl.node.environments.verifiers import VerifiersEnvironment
+
+ROUNDS = 5
+
+
+async def main() -> None:
+    """Measure both and print a table; medians of ROUNDS rounds, in turns."""
+    parser = argparse.ArgumentParser(
+        description="Environments in this process, and in one of their own."
+    )
+    parser.add_argument("--rollouts", type=int, default=2000)
+    parser.add_argument("--at-once", type=int, default=64)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8, 128])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        models.create(Path(directory), ModelCreateConfig(), 0)
+        environments: dict[str, Environment] = {}
+        for name, make in (("in process", VerifiersEnvironment), ("hosted", build_environment)):
+            environments[name] = make(
+                EnvironmentConfig(id="reverse-text"),
+                model_dir=Path(directory),
+                seed=0,
+                max_tokens=max(options.tokens),
+                temperature=1.0,
+            )
+            began = time.monotonic()
+            await environments[name].start()
+            print(f"{name}: started in {time.monotonic() - began:.1f} s")
+        for tokens in options.tokens:
+            await compare(environments, options.rollouts, options.at_once, tokens)
+        (process,) = psutil.Process().children()
+        print(f"\nmemory of the process: {process.memory_info().rss / 2**20:.0f} MiB")
+        for environment in environments.values():
+            await environment.close()
+
+
+async def compare(
+    environments: dict[str, Environment], rollouts: int, at_once: int, tokens: int
+) -> None:
+    """Rounds of both, one after the other."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for number in range(ROUNDS):
+        for name, environment in environments.items():
+            for what, seconds in (
+                await measure(environment, rollouts, at_once, tokens, number)
+            ).items():
+                found.setdefault((name, what), []).append(seconds)
+    print(f"\n{tokens} tokens a reply, {at_once} at once; microseconds each")
+    for (name, what), seconds in found.items():
+        median = sorted(seconds)[ROUNDS // 2]
+        print(f"  {name:>10} {what:<18} {1e6 * median / rollouts:8.0f}")
+
+
+async def measure(
+    environment: Environment, rollouts: int, at_once: int, tokens: int, number: int
+) -> dict[str, float]:
+    """Seconds for so many tasks, rollouts, and scores; and of this process' own time for the rollouts."""
+    reply = [65 + place % 20 for place in range(tokens)]
+
+    async def policy(prompt: Sequence[int], turn: int) -> Completion:
+        return Completion(reply, [-0.5] * tokens, "length", 0, 0, proof=bytes(8 * tokens))
+
+    first = number * rollouts
+    branches: list[list[Branch]] = [[]] * rollouts
+
+    async def look(index: int) -> None:
+        await environment.task(first + index)
+
+    async def play(index: int) -> None:
+        episode = await environment.run(await environment.task(first + index // 8), policy)
+        assert not episode.error, episode.error
+        branches[index] = episode.branches
+
+    async def score(index: int) -> None:
+        await environment.score(await environment.task(first + index // 8), branches[index])
+
+    tasks = await timed(look, rollouts, at_once)
+    began = time.process_time()
+    played = await timed(play, rollouts, at_once)
+    spent = time.process_time() - began
+    return {
+        "task": tasks,
+        "rollout": played,
+        "rollout, CPU here": spent,
+        "score": await timed(score, rollouts, at_once),
+    }
+
+
+async def timed(work: Callable[[int], Awaitable[None]], count: int, at_once: int) -> float:
+    """Seconds for `count` of them."""
+    numbers = iter(range(count))
+
+    async def go() -> None:
+        for number in numbers:
+            await work(number)
+
+    began = time.monotonic()
+    await asyncio.gather(*(go() for _ in range(at_once)))
+    return time.monotonic() - began
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
