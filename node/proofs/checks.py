@@ -153,7 +153,10 @@ def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
     with two versions and sends the better one, sample by sample, breaks this (docs/proofs.md).
     Without the samples that are found the others are in order.
     """
-    replies = {index: _first_reply(branches[0]) for index, branches in samples.items() if branches}
+    firsts = {index: branches[0] for index, branches in samples.items() if branches}
+    if len({version for first in firsts.values() for _, version in _spans(first)}) < 2:
+        return {}  # most groups: no policy came meanwhile
+    replies = {index: _first_reply(first) for index, first in firsts.items()}
     late: dict[int, str] = {}
     for version in sorted({version for _, spans in replies.values() for _, version in spans}):
         furthest, furthest_index = 0, 0
@@ -172,9 +175,16 @@ def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
 
 def _first_reply(branch: Branch) -> tuple[int, list[tuple[int, int]]]:
     """The length of a branch's first reply, and its spans; of later turns the environment sets the pace."""
-    start, end = sampled_runs(branch.sampled)[0]
-    spans = branch.spans or ((0, branch.policy_first),)
-    return end - start, [(at, version) for at, version in spans if at < end - start]
+    start = branch.sampled.index(True)
+    try:
+        end = branch.sampled.index(False, start)
+    except ValueError:
+        end = len(branch.sampled)
+    return end - start, [(at, version) for at, version in _spans(branch) if at < end - start]
+
+
+def _spans(branch: Branch) -> tuple[tuple[int, int], ...]:
+    return branch.spans or ((0, branch.policy_first),)
 
 
 def _check_rollout(
