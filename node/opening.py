@@ -171,14 +171,16 @@ async def demonstrations(environment: Environment) -> AsyncGenerator[tuple[list[
             )
         return await environment.prompt(task), reply
 
-    def begin(first: int) -> asyncio.Future[list[tuple[list[int], list[int]]]]:
-        return asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE)))
+    async def make_some(first: int) -> list[tuple[list[int], list[int]]]:
+        return await asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE)))
 
-    ahead = begin(WARMUP_TASKS)
+    ahead = asyncio.create_task(make_some(WARMUP_TASKS))
     try:
         for first in count(WARMUP_TASKS + MADE_AT_ONCE, MADE_AT_ONCE):
-            made, ahead = await ahead, begin(first)  # the next ones while these are learned
+            made = await ahead
+            ahead = asyncio.create_task(make_some(first))  # while these are learned
             for one in made:
                 yield one
     finally:
         ahead.cancel()
+        await asyncio.wait([ahead])

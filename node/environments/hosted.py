@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from ..config import EnvironmentConfig
 from ..engines.engine import Completion
@@ -76,6 +76,10 @@ MOST_LOSSES = 5
 """Processes lost in a row, with no rollout in between that ended or was to blame, before it is given up."""
 MOST_TRIES = 10
 """Times that a rollout is begun which is not to blame for the loss of its process."""
+SET_UP = 1
+"""Number of the first request."""
+PAUSE_S = 1.0
+"""After a start that failed."""
 PING_S = 2.0
 SILENT_S = 30.0
 """So much longer than the environment's own limits the process may say nothing."""
@@ -106,7 +110,7 @@ class EnvironmentChild(HostedProcess):
         }
         super().__init__("environment", f"environment {config.id!r}", program, variables)
         self._config = config
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(SET_UP + 1)
         self._answered = time.monotonic()
         self.status = ""
         """What it told last; see Environment.status."""
@@ -247,7 +251,7 @@ class HostedEnvironment:
         """See build_environment()."""
         self._config = config
         self._set_up = SetUp(
-            0,
+            SET_UP,
             # a subclass has keys of its own, which its process neither knows nor needs
             config.model_dump_json(include=set(EnvironmentConfig.model_fields)).encode(),
             str(model_dir.absolute()),
@@ -258,6 +262,8 @@ class HostedEnvironment:
         )
         self._program = program
         self._child: EnvironmentChild | None = None
+        self._starting: EnvironmentChild | None = None
+        self._closed = False
         self._replacing = asyncio.Lock()
         self._looked: OrderedDict[tuple[int, Split], Looked] = OrderedDict()
         self._losses = 0
@@ -288,9 +294,11 @@ class HostedEnvironment:
 
     async def close(self) -> None:
         """End its process."""
-        child, self._child = self._child, None
-        if child is not None:
-            await child.close()
+        self._closed = True
+        for child in (self._starting, self._child):
+            if child is not None:
+                await child.close()
+        self._child = None
 
     async def task(self, index: int, split: Split = "train") -> Task:
         """Task number `index`; asked for once, as long as it is remembered."""
@@ -375,31 +383,39 @@ class HostedEnvironment:
             return child
 
     async def _replace(self, child: EnvironmentChild) -> EnvironmentChild:
+        """Another process; whoever is cancelled meanwhile leaves that to the next that asks."""
         self._fault = child.fault
-        self._losses += 1
         await child.close()
-        if self._losses >= MOST_LOSSES:
-            self._give_up(f"{child.fault} ({self._losses} times in a row)")
-        logger.warning("environment %s: %s; its process is started again", self.name, child.fault)
-        try:
-            replacement = await self._start()
-        except EnvironmentFailed as error:
-            self._give_up(str(error))
-        self.restarts += 1
-        return replacement
-
-    def _give_up(self, fault: str) -> NoReturn:
-        self._given_up = f"environment {self.name!r} is given up: {fault}"
-        raise EnvironmentGivenUp(self._given_up)
+        while True:
+            self._losses += 1
+            if self._losses >= MOST_LOSSES:
+                fault = f"{self._fault} ({self._losses} times in a row)"
+                self._given_up = f"environment {self.name!r} is given up: {fault}"
+                raise EnvironmentGivenUp(self._given_up)
+            logger.warning(
+                "environment %s: %s; its process is started again", self.name, self._fault
+            )
+            try:
+                replacement = await self._start()
+            except EnvironmentFailed as error:
+                self._fault = str(error)
+                await asyncio.sleep(PAUSE_S)
+                continue
+            self.restarts += 1
+            return replacement
 
     async def _start(self) -> EnvironmentChild:
-        child = self._child = EnvironmentChild(self._config, self._program, os.environ)
+        if self._closed:
+            raise EnvironmentGivenUp(f"environment {self.name!r} was closed")
+        child = self._starting = EnvironmentChild(self._config, self._program, os.environ)
         try:
             await child.start(self._set_up)
+            self._child = child
         except BaseException:
-            self._child = None
             await child.close()
             raise
+        finally:
+            self._starting = None
         return child
 
 

@@ -156,6 +156,23 @@ async def test_a_process_that_is_killed_again_and_again_is_given_up() -> None:
         assert "given up" in environment.status
 
 
+async def test_whoever_gives_up_while_the_process_is_started_again_takes_nobody_along() -> None:
+    async with hosted("good") as environment:
+        task = await environment.task(0)
+        (process,) = hosts()
+        process.kill()
+        process.wait()
+        async with asyncio.timeout(DEADLINE_S):
+            while not environment.restarts:
+                hasty = asyncio.ensure_future(environment.run(task, Asked()))
+                await asyncio.wait([hasty], timeout=0.1)
+                hasty.cancel()
+                await asyncio.wait([hasty])
+                if (await environment.run(task, Asked())).error == "":
+                    break
+        assert (await environment.run(task, Asked())).error == ""
+
+
 async def test_the_process_sees_no_passphrase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIMERL_PASSPHRASE", "secret")
     async with hosted("good"):

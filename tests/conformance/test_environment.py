@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from chat_model import make_chat_model
 
 from primerl.node.config import EnvironmentConfig
@@ -14,17 +14,23 @@ from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Branch, Environment, Policy, ScoreMismatch
 from primerl.node.environments.verifiers import VerifiersEnvironment
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture(params=["counting", "reverse-text", "arithmetic", "hosted"])
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["counting", "reverse-text", "arithmetic", "hosted"],
+)
 async def environment(
-    request: pytest.FixtureRequest, tmp_path: Path
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncGenerator[Environment]:
     made: Environment = CountingEnvironment()
     if request.param != "counting":
         make = build_environment if request.param == "hosted" else VerifiersEnvironment
         made = make(
             EnvironmentConfig(id="reverse-text" if request.param == "hosted" else request.param),
-            model_dir=make_chat_model(tmp_path),
+            model_dir=make_chat_model(tmp_path_factory.mktemp("chat")),
             seed=0,
             max_tokens=16,
             temperature=1.0,

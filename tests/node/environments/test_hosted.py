@@ -1,0 +1,72 @@
+"""A taskset of the library in a process of its own: an ordinary endless one, as anybody writes it."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
+import pytest
+from chat_model import IM_END, make_chat_model
+
+from primerl.node.config import EnvironmentConfig
+from primerl.node.engines.engine import Completion
+from primerl.node.environments.build import build_environment
+from primerl.node.environments.environment import Environment
+from primerl.node.opening import demonstrations
+
+TASKSETS = Path(__file__).parent / "tasksets"
+
+
+async def says(environment: Environment, text: str, index: int = 0) -> float | str:
+    """The reward of a reply, which the recomputed score equals; or why there is none."""
+    ids = [*text.encode(), IM_END]
+
+    async def policy(prompt: Sequence[int], turn: int) -> Completion:
+        return Completion(ids, [-1.0] * len(ids), "stop", 0, 0)
+
+    task = await environment.task(index)
+    episode = await environment.run(task, policy)
+    if episode.error:
+        return episode.error
+    assert await environment.score(task, episode.branches) == episode.score
+    return episode.score.reward
+
+
+async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without task_at, a warm-up on it once read five million tasks and ended in a traceback."""
+    monkeypatch.syspath_prepend(TASKSETS)
+    environment = build_environment(
+        EnvironmentConfig(id="sort-digits", args={"digits": 6}, timeout_s=3.0),
+        model_dir=make_chat_model(tmp_path),
+        seed=0,
+        max_tokens=16,
+        temperature=1.0,
+    )
+    try:
+        async with asyncio.timeout(300.0):
+            await environment.start()
+            prompt = bytes((await environment.prompt(await environment.task(0)))[1:7]).decode()
+            assert await says(environment, "".join(sorted(prompt))) == 1.0
+            assert await says(environment, "no") == 0.0
+            trained = {(await environment.task(index)).digest for index in range(200)}
+            held_out = {(await environment.task(index, "eval")).digest for index in range(20)}
+            shown: list[bytes] = []
+            async with aclosing(demonstrations(environment)) as examples:
+                async for question, reply in examples:
+                    assert sorted(question[1:7]) == reply[:6]
+                    shown.append(bytes(question[1:7]))
+                    if len(shown) == 200:
+                        break
+            assert (len(trained), len(held_out)) == (200, 20)
+            assert not trained & held_out
+            (process,) = psutil.Process().children()
+            assert not [one.path for one in process.memory_maps() if "libtorch" in one.path]
+            stuck = await says(environment, "spin", 1)
+            assert isinstance(stuck, str)
+            assert "in exact, sort_digits.py" in stuck
+            assert await says(environment, "no", 1) == 0.0
+    finally:
+        await environment.close()
