@@ -42,8 +42,14 @@ REQUESTS_PER_SECOND = 200.0
 REQUEST_BURST = 400.0
 UNPROVEN_PER_SECOND, UNPROVEN_BURST = 20.0, 100.0
 """Control requests of one peer that is no member; further ones wait."""
-ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST = 200.0, 400.0
+ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST = 100.0, 200.0
 """Of all of them together: a tenth of what this loop can answer, about."""
+MAX_WAIT_S = 5.0
+"""A request of a peer that is no member and would wait for longer is refused with its connection."""
+SWAPS_PER_SECOND, SWAP_BURST = 10.0, 40.0
+NETWORK_SWAPS_PER_SECOND, NETWORK_SWAP_BURST = 3.0, 10.0
+"""Slots that change hands between peers that are no members, of all and of one network: further ones are told
+to come again, which costs next to nothing."""
 STRANGER_S = 10.0
 """Time that a stranger has to say hello: its connection is closed if it asked for nothing for so long."""
 NEWCOMER_IDLE_S = 15.0
@@ -80,6 +86,8 @@ class OpenConnection:
     """Monotonic seconds."""
     asked: float
     """Monotonic seconds of its last stream, or of its begin."""
+    network: str
+    """See peers.network_of()."""
     streams: int = 0
     """Streams that are being answered."""
 
@@ -106,6 +114,10 @@ class Router:
         self._requests = TokenBuckets(REQUESTS_PER_SECOND, REQUEST_BURST, limit=4 * max_peers)
         self._unproven = TokenBuckets(UNPROVEN_PER_SECOND, UNPROVEN_BURST, limit=4 * max_peers)
         self._all_unproven = TokenBuckets(ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST, limit=1)
+        self._swaps = TokenBuckets(SWAPS_PER_SECOND, SWAP_BURST, limit=1)
+        self._network_swaps = TokenBuckets(
+            NETWORK_SWAPS_PER_SECOND, NETWORK_SWAP_BURST, limit=4 * max_peers
+        )
 
     async def run(self) -> None:
         """Accept until the transport is closed."""
@@ -121,10 +133,10 @@ class Router:
 
     async def _serve(self, connection: Connection) -> None:
         peer, now = connection.peer, time.monotonic()
-        if not await self._make_room(connection, now):
+        mine = OpenConnection(connection, now, now, network_of(connection.path().remote))
+        if not await self._make_room(mine):
             await connection.close("too many connections")
             return
-        mine = OpenConnection(connection, now, now)
         self._open.setdefault(peer, []).append(mine)
         self._peers.connected(peer, connection)
         try:
@@ -133,23 +145,30 @@ class Router:
                     stream = await connection.accept_stream()
                     mine.asked = time.monotonic()
                     mine.streams += 1
+                    if not await self._pace(mine):
+                        break
                     tasks.create_task(self._answer(mine, stream))
-                    await self._pace(connection)
         except* TransportError:
             logger.debug("connection of %s ended", short(peer))
         finally:
             self._drop(mine)
             self._peers.disconnected(peer, connection)
-            await connection.close()
+            await connection.close("too many requests")
 
-    async def _pace(self, connection: Connection) -> None:
-        """Wait before the next stream of a peer that is no member is taken; it queues in the transport."""
-        peer, now = connection.peer, time.monotonic()
-        if connection.alpn != ALPN_CONTROL or self._peers.tier(peer) == Tier.MEMBER:
-            return
+    async def _pace(self, mine: OpenConnection) -> bool:
+        """Wait before a request of a peer that is no member is answered; its next ones queue in the transport.
+
+        False where it would have to wait for too long.
+        """
+        peer, now = mine.connection.peer, time.monotonic()
+        if mine.connection.alpn != ALPN_CONTROL or self._peers.tier(peer) == Tier.MEMBER:
+            return True
+        if self._all_unproven.debt(b"", now, 0.0) > MAX_WAIT_S:
+            return False
         wait = max(self._unproven.debt(peer, now, 1.0), self._all_unproven.debt(b"", now, 1.0))
         if wait > 0.0:
             await asyncio.sleep(wait)
+        return True
 
     async def _sweep(self) -> None:
         """Close connections of strangers that ask for nothing."""
@@ -162,14 +181,16 @@ class Router:
                         self._drop(one)
                         await one.connection.close("say hello")
 
-    async def _make_room(self, connection: Connection, now: float) -> bool:
+    async def _make_room(self, mine: OpenConnection) -> bool:
         """Whether a new connection can be served, if need be in place of those of another peer."""
-        peer = connection.peer
+        peer = mine.connection.peer
         if peer in self._open:
             return len(self._open[peer]) < CONNECTIONS_PER_PEER
         if len(self._open) < self._max_peers:
             return True
-        evicted = self._find_evicted(connection, now)
+        if not self._may_swap(mine):
+            return False
+        evicted = self._find_evicted(mine)
         if evicted is None:
             return False
         logger.debug("%s makes room for %s", short(evicted), short(peer))
@@ -177,39 +198,45 @@ class Router:
             await one.connection.close("too many connections")
         return True
 
-    def _find_evicted(self, connection: Connection, now: float) -> bytes | None:
+    def _may_swap(self, mine: OpenConnection) -> bool:
+        """Whether a new connection is worth looking for a slot, where all are taken."""
+        if self._peers.tier(mine.connection.peer) == Tier.MEMBER:
+            return True
+        own = not mine.network or self._network_swaps.take(mine.network.encode(), mine.opened)
+        return own and self._swaps.take(b"", mine.opened)
+
+    def _find_evicted(self, mine: OpenConnection) -> bytes | None:
         """The peer whose slot a new connection takes where all are taken."""
-        arriving = self._peers.tier(connection.peer)
+        arriving = self._peers.tier(mine.connection.peer)
         tiers: dict[Tier, list[bytes]] = {tier: [] for tier in Tier}
         for node in self._open:
             tiers[self._peers.tier(node)].append(node)
         strangers, newcomers = tiers[Tier.STRANGER], tiers[Tier.NEWCOMER]
         if arriving == Tier.MEMBER:
-            return self._first_out(strangers, now) or self._first_out(newcomers, now)
+            return self._first_out(strangers, mine) or self._first_out(newcomers, mine)
         most = STRANGERS * self._max_peers
         if arriving == Tier.NEWCOMER and len(strangers) > most:
-            return self._first_out(strangers, now)
+            return self._first_out(strangers, mine)
         if arriving == Tier.STRANGER and len(strangers) < most:
             over = len(newcomers) > NEWCOMERS * self._max_peers
-            return self._first_out(newcomers, now) if over else None
-        return self._first_out(tiers[arriving], now, beside=connection)
+            return self._first_out(newcomers, mine) if over else None
+        return self._first_out(tiers[arriving], mine, same=True)
 
     def _first_out(
-        self, nodes: list[bytes], now: float, beside: Connection | None = None
+        self, nodes: list[bytes], mine: OpenConnection, *, same: bool = False
     ) -> bytes | None:
         """The peer that goes first: of the largest crowd, then whoever asked for nothing for longest.
 
-        With `beside`, a connection of the same tier, only one that is idle, or of a larger crowd than its own.
+        Of the `same` tier as the one that comes only one that is idle, or of a larger crowd than its own.
         """
-        crowds = Counter(self._crowd(node) for node in nodes)
-        own = 0
-        if beside is not None:
-            own = 1 + crowds[self._crowd(beside.peer, beside)]
+        crowds = [self._crowd(self._open[node][-1]) for node in nodes]
+        sizes = Counter(crowds)
+        own = 1 + sizes[self._crowd(mine)]
         found: list[tuple[int, float, bytes]] = []
-        for node in nodes:
-            crowd = crowds[self._crowd(node)]
-            if beside is None or crowd > own or self._idle(node, now):
-                found.append((-crowd, max(one.asked for one in self._open[node]), node))
+        for node, crowd in zip(nodes, crowds, strict=True):
+            size = sizes[crowd]
+            if not same or size > own or self._idle(node, mine.opened):
+                found.append((-size, max(one.asked for one in self._open[node]), node))
         return min(found)[-1] if found else None
 
     def _idle(self, node: bytes, now: float) -> bool:
@@ -220,15 +247,13 @@ class Router:
             return not busy or now - min(one.opened for one in there) > STRANGER_S
         return now - max(one.asked for one in there) > NEWCOMER_IDLE_S
 
-    def _crowd(self, node: bytes, connection: Connection | None = None) -> tuple[bytes, str]:
+    def _crowd(self, one: OpenConnection) -> tuple[bytes, str]:
         """Peers that may well be one and the same: of one ticket, or strangers of one network."""
+        node = one.connection.peer
         ticket = self._peers.get(node).ticket
         if ticket:
             return ticket, ""
-        if connection is None:
-            connection = self._open[node][-1].connection
-        network = network_of(connection.path().remote)
-        return (b"", network) if network else (node, "")
+        return (b"", one.network) if one.network else (node, "")
 
     def _drop(self, one: OpenConnection) -> None:
         """Count a connection no more."""

@@ -2,13 +2,15 @@
 
     python scripts/bench/floods.py [--keys 1000] [--seconds 20] [--quick] [--json FILE]
 
-One run in one process, over the memory transport: a real trainer, two honest workers whose engines take their
-time for each token, and then each attack, with all its keys at once:
+A real trainer and two honest workers in one process, over iroh on the loopback; their engines take their time
+for each token and compute nothing. Each attack comes from another process, with all its keys at once, each of
+which has a QUIC endpoint of its own:
 
     sybils  one ticket; each key says hello, takes a lease, never answers, and goes on asking
     idle    no ticket; each key opens a connection, says nothing, and opens the next one when it is closed
 
-The attackers compute in the same process, so what they cost themselves counts against us, too.
+On the loopback nothing is limited by address, and what the attackers compute is taken from the same machine:
+both count against us.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import resource
 import sys
 import tempfile
@@ -28,20 +31,95 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from rogue import Rogue
 from swarm import Swarm, make_model
 from witness import Fakes
 
-from primerl.node.network.rpc import Refused
-from primerl.node.network.transport import TransportError
+from primerl.crypto.keys import SecretKey
+from primerl.node.config import NetworkConfig
+from primerl.node.network.iroh import IrohTransport
+from primerl.node.network.rpc import Refused, ask
+from primerl.node.network.transport import Connection, Transport, TransportError
+from primerl.protocol import tickets
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.manifests import PeerRecord, Ticket
+from primerl.protocol.messages import Hello, LeaseReply, LeaseRequest, Welcome, WorkerStats
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, WIRE_VERSION
 
 GOAL = 0.9
 """Of the throughput alone."""
-TOKEN_S = 0.05
-"""An engine's time for a token; a rollout has four at most."""
-PAUSE_S = 0.5
-"""An attacker that was thrown out comes again after this."""
+TOKEN_S = 0.25
+"""An engine's time for a token; a rollout has four at most, so it takes a second: engines bound the run."""
+PAUSE_S = 1.0
+"""About, between two requests of an attacker, and before it comes again when it was thrown out."""
 ROLLOUTS = {"groups_per_batch": 8, "groups_per_lease": 2, "lease_timeout_s": 60.0}
+DEADLINE_S = 20.0
+
+
+# -- those that attack, in a process of their own ------------------------------------------------------
+
+
+class Attacker:
+    """One key."""
+
+    def __init__(self, text: str) -> None:
+        self.ticket: Ticket = tickets.read(text, now=int(time.time()))
+        self._sealed = tickets.sealed_bytes(text)
+        self._key = SecretKey.generate()
+        self._transport = transport_of(self._key)
+        self.leases = 0
+
+    async def run(self, act: Callable[["Attacker", Connection], Awaitable[None]]) -> None:
+        """Do it again and again."""
+        await self._transport.start()
+        while True:
+            with suppress(TransportError, Refused, TimeoutError):
+                connection = await self._transport.connect(
+                    self.ticket.trainer, self.ticket.addresses, ALPN_CONTROL, deadline=DEADLINE_S
+                )
+                try:
+                    await act(self, connection)
+                finally:
+                    await connection.close()
+            await pause()
+
+    async def sybil(self, connection: Connection) -> None:
+        """Say hello, take leases, answer nothing, ask again."""
+        node, soon = self._key.node_id, int(time.time()) + 3600
+        body = PeerRecord(node, "inference", "flood", self._transport.addresses(), (), True)
+        record = seal(self._key, Purpose.PEER, self.ticket.run, body, expires=soon)
+        hello = Hello(WIRE_VERSION, "inference", "flood", self._sealed, record)
+        await ask(connection, hello, Welcome, deadline=DEADLINE_S)
+        while True:
+            request = LeaseRequest(4, WorkerStats(0))
+            reply = await ask(connection, request, LeaseReply, deadline=DEADLINE_S)
+            self.leases += len(reply.leases)
+            await pause()
+
+    async def idle(self, connection: Connection) -> None:
+        """Hold the connection for as long as it is not closed."""
+        await connection.accept_stream()
+
+
+ATTACKS = {"sybils": Attacker.sybil, "idle": Attacker.idle}
+
+
+async def pause() -> None:
+    """A herd that comes at the same moment would measure itself."""
+    await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
+
+
+async def attack(name: str, keys: int, ticket: str) -> None:
+    """Attack until the standard input ends; print how many leases were taken."""
+    attackers = [Attacker(ticket) for _ in range(keys)]
+    tasks = [asyncio.create_task(one.run(ATTACKS[name])) for one in attackers]
+    await asyncio.to_thread(sys.stdin.read)
+    print(sum(one.leases for one in attackers), flush=True)
+    for task in tasks:
+        task.cancel()
+    os._exit(0)  # a thousand endpoints need not say goodbye
+
+
+# -- the run -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -53,55 +131,31 @@ class Row:
     steps_per_s: float
     accepted_per_s: float
     """Rollouts."""
-    leases: int
-    """That the keys were granted meanwhile."""
     connected: int
     """Peers of the trainer at the end."""
     cpu: float
-    """Share of one core that this process took."""
+    """Share of one core that trainer and honest workers took."""
+    leases: int = 0
+    """That the keys took."""
 
 
-class Attack:
-    """Keys that want to stop a run."""
+class IrohSwarm(Swarm):
+    """A swarm over real QUIC."""
 
-    def __init__(self, swarm: Swarm, keys: int, act: Callable[["Attack", Rogue], Awaitable[None]]):
-        self.swarm = swarm
-        self.leases = 0
-        self._rogues = [Rogue(swarm, f"{act.__name__} {number}") for number in range(keys)]
-        self._tasks = [asyncio.create_task(self._repeat(act, one)) for one in self._rogues]
-
-    async def _repeat(self, act: Callable[["Attack", Rogue], Awaitable[None]], one: Rogue) -> None:
-        while True:
-            with suppress(TransportError, Refused, TimeoutError):
-                await act(self, one)
-            await asyncio.sleep(PAUSE_S)
-
-    async def stop(self) -> None:
-        """Leave without a word."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for one in self._rogues:
-            await one.transport.close()
+    async def _transport(self, network: NetworkConfig, key: SecretKey, port: int) -> Transport:
+        transport = transport_of(key)
+        await transport.start()
+        return transport
 
 
-async def sybils(attack: Attack, one: Rogue) -> None:
-    """Say hello, take leases, answer nothing, ask again."""
-    await one.hello()
-    while True:
-        reply = await one.poll(4)
-        attack.leases += len(reply.leases)
-        await asyncio.sleep(PAUSE_S)
+def transport_of(key: SecretKey) -> IrohTransport:
+    """An endpoint on the loopback."""
+    alpns = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
+    return IrohTransport(key, host="127.0.0.1", port=0, alpns=alpns)
 
 
-async def idle(attack: Attack, one: Rogue) -> None:
-    """Hold a connection for as long as it is not closed."""
-    await (await one.connect()).accept_stream()
-
-
-async def measure(swarm: Swarm, name: str, seconds: float, attack: Attack | None, keys: int) -> Row:
+async def measure(swarm: Swarm, name: str, seconds: float, keys: int = 0) -> Row:
     """Count what the run does in `seconds`."""
-    leases = attack.leases if attack else 0
     before, began, used = await swarm.trainer.status(), time.monotonic(), cpu_s()
     await asyncio.sleep(seconds)
     after, took = await swarm.trainer.status(), time.monotonic() - began
@@ -110,10 +164,23 @@ async def measure(swarm: Swarm, name: str, seconds: float, attack: Attack | None
         keys,
         (after["version"] - before["version"]) / took,
         (after["accepted"] - before["accepted"]) / took,
-        (attack.leases if attack else 0) - leases,
         after["peers"],
         (cpu_s() - used) / took,
     )
+
+
+async def under(swarm: Swarm, name: str, options: argparse.Namespace) -> Row:
+    """As measure(), beside an attack."""
+    command = (__file__, "--attack", name, "--keys", str(options.keys), "--ticket", swarm.ticket)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdin=pipe, stdout=pipe
+    )
+    await asyncio.sleep(5.0 + options.keys / 50)  # until all have come
+    row = await measure(swarm, name, options.seconds, options.keys)
+    said, _ = await process.communicate(b"")
+    row.leases = int(said)
+    return row
 
 
 def cpu_s() -> float:
@@ -125,38 +192,33 @@ def cpu_s() -> float:
 async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
     """All rows; the honest are measured alone before and after each attack."""
 
-    async def pause() -> None:
+    async def token() -> None:
         await asyncio.sleep(TOKEN_S)
 
-    rows: list[Row] = []
+    fakes = Fakes(pause=token)
     model = make_model(directory / "model")
-    swarm = Swarm(
-        directory, model, fakes=Fakes(pause=pause), max_steps=1_000_000, rollouts=ROLLOUTS
-    )
+    swarm = IrohSwarm(directory, model, fakes=fakes, max_steps=1_000_000, rollouts=ROLLOUTS)
     async with swarm:
         await swarm.start_trainer()
         for name in ("one", "two"):
             swarm.add_worker(name)
         await swarm.wait_step(10)
-        rows.append(await measure(swarm, "alone", options.seconds, None, 0))
-        for act in (sybils, idle):
-            attack = Attack(swarm, options.keys, act)
-            await asyncio.sleep(options.seconds / 4)  # until all have come
-            rows.append(await measure(swarm, act.__name__, options.seconds, attack, options.keys))
-            await attack.stop()
-            await asyncio.sleep(1.0)
-            rows.append(await measure(swarm, "alone", options.seconds, None, 0))
+        rows = [await measure(swarm, "alone", options.seconds)]
+        for name in ATTACKS:
+            rows.append(await under(swarm, name, options))
+            await asyncio.sleep(2.0)
+            rows.append(await measure(swarm, "alone", options.seconds))
     return rows
 
 
 def judge(rows: list[Row]) -> list[dict[str, Any]]:
     """Each attack against what the honest did alone just before and after."""
     goals: list[dict[str, Any]] = []
-    for before, under, after in zip(rows[::2], rows[1::2], rows[2::2], strict=False):
+    for before, row, after in zip(rows[::2], rows[1::2], rows[2::2], strict=False):
         for field in ("steps_per_s", "accepted_per_s"):
             alone = (getattr(before, field) + getattr(after, field)) / 2
-            share = getattr(under, field) / alone
-            name = f"{under.name}, {under.keys} keys: {field} of alone"
+            share = getattr(row, field) / alone
+            name = f"{row.name}, {row.keys} keys: {field} of alone"
             goals.append({"name": name, "value": share, "goal": GOAL, "ok": share >= GOAL})
     return goals
 
@@ -171,9 +233,8 @@ def show(rows: list[Row], goals: list[dict[str, Any]]) -> None:
             f"{row.leases:>12}{row.connected:>12}{row.cpu:>12.2f}"
         )
     for goal in goals:
-        print(
-            f"{'ok  ' if goal['ok'] else 'MISS'} {goal['name']}: {goal['value']:.2f} (goal {GOAL:g})"
-        )
+        mark = "ok  " if goal["ok"] else "MISS"
+        print(f"{mark} {goal['name']}: {goal['value']:.2f} (goal {GOAL:g})")
 
 
 def main() -> int:
@@ -181,12 +242,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
-    parser.add_argument("--quick", action="store_true", help="100 keys, 5 seconds")
+    parser.add_argument("--quick", action="store_true", help="100 keys, 8 seconds")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--attack", choices=ATTACKS, help=argparse.SUPPRESS)
+    parser.add_argument("--ticket", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.quick:
-        options.keys, options.seconds = 100, 5.0
     logging.disable(logging.ERROR)
+    if options.attack:
+        asyncio.run(attack(options.attack, options.keys, options.ticket))
+    if options.quick:
+        options.keys, options.seconds = 100, 8.0
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory  # not among the user's own nodes
         rows = asyncio.run(run(Path(directory), options))
