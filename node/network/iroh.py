@@ -7,7 +7,9 @@ import asyncio
 import errno
 import logging
 import socket
+import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -17,8 +19,10 @@ from ...crypto.keys import SecretKey
 from ...protocol.version import MAX_ADDRESSES
 from . import iroh_bytes, iroh_frees
 from .iroh_streams import IrohConnection, cause
+from .limits import TokenBuckets, network_of
 from .transport import (
     AddressInUse,
+    Connection,
     ConnectionLost,
     TransportError,
     Unreachable,
@@ -33,6 +37,11 @@ logger = logging.getLogger(__name__)
 BACKLOG = 256
 """Connections that may wait for accept(); further ones are closed."""
 HANDSHAKE_S = 10.0
+HANDSHAKES_PER_SECOND, HANDSHAKE_BURST = 100.0, 512.0
+NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST = 20.0, 128.0
+"""Of all, and of those from one network: a refusal costs far less than a handshake."""
+MAX_PREFERRED = 1024
+"""Addresses that these limits do not hold for."""
 CLOSE_S = 1.0
 """The peers are told at once; iroh would wait 3 s more for one that never answered."""
 RELAY_S = 5.0
@@ -48,7 +57,8 @@ class IrohTransport:
 
     `host` is an IP address: 0.0.0.0 listens everywhere, any other IPv4 address on that one alone.
     Relays are used only if they are in `relay_urls`. At most `max_handshakes` handshakes run at a
-    time. A connection from which nothing came for `silence_s` seconds is closed.
+    time, and twice as many with those from preferred addresses. A connection from which nothing came
+    for `silence_s` seconds is closed.
     """
 
     def __init__(
@@ -75,6 +85,11 @@ class IrohTransport:
         self._iroh_error: type[Exception] = TransportError
         self._closed = False
         self._handshakes = 0
+        self._rate = TokenBuckets(HANDSHAKES_PER_SECOND, HANDSHAKE_BURST, limit=1)
+        self._network_rate = TokenBuckets(
+            NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST, limit=4096
+        )
+        self._preferred: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._connections: weakref.WeakSet[IrohConnection] = weakref.WeakSet()
         self._incoming: Inbox[IrohConnection] = Inbox(BACKLOG, _transport_closed)
@@ -140,6 +155,14 @@ class IrohTransport:
         """The next incoming connection, handshake done."""
         return await self._incoming.take()
 
+    def prefer(self, connection: Connection) -> None:
+        """No limit of handshakes by time holds for the address that this connection came from."""
+        if isinstance(connection, IrohConnection) and connection.address:
+            self._preferred[connection.address] = None
+            self._preferred.move_to_end(connection.address)
+            if len(self._preferred) > MAX_PREFERRED:
+                self._preferred.popitem(last=False)
+
     async def close(self) -> None:
         """Close every connection, then the endpoint. Takes at most CLOSE_S seconds."""
         if self._closed:
@@ -197,13 +220,31 @@ class IrohTransport:
     async def _accept_all(self, endpoint: "iroh.Endpoint") -> None:
         try:
             while (incoming := await endpoint.accept_next()) is not None:
-                if self._handshakes >= self._max_handshakes:
+                if not self._admits(await self._address_of(incoming), time.monotonic()):
                     await self._refuse(incoming)
                     continue
                 self._handshakes += 1
                 self._spawn(self._handshake(incoming))
         finally:
             self._incoming.close()
+
+    async def _address_of(self, incoming: "iroh.Incoming") -> str:
+        """`host:port` that a handshake comes from; empty if it comes over a relay."""
+        try:
+            found = await incoming.remote_addr()
+        except self._iroh_error:
+            return ""
+        return str(getattr(found, "addr", ""))
+
+    def _admits(self, address: str, now: float) -> bool:
+        """Whether to go on with a handshake from `address`."""
+        if address in self._preferred:
+            return self._handshakes < 2 * self._max_handshakes
+        if self._handshakes >= self._max_handshakes:
+            return False
+        network = network_of(address.rpartition(":")[0].strip("[]"))
+        own = not network or self._network_rate.take(network.encode(), now)
+        return own and self._rate.take(b"", now)
 
     async def _refuse(self, incoming: "iroh.Incoming") -> None:
         try:

@@ -164,6 +164,8 @@ class IrohConnection:
         self._spawn = spawn
         self._peer: bytes = connection.remote_id().to_bytes()
         self._alpn = connection.alpn()
+        self.address = next((path.remote_addr for path in connection.paths() if path.is_ip), "")
+        """`host:port` that the peer had when it connected; empty over a relay."""
         self._accepting: asyncio.Task[Any] | None = None
         self._accept_turn = asyncio.Lock()
         self._heard = (0, 0.0)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
+from ipaddress import ip_address
 
 
 class TokenBuckets:
@@ -52,3 +53,18 @@ class Pacer:
         """Wait until `size` bytes may go out."""
         if self._bucket is not None:
             await asyncio.sleep(self._bucket.debt(b"", time.monotonic(), size))
+
+
+def network_of(address: str) -> str:
+    """The part of an IP address that one customer of a provider has: /24, or /48 of IPv6.
+
+    Empty for loopback, and where there is no address.
+    """
+    try:
+        ip = ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    if ip.is_loopback:
+        return ""
+    return f"{ip.version}:{ip.packed[: 3 if ip.version == 4 else 6].hex()}"

@@ -12,7 +12,7 @@ from ...crypto.hashing import short
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB
 from .memory_discovery import MemoryDiscovery
 from .memory_streams import MemoryConnection, Uplink, connect_ends
-from .transport import ConnectionLost, Unreachable
+from .transport import Connection, ConnectionLost, Unreachable
 from .waiting import Inbox, Signal
 
 DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
@@ -170,6 +170,9 @@ class MemoryTransport:
     async def accept(self) -> MemoryConnection:
         """The next incoming connection."""
         return await self._incoming.take()
+
+    def prefer(self, connection: Connection) -> None:
+        """Handshakes cost nothing here, so nobody has to wait."""
 
     async def close(self) -> None:
         """Close every connection and leave the world."""

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from ipaddress import ip_address
 
 from ...protocol.errors import Reason
 from ...protocol.manifests import Holding, PeerRecord
+from .limits import network_of
 from .transport import Connection, PathInfo
 
 MAX_PEERS = 8192
@@ -221,21 +221,6 @@ class PeerTable:
     def _heal(self) -> None:
         for peer in self._peers.values():
             peer.success = min(1.0, peer.success + HEAL * (1.0 - peer.success))
-
-
-def network_of(address: str) -> str:
-    """The part of an IP address that one customer of a provider has: /24, or /48 of IPv6.
-
-    Empty for loopback, and where there is no address.
-    """
-    try:
-        ip = ip_address(address.partition("%")[0])
-    except ValueError:
-        return ""
-    ip = getattr(ip, "ipv4_mapped", None) or ip
-    if ip.is_loopback:
-        return ""
-    return f"{ip.version}:{ip.packed[: 3 if ip.version == 4 else 6].hex()}"
 
 
 def _covers(told: tuple[int, int, bool], term: int, version: int) -> bool:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.version import ALPN_CONTROL
-from .limits import TokenBuckets
-from .peers import PeerTable, Tier, network_of
+from .limits import TokenBuckets, network_of
+from .peers import PeerTable, Tier
 from .rpc import refuse
 from .transport import (
     Connection,
@@ -90,6 +90,8 @@ class OpenConnection:
     """See peers.network_of()."""
     streams: int = 0
     """Streams that are being answered."""
+    preferred: bool = False
+    """Its peer is a member, and the transport knows."""
 
 
 class Router:
@@ -171,15 +173,18 @@ class Router:
         return True
 
     async def _sweep(self) -> None:
-        """Close connections of strangers that ask for nothing."""
+        """Close connections of strangers that ask for nothing; let members in first when they come again."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
-            for peer in [peer for peer in self._open if self._peers.tier(peer) == Tier.STRANGER]:
-                for one in list(self._open.get(peer, ())):
-                    if not one.streams and now - one.asked >= STRANGER_S:
-                        self._drop(one)
-                        await one.connection.close("say hello")
+            for one in [one for there in self._open.values() for one in there]:
+                tier = self._peers.tier(one.connection.peer)
+                if tier == Tier.MEMBER and not one.preferred:
+                    self._transport.prefer(one.connection)
+                    one.preferred = True
+                elif tier == Tier.STRANGER and not one.streams and now - one.asked >= STRANGER_S:
+                    self._drop(one)
+                    await one.connection.close("say hello")
 
     async def _make_room(self, mine: OpenConnection) -> bool:
         """Whether a new connection can be served, if need be in place of those of another peer."""

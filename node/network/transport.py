@@ -119,6 +119,10 @@ class Transport(Protocol):
         """The next incoming connection, handshake done. Raises ConnectionLost once closed."""
         ...
 
+    def prefer(self, connection: Connection) -> None:
+        """Let its peer in first when it connects again from where it is, however many others come."""
+        ...
+
     async def close(self) -> None:
         """Close everything. Never raises."""
         ...
