@@ -7,6 +7,7 @@ import asyncio
 import errno
 import logging
 import socket
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 BACKLOG = 256
 """Connections that may wait for accept(); further ones are closed."""
 HANDSHAKE_S = 10.0
-HANDSHAKES_PER_SECOND, HANDSHAKE_BURST = 100.0, 512.0
-NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST = 20.0, 128.0
+HANDSHAKES_PER_SECOND, HANDSHAKE_BURST = 40.0, 256.0
+NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST = 10.0, 128.0
 """Of all, and of those from one network: a refusal costs far less than a handshake."""
 MAX_PREFERRED = 1024
 """Addresses that these limits do not hold for."""
@@ -85,6 +86,8 @@ class IrohTransport:
         self._iroh_error: type[Exception] = TransportError
         self._closed = False
         self._handshakes = 0
+        self._handshaker: asyncio.AbstractEventLoop | None = None
+        """Runs in a thread of its own."""
         self._rate = TokenBuckets(HANDSHAKES_PER_SECOND, HANDSHAKE_BURST, limit=1)
         self._network_rate = TokenBuckets(
             NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST, limit=4096
@@ -115,6 +118,10 @@ class IrohTransport:
         except binding.IrohError as error:
             raise self._bind_failure(cause(error)) from error
         self._endpoint = endpoint
+        self._handshaker = asyncio.new_event_loop()
+        threading.Thread(
+            target=_run, args=(self._handshaker,), name="handshakes", daemon=True
+        ).start()
         self._spawn(self._accept_all(endpoint))
         self._spawn(self._watch_silence())
         if self._relay_urls:
@@ -157,9 +164,10 @@ class IrohTransport:
 
     def prefer(self, connection: Connection) -> None:
         """No limit of handshakes by time holds for the address that this connection came from."""
-        if isinstance(connection, IrohConnection) and connection.address:
-            self._preferred[connection.address] = None
-            self._preferred.move_to_end(connection.address)
+        address = connection.address if isinstance(connection, IrohConnection) else ""
+        if address:
+            self._preferred[address] = None
+            self._preferred.move_to_end(address)
             if len(self._preferred) > MAX_PREFERRED:
                 self._preferred.popitem(last=False)
 
@@ -177,6 +185,10 @@ class IrohTransport:
             for task in tasks:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._handshaker is not None:
+            ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self._handshaker)
+            await asyncio.wrap_future(ended)
+            self._handshaker.call_soon_threadsafe(self._handshaker.stop)
 
     async def _close_endpoint(self) -> None:
         if self._endpoint is None:
@@ -254,10 +266,10 @@ class IrohTransport:
 
     async def _handshake(self, incoming: "iroh.Incoming") -> None:
         """See one handshake through. Its failure is the peer's matter alone."""
+        assert self._handshaker is not None
+        work = asyncio.run_coroutine_threadsafe(_shake_hands(incoming), self._handshaker)
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
-                accepting = await incoming.accept()
-                connection = self._adopt(await accepting.connect())
+            connection = self._adopt(await asyncio.wrap_future(work))
         except (TimeoutError, self._iroh_error) as error:
             logger.debug("an incoming handshake failed: %s", cause(error))
             return
@@ -319,6 +331,26 @@ def _binding() -> Any:
     iroh_bytes.install(iroh_ffi)
     iroh_frees.install(iroh_ffi)
     return iroh
+
+
+async def _shake_hands(incoming: "iroh.Incoming") -> "iroh.Connection":
+    """Do a handshake, in a thread of its own: iroh computes in the thread that asks, milliseconds each time."""
+    async with asyncio.timeout(HANDSHAKE_S):
+        accepting = await incoming.accept()
+        return await accepting.connect()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+async def _cancel_others() -> None:
+    """End everything else that this event loop does."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _transport_closed() -> ConnectionLost:

@@ -164,8 +164,6 @@ class IrohConnection:
         self._spawn = spawn
         self._peer: bytes = connection.remote_id().to_bytes()
         self._alpn = connection.alpn()
-        self.address = next((path.remote_addr for path in connection.paths() if path.is_ip), "")
-        """`host:port` that the peer had when it connected; empty over a relay."""
         self._accepting: asyncio.Task[Any] | None = None
         self._accept_turn = asyncio.Lock()
         self._heard = (0, 0.0)
@@ -186,6 +184,11 @@ class IrohConnection:
     def closed(self) -> bool:
         """Whether either side closed it or it timed out."""
         return self._connection.close_reason() is not None
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the peer; empty over a relay, or when the connection is gone."""
+        return next((path.remote_addr for path in self._connection.paths() if path.is_ip), "")
 
     async def open_stream(self) -> IrohStream:
         """A new stream; waits while the peer's stream limit (100) is reached."""

@@ -42,6 +42,8 @@ class Peer:
     tier: Tier = Tier.STRANGER
     ticket: bytes = b""
     """Name of the ticket that it showed."""
+    network: str = ""
+    """See network_of(); of its last connection."""
     record: PeerRecord | None = None
     sealed: bytes = b""
     """The sealed record, to pass on."""
@@ -158,15 +160,15 @@ class PeerTable:
         return Tier.MEMBER if peer.hinted else peer.tier
 
     def network_of(self, node: bytes) -> str:
-        """The network that a connected peer dials from; empty where that is not known or says nothing."""
+        """The network that a peer dialled from last; empty where that is not known or says nothing."""
         peer = self._peers.get(node)
-        live = [one for one in peer.connections if not one.closed] if peer is not None else []
-        return network_of(live[-1].path().remote) if live else ""
+        return peer.network if peer is not None else ""
 
     def connected(self, node: bytes, connection: Connection) -> None:
         """A connection is up, whoever dialled."""
         peer = self.get(node)
         peer.connections.append(connection)
+        peer.network = network_of(connection.path().remote)
         peer.last_seen = time.time()
 
     def disconnected(self, node: bytes, connection: Connection) -> None:
