@@ -218,10 +218,12 @@ class IrohConnection:
         """The selected path; the counters are UDP bytes, so headers and handshake count."""
         stats = self._connection.stats()
         selected = next((path for path in self._connection.paths() if path.is_selected), None)
-        direct = selected is not None and selected.is_ip
+        remote = ""
+        if selected is not None and selected.is_ip:
+            remote = str(selected.remote_addr).rpartition(":")[0].strip("[]")
         return PathInfo(
             kind="relayed" if selected is not None and selected.is_relay else "direct",
-            remote=selected.remote_addr.rpartition(":")[0].strip("[]") if direct else "",
+            remote=remote,
             rtt_ms=None if selected is None or self.closed else float(selected.rtt_ms),
             bytes_sent=stats.udp_tx_bytes,
             bytes_received=stats.udp_rx_bytes,

@@ -4,7 +4,6 @@ Whoever was admitted hears what became of its work, also where it is leased noth
 """
 
 import asyncio
-import bisect
 import itertools
 import logging
 import math
@@ -87,6 +86,7 @@ PREPARED_TASKS = 128
 """Whose digests are at hand before they are leased."""
 KEPT_DIGESTS = 4096
 MAX_UPSTREAMS = 8
+MAX_NEWCOMER_SOURCES = 64
 NEAREST = 4
 """Of these: the ranks next to ours. The others are far, so that chunks cross a large swarm in few steps."""
 VERDICT_BYTES = 256 * 1024
@@ -113,6 +113,16 @@ class Worker:
     failure: str = ""
     """What ended it, in its own words; empty where it only left."""
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
+
+
+@dataclass(frozen=True)
+class ChunkHolder:
+    """A worker that others may fetch weights from."""
+
+    rank: int
+    proven: bool
+    record: bytes
+    """Sealed."""
 
 
 @dataclass
@@ -190,7 +200,7 @@ class LeaseDesk:
         self._warn_at = -math.inf
         self._clock = clock
         self._started = clock()
-        self._sources: list[tuple[int, bytes, bytes]] = []
+        self._sources: list[ChunkHolder] = []
         self._sources_at = -math.inf
         self._ranks = itertools.count()
         self.turned_away: deque[str] = deque(maxlen=64)
@@ -634,33 +644,40 @@ class LeaseDesk:
         return Verdicts(tuple(s for _, s in numbered if len(s) <= MAX_SEALED), last)
 
     def _line(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Records of live workers that hold weights and may be shown: admitted before `peer`, and after it."""
+        """Records of live workers that hold weights and may be shown: admitted before `peer`, and after it.
+
+        A proven worker is named proven ones alone: newcomers may be keys that serve nothing.
+        """
         now = self._clock()
         if now - self._sources_at >= LINE_S:
             self._sources, self._sources_at = self._find_sources(now), now
+        proven = self.proven(peer)
+        sources = [one for one in self._sources if one.proven or not proven]
         me = self.workers[peer].rank
-        middle = bisect.bisect_left(self._sources, (me,))
-        before = self._sources[:middle][::-1]
-        after = [one for one in self._sources[middle:] if one[1] != peer]
+        before = [one.record for one in reversed(sources) if one.rank < me]
+        after = [one.record for one in sources if one.rank > me]
         return _near_and_far(before, peer), _near_and_far(after, peer)
 
-    def _find_sources(self, now: float) -> list[tuple[int, bytes, bytes]]:
-        """(rank, node, sealed record) of sources, by rank: proven nodes where there are enough."""
-        proven: list[tuple[int, bytes, bytes]] = []
-        others: list[tuple[int, bytes, bytes]] = []
+    def _find_sources(self, now: float) -> list[ChunkHolder]:
+        """Workers that others can fetch from, by rank; of newcomers only some."""
+        found: list[ChunkHolder] = []
         for node, worker in self.workers.items():
             if now - worker.asked >= ALIVE_S or worker.stats.version < 0:
                 continue
             row = self._peers.get(node)
             if row.record is not None and row.record.share_address:
-                known = proven if self._tier(node) == Tier.MEMBER else others
-                known.append((worker.rank, node, row.sealed))
-        return sorted(proven if len(proven) > 2 * MAX_UPSTREAMS else proven + others)
+                proven = self._tier(node) == Tier.MEMBER
+                found.append(ChunkHolder(worker.rank, proven, row.sealed))
+        newcomers = sum(not one.proven for one in found)
+        if newcomers > MAX_NEWCOMER_SOURCES:
+            kept = set(random.sample(range(newcomers), MAX_NEWCOMER_SOURCES))
+            numbers = itertools.count()
+            found = [one for one in found if one.proven or next(numbers) in kept]
+        return sorted(found, key=lambda one: one.rank)
 
 
-def _near_and_far(found: Sequence[tuple[int, bytes, bytes]], peer: bytes) -> tuple[bytes, ...]:
+def _near_and_far(records: Sequence[bytes], peer: bytes) -> tuple[bytes, ...]:
     """The nearest ranks in order, then some of the others, always the same for one peer."""
-    records = [sealed for _, _, sealed in found]
     near, far = records[:NEAREST], records[NEAREST:]
     few = min(len(far), MAX_UPSTREAMS - NEAREST)
     return (*near, *random.Random(peer).sample(far, few))

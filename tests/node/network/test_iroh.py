@@ -8,6 +8,7 @@ import importlib.util
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -250,6 +251,27 @@ async def test_a_handshake_that_hangs_blocks_nobody_until_the_limit_is_reached()
                 with pytest.raises(Unreachable, match="refused"):
                     await connect(client, server)
         assert not near.closed
+
+
+async def test_those_that_were_here_before_are_let_in_while_others_use_up_all_handshakes() -> None:
+    async with running(max_handshakes=1) as server, running() as client, running() as other:
+        near, far = await asyncio.gather(connect(client, server), server.accept())
+        server.prefer(far)
+        await near.close()
+        with replay(await first_packets(server), server):
+            await until_handshakes(server, 1)
+            with pytest.raises(Unreachable, match="refused"):
+                await connect(other, server)
+            again, _ = await asyncio.gather(connect(client, server), server.accept())
+        assert not again.closed
+
+
+async def test_handshakes_do_not_keep_the_event_loop() -> None:
+    """iroh computes in the thread that asks for a handshake."""
+    async with running() as server, running() as client:
+        threads = {one.name for one in threading.enumerate()}
+        await asyncio.gather(connect(client, server), server.accept())
+        assert "handshakes" in threads
 
 
 async def test_a_forgotten_stream_is_reset_and_not_ended_in_order() -> None:

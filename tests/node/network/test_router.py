@@ -9,9 +9,11 @@ import pytest
 from primerl.crypto.keys import SecretKey
 from primerl.node.network.links import Links
 from primerl.node.network.memory import MemoryNetwork
-from primerl.node.network.peers import PeerTable
-from primerl.node.network.router import Handler, Router
+from primerl.node.network.memory_streams import MemoryConnection
+from primerl.node.network.peers import PeerTable, Tier
+from primerl.node.network.router import ALL_UNPROVEN_BURST, SWAP_BURST, Handler, Router
 from primerl.node.network.rpc import Refused, receive, send
+from primerl.node.network.rpc import ask as request
 from primerl.node.network.transport import Stream
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import Accepted, Goodbye
@@ -111,3 +113,114 @@ async def test_more_streams_at_once_than_allowed_are_refused_and_the_others_answ
         release.set()
         outcomes = await asyncio.gather(*asking, return_exceptions=True)
         assert outcomes.count(Accepted()) == 2
+
+
+# -- slots -------------------------------------------------------------------------------------------
+
+
+class Host:
+    """A server with room for eight peers, and whoever connects to it."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.server = self.network.transport(SERVER)
+        self.table = PeerTable()
+        self.router = Router(
+            self.server, self.table, {ALPN_CONTROL: answer}, max_streams_per_peer=4, max_peers=8
+        )
+
+    async def connect(
+        self, name: int, tier: Tier = Tier.STRANGER, ticket: bytes = b""
+    ) -> MemoryConnection:
+        """A connection of the peer of that number; it has shown already what it is."""
+        node = SecretKey.from_seed(name.to_bytes(32, "big")).node_id
+        if tier != Tier.STRANGER:
+            self.table.admit(node, tier, ticket)
+        transport = self.network.transport(node)
+        made = await transport.connect(SERVER, self.server.addresses(), ALPN_CONTROL, deadline=10.0)
+        for _ in range(10):
+            await asyncio.sleep(0)  # until it was served or refused
+        return made
+
+
+@asynccontextmanager
+async def hosting() -> AsyncGenerator[Host]:
+    host = Host()
+    running = asyncio.create_task(host.router.run())
+    try:
+        yield host
+    finally:
+        await host.server.close()
+        await asyncio.wait_for(running, 60.0)
+
+
+async def crowd(
+    host: Host, first: int, count: int, tier: Tier, ticket: bytes = b""
+) -> list[MemoryConnection]:
+    return [await host.connect(first + number, tier, ticket) for number in range(count)]
+
+
+async def test_a_member_takes_the_slot_of_a_stranger_then_of_a_newcomer_and_never_a_members() -> (
+    None
+):
+    async with hosting() as host:
+        strangers = await crowd(host, 100, 1, Tier.STRANGER)
+        newcomers = await crowd(host, 200, 1, Tier.NEWCOMER, b"one")
+        members = await crowd(host, 300, 8, Tier.MEMBER)
+        assert strangers[0].closed
+        assert newcomers[0].closed
+        assert not any(one.closed for one in members)
+        assert (await host.connect(400, Tier.MEMBER)).closed
+
+
+async def test_a_stranger_finds_a_slot_though_newcomers_would_take_all_of_them() -> None:
+    async with hosting() as host:
+        newcomers = await crowd(host, 200, 8, Tier.NEWCOMER, b"leaked")
+        late = await host.connect(1)
+        assert not late.closed
+        assert sum(one.closed for one in newcomers) == 1
+        assert newcomers[0].closed, "the one that asked for nothing for longest"
+
+
+async def test_a_newcomer_by_another_ticket_takes_the_slot_of_the_many_by_one() -> None:
+    async with hosting() as host:
+        many = await crowd(host, 200, 8, Tier.NEWCOMER, b"leaked")
+        other = await host.connect(1, Tier.NEWCOMER, b"another")
+        assert not other.closed
+        assert sum(one.closed for one in many) == 1
+        assert (await host.connect(2, Tier.NEWCOMER, b"leaked")).closed
+
+
+async def test_slots_change_hands_no_faster_than_is_cheap_but_for_members() -> None:
+    async with hosting() as host:
+        await crowd(host, 200, 8, Tier.STRANGER)
+        more = await crowd(host, 300, int(SWAP_BURST) + 20, Tier.STRANGER)
+        tried = [one for one in more if not one.closed]
+        assert len(tried) <= 8
+        assert more[-1].closed
+        assert not (await host.connect(1, Tier.MEMBER)).closed
+
+
+async def test_requests_of_those_that_are_no_members_are_bounded_together() -> None:
+    """Each of many keys asks as often as it can; a member is answered in between."""
+    async with hosting() as host:
+        floods = await crowd(host, 200, 6, Tier.NEWCOMER, b"leaked")
+        member = await host.connect(1, Tier.MEMBER)
+        answered = 0
+
+        async def flood(connection: MemoryConnection) -> None:
+            nonlocal answered
+            while True:
+                await request(connection, Goodbye(), Accepted, deadline=60.0)
+                answered += 1
+
+        tasks = [asyncio.create_task(flood(one)) for one in floods]
+        try:
+            for _ in range(300):
+                await request(member, Goodbye(), Accepted, deadline=60.0)
+                await asyncio.sleep(0)
+            assert answered <= 2 * ALL_UNPROVEN_BURST
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
