@@ -226,6 +226,7 @@ class LeaseDesk:
             worker.proven = known is not None and known.proven
             if worker.proven:
                 self.book.newcomers.proved(node)
+                self._sources_at = -math.inf  # others may be named it now
         return worker.proven
 
     async def work_changed(self) -> None:
@@ -646,13 +647,14 @@ class LeaseDesk:
     def _line(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Records of live workers that hold weights and may be shown: admitted before `peer`, and after it.
 
-        A proven worker is named proven ones alone: newcomers may be keys that serve nothing.
+        Where newcomers outnumber proven workers these are named proven ones alone: keys may serve nothing.
         """
         now = self._clock()
         if now - self._sources_at >= LINE_S:
             self._sources, self._sources_at = self._find_sources(now), now
-        proven = self.proven(peer)
-        sources = [one for one in self._sources if one.proven or not proven]
+        proven = sum(one.proven for one in self._sources)
+        outnumbered = self.proven(peer) and len(self._sources) > 2 * proven
+        sources = [one for one in self._sources if one.proven or not outnumbered]
         me = self.workers[peer].rank
         before = [one.record for one in reversed(sources) if one.rank < me]
         after = [one.record for one in sources if one.rank > me]

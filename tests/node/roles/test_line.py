@@ -54,22 +54,23 @@ async def test_who_holds_nothing_yet_is_no_source(tmp_path: Path, model_dir: Pat
         assert nodes(reply.downstreams) == [line[1].key.node_id]
 
 
-async def test_a_proven_worker_is_named_no_newcomers_as_sources(
+async def test_a_proven_worker_is_named_no_newcomers_as_sources_where_these_are_many(
     tmp_path: Path, model_dir: Path
 ) -> None:
     """Attack: fresh keys say that they hold weights, and serve none."""
     rollouts = {"groups_per_batch": 64, "groups_per_lease": 1}
     async with Swarm(tmp_path, model_dir, rollouts=rollouts) as swarm, AsyncExitStack() as stack:
         await swarm.start_trainer()
-        names = ("one", "two", "sybil")
-        one, two, sybil = [await stack.enter_async_context(Rogue(swarm, name)) for name in names]
-        for rogue in (one, two, sybil):
+        one, two, *sybils = [
+            await stack.enter_async_context(Rogue(swarm, f"key {number}")) for number in range(6)
+        ]
+        for rogue in (one, two, *sybils):
             await rogue.hello()
         for rogue in (one, two):
             await rogue.verdict((await rogue.work()).lease_id)
-        for rogue in (two, sybil, one):
+        for rogue in (two, *sybils, one):
             await rogue.poll(0, version=0)
         reply = await one.ask(SyncRecords(()), SyncRecords)
         assert nodes(reply.records) == [two.key.node_id]
-        reply = await sybil.ask(SyncRecords(()), SyncRecords)
-        assert set(nodes(reply.records)) == {one.key.node_id, two.key.node_id}
+        reply = await sybils[0].ask(SyncRecords(()), SyncRecords)
+        assert {one.key.node_id, two.key.node_id} < set(nodes(reply.records))
