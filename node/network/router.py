@@ -42,8 +42,8 @@ REQUESTS_PER_SECOND = 200.0
 REQUEST_BURST = 400.0
 UNPROVEN_PER_SECOND, UNPROVEN_BURST = 20.0, 100.0
 """Control requests of one peer that is no member; further ones wait."""
-ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST = 100.0, 200.0
-"""Of all of them together: a tenth of what this loop can answer, about."""
+ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST = 50.0, 200.0
+"""Of all of them together: a twentieth of what this loop can answer, about."""
 MAX_WAIT_S = 5.0
 """A request of a peer that is no member and would wait for longer is refused with its connection."""
 SWAPS_PER_SECOND, SWAP_BURST = 10.0, 40.0

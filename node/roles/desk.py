@@ -67,12 +67,12 @@ REQUEST_TIMEOUT_S = 15.0
 HOLD_S = 1.0
 """How long a lease request waits for work before it is told to come again."""
 MAX_HOLD_S = 8.0
-NEWCOMER_POLLS = 50
+NEWCOMER_POLLS = 20
 """Requests a second of all newcomers that wait, about: the more there are, the longer each is held."""
 RETRY_MS = 50
 NEWCOMER_RETRY_MS, MAX_RETRY_MS = 10, 5000
 """Later by so much for each newcomer that waits."""
-HELLO_RATE, HELLO_BURST = 20.0, 200.0
+HELLO_RATE, HELLO_BURST = 10.0, 200.0
 """Nodes a second that are admitted by one ticket; each costs a write to the disk."""
 MAX_WORKERS = 4096
 """Rows of workers; beyond that newcomers that hold nothing are forgotten, and may say hello again."""

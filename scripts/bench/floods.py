@@ -9,7 +9,7 @@ which has a QUIC endpoint of its own:
     sybils  one ticket; each key says hello, takes a lease, never answers, and goes on asking
     idle    no ticket; each key opens a connection, says nothing, and opens the next one when it is closed
 
-On the loopback nothing is limited by address, and attackers compute on the same machine, though at low priority:
+On the loopback nothing is limited by address, and attackers compute on the same machine (at low priority):
 both count against us.
 """
 
