@@ -13,6 +13,7 @@ from primerl.node.config import EnvironmentConfig
 from primerl.node.engines.engine import Completion
 from primerl.node.environments.build import build_environment
 from primerl.node.environments.environment import Environment
+from primerl.node.environments.hosted import PROGRAM
 from primerl.node.opening import demonstrations
 
 TASKSETS = Path(__file__).parent / "tasksets"
@@ -62,7 +63,9 @@ async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
                         break
             assert (len(trained), len(held_out)) == (200, 20)
             assert not trained & held_out
-            (process,) = psutil.Process().children()
+            (process,) = (
+                child for child in psutil.Process().children() if PROGRAM[-1] in child.cmdline()
+            )
             assert not [one.path for one in process.memory_maps() if "libtorch" in one.path]
             stuck = await says(environment, "spin", 1)
             assert isinstance(stuck, str)
