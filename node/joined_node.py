@@ -481,7 +481,7 @@ class Neighbour:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             request = await receive(stream, Questions)  # type: ignore[arg-type]
         if isinstance(request, WatchHeads):
-            await self._stack.head_server.watch(stream, request)
+            await self._stack.head_server.watch(peer, stream, request)
         elif isinstance(request, GetHeads):
             await self._stack.head_server.get(stream, request)
         elif isinstance(request, GetMerged) and (merges := self._merges()) is not None:

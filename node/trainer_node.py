@@ -51,6 +51,8 @@ INBOX = 64
 """Submissions that may wait for verification; more are told to come again."""
 FAREWELL_S = 5.0
 """How long the trainer stays so that all workers hear of the end."""
+MEMBER_S = 60.0
+"""A proven worker that was heard within this time, and is not connected now, may be on its way back."""
 STOP_FAREWELL_S = 2.0
 """As FAREWELL_S, of a trainer that is stopped or fails."""
 
@@ -241,7 +243,7 @@ class TrainerNode(Node):
             await online.finish(role.progress.step, publisher.states[role.progress.step])
             after = await opening.evaluate()
             await self._finish(documents, role, publisher, backend, desk, before, after)
-            await stack.head_server.wait_unwatched(FAREWELL_S)
+            await stack.head_server.wait_told(desk.members(MEMBER_S), FAREWELL_S)
             for task in background:
                 task.cancel()
 
@@ -254,7 +256,7 @@ class TrainerNode(Node):
             await stack.heads.end(str(cause), "failed")
         else:
             await stack.heads.end("the trainer was stopped and may be resumed", "stopped")
-        await stack.head_server.wait_unwatched(STOP_FAREWELL_S)
+        await stack.head_server.wait_told((), STOP_FAREWELL_S)
 
     def _build(
         self,

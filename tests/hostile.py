@@ -184,7 +184,7 @@ class HostileTrainer:
                 await send(stream, HeadNotice(newest.sealed))
                 reply = self.lie
             case WatchHeads():
-                return await self._server.watch(stream, request)
+                return await self._server.watch(peer, stream, request)
             case GetHeads():
                 return await self._server.get(stream, request)
             case Hello():

@@ -6,7 +6,7 @@ Everything goes through TrustedRun.admit; where a head came from does not matter
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from ...crypto.hashing import digest, short
@@ -155,8 +155,9 @@ class HeadServer:
         self._watchers = 0
         self._cut_off = 0
         """Watchers that we ended without telling them the end, as a restart does; they come back."""
-        self._unwatched = asyncio.Event()
-        self._unwatched.set()
+        self._told = set[bytes]()
+        """Nodes that were told the end."""
+        self._changed = asyncio.Condition()
 
     def check_going_on(self) -> None:
         """Raise RemoteProtocolError(RUN_ENDED) once there is nothing more to join; BUSY in a stop."""
@@ -166,26 +167,34 @@ class HeadServer:
                 Reason.BUSY if stopped else Reason.RUN_ENDED, self._book.ended[:MAX_NAME]
             )
 
-    async def wait_unwatched(self, timeout: float) -> None:
-        """Wait until nobody watches any more, nor is on the way back, or the timeout."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._unwatched.wait()
+    async def wait_told(self, members: Collection[bytes], timeout: float) -> None:
+        """Wait until each watcher, and each of `members`, was told the end; for `timeout` seconds at most.
 
-    async def watch(self, stream: Stream, request: WatchHeads) -> None:
+        Members are nodes that take part and may be on their way back: a trainer that was killed a moment
+        before its last step has not heard of them yet.
+        """
+
+        def all_told() -> bool:
+            return not self._watchers and not self._cut_off and self._told.issuperset(members)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout), self._changed:
+                await self._changed.wait_for(all_told)
+
+    async def watch(self, peer: bytes, stream: Stream, request: WatchHeads) -> None:
         """Push the newest head whenever it changes; skips versions that a slow watcher missed."""
         self._watchers += 1
         self._cut_off = max(0, self._cut_off - 1)
-        self._unwatched.clear()
         try:
             await self._push(stream, request)
+            self._told.add(peer)
         except asyncio.CancelledError:
             self._cut_off += 1
             raise
         finally:
             self._watchers -= 1
-            if not self._watchers and not self._cut_off:
-                self._unwatched.set()
+            async with self._changed:
+                self._changed.notify_all()
 
     async def _push(self, stream: Stream, request: WatchHeads) -> None:
         known = (request.term, request.after)

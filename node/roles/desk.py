@@ -263,7 +263,7 @@ class LeaseDesk:
                     self.turned_away.append(error.reason.value)
                     raise
             case WatchHeads():
-                return await self._heads.watch(stream, request)
+                return await self._heads.watch(peer, stream, request)
             case GetHeads():
                 return await self._heads.get(stream, request)
             case GetMerged():
@@ -365,6 +365,15 @@ class LeaseDesk:
         """Who offers to be a stage and is no stage 0 cannot work on what it was leased as one."""
         if not self.pipelines.leads(peer) and self.book.release(peer, time.time()):
             await self.work_changed()
+
+    def members(self, within_s: float) -> set[bytes]:
+        """Proven workers that have not left and were heard within `within_s` seconds (or before our start)."""
+        since = self._clock() - within_s
+        return {
+            node
+            for node, worker in self.workers.items()
+            if self.proven(node) and not worker.left and worker.heard >= since
+        }
 
     def _heard(self, node: bytes) -> float:
         """Monotonic seconds; see Worker."""

@@ -124,6 +124,24 @@ async def test_a_trainer_that_finishes_admits_nobody(tmp_path: Path, model_dir: 
         assert reason == Reason.RUN_ENDED
 
 
+async def test_a_worker_on_its_way_back_to_a_trainer_that_was_killed_hears_of_the_end(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """A trainer that resumes at its last step ends at once, before workers have dialled it again."""
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1")
+        await swarm.wait_step(3)
+        await swarm.crash_trainer()
+        await asyncio.sleep(2.0)  # the worker's pauses between dials grow
+        saved = max(
+            int(path.name.split("_")[1]) for path in swarm.run_dir.glob("checkpoints/step_*")
+        )
+        await swarm.start_trainer(resume=True, max_steps=saved)
+        await swarm.finished()
+        await worker.ended(10.0)
+
+
 async def test_nodes_that_only_said_hello_are_not_in_the_summary(
     tmp_path: Path, model_dir: Path
 ) -> None:
