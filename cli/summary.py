@@ -91,4 +91,5 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
         share = f"{delta / full:.0%} of the {size(full)} that full checkpoints would be"
         yield "deltas", f"{size(delta)}, {share}"
     for short, counts in (summary.get("chunk_bytes_by_source") or {}).items():
-        yield f"  {short}", f"chunks from {sources(counts)}"
+        if counts:  # empty of a worker that was gone before the trainer was restarted
+            yield f"  {short}", f"chunks from {sources(counts)}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..protocol import tickets
 from ..protocol.errors import Reason, RemoteProtocolError
 from ..protocol.manifests import Ticket
-from .errors import TicketError, UsageError
+from .errors import StorageError, TicketError, UsageError
 from .ledger import IssuedTicket, Ledger, LedgerView
 from .run_files import write_private
 
@@ -73,13 +73,17 @@ class TicketBook:
         self._uses = uses
         self._clock = clock
         self._own: Issued | None = None
+        self._in_file = False
+        """Whether the file holds it."""
 
     def current(self) -> Issued:
         """The trainer's own ticket, a new one where the last is in the second half of its life, revoked or used
         up. Raises StorageError."""
         if self._own is None or not self._fresh(self._own.ticket):
-            self._own = self.issue(label=DEFAULT)
+            self._own, self._in_file = self.issue(label=DEFAULT), False
+        if not self._in_file:
             write_private(self._file, self._own.text + "\n")
+            self._in_file = True
         return self._own
 
     def issue(
@@ -135,7 +139,11 @@ class TicketBook:
         """Renew the trainer's own ticket, in its file, long before it expires."""
         while True:
             await asyncio.sleep(min(LOOK_S, self._ttl_s / 4))
-            self.current()
+            try:
+                self.current()
+            except StorageError as error:
+                # the one in the file is good for half of its life yet: no reason to end a run
+                logger.warning("the ticket cannot be renewed, trying again: %s", error)
 
     def _fresh(self, ticket: Ticket) -> bool:
         half = (ticket.issued + ticket.expires) / 2

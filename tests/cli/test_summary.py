@@ -43,6 +43,19 @@ def test_a_summary_tells_everything(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Mean reward" in out
 
 
+def test_a_worker_that_told_of_no_chunks_has_no_line_about_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = {**SUMMARY["chunk_bytes_by_source"], "cccccccccc": {}}
+    (tmp_path / "summary.json").write_text(
+        json.dumps({**SUMMARY, "chunk_bytes_by_source": sources})
+    )
+    assert print_summary(tmp_path / "summary.json")
+    out = capsys.readouterr().out
+    assert "aaaaaaaaaa" in out
+    assert "cccccccccc" not in out
+
+
 def test_what_is_missing_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "summary.json").write_text('{"run": "[demo]", "exact_match_before": null}')
     assert print_summary(tmp_path / "summary.json")

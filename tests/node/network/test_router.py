@@ -14,7 +14,7 @@ from primerl.node.network.peers import PeerTable, Tier
 from primerl.node.network.router import ALL_UNPROVEN_BURST, SWAP_BURST, Handler, Router
 from primerl.node.network.rpc import Refused, receive, send
 from primerl.node.network.rpc import ask as request
-from primerl.node.network.transport import Stream
+from primerl.node.network.transport import ConnectionLost, Stream
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import Accepted, Goodbye
 from primerl.protocol.version import ALPN_CONTROL
@@ -199,6 +199,18 @@ async def test_slots_change_hands_no_faster_than_is_cheap_but_for_members() -> N
         assert len(tried) <= 8
         assert more[-1].closed
         assert not (await host.connect(1, Tier.MEMBER)).closed
+
+
+async def test_whoever_is_served_when_a_node_stops_is_not_told_that_it_asked_too_much() -> None:
+    host = Host()
+    running = asyncio.create_task(host.router.run())
+    member = await host.connect(1, Tier.MEMBER)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    with pytest.raises(ConnectionLost) as lost:
+        await request(member, Goodbye(), Accepted, deadline=60.0)
+    assert "too many" not in str(lost.value)
+    await host.server.close()
 
 
 async def test_requests_of_those_that_are_no_members_are_bounded_together() -> None:

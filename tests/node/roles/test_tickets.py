@@ -89,6 +89,21 @@ async def test_the_ticket_file_is_renewed_before_it_expires_and_private(
         assert (swarm.run_dir / "config.json").stat().st_mode & 0o777 == 0o600
 
 
+async def test_a_ticket_file_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000, ticket_ttl_s=4.0) as swarm:
+        await swarm.start_trainer()
+        file = swarm.run_dir / "ticket.txt"
+        file.unlink()
+        file.mkdir()
+        await until(lambda: "the ticket cannot be renewed" in caplog.text)
+        assert (await swarm.trainer.status())["phase"] == "running"
+        file.rmdir()
+        await until(file.is_file)
+        assert file.read_text().strip() == (await asked(swarm, "ticket"))["ticket"]
+
+
 async def test_an_admitted_data_directory_joins_with_an_expired_ticket_and_with_none(
     tmp_path: Path, model_dir: Path
 ) -> None:
