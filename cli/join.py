@@ -65,7 +65,7 @@ def run(
         bool,
         typer.Option(
             "--wait",
-            help="Wait for ever for a trainer that was stopped (--wait-for-trainer-s inf).",
+            help="Wait for a trainer that was stopped, for ever; without it a worker leaves then.",
         ),
     ] = False,
     tp: Tp = None,
@@ -98,7 +98,7 @@ def run(
     from ..node.config import JoinConfig
     from ..node.load import load
 
-    waits = {"wait_for_trainer_s": "inf"} if wait else {}
+    waits = {"wait": "true", "wait_for_trainer_s": "inf"} if wait else {}
     given = options(ticket=ticket, role=role, data_dir=data_dir, **waits) + parallel(
         tp=tp, pp=pp, dp=dp
     )

@@ -369,8 +369,11 @@ class JoinConfig(NodeConfig):
     leases: Annotated[int, Field(ge=0)] = 0
     """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
     environments: AllowedConfig = AllowedConfig()
+    wait: bool = False
+    """Wait for a trainer that was stopped to come back; without it a worker leaves when the trainer says so."""
     wait_for_trainer_s: Annotated[float, Field(ge=0)] = 3600.0
-    """How long to wait for a trainer that was stopped or does not answer, then leave; inf: for ever."""
+    """How long to wait for a trainer that does not answer, or that was stopped (see wait), then leave; inf: for
+    ever."""
     pp: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="after")

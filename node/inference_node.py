@@ -139,7 +139,8 @@ class FollowedPolicy(JoinedNode):
             role="inference",
             ticket=config.ticket,
             log=config.log,
-            wait_for_trainer_s=math.inf,  # what was fetched can be served without any trainer
+            wait=True,  # what was fetched can be served without any trainer
+            wait_for_trainer_s=math.inf,
             **shared,
         )
         super().__init__(joining, key, config.directory, parts)

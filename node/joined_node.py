@@ -357,6 +357,11 @@ class JoinedNode(Node):
             limit = self._config.wait_for_trainer_s
             if trainer.stopped and not told:
                 told = printable(trainer.stopped, MAX_NAME)
+                if not self._config.wait:
+                    raise NetworkError(
+                        f"{told}: `primerl-node join --data-dir {self.data_dir}` joins it again, "
+                        "--wait waits for it"
+                    )
                 self._obstacle = told
                 logger.warning("%s: waiting for it for up to %.0f s", told, limit)
             if silence > (limit if told else max(limit, LEAST_SILENCE_S)):

@@ -311,7 +311,7 @@ class Swarm:
         seed = name.encode().rjust(32, b"\x00")
         worker = known or Running(SecretKey.from_seed(seed), self.directory / name)
         worker.engine = engine or WitnessEngine(self.fakes, name)
-        base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False}
+        base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False, "wait": True}
         base["engine"] = dict(engine_section or {})
         config = JoinConfig.model_validate(merged(base, overrides))
         parts = self._parts(worker, ledger)

@@ -50,6 +50,18 @@ async def test_a_worker_leaves_a_trainer_that_was_stopped_and_did_not_come_back(
             await worker.ended(30.0)
 
 
+async def test_a_worker_leaves_a_trainer_that_was_stopped_unless_it_was_asked_to_wait(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", wait=False)
+        await swarm.wait_step(1)
+        await swarm.stop_trainer()
+        with pytest.raises(NetworkError, match=r"was stopped and may be resumed: .* --wait waits"):
+            await worker.ended(10.0)
+
+
 async def test_a_run_that_fails_tells_its_watchers_why(tmp_path: Path, model_dir: Path) -> None:
     rollouts = {"batch_timeout_s": 1.0, "max_empty_batches": 3}
     async with Swarm(tmp_path, model_dir, rollouts=rollouts) as swarm:
