@@ -1,24 +1,31 @@
 """Submissions that are not what they should be: stolen, replayed, late, lying about size or content."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
+from protocol_cases import LEASE, RUN, TRAINER, WORKER
 from rogue import Rogue, altered, reason_of, soon
 from swarm import Swarm
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
+from primerl.node.ledger import Ledger
 from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.rpc import Refused, receive_reply, send
+from primerl.node.network.transport import Stream
 from primerl.node.network.uploads import PARTIALS_PER_PEER, UploadReceiver
+from primerl.node.roles.submissions import SubmissionDesk
+from primerl.node.roles.terms import LEASES_PER_BOOT
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import Lease
+from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy
 from primerl.protocol.messages import SubmitFrom, SubmitOffer
-from primerl.protocol.rollouts import Receipt
+from primerl.protocol.rollouts import Receipt, Submission
 from primerl.protocol.version import ALPN_CONTROL
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -170,6 +177,70 @@ async def test_a_lease_that_ran_out_is_refused(tmp_path: Path, model_dir: Path) 
             assert await reason_of(rogue.submit(bundle, lease.lease_id)) == Reason.LEASE_EXPIRED
         swarm.add_worker("honest")
         await swarm.wait_step(1)
+
+
+class Uploading:
+    """A stream on which all bytes of an upload lie already."""
+
+    def __init__(self, data: bytes) -> None:
+        self._left = data
+
+    async def read_exact(self, size: int) -> bytes:
+        part, self._left = self._left[:size], self._left[size:]
+        return part
+
+    async def write(self, data: bytes) -> None:
+        pass
+
+    async def finish(self) -> None:
+        pass
+
+
+async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
+    tmp_path: Path,
+) -> None:
+    """What a trainer leased before its start is in no book: the deadline that it signed is what counts."""
+
+    async def nothing() -> None:
+        pass
+
+    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
+    policy = LeasePolicy(2, 8, 2, 2, 4, timeout_s=60.0, max_bytes=1 << 20)
+    desk = SubmissionDesk(
+        key=TRAINER,
+        run_id=RUN,
+        book=LeaseBook(policy),
+        boot=(LEASE.lease_id >> LEASES_PER_BOOT) + 1,
+        ledger=ledger,
+        arrivals=asyncio.Queue(8),
+        work_changed=nothing,
+    )
+
+    async def submit(number: int, over_s: float) -> bytes:
+        lease = msgspec.structs.replace(
+            LEASE, lease_id=LEASE.lease_id + number, deadline=time.time() - over_s
+        )
+        sealed = seal(TRAINER, Purpose.LEASE, RUN, lease, recipient=WORKER.node_id, expires=soon())
+        bundle = seal(
+            WORKER,
+            Purpose.SUBMISSION,
+            RUN,
+            Submission(sealed, (), "hf"),
+            recipient=TRAINER.node_id,
+            expires=soon(),
+        )
+        offer = SubmitOffer(digest(bundle), len(bundle), lease.lease_id)
+        await desk.handle(WORKER.node_id, cast(Stream, Uploading(bundle)), offer)
+        return offer.digest
+
+    try:
+        assert ledger.receipt(await submit(1, over_s=-60.0)) is not None
+        with pytest.raises(RemoteProtocolError, match="is over") as late:
+            await submit(2, over_s=60.0)
+        assert late.value.reason == Reason.LEASE_EXPIRED
+        assert ledger.last_arrival() == 1
+    finally:
+        ledger.close()
 
 
 # -- lies about bytes ----------------------------------------------------------------------------------

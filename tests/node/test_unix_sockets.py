@@ -3,12 +3,13 @@
 import asyncio
 import os
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from primerl.node.control import ControlServer, ask
+from primerl.node.control import ControlServer, ask, socket_path
 from primerl.node.errors import BusyError
 from primerl.node.unix_sockets import LONGEST, short
 
@@ -65,3 +66,15 @@ async def test_a_node_in_a_deep_directory_answers_and_is_found_busy(tmp_path: Pa
     finally:
         await server.close()
     assert list(folder.iterdir()) == []
+
+
+async def test_a_control_socket_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    folder = tmp_path / "node"
+    server, before = ControlServer(folder, {}), os.umask(0)
+    try:
+        await server.start()
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (socket_path(folder), folder)]
+    finally:
+        os.umask(before)
+        await server.close()
+    assert modes == [0o600, 0o700]

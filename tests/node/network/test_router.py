@@ -12,7 +12,7 @@ from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.memory_streams import MemoryConnection
 from primerl.node.network.peers import PeerTable, Tier
 from primerl.node.network.router import ALL_UNPROVEN_BURST, SWAP_BURST, Handler, Router
-from primerl.node.network.rpc import Refused, receive, send
+from primerl.node.network.rpc import Refused, TooSlow, receive, send
 from primerl.node.network.rpc import ask as request
 from primerl.node.network.transport import ConnectionLost, Stream
 from primerl.protocol.errors import Reason, RemoteProtocolError
@@ -65,6 +65,16 @@ async def test_a_request_is_answered_and_its_peer_is_known() -> None:
     async with served(answer) as (links, table):
         assert await ask(links) == Accepted()
         assert [peer.node for peer in table.rows()] == [CLIENT]
+
+
+async def test_a_request_that_is_not_answered_costs_its_deadline() -> None:
+    async def late(peer: bytes, stream: Stream) -> None:
+        await asyncio.sleep(3.0)
+        await answer(peer, stream)
+
+    async with served(late) as (links, _):
+        with pytest.raises(TooSlow, match="no reply to Goodbye"):
+            await links.request(SERVER, ALPN_CONTROL, Goodbye(), Accepted, deadline=0.1)
 
 
 async def test_who_breaks_the_protocol_is_refused_and_blamed() -> None:

@@ -1,8 +1,12 @@
+import msgspec
 import pytest
+from protocol_cases import PROOFS
 
 from primerl.node.config import RunConfig
 from primerl.node.errors import UsageError
+from primerl.node.proofs.judgement import REASONS, judge
 from primerl.node.proofs.thresholds import BUILT_IN, FIELDS, check_bounds, proof_contract
+from primerl.protocol.rollouts import Evidence
 
 
 def config(fingerprint: str, dtype: str) -> RunConfig:
@@ -33,3 +37,11 @@ def test_these_start_without_a_calibration(fingerprint: str, dtype: str) -> None
 def test_toploc_in_bfloat16_wants_bounds_of_its_own() -> None:
     with pytest.raises(UsageError, match="run primerl-node calibrate"):
         check_bounds(config("toploc", "bfloat16"))
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_measurement_that_is_no_number_is_above_every_bound(name: str) -> None:
+    clean = Evidence(0, 0, 64, 0.0, 0.0, 0.0, 0.0, 0.0, -10.0)
+    assert judge(clean, PROOFS).reason is None
+    found = judge(msgspec.structs.replace(clean, **{name: float("nan")}), PROOFS)
+    assert (found.reason, found.suspect) == (REASONS[name], True)

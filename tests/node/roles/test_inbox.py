@@ -17,6 +17,7 @@ from primerl.node.proofs.verifier import Arrival, AuditResults, Verified, make_v
 from primerl.node.roles.inbox import AT_ONCE, Inbox
 from primerl.node.roles.progress import Progress
 from primerl.node.training.buffer import RolloutBuffer
+from primerl.protocol.audits import CHALLENGE_BYTES
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Reputation
@@ -35,6 +36,7 @@ class Auditor:
 
     def __init__(self) -> None:
         self.begun: list[int] = []
+        self.challenges: list[bytes] = []
         self.told: list[Verdict] = []
         """Verdicts from before a restart."""
         self.free: dict[int, asyncio.Event] = {}
@@ -45,6 +47,7 @@ class Auditor:
     ) -> Verified:
         arrival = next(one for one in _ if isinstance(one, Arrival))
         self.begun.append(arrival.number)
+        self.challenges.append(arrival.challenge)
         if before is not None:
             self.told.append(before)
         await self.free.setdefault(arrival.number, asyncio.Event()).wait()
@@ -188,6 +191,18 @@ async def test_what_was_judged_before_a_restart_keeps_its_verdict_and_counts_onc
     assert world.verdicts[4] == sealed
     assert world.progress.accepted == 2  # both are learned from, as neither is in the checkpoint
     assert world.reputations[WORKER].accepted == 1
+
+
+async def test_what_is_audited_cannot_be_told_from_the_bundle() -> None:
+    challenges: set[bytes] = set()
+    for _ in range(3):
+        world = World(before=[1])
+        world.auditor.let_go([1])
+        async with running(world):
+            await world.judged_are([1])
+        challenges.update(world.auditor.challenges)
+    assert len(challenges) == 3  # the same bytes, another draw each time
+    assert {len(challenge) for challenge in challenges} == {CHALLENGE_BYTES}
 
 
 async def test_an_error_in_one_of_many_ends_the_inbox_with_that_error() -> None:

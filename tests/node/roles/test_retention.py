@@ -113,6 +113,14 @@ def test_every_version_that_is_promised_can_be_reached_from_nothing_and_from_any
         asyncio.run(live(Path(directory)))
 
 
+async def test_only_the_newest_states_stay_in_memory(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, WeightsConfig())
+    for version in range(5):
+        await kept.publish(version, 0.1)
+    assert list(kept.publisher.states) == [3, 4]
+    kept.ledger.close()
+
+
 async def test_anchors_come_by_interval_and_when_the_deltas_outweigh_the_last(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,699 @@
+"""Plant one fault at a time in a copy of the tree and check that a test catches it.
+
+    .venv/bin/python scripts/faults.py [--only NAME]... [--jobs 2] [--json FILE] [--list]
+
+A fault is found by its source text, so that it survives a move of its file: `old` is whole lines, compared
+without their indentation, first in `path` and else in all of crypto/, protocol/, node/ and cli/, where it must
+occur once. The tests that a fault names run first; where none of them is left, or none fails, every test file
+that imports the changed module runs. At the end all tests that caught something run once without any fault:
+they must pass.
+
+The working tree is never written to. Exits with 1 if a fault survives, cannot be planted or gets no verdict.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ("crypto", "protocol", "node", "cli")
+LEFT_OUT = {"build", "dist", "outputs", "shared"}
+"""Folders of the root that are not copied, besides those whose names begin with a dot."""
+NAMED_S, IMPORTERS_S, CLEAN_S = 180, 300, 480
+"""Longest run of the tests that a fault names, of those that import the changed module, and of the last run."""
+TEST_S = 60
+"""Longest run of a single test: a fault may make it wait for ever."""
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest when tests ran; any other means that they did not."""
+SURVIVED = "survived"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault to plant: the lines `old` of the file `path` become `new`."""
+
+    name: str
+    subsystem: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+    """Names of test functions that ought to fail, in whichever file they are."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of one fault."""
+
+    fault: str
+    subsystem: str
+    file: str
+    caught_by: list[str]
+    """Pytest ids of the test functions that failed."""
+    seconds: float
+    trouble: str = ""
+    """SURVIVED, or why there is no verdict; empty for a fault that was caught."""
+
+
+FAULTS = (
+    # -- crypto, protocol
+    Fault(
+        "derived hash does not separate its parts",
+        "crypto",
+        "crypto/hashing.py",
+        'hasher.update(len(part).to_bytes(8, "little"))',
+        "pass",
+        ("test_a_part_cannot_bleed_into_its_neighbour",),
+    ),
+    Fault(
+        "key file that others can read is loaded",
+        "crypto",
+        "crypto/keys.py",
+        "if path.stat().st_mode & 0o077:",
+        "if False:",
+        ("test_a_key_file_that_others_can_reach_is_refused",),
+    ),
+    Fault(
+        "purpose of a signature is not checked",
+        "protocol",
+        "protocol/envelope.py",
+        "if envelope.purpose != purpose:",
+        "if False:",
+        ("test_bytes_signed_for_one_purpose_never_pass_for_another",),
+    ),
+    Fault(
+        "expiry of a ticket is not checked",
+        "protocol",
+        "protocol/tickets.py",
+        "ticket = unseal(sealed, Purpose.TICKET, Ticket, now=now).body",
+        "ticket = unseal(sealed, Purpose.TICKET, Ticket, now=0).body",
+        ("test_an_expired_ticket_is_refused",),
+    ),
+    Fault(
+        "byte limit of a frame is lifted",
+        "protocol",
+        "protocol/session.py",
+        'size = int.from_bytes(header, "big")\nif size > limit:',
+        'size = int.from_bytes(header, "big")\nif False:',
+        ("test_a_length_is_refused_above_the_limit_and_only_there",),
+    ),
+    Fault(
+        "policy is rolled back",
+        "protocol",
+        "protocol/trust.py",
+        "if admitted.order < self.committed:",
+        "if False:",
+        ("test_what_is_loaded_is_never_rolled_back",),
+    ),
+    Fault(
+        "seed of a sample does not depend on its index",
+        "protocol",
+        "protocol/leases.py",
+        'index.to_bytes(4, "big"),\nturn.to_bytes(4, "big"),',
+        'turn.to_bytes(4, "big"),',
+        ("test_a_samples_seed_is_bound_to_every_argument",),
+    ),
+    # -- config
+    Fault(
+        "unknown key in the environment is ignored",
+        "config",
+        "node/load.py",
+        'raise UsageError(f"unknown config key in the environment, {variable}{hint}")',
+        "continue",
+        ("test_a_mistake_names_the_key_and_the_way_out",),
+    ),
+    # -- trainer
+    Fault(
+        "lease does not expire",
+        "trainer: scheduler",
+        "protocol/leases.py",
+        "late = [held for held in self.held.values() if held.lease.deadline < now]",
+        "late: list[Held] = []",
+        ("test_a_lease_lasts_to_its_deadline",),
+    ),
+    Fault(
+        "work of a lease that is over is taken",
+        "trainer: submissions",
+        "node/roles/submissions.py",
+        "if lease.deadline + LATE_GRACE_S < now:",
+        "if False:",
+        ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
+    ),
+    Fault(
+        "receipt is given before the submission is durable",
+        "trainer: submissions",
+        "node/roles/submissions.py",
+        "arrival = self._ledger.receive(offer.digest, lease.lease_id, peer, data, receipt)",
+        "arrival = self._ledger.last_arrival() + 1",
+        ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
+    ),
+    Fault(
+        "audit is drawn before the receipt",
+        "trainer: audits",
+        "node/roles/inbox.py",
+        "challenge = secrets.token_bytes(CHALLENGE_BYTES)",
+        "challenge = arrived.digest",
+        ("test_what_is_audited_cannot_be_told_from_the_bundle",),
+    ),
+    Fault(
+        "bound on the states kept for audits is dropped",
+        "trainer: publisher",
+        "node/roles/publisher.py",
+        "while len(self.states) > self._keep_states:",
+        "while False:",
+        ("test_only_the_newest_states_stay_in_memory",),
+    ),
+    # -- worker
+    Fault(
+        "upload is given up when the trainer is busy",
+        "worker: upload",
+        "node/roles/spooling.py",
+        "if refusal.reason not in FINAL_REASONS:",
+        "if False:",
+        ("test_what_failed_is_kept_and_tried_again",),
+    ),
+    Fault(
+        "receipt for another submission is believed",
+        "worker: upload",
+        "node/roles/spooling.py",
+        "if opened.body.submission != name:",
+        "if False:",
+        ("test_a_receipt_for_something_else_is_none",),
+    ),
+    Fault(
+        "environment that the owner did not allow is run",
+        "worker: environments",
+        "node/environments/allowed.py",
+        "if remembered(data_dir).get(_plain(contract.id)) != package.digest.hex():",
+        "if False:",
+        ("test_an_installed_package_is_played_once_its_name_is_allowed",),
+    ),
+    # -- validator
+    Fault(
+        "validator audits other bytes than those of its job",
+        "validator",
+        "node/roles/validator.py",
+        "if digest(data) != job.submission:",
+        "if False:",
+        ("test_the_bytes_behind_a_job_must_be_those_that_it_names",),
+    ),
+    Fault(
+        "report on another challenge is taken",
+        "validator",
+        "node/roles/auditing.py",
+        "if report.challenge != job.call.challenge:",
+        "if False:",
+        ("test_a_report_counts_only_as_its_validator_signed_it_for_this_job",),
+    ),
+    # -- training
+    Fault(
+        "sign of the policy gain is flipped",
+        "training: losses",
+        "node/training/losses/formulas.py",
+        "values = _pull(config, inputs) - gain.masked_fill(low | high, 0.0)",
+        "values = _pull(config, inputs) + gain.masked_fill(low | high, 0.0)",
+        ("test_dppo_is_its_formula_inside_the_trust_region",),
+    ),
+    Fault(
+        "advantage is not centred on its group",
+        "training: advantages",
+        "node/training/advantages.py",
+        "return [reward - mean for reward in rewards]",
+        "return [reward for reward in rewards]",
+        ("test_grpo_is_the_distance_from_the_group_mean",),
+    ),
+    Fault(
+        "loss is normalised by the tokens of one rank",
+        "training: packing",
+        "node/training/packing.py",
+        "return sum(_trained(one) for rows in self.dealt for row in rows for one in row)",
+        "return sum(_trained(one) for rows in self.dealt[:1] for row in rows for one in row)",
+        ("test_every_fitting_sample_is_in_exactly_one_row_whole",),
+    ),
+    Fault(
+        "positions run on over packed sequences",
+        "training: packing",
+        "node/training/packing.py",
+        "positions=np.concatenate([np.arange(length) for length in lengths]),",
+        "positions=np.arange(sum(lengths)),",
+        ("test_position_zero_and_padding_are_never_trained",),
+    ),
+    Fault(
+        "staleness bound is off by one",
+        "training: buffer",
+        "node/training/buffer.py",
+        "return self._version - group.policy_oldest > self.max_off_policy_steps",
+        "return self._version - group.policy_oldest > self.max_off_policy_steps + 1",
+        ("test_no_batch_ever_holds_a_group_older_than_the_bound",),
+    ),
+    Fault(
+        "files of a checkpoint are not compared with its record",
+        "training: checkpoint",
+        "node/training/saving/checkpoints.py",
+        "if record.files != _digests(directory):",
+        "if False:",
+        ("test_an_altered_file_is_noticed_before_anything_is_resumed",),
+    ),
+    # -- inference
+    Fault(
+        "log-probability ignores the temperature",
+        "inference: sampling",
+        "node/engines/sampling.py",
+        "scores = noisy.gather(1, tokens)\nlogprobs = torch.log_softmax(scaled, -1).gather(1, tokens)",
+        "scores = noisy.gather(1, tokens)\nlogprobs = torch.log_softmax(logits.float(), -1).gather(1, tokens)",
+        ("test_logprobs_are_those_of_a_plain_forward_pass_at_the_request_temperature",),
+    ),
+    Fault(
+        "new version is announced and its weights are not written",
+        "inference: weights in place",
+        "node/engines/hf.py",
+        "written = loaded is not None and loaded.network.update(state, changed)",
+        "written = loaded is not None",
+        ("test_after_updates_an_engine_equals_a_fresh_one_that_loaded_the_new_state",),
+    ),
+    # -- pipeline
+    Fault(
+        "stage accepts a peer that the plan does not put before it",
+        "pipeline",
+        "node/lines/door.py",
+        "if rank is None or plan.before(rank) != peer:",
+        "if rank is None:",
+        ("test_a_stage_opens_a_line_only_to_the_one_after_it",),
+    ),
+    Fault(
+        "stage writes to a cache block that does not exist",
+        "pipeline",
+        "node/engines/pipelined/step_codec.py",
+        "if part.blocks and not 0 < min(part.blocks) <= max(part.blocks) <= self._most_blocks:",
+        "if False:",
+        (
+            "test_a_step_outside_the_plan_is_refused",
+            "test_the_last_block_is_the_plans",
+        ),
+    ),
+    # -- weights
+    Fault(
+        "digest of a tensor is not compared",
+        "weights: replica",
+        "node/weights/mirror.py",
+        "if hashes.get(info.name, info.digest) != info.digest:",
+        "if False:",
+        ("test_any_tensor_that_differs_from_the_manifest_is_refused",),
+    ),
+    Fault(
+        "delta is applied to the wrong base",
+        "weights: replica",
+        "node/weights/mirror.py",
+        "if artifact.base_state != held.digest:",
+        "if False:",
+        ("test_delta_on_another_base_is_refused",),
+    ),
+    Fault(
+        "path in the chain ignores the state of its base",
+        "weights: chain",
+        "node/weights/chain.py",
+        "return routes.get((artifact.base_version, artifact.base_state))",
+        "return next((route for key, route in routes.items() if key[0] == artifact.base_version), None)",
+        ("test_delta_on_another_state_or_from_the_future_is_never_planned",),
+    ),
+    Fault(
+        "payload of other tensors is decoded",
+        "weights: codec",
+        "node/weights/payload.py",
+        "if bytes(self._take(_HEADER.size)) != header(kind, layout):",
+        "if not bytes(self._take(_HEADER.size)):",
+        ("test_payload_for_other_tensors_is_refused",),
+    ),
+    # -- p2p
+    Fault(
+        "bound on the requests of one peer is dropped",
+        "p2p: transport",
+        "node/network/router.py",
+        "crowded = self._streams[peer] >= self._max_streams",
+        "crowded = False",
+        ("test_more_streams_at_once_than_allowed_are_refused_and_the_others_answered",),
+    ),
+    Fault(
+        "request has no deadline",
+        "p2p: rpc",
+        "node/network/rpc.py",
+        "async with asyncio.timeout(deadline):\nstream = await connection.open_stream()",
+        "async with asyncio.timeout(None):\n    stream = await connection.open_stream()",
+        ("test_a_request_that_is_not_answered_costs_its_deadline",),
+    ),
+    Fault(
+        "chunk is kept and served before it is verified",
+        "p2p: download",
+        "node/network/job.py",
+        "if len(data) != chunk.size or digest(data) != chunk.digest:",
+        "if len(data) != chunk.size:",
+        ("test_a_corrupting_neighbour_costs_one_chunk_and_is_left_out_of_the_next_fetch",),
+    ),
+    Fault(
+        "byte limit of an upload is lifted",
+        "p2p: upload",
+        "node/network/uploads.py",
+        "if offer.size > min(limit, MAX_SUBMISSION):",
+        "if False:",
+        ("test_an_upload_that_drips_is_cut_off_and_an_honest_one_is_not",),
+    ),
+    Fault(
+        "rate limit of gossip is lifted",
+        "p2p: gossip",
+        "node/network/gossip_limits.py",
+        "if not self._neighbours.take(neighbour, now):",
+        "if False:",
+        ("test_a_neighbour_may_hand_over_its_burst_and_then_its_rate",),
+    ),
+    # -- verification
+    Fault(
+        "rollout of an older policy than its lease asks for is accepted",
+        "verification: checks",
+        "node/proofs/checks.py",
+        "if branch.policy_first < lease.min_version:",
+        "if False:",
+        ("test_a_lease_cannot_be_answered_for_a_policy_before_it",),
+    ),
+    Fault(
+        "measurement that is not a number passes an audit",
+        "verification: audits",
+        "node/proofs/judgement.py",
+        "if not getattr(evidence, name) <= getattr(bounds, name):",
+        "if getattr(evidence, name) > getattr(bounds, name):",
+        ("test_a_measurement_that_is_no_number_is_above_every_bound",),
+    ),
+    Fault(
+        "fault found in an audit does not extend it to the whole submission",
+        "verification: audits",
+        "node/proofs/verifier.py",
+        "places = {one.place for one in drawn}",
+        "places = {one.place for one in passed}",
+        ("test_where_an_audit_fails_what_was_not_picked_is_not_accepted_either",),
+    ),
+    Fault(
+        "reputation is not persisted",
+        "verification: reputation",
+        "node/ledger.py",
+        "for peer, snapshot in (reputations or {}).items():",
+        "for peer, snapshot in dict[bytes, bytes]().items():",
+        ("test_a_verdict_is_kept_together_with_the_reputations_that_it_changed_or_not_at_all",),
+    ),
+    # -- environments
+    Fault(
+        "deadline of an environment is ignored",
+        "environments",
+        "node/environments/exchange.py",
+        "self._timer.reschedule(loop.time())",
+        "pass",
+        ("test_code_that_waits_for_ever_ends_at_its_deadline_and_raising_is_an_error",),
+    ),
+    # -- api
+    Fault(
+        "key of a request is not compared",
+        "api",
+        "node/api/server.py",
+        'if not hmac.compare_digest(sent, self._key) or scheme.lower() != "bearer":',
+        'if scheme.lower() != "bearer":',
+        ("test_with_a_key_nobody_without_it_gets_more_than_the_health",),
+    ),
+    # -- storage
+    Fault(
+        "chunk that was damaged on the disk is handed out",
+        "storage: chunk store",
+        "node/store.py",
+        "if data is not None and digest(data) == name:",
+        "if data is not None:",
+        ("test_corrupt_file_is_deleted_and_can_be_put_again",),
+    ),
+    Fault(
+        "file is renamed before its bytes are on the disk",
+        "storage: chunk store",
+        "node/store.py",
+        "disk.write(temporary, parts)\ndisk.rename(temporary, path)",
+        "disk.write(path, parts)",
+        (
+            "test_data_is_synced_before_its_name_and_the_name_before_the_answer",
+            "test_death_between_any_two_writes_loses_nothing_acknowledged",
+        ),
+    ),
+    Fault(
+        "lock of the ledger is not taken",
+        "storage: ledger",
+        "node/ledger.py",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        ("test_a_second_node_is_told_to_go_away_and_a_reader_is_not",),
+    ),
+    # -- processes, operation
+    Fault(
+        "children of a killed process are left running",
+        "process",
+        "node/processes.py",
+        "os.killpg(pid, signal.SIGKILL)",
+        "os.kill(pid, signal.SIGKILL)",
+        ("test_stopping_a_child_ends_its_own_children",),
+    ),
+    Fault(
+        "control socket is open to every user",
+        "ops",
+        "node/control.py",
+        "self._path.chmod(0o600)",
+        "self._path.chmod(0o666)",
+        ("test_a_control_socket_is_its_owners_alone_whatever_the_umask",),
+    ),
+)
+
+
+class NotFound(Exception):
+    """The text of a fault is nowhere, or in several places."""
+
+
+def find(fault: Fault, root: Path) -> tuple[Path, re.Match[str]]:
+    """Find the one place in the tree at `root` where a fault goes. Raises NotFound."""
+    lines = [re.escape(line.strip()) for line in fault.old.splitlines()]
+    pattern = re.compile(r"^([ \t]*)" + r"\n[ \t]*".join(lines) + r"$", re.MULTILINE)
+    named = root / fault.path
+    if named.is_file() and len(found := list(pattern.finditer(named.read_text()))) == 1:
+        return named, found[0]
+    files = [file for folder in PACKAGE for file in sorted((root / folder).rglob("*.py"))]
+    places = [(file, match) for file in files for match in pattern.finditer(file.read_text())]
+    if len(places) != 1:
+        where = ", ".join(str(file.relative_to(root)) for file, _ in places) or "nowhere"
+        raise NotFound(f"its text is to be found once and is in: {where}")
+    return places[0]
+
+
+def place_of(fault: Fault) -> str:
+    """Say where a fault goes in the working tree."""
+    try:
+        return str(find(fault, ROOT)[0].relative_to(ROOT))
+    except NotFound as error:
+        return f"NOT FOUND: {error}"
+
+
+@contextmanager
+def planted(fault: Fault, root: Path) -> Generator[Path]:
+    """Have a fault in the tree at `root` for the block; gives the changed file. Raises NotFound."""
+    file, match = find(fault, root)
+    text, stat = file.read_text(), file.stat()
+    new = "\n".join(match.group(1) + line for line in fault.new.splitlines())
+    file.write_text(text[: match.start()] + new + text[match.end() :])
+    try:
+        yield file
+    finally:
+        file.write_text(text)
+        os.utime(
+            file, (stat.st_atime, stat.st_mtime)
+        )  # else Python may go on with what it compiled
+
+
+def named_tests(fault: Fault, root: Path) -> list[str]:
+    """Find the pytest ids of the functions that a fault names; those that are gone are left out."""
+    return [
+        f"{file.relative_to(root)}::{name}"
+        for name in fault.tests
+        for file in test_files(root)
+        if re.search(rf"^(?:async )?def {name}\(", file.read_text(), re.MULTILINE)
+    ]
+
+
+def importers(file: Path, root: Path) -> list[str]:
+    """List the test files that import a module of the package, those that import little first."""
+    dotted = "primerl." + file.relative_to(root).with_suffix("").as_posix().replace("/", ".")
+    package, _, module = dotted.rpartition(".")
+    named = re.compile(
+        rf"^\s*(?:from {re.escape(dotted)} import|import {re.escape(dotted)}\b|"
+        rf"from {re.escape(package)} import (?:\([^)]*|.*)\b{module}\b)",
+        re.MULTILINE,
+    )
+    found = [one for one in test_files(root) if named.search(one.read_text())]
+    # a unit test imports less than a test of whole nodes: it runs first
+    found.sort(key=lambda one: len(re.findall(r"^from primerl", one.read_text(), re.MULTILINE)))
+    return [str(one.relative_to(root)) for one in found]
+
+
+def test_files(root: Path) -> list[Path]:
+    """List all files of tests."""
+    return sorted((root / "tests").rglob("test_*.py"))
+
+
+def left_out(folder: str, names: list[str]) -> set[str]:
+    """Choose what of a folder is not copied."""
+    if Path(folder) == ROOT:
+        return {name for name in names if name in LEFT_OUT or name.startswith(".")}
+    return {"__pycache__"}
+
+
+class Trees:
+    """Copies of the working tree, one for each job."""
+
+    def __init__(self, folder: Path, jobs: int) -> None:
+        self._free: SimpleQueue[Path] = SimpleQueue()
+        for number in range(jobs):
+            root = folder / str(number)
+            shutil.copytree(ROOT, root, symlinks=True, ignore=left_out)
+            (root / "build").mkdir()
+            (root / "build" / "primerl").symlink_to("..")  # `import primerl` is the copy
+            self._free.put(root)
+
+    def judge(self, fault: Fault) -> Verdict:
+        """Plant a fault in a free copy, run the tests that ought to catch it, and restore the file."""
+        root, began = self._free.get(), time.monotonic()
+        place, caught, trouble = fault.path, list[str](), "no test imports the module"
+        try:
+            with planted(fault, root) as file:
+                place = str(file.relative_to(root))
+                for selection, limit_s in selections(fault, file, root):
+                    caught, trouble = run_tests(selection, root, limit_s)
+                    if caught:
+                        break
+        except NotFound as error:
+            trouble = str(error)
+        finally:
+            self._free.put(root)
+        seconds = round(time.monotonic() - began, 1)
+        return Verdict(fault.name, fault.subsystem, place, caught, seconds, trouble)
+
+    def check_clean(self, tests: list[str]) -> list[str]:
+        """Run tests without a fault; returns those that fail all the same, or why that is not known."""
+        root = self._free.get()
+        try:
+            failed, trouble = run_tests(tests, root, CLEAN_S, stop_at_first=False)
+            return failed or ([] if trouble == SURVIVED else [trouble])
+        finally:
+            self._free.put(root)
+
+
+def selections(fault: Fault, file: Path, root: Path) -> Iterator[tuple[list[str], int]]:
+    """Yield what to run until something fails, and for how many seconds at most."""
+    if named := named_tests(fault, root):
+        yield named, NAMED_S
+    if others := importers(file, root):
+        yield others, IMPORTERS_S
+
+
+def run_tests(
+    selection: list[str], root: Path, limit_s: int, *, stop_at_first: bool = True
+) -> tuple[list[str], str]:
+    """Run pytest in the tree at `root`; returns the ids that failed, or why no verdict is possible."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
+    command += [f"--timeout={TEST_S}", *(["-x"] if stop_at_first else []), *selection]
+    environment = {**os.environ, "PYTHONPATH": str(root / "build"), "COLUMNS": "1000"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    running = subprocess.Popen(
+        command,
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = running.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return [], f"no verdict within {limit_s} s"
+    finally:
+        if running.returncode is None:  # too slow, or interrupted
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    failed = re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.MULTILINE)
+    if running.returncode == FAILED and failed:
+        return list(dict.fromkeys(failed)), ""
+    if running.returncode == PASSED:
+        return [], SURVIVED
+    tail = output.strip().splitlines()[-1:] or ["no output"]
+    return [], f"pytest ended with {running.returncode}: {tail[0]}"
+
+
+def print_table(verdicts: list[Verdict]) -> None:
+    """Print the verdicts side by side."""
+    rows = [("fault", "file", "caught by", "seconds")]
+    for one in verdicts:
+        caught = ", ".join(test.removeprefix("tests/") for test in one.caught_by)
+        rows.append((one.fault, one.file, caught or f"NOT CAUGHT: {one.trouble}", f"{one.seconds}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)))
+
+
+def main() -> int:
+    """Judge the faults that the command line names, all by default; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="faults whose name has this in it"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="faults that are judged at a time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there too")
+    parser.add_argument("--list", action="store_true", help="print the faults and where they go")
+    options = parser.parse_args()
+    chosen = [
+        fault
+        for fault in FAULTS
+        if not options.only or any(part in fault.name for part in options.only)
+    ]
+    if not chosen:
+        parser.error("no fault has such a name: see --list")
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.subsystem}: {fault.name} ({place_of(fault)})")
+        return 0
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="primerl-faults-") as folder:
+        trees = Trees(Path(folder), options.jobs)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            verdicts: list[Verdict] = []
+            for verdict in pool.map(trees.judge, chosen):
+                verdicts.append(verdict)
+                print(f"{len(verdicts)}/{len(chosen)} {verdict.fault}: ", end="", file=sys.stderr)
+                print("caught" if verdict.caught_by else verdict.trouble, file=sys.stderr)
+        caught = sorted({test for one in verdicts for test in one.caught_by})
+        unsound = trees.check_clean(caught) if caught else []
+    print_table(verdicts)
+    survivors = [one for one in verdicts if not one.caught_by]
+    print(
+        f"{len(verdicts) - len(survivors)} of {len(verdicts)} faults caught "
+        f"in {time.monotonic() - began:.0f} s"
+    )
+    for test in unsound:
+        print(f"fails without a fault too, and proves nothing: {test}")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(one) for one in verdicts], indent=2) + "\n")
+    return 1 if survivors or unsound else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
