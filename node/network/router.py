@@ -141,6 +141,7 @@ class Router:
             return
         self._open.setdefault(peer, []).append(mine)
         self._peers.connected(peer, connection)
+        reason = ""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -148,6 +149,7 @@ class Router:
                     mine.asked = time.monotonic()
                     mine.streams += 1
                     if not await self._pace(mine):
+                        reason = "too many requests"
                         break
                     tasks.create_task(self._answer(mine, stream))
         except* TransportError:
@@ -155,7 +157,7 @@ class Router:
         finally:
             self._drop(mine)
             self._peers.disconnected(peer, connection)
-            await connection.close("too many requests")
+            await connection.close(reason)
 
     async def _pace(self, mine: OpenConnection) -> bool:
         """Wait before a request of a peer that is no member is answered; its next ones queue in the transport.
