@@ -11,12 +11,12 @@ import msgspec
 from ..crypto.keys import SecretKey
 from ..protocol.manifests import RunManifest
 from . import run_files, rundir
-from .config import EngineConfig, EnvironmentConfig, JoinConfig
+from .config import EngineConfig, JoinConfig
 from .control import Status
 from .engines.adapted import adapted
 from .engines.concurrency import Concurrency
 from .engines.engine import Engine
-from .environments.allowed import check_allowed
+from .environments.allowed import check_allowed, options_of
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import EngineError, NodeError, StorageError, UsageError
 from .joined_node import Joined, JoinedNode
@@ -181,15 +181,13 @@ class WorkerNode(JoinedNode):
 
     def _make_environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
         contract = documents.manifest.environment
-        try:
-            config = EnvironmentConfig.model_validate(json.loads(contract.config))
-        except ValueError as error:
-            raise UsageError(
-                f"this run's environment needs another version of us: {error}"
-            ) from error
         sampling = documents.manifest.sampling
         return self._parts.environment(
-            config, model_dir, contract.seed, sampling.max_tokens, sampling.temperature
+            options_of(contract),
+            model_dir,
+            contract.seed,
+            sampling.max_tokens,
+            sampling.temperature,
         )
 
     def _build(
