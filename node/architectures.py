@@ -41,6 +41,9 @@ CHECKED = frozenset(
 )
 """Keys that untrainable() looks at."""
 
+NEUTRAL: Mapping[str, object] = {"is_causal": True}
+"""Keys that may only have this value: masks of transformers follow them, whatever the architecture."""
+
 EXPERTS = frozenset(
     """decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
     num_experts_per_tok num_local_experts""".split()
@@ -152,7 +155,7 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
         yield "its weights are quantized: take the model in bf16"
     yield from _windows(config, known, longest)
     yield from _positions(config, longest)
-    neutral = dict(known.neutral)
+    neutral = {**NEUTRAL, **dict(known.neutral)}
     for key, value in config.items():
         if key in neutral and value not in (None, neutral[key]):
             yield f"{key} is {value} in its config.json, and only {neutral[key]} is computed here"
@@ -165,7 +168,8 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
 
 def _windows(config: Mapping[str, Any], known: Architecture, longest: int) -> Iterator[str]:
     """Layers that see other tokens than all before, in sequences of up to `longest` tokens."""
-    kinds: set[str] = set(map(str, config.get("layer_types") or ()))
+    listed: Any = config.get("layer_types") or ()
+    kinds: set[str] = set(map(str, listed if isinstance(listed, list | tuple) else [listed]))
     if others := kinds - {"full_attention", "sliding_attention"}:
         yield f"it has layers of {', '.join(sorted(others))}: only full attention is trained"
     windowed = "sliding_attention" in kinds
@@ -182,7 +186,13 @@ def _windows(config: Mapping[str, Any], known: Architecture, longest: int) -> It
 
 
 def _positions(config: Mapping[str, Any], longest: int) -> Iterator[str]:
-    rope: Any = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # transformers takes the second where both are set; each is looked at
+    for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
+        yield from _scaling(rope or {}, config, longest)
+
+
+def _scaling(rope: Any, config: Mapping[str, Any], longest: int) -> Iterator[str]:
+    """Positions that are scaled in a way that depends on more than the position."""
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if isinstance(rope, dict) and any(isinstance(one, dict) for one in rope.values()):
         yield "its layers turn positions in different ways (rope_parameters): that is not trained"

@@ -73,7 +73,7 @@ class EngineConfig(BaseConfig):
     """Most sequences generated at once, by each engine."""
     max_model_len: Positive = 1024
     """Longest sequence, prompt and reply, in tokens. Where it is set, it bounds the run of a trainer; a worker
-    serves no longer ones than its run has."""
+    serves those of its run, or shorter ones where it is set to less."""
     batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
     """How long `hf` waits for more requests before it starts a batch."""
     tp: Positive | Literal["auto"] = 1

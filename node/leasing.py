@@ -1,9 +1,10 @@
 """What a trainer leases out, as its configuration says."""
 
 from ..protocol.leases import LeasePolicy
+from ..protocol.manifests import RunManifest
 from ..protocol.pipelines import MAX_STAGES
 from ..protocol.version import MIB
-from .config import RunConfig
+from .config import EngineConfig, RunConfig
 from .errors import UsageError
 
 BYTES_PER_TOKEN = 64 + 8 * (MAX_STAGES - 1)
@@ -26,6 +27,17 @@ def longest_sequence(config: RunConfig, positions: int) -> int:
             f"sampling.max_tokens is {config.sampling.max_tokens}, and a sequence of this run has at most "
             f"{longest} tokens (training.seq_len, the model's positions, engine.max_model_len): lower it"
         )
+    return longest
+
+
+def served_length(config: EngineConfig, run: RunManifest) -> int:
+    """Tokens of the longest sequence that a worker's engine serves: what the run's manifest says.
+
+    Fewer where engine.max_model_len was set to fewer; its default says nothing of this run.
+    """
+    longest = run.limits.max_model_len
+    if "max_model_len" in config.model_fields_set:
+        longest = min(longest, config.max_model_len)
     return longest
 
 

@@ -11,16 +11,17 @@ import msgspec
 from ..crypto.keys import SecretKey
 from ..protocol.manifests import RunManifest
 from . import run_files, rundir
-from .config import EngineConfig, EnvironmentConfig, JoinConfig
+from .config import EngineConfig, JoinConfig
 from .control import Status
 from .engines.adapted import adapted
 from .engines.concurrency import Concurrency
 from .engines.engine import Engine
-from .environments.allowed import check_allowed
+from .environments.allowed import check_allowed, options_of
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import EngineError, NodeError, StorageError, UsageError
 from .joined_node import Joined, JoinedNode
 from .json_files import read_json
+from .leasing import served_length
 from .lines.door import Door
 from .network.router import Handler, no_pipelines
 from .parts import Parts
@@ -65,10 +66,16 @@ class WorkerNode(JoinedNode):
     async def _work_together(self, joined: Joined) -> None:
         """Work as a whole engine or, where the model does not fit here, as a stage."""
         run = joined.documents.manifest
-        config = self._config.engine
-        longest = min(config.max_model_len, run.limits.max_model_len)
+        config, longest = self._config.engine, served_length(self._config.engine, run)
+        if longest < run.limits.max_model_len:
+            logger.warning(
+                "engine.max_model_len is %d, and a sequence of this run may have %d: replies that it cuts "
+                "short are refused (bad_termination), so raise it or leave it out",
+                longest,
+                run.limits.max_model_len,
+            )
         config = config.model_copy(update={"max_model_len": longest})
-        if await self._is_split(joined):
+        if await self._is_split(joined, config):
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)
             return
@@ -119,24 +126,24 @@ class WorkerNode(JoinedNode):
         self._door = Door(self.key.node_id, stack.run_id, stack.trainer)
         return self._door.handle
 
-    async def _is_split(self, joined: Joined) -> bool:
+    async def _is_split(self, joined: Joined, engine: EngineConfig) -> bool:
         """Whether to hold the model together with others. Raises UsageError if that is wanted and cannot be."""
         config, run = self._config, joined.documents.manifest
-        splits = config.engine.type != "scripted" and run.adapters is None
+        splits = engine.type != "scripted" and run.adapters is None
         if config.pp.wanted:
             if splits:
                 return True
             raise UsageError(
                 "a model with adapters, or engine.type scripted, cannot be shared by nodes: remove pp"
             )
-        if config.pp.mode == "off" or not splits or config.engine.dp * config.engine.pp > 1:
+        if config.pp.mode == "off" or not splits or engine.dp * engine.pp > 1:
             return False
         try:
             shape = read_shape(read_json(joined.model_dir / "config.json"))
-            if cannot_cut(shape, config.engine.type):
+            if cannot_cut(shape, engine.type):
                 return False
             why = await asyncio.to_thread(
-                cannot_hold, config.engine, shape, fingerprint=run.proofs.fingerprint
+                cannot_hold, engine, shape, fingerprint=run.proofs.fingerprint
             )
         except EngineError as error:
             logger.info("whether the model fits is not known: %s", error)
@@ -174,15 +181,13 @@ class WorkerNode(JoinedNode):
 
     def _make_environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
         contract = documents.manifest.environment
-        try:
-            config = EnvironmentConfig.model_validate(json.loads(contract.config))
-        except ValueError as error:
-            raise UsageError(
-                f"this run's environment needs another version of us: {error}"
-            ) from error
         sampling = documents.manifest.sampling
         return self._parts.environment(
-            config, model_dir, contract.seed, sampling.max_tokens, sampling.temperature
+            options_of(contract),
+            model_dir,
+            contract.seed,
+            sampling.max_tokens,
+            sampling.temperature,
         )
 
     def _build(

@@ -2,19 +2,27 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from even_environment import EvenEnvironment
 from swarm import Running, Swarm
 
-from primerl.node import parts
+from primerl.node import parts, worker_node
 from primerl.node.config import EngineConfig, EnvironmentConfig
 from primerl.node.engines.engine import Engine
 from primerl.node.environments.environment import Environment
+from primerl.node.planning.stages import cannot_hold
 
 STALL_S = 6.0
 """Above the beat of a line."""
+
+
+def on_small_machines(patch: pytest.MonkeyPatch) -> None:
+    """Let every worker find a megabyte of free memory: not one sequence fits beside the model."""
+    patch.setattr(worker_node, "cannot_hold", partial(cannot_hold, free=1 << 20))
 
 
 class StageSwarm(Swarm):
@@ -31,10 +39,9 @@ class StageSwarm(Swarm):
         return self
 
     def add_small(self, name: str) -> Running:
-        """Start a worker that finds that it cannot hold the model: not one sequence of the length that it is
-        told to expect would fit."""
+        """Start a worker that nobody told to share the model: on_small_machines() it finds that it has to."""
         pp = {"memory_gib": 0.01, "stall_s": STALL_S}
-        section = {"device": "cpu", "max_model_len": 2**34, "max_batch": 16}
+        section = {"device": "cpu", "max_batch": 16}
         return self.add_worker(name, engine_section=section, pp=pp)
 
     def add_stage(

@@ -17,7 +17,8 @@ from pathlib import Path
 from ...crypto.hashing import digest
 from ...protocol.manifests import EnvironmentContract
 from ...protocol.version import MAX_NAME
-from ..errors import StorageError, UsageError, printable
+from ..config import EnvironmentConfig
+from ..errors import StorageError, UsageError, one_line, printable
 from ..run_files import write_private
 
 BUNDLED = {"reverse-text": "reverse_text", "arithmetic": "arithmetic"}
@@ -93,9 +94,30 @@ def find_package(environment: str) -> Package | None:
     return Package(environment, f"{names[0]} {metadata.version(names[0])}", _digest(roots))
 
 
+def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
+    """The options that a manifest has for its environment.
+
+    Raises UsageError where they are not ours, or are of another environment than the manifest names: what is
+    imported is by their name, what is allowed by the manifest's.
+    """
+    try:
+        options = EnvironmentConfig.model_validate(json.loads(contract.config))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"this run's environment needs another version of us: {one_line(error)}"
+        ) from error
+    if options.id != contract.id:
+        raise UsageError(
+            f"this run's environment is {printable(contract.id)!r}, and its options are of "
+            f"{printable(options.id)!r}: refused"
+        )
+    return options
+
+
 def check_allowed(contract: EnvironmentContract, allow: list[str], data_dir: Path) -> None:
     """Raise UsageError unless a worker may play this environment: EnvironmentNotAllowed where its owner may
     say so, StorageError where what the owner always allows cannot be read."""
+    options_of(contract)
     try:
         package = find_package(contract.id)
     except UsageError as error:

@@ -55,6 +55,10 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     """What a worker shares with its run, as a file in its data directory; ports are its own."""
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     dumped = config.model_dump(mode="json", include={"network", "engine", "weights", "log"})
+    if "max_model_len" not in config.engine.model_fields_set:
+        del dumped["engine"][
+            "max_model_len"
+        ]  # set in a file it would bound what the run's manifest says
     dumped["environments"] = {"allow": [config.environment.id]}  # by whoever wrote the run's config
     dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": []}
     path = data_dir / "join.toml"

@@ -2,13 +2,16 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from installed import install
 from swarm import Swarm
 
+from primerl.node import rundir
 from primerl.node.environments.allowed import EnvironmentNotAllowed
 from primerl.node.errors import UsageError
+from primerl.protocol.manifests import EnvironmentContract
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,33 @@ async def test_a_worker_imports_no_module_because_a_run_names_it(
             await swarm.add_worker("w1").ended()
     assert name not in sys.modules
     assert list((tmp_path / "w1" / "runs").glob("*/model/*")) == []  # nothing was fetched either
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        b'{"id": "antigravity"}',
+        b'{"args": {}, "id": "Reverse-Text"}',
+        b'{"id": 3}',
+        b"[]",
+        b"[" * 9999,
+    ],
+)
+async def test_a_manifest_whose_options_name_another_module_than_it_does_is_refused(
+    tmp_path: Path, model_dir: Path, options: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is allowed has to be what is played; before, the options said what was imported."""
+
+    def forged(**fields: Any) -> EnvironmentContract:
+        fields["config"] = options
+        return EnvironmentContract(**fields)
+
+    monkeypatch.setattr(rundir, "EnvironmentContract", forged)
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        with pytest.raises(UsageError, match="this run's environment"):
+            await swarm.add_worker("w1").ended()
+    assert list((tmp_path / "w1" / "runs").glob("*/model/*")) == []
 
 
 async def test_a_worker_whose_owner_allows_the_package_takes_part(

@@ -1,11 +1,13 @@
 """How long a sequence of a run may be: what its manifest says, and every worker serves."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from primerl.node.config import RunConfig
+from primerl.node.config import JoinConfig, RunConfig
 from primerl.node.errors import UsageError
+from primerl.node.launching.commands import write_worker_config
 from primerl.node.leasing import longest_sequence
 from primerl.node.load import load
 
@@ -38,3 +40,12 @@ def test_replies_that_never_fit_are_refused(changes: dict[str, Any]) -> None:
         flags += ["--engine.max-model-len", str(changes["engine"])]
     with pytest.raises(UsageError, match=r"sampling\.max_tokens is 16.*lower it"):
         longest_sequence(load(RunConfig, flags, {}), changes.get("positions", 0))
+
+
+@pytest.mark.parametrize(("flags", "written"), [([], 0), (["--engine.max-model-len", "512"], 512)])
+def test_the_workers_of_rl_are_told_a_length_only_where_it_was_set(
+    flags: list[str], written: int, tmp_path: Path
+) -> None:
+    path = write_worker_config(load(RunConfig, flags, {}), tmp_path)
+    engine = load(JoinConfig, ["@", str(path)], {}).engine
+    assert (engine.max_model_len if "max_model_len" in engine.model_fields_set else 0) == written

@@ -45,7 +45,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 def contract(package: Package) -> EnvironmentContract:
     return EnvironmentContract(
         id=package.environment,
-        config=b"{}",
+        config=json.dumps({"id": package.environment}).encode(),
         seed=0,
         version="verifiers",
         package=package.label,
@@ -70,7 +70,8 @@ def test_a_module_of_the_same_distribution_counts(site: Site, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["reverse-text", "arithmetic"])
 def test_a_bundled_environment_needs_no_leave(name: str, tmp_path: Path) -> None:
-    bundled = EnvironmentContract(id=name, config=b"{}", seed=0, version="verifiers")
+    options = json.dumps({"id": name}).encode()
+    bundled = EnvironmentContract(id=name, config=options, seed=0, version="verifiers")
     check_allowed(bundled, [], tmp_path)
 
 

@@ -125,6 +125,21 @@ async def test_more_streams_at_once_than_allowed_are_refused_and_the_others_answ
         assert outcomes.count(Accepted()) == 2
 
 
+async def test_who_stops_does_not_say_that_its_peers_asked_too_much() -> None:
+    network = MemoryNetwork()
+    server, client = network.transport(SERVER), network.transport(CLIENT)
+    router = Router(
+        server, PeerTable(), {ALPN_CONTROL: answer}, max_streams_per_peer=4, max_peers=4
+    )
+    running = asyncio.create_task(router.run())
+    connection = await client.connect(SERVER, server.addresses(), ALPN_CONTROL, deadline=60.0)
+    await request(connection, Goodbye(), Accepted, deadline=60.0)
+    running.cancel()
+    await asyncio.wait([running])
+    with pytest.raises(ConnectionLost, match="is gone: closed"):
+        await connection.open_stream()
+
+
 # -- slots -------------------------------------------------------------------------------------------
 
 

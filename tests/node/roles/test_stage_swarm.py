@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sharp_model import make_sharp
-from stage_swarm import StageSwarm
+from stage_swarm import StageSwarm, on_small_machines
 
 BATCH = 4 * 4
 """Rollouts of a step."""
@@ -67,11 +67,14 @@ async def test_two_nodes_that_hold_half_a_model_each_do_the_work_of_one_worker(
         await ended_well(swarm, 4)
 
 
-async def test_a_spare_takes_the_place_of_a_stage_that_dies(tmp_path: Path, tiny: Path) -> None:
+async def test_a_spare_takes_the_place_of_a_stage_that_dies(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stage 0 goes on with what it has in hand: nothing is given up, and nothing made twice is refused.
 
     Nobody told these workers to share the model: each of them finds that it is too large.
     """
+    on_small_machines(monkeypatch)
     async with StageSwarm(tmp_path, tiny, **lasting(3)) as swarm:
         await swarm.start_trainer()
         for name in ("a", "b", "c"):
