@@ -135,7 +135,8 @@ def test_crypto_imports_nothing_of_ours() -> None:
 
 
 HEAVY = {
-    "aiohttp": {"node.network.seeds", "node.api.server", "node.evaluation.endpoint"},
+    "aiohttp": {"node.network.seeds", "node.api.server"},
+    "openai": {"node.evaluation.endpoint"},
     "iroh": {"node.network.iroh"},
     "libp2p": {"node.network.libp2p"},
     "multiaddr": {"node.network.libp2p"},
