@@ -25,8 +25,7 @@ from .configured import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..node.evaluation.cells import Cell
-    from ..node.evaluation.measuring import Progress
+    from ..node.evaluation.eval_suite import Cell, Progress
     from ..node.evaluation.statistics import Estimate
 
 PLAIN_EVERY_S = 5.0

@@ -1,4 +1,4 @@
-"""What a run plays beside training: the configured environments, started, as contests of its evaluations."""
+"""Open the environments that a run is evaluated on beside training."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -7,22 +7,22 @@ from pathlib import Path
 from .config import RunConfig
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import UsageError
-from .evaluation.evaluator import Contest, Evaluator
-from .evaluation.online import EvaluationBook, OnlineEvaluation
+from .evaluation.evaluator import EvalTask, Evaluator
+from .evaluation.online import EvaluationLog, OnlineEvaluation
 from .metrics import MetricsLog
 from .parts import Parts
 
 FILE = "evaluations.jsonl"
 
 
-async def open_contests(
+async def open_eval_tasks(
     config: RunConfig,
     parts: Parts,
     own: Environment,
     model_dir: Path,
     open_things: AsyncExitStack,
-) -> list[Contest]:
-    """The contests of `config`, closed with `open_things`; `own` is the run's environment, started.
+) -> list[EvalTask]:
+    """Start the environments of [evaluation], closed with `open_things`; `own` is the run's, started.
 
     Raises UsageError.
     """
@@ -30,8 +30,8 @@ async def open_contests(
     if not told.interval:
         return []
     if not told.environments:
-        return [Contest(own.name, own, told.prompts, told.samples)]
-    found: list[Contest] = []
+        return [EvalTask(own.name, own, told.prompts, told.samples)]
+    found: list[EvalTask] = []
     for one in told.environments:
         environment = parts.environment(
             one, model_dir, config.seed, sampling.max_tokens, sampling.temperature
@@ -43,18 +43,18 @@ async def open_contests(
             raise UsageError(
                 f"environment {one.title!r} of [evaluation] does not start: {error}"
             ) from error
-        found.append(Contest(one.title, environment, one.prompts, one.samples, one.success))
+        found.append(EvalTask(one.title, environment, one.prompts, one.samples, one.success))
     return found
 
 
 def online_evaluation(
-    config: RunConfig, evaluator: Evaluator, contests: Sequence[Contest], metrics: MetricsLog
+    config: RunConfig, evaluator: Evaluator, tasks: Sequence[EvalTask], metrics: MetricsLog
 ) -> OnlineEvaluation:
-    """Evaluations beside the training of `config`."""
+    """Make the evaluation beside the training of `config`."""
     return OnlineEvaluation(
         evaluator,
-        contests,
-        EvaluationBook(config.run_dir / FILE),
+        tasks,
+        EvaluationLog(config.run_dir / FILE),
         metrics,
         interval=config.evaluation.interval,
         last=config.max_steps,

@@ -68,8 +68,8 @@ class EndpointConfig(BaseConfig):
     """Requests at a time."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """For one reply."""
-    retries: Annotated[int, Field(ge=0)] = 5
-    """Further attempts after no answer or an error of the server, after 1, 2, 4, .. up to 60 seconds."""
+    retries: Annotated[int, Field(ge=0)] = 7
+    """Further attempts after no answer or an error of the server, after 0.5, 1, 2, 4, 8, 8, .. seconds."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """What the API calls the limit of a reply."""
     send_seed: bool = True

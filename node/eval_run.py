@@ -1,4 +1,4 @@
-"""The composition of `primerl-node eval`: every environment with every model; no node, no run.
+"""Compose `primerl-node eval`: every environment with every model; no node, no run.
 
 Models that differ in nothing but their weights share an engine, which starts only if a cell has to be measured.
 """
@@ -27,11 +27,9 @@ from .evaluation.candidates import (
     read,
     run_config,
 )
-from .evaluation.cells import Cell, CellStore, cell_key
 from .evaluation.endpoint import open_endpoint
-from .evaluation.measuring import Entrant, Measurer, Watch
-from .evaluation.pinned import EnginePlayer
-from .evaluation.rollouts import Player
+from .evaluation.eval_suite import Cell, CellStore, EvalModel, EvalSuite, Watch, cell_key
+from .evaluation.evaluator import EnginePolicy, PolicyClient
 from .logs import configure
 from .parts import make_environment
 from .run_files import CONFIG, held, make_directory, write
@@ -73,7 +71,7 @@ async def evaluate(
     parts: EvalParts | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> list[Cell]:
-    """Measure every cell, or find it; results.json and the rollouts are in config.directory.
+    """Measure every cell, or find it on disk; results.json and the rollouts are in config.directory.
 
     `environ` holds the keys of endpoints. Raises NodeError; what was finished before is kept.
     """
@@ -84,16 +82,16 @@ async def evaluate(
     with held(config.directory):
         _begin(config)
         cells = CellStore(config.directory)
-        measurer = Measurer(config, cells, watch, len(local) + len(keys))
-        evaluation = _Evaluation(config, measurer, parts or EvalParts())
+        suite = EvalSuite(config, cells, watch, len(local) + len(keys))
+        evaluation = _Evaluation(config, suite, parts or EvalParts())
         await evaluation.local(local)
         for endpoint, key in zip(config.endpoints, keys, strict=True):
             await evaluation.endpoint(endpoint, key)
-        return measurer.found
+        return suite.found
 
 
 def completed(config: EvalConfig) -> EvalConfig:
-    """With what the run of weights_dir says where `config` says nothing. Raises UsageError."""
+    """Fill what `config` leaves out from the run of weights_dir. Raises UsageError."""
     run = run_config(config.weights_dir) if config.weights_dir else {}
     environments = config.environments
     if not environments:
@@ -129,15 +127,15 @@ def _key(endpoint: EndpointConfig, environ: Mapping[str, str]) -> str:
 
 
 class _Evaluation:
-    """Makes entrants of models and endpoints, and has them measured."""
+    """Opens models and endpoints, and measures them."""
 
-    def __init__(self, config: EvalConfig, measurer: Measurer, parts: EvalParts) -> None:
+    def __init__(self, config: EvalConfig, suite: EvalSuite, parts: EvalParts) -> None:
         self._config = config
-        self._measurer = measurer
+        self._suite = suite
         self._parts = parts
 
     async def local(self, models: Sequence[Candidate]) -> None:
-        """Models that generate here: those with the same files but for the weights on one engine."""
+        """Measure local models: those that differ in weights alone share an engine."""
         groups: dict[str, list[Candidate]] = {}
         for one in models:
             groups.setdefault(await asyncio.to_thread(contract, one), []).append(one)
@@ -146,19 +144,19 @@ class _Evaluation:
                 loader = _Loader(self._config, self._parts, group[0].model_dir, open_things)
                 environments = _Started(self._environment(group[0].model_dir), open_things)
                 for one in group:
-                    await self._measurer.measure(await self._entrant(one, loader, environments))
+                    await self._suite.measure(await self._model(one, loader, environments))
 
-    async def _entrant(
+    async def _model(
         self, one: Candidate, loader: "_Loader", environments: "_Started"
-    ) -> Entrant:
+    ) -> EvalModel:
         engine = self._config.engine
-        return Entrant(
+        return EvalModel(
             name=one.name,
             kind="local",
             identity=await asyncio.to_thread(identity, one),
             how=engine.model_dump(mode="json", include={"type", "dtype", "max_model_len", "vllm"}),
             at_once=BATCHES * engine.max_batch * engine.dp,
-            player=lambda: loader.player(one),
+            policy=lambda: loader.policy(one),
             environment=environments.get,
             step=one.step,
         )
@@ -169,7 +167,7 @@ class _Evaluation:
         return lambda one: make(one, model_dir, *limits)
 
     async def endpoint(self, endpoint: EndpointConfig, key: str) -> None:
-        """A model behind an API."""
+        """Measure a model behind an API."""
         config, make = self._config, self._parts.text_environment
         sampling = config.sampling
         asked = {"url", "model", "max_tokens_field", "send_seed", "options"}
@@ -179,26 +177,26 @@ class _Evaluation:
                 open_endpoint(endpoint, sampling, sampling.max_tokens, key)
             )
 
-            async def player() -> Player:
+            async def policy() -> PolicyClient:
                 return opened
 
             environments = _Started(
                 lambda one: make(one, config.seed, sampling.temperature), open_things
             )
-            entrant = Entrant(
+            model = EvalModel(
                 name=endpoint.name or endpoint.model,
                 kind="api",
                 identity=cell_key(endpoint=how),
                 how=how,
                 at_once=endpoint.concurrency,
-                player=player,
+                policy=policy,
                 environment=environments.get,
             )
-            await self._measurer.measure(entrant)
+            await self._suite.measure(model)
 
 
 class _Started:
-    """Environments that are started when they are needed first, and stay until the block ends."""
+    """Environments, started when first needed, open until the block ends."""
 
     def __init__(
         self, make: Callable[[EvaluatedEnvironment], Environment], open_things: AsyncExitStack
@@ -208,7 +206,7 @@ class _Started:
         self._held: dict[str, Environment] = {}
 
     async def get(self, config: EvaluatedEnvironment) -> Environment:
-        """The environment of that title. Raises EnvironmentFailed."""
+        """Start the environment of that title, or return it. Raises EnvironmentFailed."""
         if config.title not in self._held:
             environment = self._make(config)
             self._open_things.push_async_callback(environment.close)
@@ -218,7 +216,7 @@ class _Started:
 
 
 class _Loader:
-    """One engine for several models, whose weights follow one another in it."""
+    """One engine that holds the weights of several models in turn."""
 
     def __init__(
         self, config: EvalConfig, parts: EvalParts, model_dir: Path, open_things: AsyncExitStack
@@ -228,23 +226,23 @@ class _Loader:
         self._model_dir = model_dir
         self._open_things = open_things
         self._engine: Engine | None = None
-        self._player: tuple[Candidate, Player] | None = None
+        self._policy: tuple[Candidate, PolicyClient] | None = None
         self._loads = 0
 
-    async def player(self, candidate: Candidate) -> Player:
-        """Whoever plays with the weights of `candidate`, which are loaded now. Raises EngineError."""
-        if self._player is None or self._player[0] != candidate:
-            self._player = (candidate, await self._load(candidate))
-        return self._player[1]
+    async def policy(self, candidate: Candidate) -> PolicyClient:
+        """Load the weights of `candidate`, unless they are the last loaded. Raises EngineError."""
+        if self._policy is None or self._policy[0] != candidate:
+            self._policy = (candidate, await self._load(candidate))
+        return self._policy[1]
 
-    async def _load(self, candidate: Candidate) -> Player:
+    async def _load(self, candidate: Candidate) -> PolicyClient:
         from . import models
 
         engine = self._engine or await self._start()
         self._loads += 1
         await engine.load(self._loads, await asyncio.to_thread(read, candidate))
         sampling = self._config.sampling
-        return EnginePlayer(
+        return EnginePolicy(
             engine,
             self._loads,
             max_tokens=sampling.max_tokens,

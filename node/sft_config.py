@@ -37,11 +37,13 @@ class DataConfig(BaseConfig):
     files: list[str] = Field(default_factory=list[str])
     """.jsonl, .json, either with .gz, and .parquet files, or directories of them."""
     hub: DatasetId = ""
-    """A data set of the Hugging Face hub; its files of these kinds are downloaded, none of its code."""
+    """A data set of the Hugging Face hub, as the `datasets` library reads it; its code is never run."""
+    subset: str = ""
+    """Of `hub`: the configuration, where the data set has several."""
     revision: str = "main"
     """Of `hub`: branch, tag or commit."""
     split: str = "train"
-    """Of `hub`: files with this word in their path; all of them, where no path names any split."""
+    """Of `hub`: a split that the data set names."""
     environment: EnvironmentConfig | None = None
     """Demonstrations of a taskset whose data has answers, of tasks that reinforcement learning never leases."""
     strings: Literal["chat", "raw"] = "chat"

@@ -8,7 +8,7 @@ import fcntl
 import json
 import time
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,8 @@ from .opening import WARMUP_TASKS
 from .own_run_config import ResumeConfig
 from .parts import make_backend, make_environment
 from .restarts import Restarts
+from .sft.data import Data, check_files, open_rows, open_tasks
 from .sft.loop import SftLoop, Watch
-from .sft.sources import (
-    Data,
-    check_files,
-    open_files,
-    open_tasks,
-)
 from .sft_config import SftConfig
 from .training.backend import TrainBackend
 from .training.saving.checkpoints import Checkpoints
@@ -105,14 +100,13 @@ class _SftRun:
         started = time.monotonic()
         with self._clock.phase("start"):
             model_dir = await self._model()
-        with ExitStack() as files:
-            environment = self._environment(model_dir)
-            try:
-                data = await self._data(environment, model_dir, files)
-                summary = await self._learn(data, model_dir)
-            finally:
-                if environment is not None:
-                    await environment.close()
+        environment = self._environment(model_dir)
+        try:
+            data = await self._data(environment, model_dir)
+            summary = await self._learn(data, model_dir)
+        finally:
+            if environment is not None:
+                await environment.close()
         seconds = {name: round(value, 3) for name, value in self._clock.seconds.items()}
         summary["seconds"] = {**seconds, "total": round(time.monotonic() - started, 3)}
         path = self._config.run_dir / run_files.SUMMARY
@@ -136,13 +130,11 @@ class _SftRun:
         length = self._config.training.seq_len
         return self._parts.environment(wanted, model_dir, self._config.seed, length, 1.0)
 
-    async def _data(
-        self, environment: Environment | None, model_dir: Path, files: ExitStack
-    ) -> Data:
+    async def _data(self, environment: Environment | None, model_dir: Path) -> Data:
         with self._clock.phase("data"):
             if environment is None:
                 cache = self._config.run_dir / "data"
-                return await asyncio.to_thread(open_files, self._config, model_dir, cache, files)
+                return await asyncio.to_thread(open_rows, self._config, model_dir, cache)
             try:
                 await environment.start()
             except EnvironmentFailed as error:

@@ -12,13 +12,13 @@ from ..crypto.keys import SecretKey
 from ..protocol.leases import LeaseBook
 from . import rundir, summary
 from .config import RunConfig
-from .contests import online_evaluation, open_contests
+from .contests import online_evaluation, open_eval_tasks
 from .control import PeerRow, Status
 from .engines.adapted import adapted
 from .engines.engine import Engine
 from .environments.environment import Environment, EnvironmentFailed
 from .errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
-from .evaluation.evaluator import Contest, EvalResult, Evaluator
+from .evaluation.evaluator import EvalResult, EvalTask, Evaluator
 from .evaluation.online import OnlineEvaluation
 from .leasing import lease_policy
 from .ledger import Arrived, IssuedTicket, Ledger
@@ -168,10 +168,10 @@ class TrainerNode(Node):
             open_things.push_async_callback(verification.close)
             open_things.push_async_callback(engine.close)
             await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
-            contests = await open_contests(
+            eval_tasks = await open_eval_tasks(
                 self._config, self._parts, environment, model_dir, open_things
             )
-            work = (stack, documents, environment, metrics, engine, verification, contests)
+            work = (stack, documents, environment, metrics, engine, verification, eval_tasks)
             await until_done(
                 lambda again: self._learn(*work, again),
                 Restarts(self._config.training.fsdp.max_restarts),
@@ -198,7 +198,7 @@ class TrainerNode(Node):
         metrics: MetricsLog,
         engine: Engine,
         verification: Verification,
-        contests: Sequence[Contest],
+        eval_tasks: Sequence[EvalTask],
         again: bool,
     ) -> None:
         """All of a run, or, `again`, what is left of it after the newest checkpoint."""
@@ -214,7 +214,7 @@ class TrainerNode(Node):
         opening = Opening(self._config, environment, backend, evaluator, self._clock, self._enter)
         role, publisher, desk = self._build(stack, documents, environment, metrics, verification)
         self._role, self._publisher, self._desk = role, publisher, desk
-        online = self._online = online_evaluation(self._config, evaluator, contests, metrics)
+        online = self._online = online_evaluation(self._config, evaluator, eval_tasks, metrics)
         async with online, asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(stack.router(desk.handle).run()),
@@ -228,7 +228,7 @@ class TrainerNode(Node):
             step, before = await opening.first_version(
                 role, publisher, stack.ledger, self._boot, restarted=again
             )
-            await asyncio.to_thread(online.book.open, step)
+            await asyncio.to_thread(online.log.open, step)
             online.begin(step, publisher.states[step])
             self.phase = "running"
             try:
@@ -377,7 +377,7 @@ class TrainerNode(Node):
             progress=role.progress,
             before=before,
             after=after,
-            evaluations=self._online.book.held if self._online else (),
+            evaluations=self._online.log.held if self._online else (),
             delta_bytes=publisher.delta_bytes,
             full_bytes=publisher.full_bytes,
             workers=desk.workers,
@@ -425,7 +425,7 @@ class TrainerNode(Node):
             status.environment = rewards or self._environment.status
         if self._online is not None:
             status.evaluating = self._online.version
-            status.evaluations = self._online.book.latest()
+            status.evaluations = self._online.log.latest()
         return status
 
     async def _peers(self) -> list[PeerRow]:

@@ -40,6 +40,8 @@ class Server:
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     keys: set[str] = field(default_factory=set[str])
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    """Of the last request, names in lower case."""
     running: int = 0
     most: int = 0
 
@@ -47,6 +49,7 @@ class Server:
         """POST /v1/chat/completions."""
         body = await request.json()
         self.bodies.append(body)
+        self.headers = {name.lower(): value for name, value in request.headers.items()}
         self.keys.add(request.headers.get("Authorization", ""))
         self.running += 1
         self.most = max(self.most, self.running)

@@ -135,7 +135,8 @@ def test_crypto_imports_nothing_of_ours() -> None:
 
 
 HEAVY = {
-    "aiohttp": {"node.network.seeds", "node.api.server", "node.evaluation.endpoint"},
+    "aiohttp": {"node.network.seeds", "node.api.server"},
+    "openai": {"node.evaluation.endpoint"},
     "iroh": {"node.network.iroh"},
     "libp2p": {"node.network.libp2p"},
     "multiaddr": {"node.network.libp2p"},
@@ -162,8 +163,8 @@ HEAVY = {
         "node.engines.pipelined.vllm_stage_worker",
     },
     "transformers": {"node.models"},
-    "huggingface_hub": {"node.models", "node.sft.hub"},
-    "pyarrow": {"node.sft.conversion"},
+    "huggingface_hub": {"node.models"},
+    "datasets": {"node.sft.data"},
     "renderers": {"node.api.rendered", "node.sft.renderers"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},
     "jinja2": {"node.environments.chat"},

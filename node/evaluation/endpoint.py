@@ -1,13 +1,15 @@
-"""Models behind an OpenAI-compatible API: the only client of /chat/completions, by aiohttp.
+"""Models behind an OpenAI-compatible API. `openai` is imported here alone, lazily.
 
-What another attempt may mend is tried again, later and later; what none can mend (a wrong key, a wrong URL)
-ends the evaluation at once; what concerns one conversation alone fails that rollout. The key goes nowhere but
-into its header: not into an error, a log or a result.
+- The package tries again what another attempt may mend. What none can mend (a wrong key, a wrong URL) ends the
+  evaluation at once; what concerns one conversation alone fails that rollout.
+- The key goes nowhere but into its header: not into an error, a log or a result. No other variable of the
+  environment, and nothing about this machine, is sent.
 """
 
 import asyncio
+import ssl
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +20,23 @@ from ..environments.replay import PlayFailed
 from ..environments.transcript import CUT, Transcript
 from ..errors import NetworkError, UsageError
 from ..eval_config import EndpointConfig, EvalSamplingConfig
-from .rollouts import Asked, Said
+from .evaluator import Turn, TurnRequest
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession
+    from httpx import Request, Response
+    from openai import APIStatusError, AsyncOpenAI
 
 CONNECT_S = 10.0
-LONGEST_WAIT_S = 60.0
-MAX_BODY = 16 << 20
+LONGEST_WAIT_S = 120.0
+"""Between two attempts; a server may ask for it by Retry-After."""
+MAX_BODY_BYTES = 16 << 20
 MAX_SHOWN = 300
-OK, FORBIDDEN, NOT_FOUND, BUSY = 200, (401, 403), (404, 405), (408, 409, 425, 429)
+FORBIDDEN, NOT_FOUND, BUSY = (401, 403), (404, 405), (408, 409, 429)
+SLOW = ("ReadTimeout", "WriteTimeout", "PoolTimeout")
 SEED_BITS = 31
 """Of seeds that are sent: some servers keep them in 32 bits."""
+HEADERS = {"accept", "connection", "content-length", "content-type", "host"}
+"""Sent as the package sets them; all others are ours."""
 
 
 class _Message(msgspec.Struct):
@@ -51,67 +58,66 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _Trouble(Exception):
-    """Something that another attempt may mend; `wait_s` is what the server asked for."""
-
-    def __init__(self, what: str, wait_s: float = 0.0) -> None:
-        super().__init__(what)
-        self.what = what
-        self.wait_s = wait_s
-
-
-class ApiPlayer:
-    """A Player that asks an API. Made by open_endpoint()."""
+class EndpointPolicy:
+    """A PolicyClient that asks an API. Made by open_endpoint()."""
 
     def __init__(
         self,
         config: EndpointConfig,
         sampling: EvalSamplingConfig,
         max_tokens: int,
-        session: "ClientSession",
-        *,
-        key: str = "",
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        now: Callable[[], float] = time.monotonic,
+        client: "AsyncOpenAI",
+        key: str,
     ) -> None:
         self._config = config
         self._sampling = sampling
         self._max_tokens = max_tokens
-        self._session = session
+        self._client = client
         self._key = key
-        self._sleep = sleep
-        self._now = now
         self._transcript = Transcript()
         self._answered = float("-inf")
-        """When it last answered anything that was of use."""
+        """Time of the last reply."""
 
-    async def reply(self, asked: Asked) -> Said:
-        """See Player. Raises UsageError, or NetworkError when the API answers nobody any more."""
-        body, began = self._body(asked), self._now()
-        trouble = _Trouble("it was not asked")
-        for attempt in range(self._config.retries + 1):
-            if attempt:
-                await self._sleep(max(trouble.wait_s, min(2.0 ** (attempt - 1), LONGEST_WAIT_S)))
-            try:
-                said = await self._ask(body)
-            except _Trouble as found:
-                trouble = found
-                continue
-            self._answered = self._now()
-            return said
-        what = f"{trouble.what}, {self._config.retries + 1} times"
+    async def reply(self, asked: TurnRequest) -> Turn:
+        """Ask for a reply. Raises PlayFailed; UsageError, or NetworkError when the API answers no request."""
+        from openai import APIConnectionError, APIStatusError, OpenAIError
+
+        config, began = self._config, time.monotonic()
+        attempts = config.retries + 1
+        try:
+            async with asyncio.timeout(attempts * (config.timeout_s + LONGEST_WAIT_S)):
+                turn = _turn(await self._ask(asked))
+        except APIStatusError as error:
+            trouble = self._refusal(error)
+        except APIConnectionError as error:
+            what = type(error.__cause__ or error).__name__
+            trouble = f"it cannot be reached ({what})"
+            if what in SLOW:
+                trouble = f"no answer within {config.timeout_s:g} s"
+        except TimeoutError:
+            trouble = f"no answer within {config.timeout_s:g} s"
+        except OpenAIError as error:
+            raise PlayFailed(f"the API failed: {error}") from None
+        else:
+            self._answered = time.monotonic()
+            return turn
+        # outside of `except`: the package's errors hold headers
+        trouble = f"{trouble}, {attempts} times"
         if self._answered > began:  # it works for others: not the API, but this conversation
-            raise PlayFailed(f"the API failed: {what}")
+            raise PlayFailed(f"the API failed: {trouble}")
         raise NetworkError(
-            f"the API at {self._config.url} does not work: {what}; is it up? Run the same command again to "
-            "go on, or raise endpoints.retries"
+            f"the API at {config.url} does not work: {trouble}; is it up? Run the same command again to go "
+            "on, or raise endpoints.retries"
         )
 
-    def text(self, ids: Any) -> str:
-        """See Player."""
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode a reply."""
         return self._transcript.text(ids)
 
-    def _body(self, asked: Asked) -> dict[str, Any]:
+    async def _ask(self, asked: TurnRequest) -> bytes:
+        """Post the conversation and return the body of the answer. Raises OpenAIError."""
+        from httpx import Response
+
         config, sampling = self._config, self._sampling
         body: dict[str, Any] = {
             "model": config.model,
@@ -125,63 +131,33 @@ class ApiPlayer:
             body["top_k"] = sampling.top_k
         if config.send_seed:
             body["seed"] = asked.seed % (1 << SEED_BITS)
-        return {**body, **config.options}
+        body |= config.options
+        answer = await self._client.post("/chat/completions", cast_to=Response, body=body)
+        return answer.content
 
-    async def _ask(self, body: Mapping[str, Any]) -> Said:
-        """One attempt. Raises _Trouble, PlayFailed, UsageError."""
-        from aiohttp import ClientError
-
-        where = f"{self._config.url}/chat/completions"
-        try:
-            async with (
-                asyncio.timeout(self._config.timeout_s),
-                self._session.post(where, json=body, allow_redirects=False) as response,
-            ):
-                data = await _read(response.content)
-                self._check(response.status, data, response.headers.get("Retry-After", ""))
-        except TimeoutError:
-            raise _Trouble(f"no answer within {self._config.timeout_s:g} s") from None
-        except (ClientError, OSError) as error:
-            # `from None`: the library's errors may hold headers
-            raise _Trouble(f"it cannot be reached ({type(error).__name__})") from None
-        return _said(data)
-
-    def _check(self, status: int, data: bytes, wait: str) -> None:
-        config = self._config
-        if status == OK:
-            return
-        told = f"{status}: {_shown(data, self._key)}"
+    def _refusal(self, error: "APIStatusError") -> str:
+        """Describe trouble that another attempt may mend. Raises UsageError, PlayFailed for other refusals."""
+        config, status = self._config, error.status_code
+        told = f"{status}: {_shown(error.response.content, self._key)}"
         if status in FORBIDDEN:
-            how = (
-                f"the key in {config.key_variable}"
-                if config.key_variable
-                else "requests without a key"
-            )
+            variable = config.key_variable
+            how = f"the key in {variable}" if variable else "requests without a key"
             raise UsageError(
                 f"the API at {config.url} refuses {how} ({told}): set endpoints.key_variable to the variable "
                 "that holds its key"
-            )
+            ) from None
         if status in NOT_FOUND or 300 <= status < 400:
             raise UsageError(
                 f"the API at {config.url} knows no chat completions of the model {config.model!r} ({told}): "
                 "endpoints.url usually ends with /v1; check it and endpoints.model"
-            )
+            ) from None
         if status in BUSY or status >= 500:
-            raise _Trouble(f"it answers {told}", _seconds(wait))
-        raise PlayFailed(f"the API refuses the conversation, {told}")
+            return f"it answers {told}"
+        raise PlayFailed(f"the API refuses the conversation, {told}") from None
 
 
-async def _read(content: Any) -> bytes:
-    held = bytearray()
-    async for piece in content.iter_any():
-        held += piece
-        if len(held) > MAX_BODY:
-            raise PlayFailed(f"the API sends more than {MAX_BODY} bytes")
-    return bytes(held)
-
-
-def _said(data: bytes) -> Said:
-    """The first choice as a completion. Raises PlayFailed."""
+def _turn(data: bytes) -> Turn:
+    """Read the first choice as a completion. Raises PlayFailed."""
     try:
         answer = msgspec.json.decode(data, type=_Answer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -197,16 +173,11 @@ def _said(data: bytes) -> Said:
     if cut:
         ids[-1] = CUT
     completion = Completion(ids, [0.0] * len(ids), "length" if cut else "stop", 0, 0)
-    return Said(completion, usage.prompt_tokens, usage.completion_tokens)
-
-
-def _seconds(text: str) -> float:
-    """Of a Retry-After header; 0 where it is a date, or none."""
-    return min(float(text), LONGEST_WAIT_S) if text.isascii() and text.isdigit() else 0.0
+    return Turn(completion, usage.prompt_tokens, usage.completion_tokens)
 
 
 def _shown(data: bytes, key: str) -> str:
-    """What a server says of an error, short and without the key that it may repeat."""
+    """Shorten a server's error, without the key that it may repeat."""
     text = data.decode("utf-8", "replace")
     try:
         error = msgspec.json.decode(data)["error"]
@@ -220,18 +191,51 @@ def _shown(data: bytes, key: str) -> str:
 @asynccontextmanager
 async def open_endpoint(
     config: EndpointConfig, sampling: EvalSamplingConfig, max_tokens: int, key: str
-) -> AsyncGenerator[ApiPlayer]:
-    """Somebody who asks the API with `key`, or without one if it is empty, while the block lasts."""
-    from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+) -> AsyncGenerator[EndpointPolicy]:
+    """Open a client of the API with `key`, or without one if it is empty; close it after the block."""
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
-    headers = {"User-Agent": "primerl-node"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    async with ClientSession(
-        connector=TCPConnector(limit=config.concurrency),
-        timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
-        headers=headers,
-        cookie_jar=DummyCookieJar(),
+    async def only_ours(request: "Request") -> None:
+        for name in set(request.headers) - HEADERS:
+            del request.headers[name]
+        request.headers.update({"accept-encoding": "identity", "user-agent": "primerl-node"})
+        if key:
+            request.headers["authorization"] = f"Bearer {key}"
+
+    http = DefaultAsyncHttpxClient(
+        verify=ssl.create_default_context(),  # the system's certificates
         trust_env=config.proxy,
-    ) as session:
-        yield ApiPlayer(config, sampling, max_tokens, session, key=key)
+        follow_redirects=False,
+        event_hooks={"request": [only_ours], "response": [_bound]},
+    )
+    async with AsyncOpenAI(
+        base_url=config.url,
+        api_key="set by only_ours",
+        timeout=Timeout(config.timeout_s, connect=CONNECT_S),
+        max_retries=config.retries,
+        http_client=http,
+    ) as client:
+        yield EndpointPolicy(config, sampling, max_tokens, client, key)
+
+
+async def _bound(response: "Response") -> None:
+    """Let the body end with an error at MAX_BODY_BYTES, before it takes more memory."""
+    from httpx import AsyncByteStream
+    from openai import OpenAIError
+
+    inner = response.stream
+    assert isinstance(inner, AsyncByteStream)
+
+    class Bounded(AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            count = 0
+            async for piece in inner:
+                count += len(piece)
+                if count > MAX_BODY_BYTES:  # an error of the package's own is not tried again
+                    raise OpenAIError(f"it sends more than {MAX_BODY_BYTES} bytes")
+                yield piece
+
+        async def aclose(self) -> None:
+            await inner.aclose()
+
+    response.stream = Bounded()

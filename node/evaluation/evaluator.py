@@ -1,14 +1,234 @@
-"""Evaluation on a split of the environment with an engine of one's own: one state at a time, each whole."""
+"""Roll out held-out tasks k times with a model: an engine with weights, or an API.
+
+A rollout that fails is data: it counts as not solved, with the reason. An error that ends every rollout (an
+engine that is given up, an API that is down, a wrong key) is raised.
+"""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from ..engines.engine import Engine
-from ..environments.environment import Environment, Split
+import msgspec
+
+from ...crypto.hashing import derive
+from ..engines.engine import Completion, Engine, GenerateRequest
+from ..environments.environment import Environment, Episode, Split, Task
+from ..environments.replay import PlayFailed
+from ..errors import EngineError, EngineLost, first_cause
 from ..weights.state import State
-from .pinned import EnginePlayer
-from .rollouts import Rollout, held_out, play
+
+MAX_TEXT = 20_000
+"""Characters of a reply that are kept."""
+RESTART_WAITS_S = (1.0, 3.0, 9.0, *[20.0] * 27)
+"""Before a turn is asked for again of an engine that is being started again: ten minutes in all."""
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """The prompt of one turn, and the seed of its sampling."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    """0 <= seed < 2**63; the same for the same evaluation seed, task, sample and turn."""
+    group: bytes
+    """The task: turns of it share a prompt."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A sampled turn, and its tokens."""
+
+    completion: Completion
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class PolicyClient(Protocol):
+    """The model that is evaluated: EnginePolicy, EndpointPolicy."""
+
+    async def reply(self, asked: TurnRequest) -> Turn:
+        """Sample a turn. Raises PlayFailed if this rollout cannot go on, NodeError if none can."""
+        ...
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode sampled tokens."""
+        ...
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of an evaluation, as it is written down."""
+
+    task: int
+    """Index in the held-out split."""
+    digest: str
+    """Of the task's content (hex)."""
+    sample: int
+    reward: float
+    """0 where it failed."""
+    error: str = ""
+    """Why it failed; empty where it did not."""
+    metrics: dict[str, float] = {}
+    truncated: bool = False
+    """The last reply was cut off by a limit of tokens."""
+    turns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    reply: str = ""
+    """Text of the last turn."""
+
+
+async def held_out(environment: Environment, count: int, split: Split = "eval") -> list[Task]:
+    """Take the first `count` tasks of a split; fewer where it has no more that differ.
+
+    Raises EnvironmentFailed.
+    """
+    found: dict[bytes, Task] = {}
+    for index in range(count):
+        task = await environment.task(index, split)
+        found.setdefault(task.digest, task)
+    return list(found.values())
+
+
+async def run_rollouts(
+    environment: Environment,
+    tasks: Sequence[Task],
+    policy: PolicyClient,
+    *,
+    samples: int,
+    seed: int,
+    concurrency: int,
+    done: Callable[[Rollout], None] = lambda _: None,
+) -> list[Rollout]:
+    """Roll out every task `samples` times, at most `concurrency` at once; return them in that order.
+
+    `done` is told of each as it ends. Raises the errors of `policy` but PlayFailed.
+    """
+    todo = [(task, sample) for task in tasks for sample in range(samples)]
+    found: dict[int, Rollout] = {}
+    queue: Iterator[tuple[int, tuple[Task, int]]] = iter(enumerate(todo))
+
+    async def work() -> None:
+        for number, (task, sample) in queue:
+            found[number] = await _rollout(environment, task, sample, policy, seed)
+            done(found[number])
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(concurrency, len(todo))):
+                workers.create_task(work())
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+    return [found[number] for number in range(len(todo))]
+
+
+async def _rollout(
+    environment: Environment, task: Task, sample: int, policy: PolicyClient, seed: int
+) -> Rollout:
+    said: list[Turn] = []
+    began = time.monotonic()
+
+    async def sample_turn(prompt: Sequence[int], turn: int) -> Completion:
+        asked = TurnRequest(tuple(prompt), turn_seed(seed, task, sample, turn), task.digest)
+        said.append(await policy.reply(asked))
+        return said[-1].completion
+
+    episode = await environment.run(task, sample_turn)
+    last = said[-1].completion.token_ids if said else []
+    return Rollout(
+        task=task.index,
+        digest=task.digest.hex(),
+        sample=sample,
+        reward=0.0 if episode.error else episode.score.reward,
+        error=episode.error,
+        metrics=episode.score.metrics,
+        truncated=_truncated(episode, said),
+        turns=len(said),
+        prompt_tokens=sum(one.prompt_tokens for one in said),
+        completion_tokens=sum(one.completion_tokens for one in said),
+        seconds=round(time.monotonic() - began, 4),
+        reply=policy.text(last)[:MAX_TEXT] if last else "",
+    )
+
+
+def _truncated(episode: Episode, said: Sequence[Turn]) -> bool:
+    return not episode.error and bool(said) and said[-1].completion.finish == "length"
+
+
+def turn_seed(seed: int, task: Task, sample: int, turn: int) -> int:
+    """Derive the seed of a turn. The first sample is the one that an evaluation with one sample has."""
+    parts = [seed.to_bytes(8, "big", signed=True), task.digest, bytes([turn])]
+    name = derive("eval seed", *parts, *([sample.to_bytes(4, "big")] if sample else []))
+    return int.from_bytes(name[:8], "big") >> 1
+
+
+class EnginePolicy:
+    """The weights that `engine` holds as `version`, and no others."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        version: int,
+        *,
+        max_tokens: int,
+        temperature: float,
+        stop_token_ids: tuple[int, ...],
+        top_p: float = 1.0,
+        top_k: int = 0,
+        max_model_len: int = 0,
+        decode: Callable[[Sequence[int]], str] = lambda _: "",
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """A conversation of `max_model_len` tokens fails; 0 leaves that to the engine."""
+        self._engine = engine
+        self._version = version
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._stops = stop_token_ids
+        self._top_p = top_p
+        self._top_k = top_k
+        self._max_model_len = max_model_len
+        self._decode = decode
+        self._sleep = sleep
+
+    async def reply(self, asked: TurnRequest) -> Turn:
+        """Sample a turn. Raises PlayFailed, EngineError."""
+        if 0 < self._max_model_len <= len(asked.prompt):
+            raise PlayFailed(
+                f"the conversation has {len(asked.prompt)} tokens: raise engine.max_model_len "
+                f"({self._max_model_len})"
+            )
+        completion = await self._generate(
+            GenerateRequest(
+                asked.prompt,
+                self._max_tokens,
+                self._temperature,
+                asked.seed,
+                self._stops,
+                group=asked.group,
+                top_k=self._top_k,
+                top_p=self._top_p,
+            )
+        )
+        if not completion.policy_first == completion.policy_last == self._version:
+            raise EngineError(
+                f"the engine changed its weights while load {self._version} was evaluated: evaluate again"
+            )
+        return Turn(completion, len(asked.prompt), len(completion.token_ids))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode sampled tokens."""
+        return self._decode(ids)
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
+        for wait_s in RESTART_WAITS_S:
+            try:
+                return await self._engine.generate(request)
+            except EngineLost:
+                await self._sleep(wait_s)
+        return await self._engine.generate(request)
 
 
 @dataclass(frozen=True)
@@ -21,8 +241,8 @@ class EvalResult:
 
 
 @dataclass(frozen=True)
-class Contest:
-    """One environment of an evaluation; started by whoever made it."""
+class EvalTask:
+    """One environment of an evaluation, started, and how often it is sampled."""
 
     name: str
     environment: Environment
@@ -32,7 +252,7 @@ class Contest:
 
 
 class Evaluator:
-    """Plays tasks with an engine that nobody else loads; whoever comes second waits."""
+    """Evaluates states with an engine of its own, one evaluation after the other."""
 
     def __init__(
         self,
@@ -57,41 +277,41 @@ class Evaluator:
     async def evaluate(
         self, state: State, *, split: Split, first: int, prompts: int, seed: int
     ) -> EvalResult:
-        """Tasks `first` .. `first + prompts` of `split`, one sampled rollout each."""
+        """Roll out tasks `first` .. `first + prompts` of `split`, one sample each."""
         tasks = [await self._environment.task(first + number, split) for number in range(prompts)]
         async with self._turn:
-            player = await self._load(state)
-            found = await play(
-                self._environment, tasks, player, samples=1, seed=seed, concurrency=self._at_once
+            policy = await self._load(state)
+            found = await run_rollouts(
+                self._environment, tasks, policy, samples=1, seed=seed, concurrency=self._at_once
             )
         exacts = [one.metrics.get("exact", float(one.reward >= 1.0)) for one in found]
         return EvalResult(
             prompts, sum(one.reward for one in found) / prompts, sum(exacts) / prompts
         )
 
-    async def contest(
-        self, state: State, contests: Sequence[Contest], *, seed: int
+    async def evaluate_tasks(
+        self, state: State, tasks: Sequence[EvalTask], *, seed: int
     ) -> dict[str, list[Rollout]]:
-        """Every contest's held-out tasks with one and the same policy, by name. Raises EnvironmentFailed."""
+        """Roll out every environment's held-out tasks with one state, by name. Raises EnvironmentFailed."""
         found: dict[str, list[Rollout]] = {}
         async with self._turn:
-            player = await self._load(state)
-            for one in contests:
-                tasks = await held_out(one.environment, one.prompts)
-                found[one.name] = await play(
+            policy = await self._load(state)
+            for one in tasks:
+                prompts = await held_out(one.environment, one.prompts)
+                found[one.name] = await run_rollouts(
                     one.environment,
-                    tasks,
-                    player,
+                    prompts,
+                    policy,
                     samples=one.samples,
                     seed=seed,
                     concurrency=self._at_once,
                 )
         return found
 
-    async def _load(self, state: State) -> EnginePlayer:
+    async def _load(self, state: State) -> EnginePolicy:
         self._loads += 1
         await self._engine.load(self._loads, state)
-        return EnginePlayer(
+        return EnginePolicy(
             self._engine,
             self._loads,
             max_tokens=self._max_tokens,

@@ -1,7 +1,7 @@
-"""Evaluations beside training: a published version is played while the next ones are learned.
+"""Evaluate published versions beside training, while the next ones are learned.
 
-Each evaluation is of one version, that which was the newest when it began, and says which. It never holds up a
-step: what comes due while one still runs is left out, and said to be.
+Each evaluation is of one version, the newest when it began. It never holds up a step: an evaluation that comes
+due while one is running is skipped and logged.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from ..environments.environment import EnvironmentFailed
 from ..errors import NodeError, StorageError
 from ..metrics import MetricsLog
 from ..weights.state import State
-from .evaluator import Contest, Evaluator
-from .figures import Figures, figures
+from .evaluator import EvalTask, Evaluator
+from .statistics import Figures, summarize
 
 logger = logging.getLogger(__name__)
 
 
 class Evaluated(msgspec.Struct, frozen=True):
-    """What one version was measured to be, by environment."""
+    """The figures of one version, by environment."""
 
     version: int
     seconds: float
     environments: dict[str, Figures]
 
 
-class EvaluationBook:
+class EvaluationLog:
     """evaluations.jsonl: a line for each version that was evaluated, in the order of the versions."""
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class EvaluationBook:
         self.held: list[Evaluated] = []
 
     def open(self, version: int) -> None:
-        """Read what was evaluated up to `version`, where the run goes on; what came later is void.
+        """Read the evaluations up to `version`, where the run goes on; drop later ones.
 
         Raises StorageError.
         """
@@ -51,16 +51,16 @@ class EvaluationBook:
             self._write()
 
     def add(self, one: Evaluated) -> None:
-        """Keep what was measured. Raises StorageError."""
+        """Add an evaluation. Raises StorageError."""
         self.held = [*self.held, one]
         self._write()
 
     def has(self, version: int) -> bool:
-        """Whether that version was evaluated."""
+        """Say whether that version was evaluated."""
         return any(one.version == version for one in self.held)
 
     def latest(self) -> dict[str, dict[str, float]]:
-        """Environment -> the newest version's figures, by the names that metrics have."""
+        """Return the newest version's figures by environment, by the names that metrics have."""
         if not self.held:
             return {}
         newest = self.held[-1]
@@ -81,7 +81,7 @@ class EvaluationBook:
 
 
 def _read(line: bytes) -> Evaluated | None:
-    """None for a line that is none: it is measured again if it comes due."""
+    """Decode a line; None if it is broken: that version is measured again if it comes due."""
     try:
         return msgspec.json.decode(line, type=Evaluated)
     except msgspec.DecodeError:
@@ -90,13 +90,13 @@ def _read(line: bytes) -> Evaluated | None:
 
 
 class OnlineEvaluation:
-    """Evaluates versions as they come due. A context: whatever still runs at its end is cancelled."""
+    """Evaluates versions as they come due. A context: an evaluation still running at its end is cancelled."""
 
     def __init__(
         self,
         evaluator: Evaluator,
-        contests: Sequence[Contest],
-        book: EvaluationBook,
+        tasks: Sequence[EvalTask],
+        log: EvaluationLog,
         metrics: MetricsLog,
         *,
         interval: int,
@@ -105,8 +105,8 @@ class OnlineEvaluation:
     ) -> None:
         """`interval` 0 evaluates nothing; `last` is the last version of the run."""
         self._evaluator = evaluator
-        self._contests = contests
-        self.book = book
+        self._tasks = tasks
+        self.log = log
         self._metrics = metrics
         self._interval = interval
         self._last = last
@@ -114,9 +114,9 @@ class OnlineEvaluation:
         self._task: asyncio.Task[None] | None = None
         self._begun = False
         self.version = -1
-        """That is being evaluated; -1 while none is."""
+        """The version being evaluated; -1 while none is."""
         self.left_out = 0
-        """Versions that came due too early."""
+        """Versions skipped because another evaluation was running."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -134,7 +134,7 @@ class OnlineEvaluation:
     def begin(self, version: int, state: State) -> None:
         """Evaluate `version`, which was just published, if it is due; returns at once.
 
-        Raises StorageError if what was measured before could not be kept.
+        Raises StorageError if the evaluation before could not be kept.
         """
         if not self._due(version):
             return
@@ -152,7 +152,7 @@ class OnlineEvaluation:
         self._task = asyncio.create_task(self._evaluate(version, state), name="evaluation")
 
     async def finish(self, version: int, state: State) -> None:
-        """The run is over: wait for what runs, and evaluate the last version. Raises StorageError."""
+        """Wait for a running evaluation, then evaluate the run's last version. Raises StorageError."""
         if self._task is not None:
             await asyncio.wait([self._task])
             self._settle()
@@ -160,14 +160,14 @@ class OnlineEvaluation:
             await self._evaluate(version, state)
 
     def _due(self, version: int) -> bool:
-        """The first version of all, every so many, and the last; none twice."""
-        if not self._interval or self.book.has(version) or version == self.version:
+        """Say whether a version is due: the first, every `interval`-th and the last; none twice."""
+        if not self._interval or self.log.has(version) or version == self.version:
             return False
-        first = not self.book.held and not self._begun
+        first = not self.log.held and not self._begun
         return first or version % self._interval == 0 or version == self._last
 
     def _settle(self) -> None:
-        """Raise what the last evaluation, which has ended, could not answer."""
+        """Raise the error of the last evaluation, which has ended."""
         task, self._task = self._task, None
         if task is not None:
             task.result()
@@ -175,7 +175,7 @@ class OnlineEvaluation:
     async def _evaluate(self, version: int, state: State) -> None:
         self.version, began = version, time.monotonic()
         try:
-            found = await self._evaluator.contest(state, self._contests, seed=self._seed)
+            found = await self._evaluator.evaluate_tasks(state, self._tasks, seed=self._seed)
         except (NodeError, EnvironmentFailed) as error:
             # training does not hang on it: the run goes on, and this version has no figures
             logger.error("version %d could not be evaluated: %s", version, error)
@@ -183,11 +183,11 @@ class OnlineEvaluation:
         finally:
             self.version = -1
         measured = {
-            one.name: figures(found[one.name], samples=one.samples, success=one.success)
-            for one in self._contests
+            one.name: summarize(found[one.name], samples=one.samples, success=one.success)
+            for one in self._tasks
         }
         one = Evaluated(version, round(time.monotonic() - began, 3), measured)
-        self.book.add(one)
+        self.log.add(one)
         self._tell(one)
 
     def _tell(self, one: Evaluated) -> None:

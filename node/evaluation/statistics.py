@@ -1,17 +1,20 @@
-"""pass@j without bias, and 95 % intervals that say how they were made.
+"""avg@k, pass@j without bias, and 95 % intervals that say how they were made, from rollouts.
 
 The prompts are the sample: rollouts of one prompt are alike, so no interval counts them as independent.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..calibration.bands import upper_bound
+from .evaluator import Rollout
 
 CONFIDENCE = 0.95
 RESAMPLES = 4000
@@ -20,6 +23,7 @@ SEED = 20
 EXACT, BOOTSTRAP, NONE = "exact", "bootstrap", "none"
 BLOCK = 1 << 22
 """Indices drawn at a time."""
+MAX_REASONS = 5
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,97 @@ class Estimate:
     low: float | None
     high: float | None
     method: str
-    """`exact`: Clopper and Pearson; `bootstrap`: over the prompts; `none`: nothing can be said."""
+    """`exact`: Clopper and Pearson; `bootstrap`: over the prompts; `none`: no interval."""
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a model on k rollouts of each prompt; failed ones count as unsolved, with a reward of 0."""
+
+    prompts: int
+    samples: int
+    """Of each prompt: the k of avg@k."""
+    success: float
+    """A rollout with at least this reward solves its task."""
+    avg: Estimate
+    """avg@k: the mean reward."""
+    passes: dict[str, Estimate]
+    """j -> pass@j."""
+    reward: float | None
+    """Mean reward of the rollouts that did not fail; None if all did."""
+    truncated: float
+    """Share of all rollouts whose last reply was cut off."""
+    failed: float
+    """Share of all rollouts that failed."""
+    reasons: dict[str, int]
+    """The commonest reasons of failure -> rollouts."""
+    metrics: dict[str, float]
+    """Means of the environment's metrics over the rollouts that have them."""
+    prompt_tokens: int
+    completion_tokens: int
+    """Both over all turns."""
+    completion_mean: float
+    """Tokens that a rollout sampled."""
+
+    def flat(self) -> dict[str, float]:
+        """Return avg@k, pass@j and the shares, by the names that metrics have."""
+        passes = {f"pass@{tries}": round(one.value, 6) for tries, one in self.passes.items()}
+        return {
+            f"avg@{self.samples}": round(self.avg.value, 6),
+            **passes,
+            "truncated": round(self.truncated, 6),
+            "failed": round(self.failed, 6),
+            "completion_len/mean": round(self.completion_mean, 3),
+        }
+
+
+def summarize(rollouts: Sequence[Rollout], *, samples: int, success: float) -> Figures:
+    """Summarize all `samples` rollouts of every prompt of an environment; at least one prompt."""
+    prompts: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        prompts.setdefault(rollout.digest, []).append(rollout)
+    if not prompts or any(len(group) != samples for group in prompts.values()):
+        raise ValueError(f"every prompt has to have {samples} rollouts")
+    groups = list(prompts.values())
+    solved = [sum(not one.error and one.reward >= success for one in group) for group in groups]
+    passes = {
+        str(tries): share([pass_at(samples, count, tries) for count in solved])
+        for tries in tries_of(samples)
+    }
+    scored = [one.reward for one in rollouts if not one.error]
+    reasons = Counter(one.error for one in rollouts if one.error)
+    tokens = sum(one.completion_tokens for one in rollouts)
+    return Figures(
+        prompts=len(groups),
+        samples=samples,
+        success=success,
+        avg=_average([math.fsum(one.reward for one in group) / samples for group in groups]),
+        passes=passes,
+        reward=math.fsum(scored) / len(scored) if scored else None,
+        truncated=sum(one.truncated for one in rollouts) / len(rollouts),
+        failed=sum(bool(one.error) for one in rollouts) / len(rollouts),
+        reasons=dict(reasons.most_common(MAX_REASONS)),
+        metrics=_metrics(rollouts),
+        prompt_tokens=sum(one.prompt_tokens for one in rollouts),
+        completion_tokens=tokens,
+        completion_mean=tokens / len(rollouts),
+    )
+
+
+def _average(values: Sequence[float]) -> Estimate:
+    """Estimate a mean reward: of rewards that are 0 or 1 as a share, of others without a known range."""
+    return share(values) if all(value in (0.0, 1.0) for value in values) else mean(values)
+
+
+def _metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}
 
 
 def pass_at(samples: int, solved: int, tries: int) -> float:
-    """The probability that one of `tries` samples solves the task, from `solved` of `samples` that did.
+    """Estimate the probability that one of `tries` samples solves the task, from `solved` of `samples`.
 
     1 - C(n - c, j) / C(n, j), without bias for tries <= samples (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
@@ -44,13 +134,13 @@ def pass_at(samples: int, solved: int, tries: int) -> float:
 
 
 def tries_of(samples: int) -> list[int]:
-    """1, 2, 4, ... and `samples`: the j for which pass@j is told."""
+    """List the j for which pass@j is told: 1, 2, 4, ... and `samples`."""
     powers = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
     return powers if powers[-1] == samples else [*powers, samples]
 
 
 def share(values: Sequence[float]) -> Estimate:
-    """The mean of values from 0 to 1, one for each prompt.
+    """Estimate the mean of values from 0 to 1, one for each prompt.
 
     Exact (Clopper and Pearson 1934) where they are all 0 or 1. Where they are all the same, too: a bootstrap
     would see no spread, so the bound is on the share of prompts that differ, though none was met.
@@ -67,7 +157,7 @@ def share(values: Sequence[float]) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of values of any range, one for each prompt; no interval where all are the same."""
+    """Estimate the mean of values of any range, one for each prompt; no interval where all are the same."""
     middle = math.fsum(values) / len(values)
     if min(values) == max(values):
         return Estimate(middle, None, None, NONE)
@@ -76,12 +166,12 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def _at_most(events: int, trials: int) -> float:
-    """Upper end of the two-sided interval of a share."""
+    """Return the upper end of the two-sided interval of a share."""
     return upper_bound(events, trials, (1 + CONFIDENCE) / 2)
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Percentiles of the means of resampled prompts, widened for small samples.
+    """Take percentiles of the means of resampled prompts, widened for small samples.
 
     The percentiles are those that give Student's interval where the means are normal: Hesterberg 2015, "What
     teachers should know about the bootstrap", "expanded percentile". Plain ones are too narrow below 50 or so.
@@ -99,7 +189,7 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _student(probability: float, count: int) -> float:
-    """Quantile of Student's t with count - 1 degrees of freedom.
+    """Approximate the quantile of Student's t with count - 1 degrees of freedom.
 
     Abramowitz and Stegun 26.7.5; within 1 % at 95 % from 4 degrees of freedom on.
     """

@@ -1,7 +1,8 @@
 """The loop of supervised learning: a batch, a step, now and then a measurement and a checkpoint.
 
-What the next batch is depends on the cursor of the last checkpoint alone; a batch that was read ahead and not
-trained is read again.
+- The next batch depends on the cursor of the last checkpoint alone; a batch that was read ahead and not trained
+  is read again.
+- A checkpoint holds the cursor of its step, and the validation figures so far.
 """
 
 import asyncio
@@ -14,34 +15,28 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import RunFailed
+from ..errors import RunFailed, StorageError, UsageError
 from ..metrics import MetricsLog, PhaseClock
 from ..own_run_config import ResumeConfig
 from ..run_files import CHECKPOINTS, METRICS, weights_dir
 from ..sft_config import SftConfig
 from ..training.backend import Batch, TrainBackend
 from ..training.saving.checkpoints import Checkpoints
-from .ahead import Ahead
-from .order import Cursor
-from .reader import Portion, Reader
-from .saving import (
-    CURSOR,
-    Saved,
-    restore,
-)
-from .sources import Data
+from .data import BatchReader, Data, DataBatch, DataCursor
 
 logger = logging.getLogger(__name__)
 
+CURSOR = "cursor"
+"""The part of a checkpoint that holds SftState."""
 WINDOW = 20
-"""The summary's loss is the mean over the last so many steps."""
+"""Steps whose mean is the loss of the summary."""
 MAX_SKIPPED = 10
 """Steps in a row without a finite gradient that end the run."""
 
 
 @dataclass(frozen=True)
 class SftProgress:
-    """What a view is told after every step."""
+    """The figures that a view shows after every step."""
 
     step: int
     max_steps: int
@@ -55,8 +50,31 @@ class SftProgress:
 Watch = Callable[[SftProgress], None]
 
 
+class SftState(msgspec.Struct, frozen=True):
+    """Everything that a checkpoint holds beside the learner."""
+
+    cursor: DataCursor
+    identity: str
+    """Of the data that the cursor walks."""
+    validation: list[tuple[int, float]] = []
+    """(step, loss) so far."""
+    losses: list[float] = []
+    """Of the last steps."""
+    line: dict[str, float | None] = {}
+    """Metrics of the step: a run that goes on from it may find that they were not written."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was found whole; a backend loads `directory`."""
+
+    step: int
+    state: SftState
+    directory: Path
+
+
 class SftLoop:
-    """One backend, started; one pass from the last checkpoint, or the beginning, to the end."""
+    """Trains with a started backend, from the last checkpoint or the beginning, to the end."""
 
     def __init__(
         self,
@@ -78,7 +96,7 @@ class SftLoop:
             fsync=config.fsync,
         )
         self._identity = data.training.identity()
-        self._saved = Saved.new(self._identity)
+        self._state = SftState(DataCursor(), self._identity)
         self._step = 0
         self._skipped = 0
         self._stopping = False
@@ -89,8 +107,8 @@ class SftLoop:
             await self._restore(resume)
         metrics = MetricsLog(self._config.run_dir / METRICS)
         try:
-            await asyncio.to_thread(metrics.go_back, self._step or -1, self._saved.line)
-            if not self._saved.validation and self._data.validation:
+            await asyncio.to_thread(metrics.go_back, self._step or -1, self._state.line)
+            if not self._state.validation and self._data.validation:
                 metrics.write(0, await self._measured())
             await self._train_or_stop(metrics)
             await self._checkpoints.finish()
@@ -100,7 +118,7 @@ class SftLoop:
         return await self._finish()
 
     async def _train_or_stop(self, metrics: MetricsLog) -> None:
-        """Train; who is cancelled finishes the step in progress and leaves a checkpoint of it."""
+        """Train; when cancelled, finish the step in progress and leave a checkpoint of it."""
         training = asyncio.create_task(self._train(metrics), name="sft training")
         try:
             await asyncio.shield(training)
@@ -112,36 +130,43 @@ class SftLoop:
             raise
 
     async def _train(self, metrics: MetricsLog) -> None:
-        ahead = Ahead(self._reader(), self._config)
+        config, reader = self._config, self._reader()
+
+        def read(cursor: DataCursor) -> asyncio.Task[DataBatch]:
+            size, tokens = config.batch_size, config.batch_tokens
+            reading = asyncio.to_thread(reader.batch, cursor, size=size, tokens=tokens)
+            return asyncio.create_task(reading, name="sft data")
+
+        ahead = read(self._state.cursor)
         try:
-            ahead.ask(self._saved.cursor)
-            while self._step < self._config.max_steps and not self._stopping:
+            while self._step < config.max_steps and not self._stopping:
                 waiting = time.monotonic()
-                portion = await ahead.answer()
+                batch = await ahead
                 waited = time.monotonic() - waiting
-                if not portion.samples:
+                if not batch.samples:
                     logger.info("the data ended after step %d", self._step)
                     break
-                ahead.ask(portion.cursor)
-                await self._turn(portion, waited, metrics)
+                ahead = read(batch.cursor)  # in a thread, while this one is trained
+                await self._turn(batch, waited, metrics)
         finally:
-            await ahead.close()
+            await asyncio.wait([ahead])
+            ahead.exception()  # retrieved, so that asyncio does not report it
 
-    async def _turn(self, portion: Portion, waited: float, metrics: MetricsLog) -> None:
-        """One step, and what follows from its number."""
+    async def _turn(self, data: DataBatch, waited: float, metrics: MetricsLog) -> None:
+        """Train one step; measure, save and export where its number is due."""
         started = time.monotonic()
         with self._clock.phase("train"):
-            figures = await self._backend.step(Batch(self._step + 1, portion.samples, "ce"))
+            figures = await self._backend.step(Batch(self._step + 1, data.samples, "ce"))
         self._step += 1
         seconds = time.monotonic() - started
-        values = self._figures(portion, figures.values, seconds, waited)
+        values = self._figures(data, figures.values, seconds, waited)
         self._check_finite(values)
-        self._note(portion.cursor, values["loss/mean"])
+        self._note(data.cursor, values["loss/mean"])
         last = self._step == self._config.max_steps
         if self._data.validation and (last or self._due(self._config.validation.interval)):
             values |= await self._measured()
         line = {**values, "time": round(time.time(), 3)}
-        self._saved = msgspec.structs.replace(self._saved, line=line)
+        self._state = msgspec.structs.replace(self._state, line=line)
         if last or self._due(self._config.checkpoint.interval):
             values["time/save_ckpt"] = await self._save()
         if not last and self._due(self._config.checkpoint.weights_interval):
@@ -150,18 +175,18 @@ class SftLoop:
         self._tell(values)
 
     def _figures(
-        self, portion: Portion, figures: dict[str, float], seconds: float, waited: float
+        self, data: DataBatch, figures: dict[str, float], seconds: float, waited: float
     ) -> dict[str, float]:
-        """The backend's figures, with those of the data."""
-        cursor = portion.cursor
-        tokens = sum(len(sample.token_ids) for sample in portion.samples)
+        """Add the figures of the data to the backend's."""
+        cursor = data.cursor
+        tokens = sum(len(sample.token_ids) for sample in data.samples)
         return {
             "loss/mean": math.nan,
             "perf/throughput": tokens / max(seconds, 1e-9),
             "time/step": seconds,
             **figures,
             "time/load_data": round(waited, 4),
-            "batch/samples": len(portion.samples),
+            "batch/samples": len(data.samples),
             "batch/tokens": tokens,
             "progress/epoch": self._epoch(cursor),
             "progress/total_samples": cursor.samples,
@@ -177,12 +202,12 @@ class SftLoop:
                 "from an earlier checkpoint"
             )
 
-    def _note(self, cursor: Cursor, loss: float) -> None:
-        losses = [*self._saved.losses, loss][-WINDOW:]
-        self._saved = msgspec.structs.replace(self._saved, cursor=cursor, losses=losses)
+    def _note(self, cursor: DataCursor, loss: float) -> None:
+        losses = [*self._state.losses, loss][-WINDOW:]
+        self._state = msgspec.structs.replace(self._state, cursor=cursor, losses=losses)
 
     def _tell(self, values: dict[str, float]) -> None:
-        measured = self._saved.validation
+        measured = self._state.validation
         progress = SftProgress(
             step=self._step,
             max_steps=self._config.max_steps,
@@ -203,12 +228,12 @@ class SftLoop:
         self._watch(progress)
 
     async def _measured(self) -> dict[str, float]:
-        """Cross entropy on the validation samples, noted."""
+        """Measure cross entropy on the validation samples, and keep it in the state."""
         with self._clock.phase("validation"):
             found = await self._backend.evaluate(self._data.validation)
         loss = found["loss/mean"]
-        history = [*self._saved.validation, (self._step, loss)]
-        self._saved = msgspec.structs.replace(self._saved, validation=history)
+        history = [*self._state.validation, (self._step, loss)]
+        self._state = msgspec.structs.replace(self._state, validation=history)
         logger.info("step %d | validation loss %.4f", self._step, loss)
         return {"val/loss": loss, "val/tokens": found["tokens"]}
 
@@ -216,14 +241,14 @@ class SftLoop:
         """Write a checkpoint; returns the seconds that it took."""
         started = time.monotonic()
         with self._clock.phase("checkpoint"):
-            part = msgspec.json.encode(self._saved)
+            part = msgspec.json.encode(self._state)
             keep = self._checkpoints
             save = keep.begin if self._config.checkpoint.async_save else keep.write
             await save(self._step, {CURSOR: part}, self._backend)
         return round(time.monotonic() - started, 4)
 
     async def _save_last(self) -> None:
-        """A durable checkpoint of the last step, if there is none."""
+        """Write a durable checkpoint of the last step, if there is none."""
         await self._checkpoints.finish()
         if self._step and await asyncio.to_thread(self._checkpoints.latest) != self._step:
             await self._save()
@@ -235,17 +260,17 @@ class SftLoop:
             logger.warning("no checkpoint: beginning at step 0")
             return
         await self._backend.load(found.directory)
-        self._saved, self._step = found.saved, found.step
-        logger.info("resumed at step %d, epoch %.2f", self._step, self._epoch(found.saved.cursor))
+        self._state, self._step = found.state, found.step
+        logger.info("resumed at step %d, epoch %.2f", self._step, self._epoch(found.state.cursor))
 
     async def _finish(self) -> dict[str, object]:
-        """The end: measured, saved and exported, once."""
-        saved, config = self._saved, self._config
-        if self._data.validation and saved.validation[-1][0] != self._step:
+        """Measure, save and export the last step, where that is not done; return the summary."""
+        config = self._config
+        if self._data.validation and self._state.validation[-1][0] != self._step:
             await self._measured()
         await self._save_last()
         weights = await self._export()
-        saved = self._saved
+        saved = self._state
         measured = [loss for _, loss in saved.validation] or [None]
         return {
             "run": config.name,
@@ -262,9 +287,9 @@ class SftLoop:
             "weights": str(weights),
         }
 
-    def _reader(self) -> Reader:
+    def _reader(self) -> BatchReader:
         data = self._config.data
-        return Reader(
+        return BatchReader(
             self._data.training,
             seed=self._config.seed,
             shuffle=data.shuffle,
@@ -283,6 +308,54 @@ class SftLoop:
     def _due(self, interval: int) -> bool:
         return interval > 0 and self._step % interval == 0
 
-    def _epoch(self, cursor: Cursor) -> float:
+    def _epoch(self, cursor: DataCursor) -> float:
         size = self._data.training.size
         return cursor.epoch + (cursor.index / size if size else 0.0)
+
+
+async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Restored | None:
+    """Find the checkpoint that `resume` asks for, and set later ones aside; None if this run has none yet.
+
+    Raises UsageError for a step or a run that has none, and for other data; StorageError.
+    """
+    source = own
+    if resume.dir is not None:
+        source = Checkpoints(resume.dir / CHECKPOINTS, keep_last=own.keep_last, fsync=own.fsync)
+    found = await _find(resume, source)
+    if found is None:
+        return None
+    step, parts = found
+    try:
+        state = msgspec.json.decode(parts[CURSOR], type=SftState)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise StorageError(
+            f"checkpoint {step} is none of `sft`: resume it with the command that wrote it"
+        ) from error
+    if state.identity != identity:
+        if resume.dir is None:
+            raise UsageError(
+                "the data are not those that the run began with: give the same, or --resume.dir and "
+                "another --name"
+            )
+        logger.warning("the data are others than those of %s: read from the start", resume.dir)
+        state = SftState(DataCursor(), identity)
+    if source is own:
+        own.set_aside(step)
+    else:
+        state = msgspec.structs.replace(state, line={})
+    return Restored(step, state, source.backend_directory(step))
+
+
+async def _find(resume: ResumeConfig, source: Checkpoints) -> tuple[int, dict[str, bytes]] | None:
+    known = source.steps()
+    if resume.step is not None:
+        if resume.step not in known:
+            steps = ", ".join(map(str, known)) or "none"
+            raise UsageError(
+                f"no checkpoint of step {resume.step} in {source.directory} (there are: {steps})"
+            )
+        return resume.step, await source.read(resume.step)
+    found = await source.read_newest()
+    if found is None and resume.dir is not None:
+        raise UsageError(f"no checkpoint in {source.directory}: correct resume.dir")
+    return found

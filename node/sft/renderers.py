@@ -22,7 +22,7 @@ _FAULTS = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
 class RendererTokenizer:
-    """Rows to tokens by a renderer; raw text goes the template's way."""
+    """Tokenises rows with a renderer; raw text as TemplateTokenizer does."""
 
     def __init__(self, renderer: "Renderer", chat: ChatFormat, roles: frozenset[str]) -> None:
         """`chat` is of the same model; `roles` are those that are learned."""
@@ -32,7 +32,7 @@ class RendererTokenizer:
         self._plain = TemplateTokenizer(chat, roles)
 
     def tokens(self, row: Conversation | RawText) -> Tokens:
-        """The row as one sequence. Raises BadRow."""
+        """Tokenise the row as one sequence. Raises BadRow."""
         if isinstance(row, RawText):
             return self._plain.tokens(row)
         from renderers import build_training_sample
@@ -78,7 +78,7 @@ class RendererTokenizer:
 
 
 def open_renderer(name: str, model_name: str, model_dir: Path) -> "Renderer | None":
-    """The renderer `name`; with `auto` that of a model that the library knows by name, else None.
+    """Open the renderer `name`; with `auto` that of a model that the library knows by name, else None.
 
     Raises UsageError.
     """

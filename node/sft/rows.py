@@ -1,4 +1,4 @@
-"""What a row of a data set says: a conversation, or a prompt and its completion.
+"""Check a row of a data set, and read it as a conversation or as a prompt and its completion.
 
 Foreign data: every shape is checked here, once, and a row that does not fit is a BadRow with a reason.
 """
@@ -19,7 +19,7 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 class BadRow(Exception):
-    """This row cannot be learned from; `reason` is what it is counted by, the text says why."""
+    """A row that cannot be learned from; it is counted by `reason`, the text says why."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -44,7 +44,7 @@ class RawText:
 
 
 def read_row(data: bytes, *, strings: Literal["chat", "raw"] = "chat") -> Conversation | RawText:
-    """The row in one line of JSON. Raises BadRow."""
+    """Read the row in one line of JSON. Raises BadRow."""
     try:
         row: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -187,7 +187,7 @@ def _decoded(value: Any, where: str) -> Any:
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    """Names of the tools that a conversation offers, where they have one."""
+    """List the names of the tools that a conversation offers."""
     found: list[str] = []
     for tool in tools or ():
         inner = tool.get("function", tool)

@@ -35,7 +35,7 @@ class Tokens:
 
 
 class TemplateTokenizer:
-    """Rows to tokens, by a ChatFormat."""
+    """Tokenises rows with a model's chat template."""
 
     def __init__(self, chat: ChatFormat, roles: frozenset[str]) -> None:
         """`roles` are those that are learned."""
@@ -43,7 +43,7 @@ class TemplateTokenizer:
         self._roles = roles
 
     def tokens(self, row: Conversation | RawText) -> Tokens:
-        """The row as one sequence. Raises BadRow."""
+        """Tokenise the row as one sequence. Raises BadRow."""
         try:
             return self._raw(row) if isinstance(row, RawText) else self._conversation(row)
         except EnvironmentFailed as error:
@@ -89,7 +89,7 @@ class TemplateTokenizer:
         return text_of
 
     def _reply(self, talk: Conversation, index: int) -> list[int]:
-        """What the model would have sampled as message `index`, its stop token included."""
+        """Tokenise message `index` as the model would have sampled it, its stop token included."""
         chat, messages = self._chat, talk.messages
         before = chat.render(messages[:index], tools=talk.tools)
         whole = chat.render(messages[: index + 1], generate=False, tools=talk.tools)
@@ -114,7 +114,7 @@ class TemplateTokenizer:
         trained: Sequence[bool],
         text_of: TextOf,
     ) -> None:
-        """Append what the model reads; of roles that are learned the messages' own text is trained."""
+        """Append context; of roles that are learned the messages' own text is trained."""
         text = text_of(messages)
         wanted = self._wanted(messages, trained)
         token_ids, starts = self._chat.encode_places(text)
@@ -133,7 +133,7 @@ class TemplateTokenizer:
 def bodies(
     messages: Sequence[Message], wanted: Sequence[int], text: str, text_of: TextOf
 ) -> list[tuple[int, int]]:
-    """Where in `text` the contents of the messages `wanted` stand, as [first, end) of characters.
+    """Find the contents of the messages `wanted` in `text`, as [first, end) of characters.
 
     The template is asked twice, the second time with marks for contents: what stands around the marks must
     stand in `text` too, or the row is refused.
@@ -160,7 +160,7 @@ def bodies(
 
 
 def _check_kept(message: Message, text: str) -> None:
-    """Raises BadRow if the template leaves out what the reply says: nothing may be lost unseen."""
+    """Check that the template leaves out nothing of the reply. Raises BadRow."""
     reasoning = str(message.get("reasoning_content", "")).strip()
     calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
     content = str(message["content"]).strip()

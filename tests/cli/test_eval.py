@@ -19,11 +19,9 @@ from primerl.node.config import ModelCreateConfig
 from primerl.node.control import Status
 from primerl.node.eval_config import EvalConfig
 from primerl.node.evaluation.candidates import Candidate, contract, identity, read
-from primerl.node.evaluation.cells import Cell
-from primerl.node.evaluation.figures import figures
-from primerl.node.evaluation.measuring import Progress
-from primerl.node.evaluation.rollouts import Rollout
-from primerl.node.evaluation.statistics import Estimate
+from primerl.node.evaluation.eval_suite import Cell, Progress
+from primerl.node.evaluation.evaluator import Rollout
+from primerl.node.evaluation.statistics import Estimate, summarize
 from primerl.node.load import load
 from primerl.node.training.model import lora
 from primerl.node.training_config import LoraConfig
@@ -180,7 +178,7 @@ def cell(model: str, rewards: list[float], error: str = "") -> Cell:
         seed=0,
         seconds=1.0,
         rollouts="r",
-        figures=figures(rollouts, samples=2, success=1.0),
+        figures=summarize(rollouts, samples=2, success=1.0),
     )
 
 

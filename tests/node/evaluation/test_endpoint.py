@@ -1,6 +1,8 @@
 """Models behind an API: played by real tasksets against a real server on this machine."""
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,42 +18,40 @@ from primerl.node.environments.transcript import CUT, END, Transcript
 from primerl.node.errors import NetworkError, UsageError
 from primerl.node.eval_config import EndpointConfig, EvalConfig, EvalSamplingConfig
 from primerl.node.eval_run import evaluate
-from primerl.node.evaluation.endpoint import ApiPlayer, open_endpoint
-from primerl.node.evaluation.measuring import Progress
-from primerl.node.evaluation.rollouts import Asked
+from primerl.node.evaluation.endpoint import MAX_BODY_BYTES, EndpointPolicy, open_endpoint
+from primerl.node.evaluation.eval_suite import Progress
+from primerl.node.evaluation.evaluator import TurnRequest
 
 KEY = "sk-very-secret"
 
 
-def asked(text: str = "hello", seed: int = 5) -> Asked:
+def asked(text: str = "hello", seed: int = 5) -> TurnRequest:
     prompt = Transcript().prompt([{"role": "user", "content": text}])
-    return Asked(tuple(prompt), seed, b"")
+    return TurnRequest(tuple(prompt), seed, b"")
+
+
+SOON = {"retry-after-ms": "1"}
+"""Keeps the client from waiting."""
 
 
 @asynccontextmanager
-async def player(
-    answer: Answer, **settings: Any
-) -> AsyncGenerator[tuple[ApiPlayer, Server, list[float]]]:
-    """A player without patience, its server, and how long it would have waited."""
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-
+async def policy(
+    answer: Answer, key: str = KEY, **settings: Any
+) -> AsyncGenerator[tuple[EndpointPolicy, Server]]:
+    """A client, and its server."""
     async with openai_server(answer) as server:
         config = EndpointConfig.model_validate({"url": server.url, "model": "m", **settings})
         sampling = EvalSamplingConfig(temperature=0.5, top_p=0.9, top_k=7)
-        async with open_endpoint(config, sampling, 20, KEY) as opened:
-            opened._sleep = sleep  # pyright: ignore[reportPrivateUsage]
-            yield opened, server, waits
+        async with open_endpoint(config, sampling, 20, key) as opened:
+            yield opened, server
 
 
 async def test_a_conversation_is_asked_as_openai_asks_it() -> None:
-    settings = {
+    settings: dict[str, Any] = {
         "max_tokens_field": "max_completion_tokens",
         "options": {"reasoning_effort": "low", "top_k": 9},
     }
-    async with player(lambda _: said("good day"), **settings) as (api, server, _):
+    async with policy(lambda _: said("good day"), **settings) as (api, server):
         reply = await api.reply(asked(seed=(1 << 40) + 5))
     assert server.bodies == [
         {
@@ -73,61 +73,103 @@ async def test_a_conversation_is_asked_as_openai_asks_it() -> None:
 
 async def test_a_reply_that_was_cut_is_truncated_even_if_it_is_empty() -> None:
     for text in ("half of", None):
-        async with player(lambda _, text=text: said(text, "length")) as (api, _, _):
+        async with policy(lambda _, text=text: said(text, "length")) as (api, _):
             completion = (await api.reply(asked())).completion
         assert completion.finish == "length"
         assert completion.token_ids[-1] == CUT
         assert api.text(completion.token_ids) == (text or "")
 
 
-async def test_trouble_is_met_by_asking_again_later_and_later() -> None:
+async def test_nothing_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not another API's key, not what an operator set for it, not what machine this is."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-api")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-secret")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Secret: secret\nAuthorization: Bearer secret")
+    for key in ("", KEY):
+        async with policy(lambda _: said("a"), key) as (api, server):
+            await api.reply(asked())
+        ours = {"host", "accept", "accept-encoding", "connection", "content-length"}
+        ours |= {"content-type", "user-agent"} | ({"authorization"} if key else set())
+        assert server.headers.keys() == ours
+        assert server.headers["user-agent"] == "primerl-node"
+        assert server.keys == {f"Bearer {key}" if key else ""}
+
+
+async def test_trouble_is_met_by_asking_again() -> None:
     answers = [
-        refused(429, "slow down", **{"Retry-After": "7"}),
-        refused(503, "overloaded"),
-        web.Response(status=500, text="<html>oops</html>"),
+        refused(429, "slow down", **{"Retry-After": "0.2"}),
+        refused(503, "overloaded", **SOON),
+        web.Response(status=500, text="<html>oops</html>", headers=SOON),
         said("there"),
     ]
-    async with player(lambda _: answers.pop(0)) as (api, server, waits):
+    began = time.monotonic()
+    async with policy(lambda _: answers.pop(0)) as (api, server):
         await api.reply(asked())
-    assert waits == [7.0, 2.0, 4.0]
+    assert time.monotonic() - began >= 0.2
+    assert len(server.bodies) == 4
     assert len({json.dumps(body) for body in server.bodies}) == 1
 
 
 async def test_an_api_that_is_down_ends_the_evaluation_with_advice() -> None:
-    async with player(lambda _: refused(503, "overloaded"), retries=2) as (api, server, waits):
+    def down(_: object) -> web.StreamResponse:
+        return refused(503, f"overloaded, {KEY}", **SOON)
+
+    async with policy(down, retries=2) as (api, server):
         with pytest.raises(
-            NetworkError, match=r"does not work: it answers 503: overloaded, 3 times"
-        ):
+            NetworkError, match=r"does not work: it answers 503: overloaded, \(key\), 3 times"
+        ) as raised:
             await api.reply(asked())
+    assert raised.value.__context__ is None, "the package's error holds the key"
     assert len(server.bodies) == 3
-    assert waits == [1.0, 2.0]
-    api._session = await _open()  # pyright: ignore[reportPrivateUsage] - the server is gone now
-    try:
-        with pytest.raises(NetworkError, match=r"cannot be reached \(ClientConnectorError\)"):
+    config = EndpointConfig(url=server.url, model="m", retries=0)
+    async with open_endpoint(config, EvalSamplingConfig(), 20, KEY) as gone:
+        with pytest.raises(NetworkError, match=r"cannot be reached \(ConnectError\), 1 times"):
+            await gone.reply(asked())
+
+
+async def test_an_api_that_never_answers_costs_its_deadline() -> None:
+    ended = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    config = EndpointConfig(url=f"http://127.0.0.1:{port}/v1", model="m", timeout_s=0.1, retries=0)
+    async with open_endpoint(config, EvalSamplingConfig(), 20, KEY) as api:
+        with pytest.raises(NetworkError, match=r"no answer within 0\.1 s, 1 times"):
             await api.reply(asked())
-    finally:
-        await api._session.close()  # pyright: ignore[reportPrivateUsage]
+    await ended.wait()
+    server.close()
+    await server.wait_closed()
 
 
-async def _open() -> Any:
-    from aiohttp import ClientSession
-
-    return ClientSession()
+async def test_a_body_without_an_end_is_not_read_to_it() -> None:
+    for status in (200, 400):
+        endless = web.Response(body=b" " * (MAX_BODY_BYTES + 1), status=status)
+        async with policy(lambda _, endless=endless: endless) as (api, server):
+            with pytest.raises(PlayFailed, match="sends more than"):
+                await api.reply(asked())
+        assert len(server.bodies) == 1
 
 
 async def test_a_conversation_that_breaks_the_api_fails_alone_while_others_work() -> None:
+    asked_for = asyncio.Event()
+
     def answer(body: dict[str, Any]) -> web.StreamResponse:
         poison = body["messages"][0]["content"] == "poison"
-        return refused(500, "cannot") if poison else said("fine")
+        asked_for.set()
+        return refused(500, "cannot", **{"retry-after-ms": "200"}) if poison else said("fine")
 
-    async with player(answer, retries=1) as (api, _, _):
-
-        async def sleep(seconds: float) -> None:
-            await api.reply(asked())  # somebody else is answered meanwhile
-
-        api._sleep = sleep  # pyright: ignore[reportPrivateUsage]
+    async with policy(answer, retries=1) as (api, _):
+        poisoned = asyncio.create_task(api.reply(asked("poison")))
+        await asked_for.wait()
+        await api.reply(asked())  # another conversation is answered meanwhile
         with pytest.raises(PlayFailed, match="500: cannot, 2 times"):
-            await api.reply(asked("poison"))
+            await poisoned
 
 
 @pytest.mark.parametrize(
@@ -149,7 +191,7 @@ async def test_a_conversation_that_breaks_the_api_fails_alone_while_others_work(
 async def test_what_no_attempt_can_mend_is_said_at_once(
     response: web.Response, message: str
 ) -> None:
-    async with player(lambda _: response, key_variable="MY_KEY") as (api, server, _):
+    async with policy(lambda _: response, key_variable="MY_KEY") as (api, server):
         with pytest.raises(UsageError, match=message) as raised:
             await api.reply(asked())
     assert len(server.bodies) == 1
@@ -171,7 +213,7 @@ async def test_what_no_attempt_can_mend_is_said_at_once(
 async def test_an_answer_that_is_none_fails_its_rollout(
     response: web.Response, message: str
 ) -> None:
-    async with player(lambda _: response) as (api, server, _):
+    async with policy(lambda _: response) as (api, server):
         with pytest.raises(PlayFailed, match=message):
             await api.reply(asked())
     assert len(server.bodies) == 1

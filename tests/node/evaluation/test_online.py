@@ -18,8 +18,8 @@ from primerl.node.engines.scripted import ScriptedEngine
 from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Environment
 from primerl.node.errors import EngineError
-from primerl.node.evaluation.evaluator import Contest, Evaluator
-from primerl.node.evaluation.online import EvaluationBook, OnlineEvaluation
+from primerl.node.evaluation.evaluator import EvalTask, Evaluator
+from primerl.node.evaluation.online import EvaluationLog, OnlineEvaluation
 from primerl.node.metrics import MetricsLog
 from primerl.node.parts import Parts
 from primerl.node.weights.state import State, Tensor
@@ -66,8 +66,8 @@ class Beside:
         self.path, self.metrics = directory, MetricsLog(directory / "metrics.jsonl")
         self.online = OnlineEvaluation(
             evaluator,
-            [Contest("counting", environment, 3, 2)],
-            EvaluationBook(directory / "evaluations.jsonl"),
+            [EvalTask("counting", environment, 3, 2)],
+            EvaluationLog(directory / "evaluations.jsonl"),
             self.metrics,
             interval=interval,
             last=last,
@@ -87,7 +87,7 @@ class Beside:
                     return
 
     def versions(self) -> list[int]:
-        return [one.version for one in self.online.book.held]
+        return [one.version for one in self.online.log.held]
 
 
 async def test_the_first_version_every_interval_and_the_last_are_evaluated(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ async def test_the_first_version_every_interval_and_the_last_are_evaluated(tmp_p
             await beside.quiet()
         await online.finish(7, state_of(7))
     assert beside.versions() == [0, 2, 4, 6, 7]
-    assert [one.environments["counting"].passes["1"].value for one in online.book.held] == [
+    assert [one.environments["counting"].passes["1"].value for one in online.log.held] == [
         1.0,
         1.0,
         1.0,
@@ -110,7 +110,7 @@ async def test_the_first_version_every_interval_and_the_last_are_evaluated(tmp_p
     assert [row["step"] for row in rows] == [0, 2, 4, 6, 7]
     assert [row["eval/counting/version"] for row in rows] == [0, 2, 4, 6, 7]
     assert rows[0]["eval/counting/avg@2"] == rows[0]["eval/counting/pass@2"] == 1.0
-    assert online.book.latest()["counting"]["version"] == 7
+    assert online.log.latest()["counting"]["version"] == 7
 
 
 async def test_what_comes_due_while_one_runs_is_left_out_but_never_the_last(tmp_path: Path) -> None:
@@ -125,10 +125,8 @@ async def test_what_comes_due_while_one_runs_is_left_out_but_never_the_last(tmp_
         beside.engine.gate.set()
         await online.finish(7, state_of(7))
     assert beside.versions() == [0, 7]
-    assert online.book.held[0].environments["counting"].avg.value == 1.0, (
-        "still version 0's weights"
-    )
-    assert online.book.held[1].environments["counting"].avg.value == 0.0
+    assert online.log.held[0].environments["counting"].avg.value == 1.0, "still version 0's weights"
+    assert online.log.held[1].environments["counting"].avg.value == 0.0
     beside.metrics.close()
 
 
@@ -136,7 +134,7 @@ async def test_a_run_that_goes_on_measures_nothing_twice_and_forgets_what_is_voi
     tmp_path: Path,
 ) -> None:
     first = await Beside(tmp_path).start()
-    first.online.book.open(0)
+    first.online.log.open(0)
     async with first.online as online:
         for version in range(7):
             online.begin(version, state_of(version))
@@ -145,18 +143,18 @@ async def test_a_run_that_goes_on_measures_nothing_twice_and_forgets_what_is_voi
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"version": 7, "sec')  # killed while it wrote
     again = await Beside(tmp_path).start()
-    again.online.book.open(4)
+    again.online.log.open(4)
     assert again.versions() == [0, 2, 4]
     async with again.online as online:
         for version in (4, 5, 6):
             online.begin(version, state_of(1))
             await again.quiet()
     assert again.versions() == [0, 2, 4, 6]
-    assert online.book.latest()["counting"]["pass@1"] == 0.0, "measured anew"
+    assert online.log.latest()["counting"]["pass@1"] == 0.0, "measured anew"
     again.metrics.close()
-    book = EvaluationBook(tmp_path / "evaluations.jsonl")
+    book = EvaluationLog(tmp_path / "evaluations.jsonl")
     book.open(100)
-    assert book.held == online.book.held
+    assert book.held == online.log.held
 
 
 async def test_an_evaluation_that_fails_ends_no_run(
@@ -192,7 +190,7 @@ async def test_without_an_interval_nothing_happens(tmp_path: Path) -> None:
     async with beside.online as online:
         online.begin(0, state_of(0))
         await online.finish(7, state_of(7))
-    assert online.book.latest() == {}
+    assert online.log.latest() == {}
     assert beside.engine.number == -1
     beside.metrics.close()
 

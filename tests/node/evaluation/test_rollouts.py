@@ -13,26 +13,34 @@ from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.environments.replay import PlayFailed
 from primerl.node.errors import EngineError, EngineLost, NetworkError
-from primerl.node.evaluation.evaluator import Contest, Evaluator
-from primerl.node.evaluation.figures import figures
-from primerl.node.evaluation.pinned import EnginePlayer
-from primerl.node.evaluation.rollouts import Asked, Rollout, Said, held_out, play, turn_seed
+from primerl.node.evaluation.evaluator import (
+    EnginePolicy,
+    EvalTask,
+    Evaluator,
+    Rollout,
+    Turn,
+    TurnRequest,
+    held_out,
+    run_rollouts,
+    turn_seed,
+)
+from primerl.node.evaluation.statistics import summarize
 from primerl.node.weights.state import State
 
 NOTHING: State = {}
 
 
 class Clever:
-    """A Player that answers right for even seeds; notes how many rollouts run."""
+    """A PolicyClient that answers right for even seeds; notes how many rollouts run."""
 
     def __init__(self, fails: Sequence[int] = (), error: Exception | None = None) -> None:
         self.fails = set(fails)
         self.error = error
-        self.asked: list[Asked] = []
+        self.asked: list[TurnRequest] = []
         self.running = self.most = 0
 
-    async def reply(self, asked: Asked) -> Said:
-        """See Player."""
+    async def reply(self, asked: TurnRequest) -> Turn:
+        """See PolicyClient."""
         self.asked.append(asked)
         if len(self.asked) in self.fails:
             raise self.error or PlayFailed("no mood")
@@ -43,16 +51,16 @@ class Clever:
         number = asked.prompt[-1] + (asked.seed + 1) % 2
         ids = [number, STOP] if asked.seed % 5 else [number] * 4
         finish = "stop" if asked.seed % 5 else "length"
-        return Said(Completion(ids, [0.0] * len(ids), finish, 0, 0), 10, len(ids))
+        return Turn(Completion(ids, [0.0] * len(ids), finish, 0, 0), 10, len(ids))
 
     def text(self, ids: Sequence[int]) -> str:
-        """See Player."""
+        """See PolicyClient."""
         return " ".join(map(str, ids))
 
 
 async def played(player: Clever, samples: int = 4, concurrency: int = 8) -> list[Rollout]:
     environment = CountingEnvironment()
-    return await play(
+    return await run_rollouts(
         environment,
         await held_out(environment, 6),
         player,
@@ -67,7 +75,7 @@ async def test_every_task_is_played_k_times_in_a_fixed_order() -> None:
         found = await played(Clever(), concurrency=concurrency)
         assert [one.task for one in found] == [task for task in range(6) for _ in range(4)]
         assert [one.sample for one in found] == [0, 1, 2, 3] * 6
-    told = figures(found, samples=4, success=1.0)
+    told = summarize(found, samples=4, success=1.0)
     assert (told.prompts, told.samples, told.failed) == (6, 4, 0.0)
     assert told.avg.value == sum(one.reward for one in found) / 24 == told.passes["1"].value
     assert 0 < told.passes["1"].value < told.passes["2"].value <= told.passes["4"].value
@@ -102,7 +110,7 @@ async def test_a_failed_rollout_counts_as_unsolved_and_says_why() -> None:
     assert [(one.error, one.reward, one.truncated) for one in failed] == [
         ("no mood", 0.0, False)
     ] * 2
-    told = figures(found, samples=4, success=1.0)
+    told = summarize(found, samples=4, success=1.0)
     assert told.failed == pytest.approx(2 / 24)
     assert told.reasons == {"no mood": 2}
     assert told.reward == pytest.approx(sum(one.reward for one in found) / 22)
@@ -131,11 +139,11 @@ def test_success_is_a_threshold_of_the_reward() -> None:
         Rollout(task=0, digest="a", sample=sample, reward=reward)
         for sample, reward in enumerate((0.2, 0.6))
     ]
-    assert figures(rollouts, samples=2, success=1.0).passes["1"].value == 0.0
-    assert figures(rollouts, samples=2, success=0.5).passes["1"].value == 0.5
-    assert figures(rollouts, samples=2, success=0.5).passes["2"].value == 1.0
+    assert summarize(rollouts, samples=2, success=1.0).passes["1"].value == 0.0
+    assert summarize(rollouts, samples=2, success=0.5).passes["1"].value == 0.5
+    assert summarize(rollouts, samples=2, success=0.5).passes["2"].value == 1.0
     with pytest.raises(ValueError, match="every prompt"):
-        figures(rollouts, samples=4, success=1.0)
+        summarize(rollouts, samples=4, success=1.0)
 
 
 Scripted = TypeVar("Scripted", bound=ScriptedEngine)
@@ -154,12 +162,12 @@ async def loaded(engine: Scripted) -> Scripted:
     return engine
 
 
-def pinned(engine: ScriptedEngine, **options: object) -> EnginePlayer:
+def pinned(engine: ScriptedEngine, **options: object) -> EnginePolicy:
     rest: dict[str, object] = {"max_tokens": 4, "temperature": 1.0, "stop_token_ids": (STOP,)}
-    return EnginePlayer(engine, 1, **{**rest, **options})  # pyright: ignore[reportArgumentType]
+    return EnginePolicy(engine, 1, **{**rest, **options})  # pyright: ignore[reportArgumentType]
 
 
-ASKED = Asked((2, 5), 1, b"task")
+ASKED = TurnRequest((2, 5), 1, b"task")
 
 
 async def test_weights_that_change_meanwhile_are_noticed() -> None:
@@ -175,7 +183,7 @@ async def test_weights_that_change_meanwhile_are_noticed() -> None:
 async def test_a_conversation_that_is_too_long_fails_alone() -> None:
     engine = await loaded(ScriptedEngine(right, max_model_len=8))
     with pytest.raises(PlayFailed, match=r"raise engine\.max_model_len \(8\)"):
-        await pinned(engine, max_model_len=8).reply(Asked((2,) * 8, 1, b""))
+        await pinned(engine, max_model_len=8).reply(TurnRequest((2,) * 8, 1, b""))
     await engine.close()
 
 
@@ -219,10 +227,10 @@ async def test_two_evaluations_of_one_engine_take_turns() -> None:
     evaluator = Evaluator(
         engine, environment, max_tokens=4, temperature=1.0, stop_token_ids=(STOP,)
     )
-    contests = [Contest("a", environment, 3, 2), Contest("b", environment, 5, 1)]
+    eval_tasks = [EvalTask("a", environment, 3, 2), EvalTask("b", environment, 5, 1)]
     before, found = await asyncio.gather(
         evaluator.evaluate(NOTHING, split="eval", first=0, prompts=4, seed=0),
-        evaluator.contest(NOTHING, contests, seed=0),
+        evaluator.evaluate_tasks(NOTHING, eval_tasks, seed=0),
     )
     assert (before.prompts, before.exact, before.reward) == (4, 1.0, 1.0)  # load 1 says n + 1
     assert {name: len(rollouts) for name, rollouts in found.items()} == {"a": 6, "b": 5}

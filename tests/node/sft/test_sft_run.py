@@ -359,7 +359,7 @@ async def measured(model_dir: Path, config: SftConfig) -> float:
     from contextlib import AsyncExitStack
 
     from primerl.node.parts import make_environment
-    from primerl.node.sft.sources import open_tasks
+    from primerl.node.sft.data import open_tasks
 
     assert config.data.environment is not None
     async with AsyncExitStack() as stack:

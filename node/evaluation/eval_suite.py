@@ -1,0 +1,240 @@
+"""Every environment with every model: one cell after the other, found on disk or measured and kept.
+
+A cell's key covers everything that its rollouts follow from: no cell is measured twice, and a cell that is
+found is the one that was wanted.
+"""
+
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...crypto.hashing import derive
+from ..config import EvaluatedEnvironment
+from ..environments.environment import Environment, EnvironmentFailed
+from ..errors import StorageError, UsageError
+from ..eval_config import EvalConfig
+from .evaluator import PolicyClient, Rollout, held_out, run_rollouts
+from .statistics import Figures, summarize
+
+UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+FORM = 1
+"""Of the key: another meaning of the same settings takes the next number."""
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one model on one environment."""
+
+    key: str
+    environment: str
+    model: str
+    kind: str
+    """`local` or `api`."""
+    identity: str
+    """Of the model: a digest of its files, or of how it is asked."""
+    step: int | None = None
+    seed: int
+    seconds: float
+    rollouts: str
+    """The file with every rollout, in the directory of the results."""
+    figures: Figures
+
+    @property
+    def counts(self) -> bool:
+        """Say whether any rollout came to a score; else the cell is measured again next time."""
+        return self.figures.failed < 1
+
+
+def cell_key(**settings: Any) -> str:
+    """Digest the settings that a cell follows from (JSON values); hex."""
+    encoded = msgspec.json.encode({"form": FORM, **settings}, order="deterministic")
+    return derive("evaluation cell", encoded).hex()[:32]
+
+
+class CellStore:
+    """The cells of one directory of results."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def find(self, key: str) -> Cell | None:
+        """Find the finished cell of that key. Raises StorageError if it is there but unreadable."""
+        path = self._path(key)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Cell)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            raise StorageError(f"{path} cannot be read ({error}): delete it") from error
+
+    def rollouts_file(self, model: str, environment: str, key: str) -> str:
+        """Name the file of a cell's rollouts, relative to the directory of the results."""
+        name = "--".join(
+            UNSAFE.sub("-", one)[:80].strip("-.") or "x" for one in (model, environment)
+        )
+        return f"rollouts/{name}--{key[:8]}.jsonl"
+
+    def write_rollouts(self, file: str, rollouts: list[Rollout]) -> None:
+        """Write all rollouts of a cell, in their order. Raises StorageError."""
+        lines = b"".join(msgspec.json.encode(one) + b"\n" for one in rollouts)
+        self._write(self._directory / file, lines)
+
+    def keep(self, cell: Cell) -> None:
+        """Remember a finished cell; its rollouts are there. Raises StorageError."""
+        self._write(self._path(cell.key), msgspec.json.encode(cell))
+
+    def write_results(self, cells: list[Cell]) -> Path:
+        """Write these cells to results.json. Raises StorageError."""
+        path = self._directory / "results.json"
+        encoded = msgspec.json.encode({"cells": cells})
+        self._write(path, msgspec.json.format(encoded, indent=2) + b"\n")
+        return path
+
+    def _path(self, key: str) -> Path:
+        return self._directory / "cells" / f"{key}.json"
+
+    def _write(self, path: Path, data: bytes) -> None:
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(data)
+            partial.replace(path)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a cell."""
+
+    cell: int
+    """From 1."""
+    cells: int
+    model: str
+    environment: str
+    done: int
+    of: int
+    reward: float
+    """Mean of the rollouts so far."""
+    failed: int
+    found: bool = False
+    """The cell was on disk; nothing was measured."""
+
+
+Watch = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class EvalModel:
+    """A model to evaluate. Its client and environments are made when a cell needs them."""
+
+    name: str
+    kind: str
+    """`local` or `api`."""
+    identity: str
+    """Of the model: what its files hold, or how it is asked."""
+    how: Mapping[str, object]
+    """Other settings that its replies follow from, environment and sampling apart; JSON values."""
+    at_once: int
+    """Rollouts in flight."""
+    policy: Callable[[], Awaitable[PolicyClient]]
+    environment: Callable[[EvaluatedEnvironment], Awaitable[Environment]]
+    """Started; closed by its maker. Raises EnvironmentFailed."""
+    step: int | None = None
+
+
+class EvalSuite:
+    """Fills a directory of results, cell by cell."""
+
+    def __init__(self, config: EvalConfig, cells: CellStore, watch: Watch, models: int) -> None:
+        """`models` will be measured; the progress counts them."""
+        self._config = config
+        self._cells = cells
+        self._watch = watch
+        self._total = models * len(config.environments)
+        self.found: list[Cell] = []
+
+    async def measure(self, model: EvalModel) -> None:
+        """Measure a model on every environment. Raises NodeError; results.json holds what was finished."""
+        for environment in self._config.environments:
+            await self._cell(model, environment)
+
+    async def _cell(self, model: EvalModel, environment: EvaluatedEnvironment) -> None:
+        config = self._config
+        key = cell_key(
+            identity=model.identity,
+            how=model.how,
+            environment=environment.model_dump(mode="json", exclude={"name"}),
+            sampling=config.sampling.model_dump(mode="json"),
+            seed=config.seed,
+        )
+        cell = None if config.again else self._cells.find(key)
+        if cell is None:
+            cell = await self._played(key, model, environment)
+            if cell.counts:
+                self._cells.keep(cell)
+        else:
+            count, reward = cell.figures.prompts * cell.figures.samples, cell.figures.avg.value
+            blank = self._blank(model, environment, count)
+            self._watch(replace(blank, done=count, reward=reward, found=True))
+        self.found.append(cell)
+        self._cells.write_results(self.found)
+
+    async def _played(self, key: str, model: EvalModel, environment: EvaluatedEnvironment) -> Cell:
+        began, samples = time.monotonic(), environment.samples
+        try:
+            played = await model.environment(environment)
+            tasks = await held_out(played, environment.prompts)
+        except EnvironmentFailed as error:
+            raise UsageError(f"environment {environment.title!r} failed: {error}") from error
+        view = _CellProgress(self._watch, self._blank(model, environment, len(tasks) * samples))
+        rollouts = await run_rollouts(
+            played,
+            tasks,
+            await model.policy(),
+            samples=samples,
+            seed=self._config.seed,
+            concurrency=model.at_once,
+            done=view.done,
+        )
+        file = self._cells.rollouts_file(model.name, environment.title, key)
+        self._cells.write_rollouts(file, rollouts)
+        return Cell(
+            key=key,
+            environment=environment.title,
+            model=model.name,
+            kind=model.kind,
+            identity=model.identity,
+            step=model.step,
+            seed=self._config.seed,
+            seconds=round(time.monotonic() - began, 3),
+            rollouts=file,
+            figures=summarize(rollouts, samples=samples, success=environment.success),
+        )
+
+    def _blank(self, model: EvalModel, environment: EvaluatedEnvironment, of: int = 0) -> Progress:
+        number = len(self.found) + 1
+        return Progress(number, self._total, model.name, environment.title, 0, of, 0.0, 0)
+
+
+class _CellProgress:
+    """Reports the progress of one cell."""
+
+    def __init__(self, watch: Watch, progress: Progress) -> None:
+        self._watch = watch
+        self._progress = progress
+        self._total = 0.0
+        watch(progress)
+
+    def done(self, rollout: Rollout) -> None:
+        """Count one more rollout."""
+        before = self._progress
+        done, failed = before.done + 1, before.failed + bool(rollout.error)
+        self._total += rollout.reward
+        reward = self._total / done
+        self._progress = replace(before, done=done, failed=failed, reward=reward)
+        self._watch(self._progress)

@@ -1,0 +1,411 @@
+import gzip
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sft_cases import pairs, write_rows
+from training_cases import TINY
+
+from primerl.node import models
+from primerl.node.errors import NetworkError, RunFailed, StorageError, UsageError
+from primerl.node.sft.data import (
+    BLANK,
+    HELD_OUT,
+    TOO_LONG,
+    UNTRAINED,
+    BatchReader,
+    Corpus,
+    DataCursor,
+    SkippedRow,
+    Table,
+    epoch_order,
+    find_files,
+    is_held_out,
+    make_sample,
+    open_rows,
+    read_file,
+    read_hub,
+)
+from primerl.node.sft.rows import BadRow
+from primerl.node.sft.template import Tokens
+from primerl.node.sft_config import DataConfig, SftConfig
+from primerl.node.training.backend import Sample
+
+
+def corpus(*paths: Path, limit: int = 1000) -> Corpus:
+    tables = [read_file(path, path.parent / "cache") for path in paths]
+    return Corpus(tables, max_row_bytes=limit)
+
+
+def rows_of(table: Table) -> list[Any]:
+    return [json.loads(table.read(n)) for n in range(len(table.rows))]
+
+
+def test_rows_are_numbered_through_the_files_and_named_by_their_lines(tmp_path: Path) -> None:
+    a, b = tmp_path / "a[1].jsonl", tmp_path / "b.jsonl"
+    a.write_bytes(b'{"n": 0}\n\n{"n": "\xe2\x80\xa8\xc2\x85"}\r\n')  # other line breaks in a text
+    b.write_bytes(b'{"n": 2}')  # no newline at the end
+    found = corpus(a, b)
+    assert [found.read(n) for n in (0, 1, 3)] == [b'{"n": 0}', b"", b'{"n": 2}']
+    assert json.loads(found.read(2)) == {"n": "\u2028\x85"}
+    assert [found.where(n).rpartition("/")[2] for n in range(4)] == [
+        "a[1].jsonl:1",
+        "a[1].jsonl:2",
+        "a[1].jsonl:3",
+        "b.jsonl:1",
+    ]
+    with pytest.raises(IndexError):
+        found.read(4)
+
+
+def test_an_empty_file_is_no_row_and_no_rows_are_an_error(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_bytes(b"")
+    assert len(corpus(write_rows(tmp_path / "a.jsonl", [1]), empty)) == 1
+    with pytest.raises(UsageError, match=r"empty\.jsonl"):
+        corpus(empty)
+
+
+def test_a_row_that_is_too_long_is_a_bad_row(tmp_path: Path) -> None:
+    found = corpus(write_rows(tmp_path / "a.jsonl", ["x" * 50, "y"]), limit=20)
+    with pytest.raises(BadRow, match="52 bytes"):
+        found.read(0)
+    assert found.read(1) == b'"y"'
+
+
+def test_bytes_that_are_no_text_are_a_bad_row_and_nothing_more(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": "\xff"}\n\xfe\n{"n": 1}\n')
+    found = corpus(path)
+    for n in (0, 1):
+        with pytest.raises(ValueError, match=r"JSON|Expecting|escape"):
+            json.loads(found.read(n))
+    assert json.loads(found.read(2)) == {"n": 1}
+
+
+def test_other_data_have_another_identity(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [1, 2])
+    before = corpus(path).identity()
+    assert corpus(path).identity() == before
+    assert corpus(write_rows(path, [1, 2, 3])).identity() != before
+
+
+def test_directories_are_searched_and_what_is_no_data_is_refused(tmp_path: Path) -> None:
+    inside = tmp_path / "data" / "deep"
+    inside.mkdir(parents=True)
+    write_rows(inside / "b.jsonl", [1])
+    write_rows(tmp_path / "data" / "a.json", [1])
+    (inside / "README.md").write_text("no data")
+    assert [path.name for path in find_files([str(tmp_path / "data")])] == ["a.json", "b.jsonl"]
+    with pytest.raises(UsageError, match="convert it"):
+        find_files([str(inside / "README.md")])
+    with pytest.raises(UsageError, match=r"data\.hub"):
+        find_files(["some/hub-id"])
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UsageError, match="holds no data"):
+        find_files([str(tmp_path / "bare")])
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
+    wanted = [{"n": 1}, {"n": "\u00e4"}, 5, {"m": [{"a": {"b": None}}, "x"]}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in wanted).encode()
+    whole = json.dumps(wanted).encode()
+    files = {
+        "a.jsonl": lines,
+        "b.json": lines,
+        "c.json": b" \n" + json.dumps(wanted, indent=2).encode(),
+        "d.jsonl.gz": gzip.compress(lines),
+        "e.json.gz": gzip.compress(whole),
+        "f.json.gz": gzip.compress(lines),
+    }
+    for name, data in files.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        assert rows_of(read_file(path, tmp_path / "cache")) == wanted, name
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_file_is_converted_once_and_again_when_it_changed(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("[1]")
+    first = read_file(path, tmp_path / "cache")
+    assert read_file(path, tmp_path / "cache").rows.cache_files == first.rows.cache_files
+    assert Path(first.rows.cache_files[0]["filename"]).is_relative_to(tmp_path / "cache")
+    path.write_text("[1, 2]")
+    changed = rows_of(read_file(path, tmp_path / "cache"))
+    assert changed == ([1, 2] if name == "a.json" else [[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.json", b"[1, "),
+        ("a.jsonl.gz", b"no gzip"),
+        ("a.json.gz", b"no gzip"),
+        ("a.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-9]),
+        ("b.parquet", b"PAR1 no"),
+    ],
+)
+def test_a_broken_file_is_named_and_leaves_nothing_behind(
+    tmp_path: Path, name: str, data: bytes
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    for _ in range(2):  # a second time, too: what was begun is not taken for a copy
+        with pytest.raises(StorageError, match=name):
+            read_file(tmp_path / name, tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    from datasets import Dataset
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows).to_parquet(str(path))
+    return path
+
+
+def test_parquet_gives_a_row_a_row(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]},
+        {"prompt": "c", "completion": None},
+    ]
+    path = parquet(tmp_path / "a.parquet", rows)
+    table = read_file(path, tmp_path / "cache")
+    assert rows_of(table) == rows
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory in the form of one stands for it."""
+    from datasets import config
+
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    parquet(Path("some/data/data/train-00000-of-00001.parquet"), pairs(3))
+    parquet(Path("some/data/data/test-00000-of-00001.parquet"), pairs(2))
+    data = DataConfig(hub="some/data")
+    assert rows_of(read_hub(data, "train")) == pairs(3)
+    assert rows_of(read_hub(data, "test")) == pairs(2)
+    assert len(read_hub(data, "train[:1]").rows) == 1
+    with pytest.raises(UsageError, match=r"data\.split"):
+        read_hub(data, "nothing")
+    Path("some/script").mkdir()
+    Path("some/script/script.py").write_text("raise SystemExit('this code was run')")
+    with pytest.raises(UsageError, match=r"no data files|cannot be read"):
+        read_hub(DataConfig(hub="some/script"), "train")
+
+
+def test_offline_a_hub_id_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+    from datasets import config
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(NetworkError, match=r"data\.files"):
+        read_hub(DataConfig(hub="nobody/no-such-data"), "train")
+
+
+def test_blank_lines_and_bad_rows_cost_themselves(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [*pairs(5), {"prompt": 1}])
+    path.write_text(path.read_text().replace("\n", "\n \n"))
+    config = SftConfig.model_validate({"data": {"files": [str(path)], "max_bad_rows": 1}})
+    models.create(tmp_path / "model", TINY, seed=0)
+    data = open_rows(config, tmp_path / "model", tmp_path / "cache")
+    batch = BatchReader(data.training, seed=0, shuffle=True, max_bad_rows=1, max_epochs=1).batch(
+        DataCursor(), size=99
+    )
+    assert len(batch.samples) == 5
+    assert batch.cursor.skipped == {"fields": 1}
+    assert batch.cursor.rows == 6
+
+
+class Numbers:
+    """Row n is a sample of n % 5 + 2 tokens n; some rows are bad or passed over."""
+
+    def __init__(
+        self,
+        size: int | None,
+        *,
+        bad: frozenset[int] = frozenset(),
+        passed: str = "",
+        every: int = 0,
+    ) -> None:
+        self.size = size
+        self.bad = bad
+        self.passed = passed
+        self.every = every
+
+    def sample(self, index: int) -> Sample:
+        if index in self.bad:
+            raise BadRow("role", "an odd role")
+        if self.every and index % self.every == 0:
+            raise SkippedRow(self.passed)
+        length = index % 5 + 2
+        return Sample([index] * length, [False] + [True] * (length - 1), [0.0] * length, 1.0)
+
+    def where(self, index: int) -> str:
+        return f"numbers:{index + 1}"
+
+    def identity(self) -> str:
+        return "numbers"
+
+
+def reader(examples: Numbers, **changes: object) -> BatchReader:
+    options: dict[str, object] = {"seed": 3, "shuffle": True, "max_bad_rows": 0.05, **changes}
+    return BatchReader(examples, **options)  # type: ignore[arg-type]
+
+
+def rows(samples: list[Sample]) -> list[int]:
+    return [sample.token_ids[0] for sample in samples]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
+def test_an_order_has_every_row_once(size: int) -> None:
+    assert sorted(epoch_order(size, seed=5, epoch=2)) == list(range(size))
+
+
+def test_orders_differ_by_seed_and_epoch_and_look_random() -> None:
+    orders = {
+        tuple(map(int, epoch_order(500, seed, epoch))) for seed, epoch in [(0, 0), (0, 1), (1, 0)]
+    }
+    assert len(orders) == 3
+    for order in orders:
+        # the correlation of place and row of a random permutation has a standard deviation of 0.045
+        mean = sum(range(500)) / 500
+        covariance = sum((n - mean) * (row - mean) for n, row in enumerate(order))
+        assert abs(covariance / sum((n - mean) ** 2 for n in range(500))) < 0.2
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """A run resumes in it, also after an update of this program."""
+    assert epoch_order(10, seed=0, epoch=0).tolist() == GOLDEN
+
+
+GOLDEN = [6, 3, 9, 5, 2, 0, 4, 7, 8, 1]
+
+
+def test_batches_walk_through_the_epochs_without_loss() -> None:
+    read = reader(Numbers(10))
+    cursor, seen = DataCursor(), list[int]()
+    for _ in range(5):
+        batch = read.batch(cursor, size=4)
+        assert len(batch.samples) == 4
+        seen += rows(batch.samples)
+        cursor = batch.cursor
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
+    assert (cursor.epoch, cursor.index, cursor.samples) == (2, 0, 20)
+    assert cursor.tokens == 2 * sum(n % 5 + 2 for n in range(10))
+
+
+def test_a_cursor_alone_says_what_comes_next() -> None:
+    read = reader(Numbers(11, bad=frozenset({4})), max_bad_rows=1)
+    first = read.batch(DataCursor(), size=7)
+    again = reader(Numbers(11, bad=frozenset({4})), max_bad_rows=1)
+    read.batch(first.cursor, size=20)  # a reader that has gone on is no other one
+    assert again.batch(first.cursor, size=7) == read.batch(first.cursor, size=7)
+
+
+def test_without_shuffling_rows_come_in_their_order() -> None:
+    batch = reader(Numbers(4), shuffle=False).batch(DataCursor(), size=6)
+    assert rows(batch.samples) == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_batch_of_tokens_is_never_more_and_loses_nothing() -> None:
+    read = reader(Numbers(20))
+    cursor, seen = DataCursor(), list[int]()
+    while cursor.epoch == 0:
+        batch = read.batch(cursor, size=1, tokens=13)
+        held = sum(len(sample.token_ids) for sample in batch.samples)
+        assert 13 - 6 < held <= 13
+        seen += rows(batch.samples)
+        cursor = batch.cursor
+    assert sorted(seen[:20]) == list(range(20))
+
+
+def test_a_row_longer_than_the_batch_is_a_batch_of_its_own() -> None:
+    assert len(reader(Numbers(5)).batch(DataCursor(), size=1, tokens=1).samples) == 1
+
+
+def test_max_epochs_ends_the_data_with_a_short_batch_and_then_nothing() -> None:
+    read = reader(Numbers(10), max_epochs=1)
+    last = read.batch(read.batch(DataCursor(), size=7).cursor, size=7)
+    assert len(last.samples) == 3
+    assert read.batch(last.cursor, size=7).samples == []
+
+
+def test_bad_rows_cost_themselves_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        batch = reader(Numbers(100, bad=frozenset({7, 8}))).batch(DataCursor(), size=98)
+    assert len(batch.samples) == 98
+    assert batch.cursor.skipped == {"role": 2}
+    assert batch.cursor.bad == 2
+    assert {"numbers:8", "numbers:9"} == {
+        record.getMessage().split()[2][:-1] for record in caplog.records
+    }
+
+
+def test_too_many_bad_rows_end_the_run_and_name_one() -> None:
+    with pytest.raises(
+        RunFailed, match=r"6 of \d+ rows are bad \(6 role\), the last at numbers:\d"
+    ):
+        reader(Numbers(100, bad=frozenset(range(6)))).batch(DataCursor(), size=100)
+
+
+def test_the_first_bad_rows_of_many_rows_end_nothing() -> None:
+    """The share is one of a thousand rows, not of the first three."""
+    read = reader(Numbers(5000, bad=frozenset(range(5))), shuffle=False)
+    assert read.batch(DataCursor(), size=10).cursor.bad == 5
+
+
+def test_rows_passed_over_are_nobodys_fault() -> None:
+    read = reader(Numbers(10, passed=TOO_LONG, every=2))
+    cursor = read.batch(DataCursor(), size=10).cursor
+    assert cursor.skipped[TOO_LONG] >= 5
+    assert cursor.bad == 0
+    for reason in (HELD_OUT, BLANK):
+        uncounted = reader(Numbers(10, passed=reason, every=2)).batch(DataCursor(), size=10)
+        assert uncounted.cursor.skipped == {}
+        assert uncounted.cursor.rows == 10
+
+
+@pytest.mark.parametrize("size", [6, None])
+def test_data_without_any_sample_end_with_the_reason(size: int | None) -> None:
+    with pytest.raises(UsageError, match=f"{size or 1000} too_long"):
+        reader(Numbers(size, passed=TOO_LONG, every=1)).batch(DataCursor(), size=1)
+
+
+def tokens(length: int, trained: int) -> Tokens:
+    return Tokens(list(range(length)), [n >= length - trained for n in range(length)])
+
+
+def of_8(too_long: str) -> SftConfig:
+    values = {"training": {"seq_len": 8}, "data": {"too_long": too_long}}
+    return SftConfig.model_validate(values)
+
+
+def test_long_rows_are_dropped_or_cut() -> None:
+    with pytest.raises(SkippedRow, match=TOO_LONG):
+        make_sample(tokens(9, 4), of_8("drop"))
+    cut = make_sample(tokens(9, 4), of_8("truncate"))
+    assert len(cut.token_ids) == len(cut.mask) == len(cut.logprobs) == 8
+    assert sum(cut.mask) == 3
+    with pytest.raises(SkippedRow):  # nothing that is trained is left of it
+        make_sample(tokens(12, 3), of_8("truncate"))
+    assert len(make_sample(tokens(8, 1), of_8("drop")).token_ids) == 8
+
+
+def test_nothing_predicts_the_first_token() -> None:
+    assert make_sample(tokens(3, 3), of_8("drop")).mask == [False, True, True]
+    with pytest.raises(SkippedRow, match=UNTRAINED):
+        make_sample(Tokens([1, 2], [True, False]), of_8("drop"))
+
+
+def test_a_holdout_takes_its_share_and_doubles_stay_together() -> None:
+    taken = [is_held_out(b"row %d" % n, 0.25) for n in range(2000)]
+    assert 400 < sum(taken) < 600  # five standard deviations
+    assert [is_held_out(b"row %d\r" % n, 0.25) for n in range(2000)] == taken
+    assert not any(is_held_out(b"row %d" % n, 0.0) for n in range(50))
