@@ -226,18 +226,6 @@ async def test_slots_change_hands_no_faster_than_is_cheap_but_for_members() -> N
         assert not (await host.connect(1, Tier.MEMBER)).closed
 
 
-async def test_whoever_is_served_when_a_node_stops_is_not_told_that_it_asked_too_much() -> None:
-    host = Host()
-    running = asyncio.create_task(host.router.run())
-    member = await host.connect(1, Tier.MEMBER)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    with pytest.raises(ConnectionLost) as lost:
-        await request(member, Goodbye(), Accepted, deadline=60.0)
-    assert "too many" not in str(lost.value)
-    await host.server.close()
-
-
 async def test_requests_of_those_that_are_no_members_are_bounded_together() -> None:
     """Each of many keys asks as often as it can; a member is answered in between."""
     async with hosting() as host:
