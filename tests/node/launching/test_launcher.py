@@ -31,7 +31,7 @@ from primerl.node.launching.commands import (
 from primerl.node.launching.launcher import Pace, launch, prepare
 from primerl.node.load import load
 from primerl.node.own_run_config import ResumeConfig
-from primerl.node.processes import Child
+from primerl.node.process.spawn import LoggedProcess
 from primerl.node.watch import NodeState
 
 QUICK = Pace(poll=0.02, view=0.02, back_off=(0.01, 0.02, 0.03), leave=60.0, grace=1.0)
@@ -251,7 +251,7 @@ async def test_stopping_a_child_ends_its_own_children(tmp_path: Path) -> None:
         "inner = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "open(run + '/inner', 'w').write(f'{inner.pid}\\n')\ntime.sleep(60)"
     )
-    child = Child("c", python(body, tmp_path), tmp_path / "c.log", os.environ)
+    child = LoggedProcess("c", python(body, tmp_path), tmp_path / "c.log", os.environ)
     await child.start()
     inner = tmp_path / "inner"
     await until(lambda: inner.exists() and inner.read_text().endswith("\n"))
@@ -261,7 +261,7 @@ async def test_stopping_a_child_ends_its_own_children(tmp_path: Path) -> None:
 
 def test_children_of_a_killed_launcher_leave(tmp_path: Path) -> None:
     child = (
-        "import os, time\nfrom primerl.node.processes import leave_with_parent\n"
+        "import os, time\nfrom primerl.node.process.spawn import leave_with_parent\n"
         "leave_with_parent(os.environ, poll_s=0.05, grace_s=0.2)\nprint(os.getpid(), flush=True)\n"
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
     )
@@ -339,7 +339,7 @@ def test_the_environment_of_children() -> None:
 
 
 def test_a_signal_name_is_not_needed_to_kill_nobody() -> None:
-    from primerl.node.processes import kill_group, signal_process
+    from primerl.node.process.spawn import kill_group, signal_process
 
     gone = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     gone.wait()
@@ -348,7 +348,7 @@ def test_a_signal_name_is_not_needed_to_kill_nobody() -> None:
 
 
 def test_a_large_log_of_a_process_is_put_aside_while_it_writes_on(tmp_path: Path) -> None:
-    child = Child("c", ["true"], tmp_path / "c.log", os.environ)
+    child = LoggedProcess("c", ["true"], tmp_path / "c.log", os.environ)
     child.put_log_aside(100, 2)  # there is none yet
     with child.log.open("ab", buffering=0) as log:
         for text in (b"a", b"b", b"c", b"d"):
@@ -363,7 +363,7 @@ def test_a_large_log_of_a_process_is_put_aside_while_it_writes_on(tmp_path: Path
 
 def test_a_log_that_cannot_be_put_aside_is_kept_as_it_is(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        child = Child("c", ["true"], disk / "c.log", os.environ)
+        child = LoggedProcess("c", ["true"], disk / "c.log", os.environ)
         child.log.write_bytes(b"x" * 101)
         fill(disk)
         with pytest.raises(OSError, match="No space"):
