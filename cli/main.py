@@ -144,7 +144,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     if "PRIMERL_PARENT_PID" in os.environ:
-        from ..node.processes import leave_with_parent
+        from ..node.process.spawn import leave_with_parent
 
         leave_with_parent(os.environ)
     sys.exit(execute(sys.argv[1:]))

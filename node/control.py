@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from .errors import BusyError, NetworkError, NodeError
-from .unix_sockets import connected, short
+from .process.unix_sockets import connected, short
 
 SOCKET_NAME = "control.sock"
 MAX_LINE = 4 * 1024 * 1024

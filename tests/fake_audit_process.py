@@ -1,70 +1,64 @@
-"""A process that audits nothing and does what the first token of an item says: to hang, to die, to lie.
+"""A process that measures nothing and does what the first token of an item says: to hang, to die, to lie.
 
-Run as a program; without torch it is up at once.
+Run as a program; all but what measures is that of the real one (node/audits/process.py). Without torch it is up
+at once.
 """
 
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
-from primerl.node.audits.auditor import AuditItem, Measured
-from primerl.node.audits.frames import (
-    MAX_FRAME,
-    Answer,
-    Done,
-    Failed,
-    Hold,
-    Measure,
-    Results,
-    read_request,
-    results,
-)
-from primerl.node.frames import frame
+from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
+from primerl.node.audits.messages import Setup
+from primerl.node.audits.process import main
+from primerl.node.errors import EngineError
+from primerl.node.weights.state import State
 
-FINE, HANGS, DIES, TIRED, BABBLES, MISCOUNTS, HUGE, BROKEN, COUNTS = range(9)
-"""Tokens. FINE is measured: its second token comes back as the fingerprint.
-COUNTS says how many states came."""
+FINE, HANGS, DIES, TIRED, BUGGY, MISCOUNTS, BROKEN, COUNTS = range(8)
+"""Tokens. FINE is measured: its second token comes back as the fingerprint; TIRED: no memory is left; BUGGY: an
+error that nobody expects; BROKEN: this state can never be measured; COUNTS says how many states came."""
 
 
-def measure(item: AuditItem, states: int) -> Measured:
-    """What came, and which process measured it."""
-    kind, mark = item.token_ids
-    return Measured(os.getpid(), states if kind == COUNTS else mark, 0.0, 0.0, 0.0, 0.0, 0.0)
+class Fake:
+    """Implements Measurer."""
 
+    def __init__(self, setup: Setup) -> None:
+        self._states: list[State] = []
 
-def answer(request: Measure, states: int) -> bytes:
-    """The bytes to answer with."""
-    kinds = {item.token_ids[0] for item in request.items}
-    if HANGS in kinds:
-        time.sleep(600)
-    if DIES in kinds:
-        print("I was told to die", file=sys.stderr, flush=True)
-        os._exit(3)
-    if BABBLES in kinds:
-        return (5).to_bytes(4, "little") + b"hello"
-    if HUGE in kinds:
-        return b"\xff\xff\xff\xff"
-    found: Answer = results([measure(item, states) for item in request.items])
-    if TIRED in kinds:
-        found = Failed("out of memory", always=False)
-    if BROKEN in kinds:
-        found = Failed("this state does not fit", always=True)
-    if MISCOUNTS in kinds:
-        found = Results([], [])
-    return frame(found, MAX_FRAME)
+    def measure(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """By the first token of each item."""
+        self._states += [
+            state for state in states.values() if not any(state is one for one in self._states)
+        ]
+        kinds = {item.token_ids[0] for item in items}
+        if HANGS in kinds:
+            time.sleep(600)
+        if DIES in kinds:
+            print("I was told to die", file=sys.stderr, flush=True)
+            os._exit(3)
+        if TIRED in kinds:
+            raise RuntimeError("out of memory")
+        if BUGGY in kinds:
+            raise KeyError("a bug")
+        if BROKEN in kinds:
+            raise EngineError("this state does not fit")
+        return [] if MISCOUNTS in kinds else [self._one(item) for item in items]
 
+    def free_spare_memory(self) -> None:
+        """There is none."""
 
-def main() -> None:
-    """Answer until the input ends."""
-    source, sink = sys.stdin.buffer, sys.stdout.buffer
-    states = 0
-    while (request := read_request(source)) is not None:
-        states += isinstance(request, Hold)
-        sink.write(
-            answer(request, states) if isinstance(request, Measure) else frame(Done(), MAX_FRAME)
-        )
-        sink.flush()
+    def _one(self, item: AuditItem) -> Measured:
+        """What came, and which process measured it."""
+        kind, mark = item.token_ids
+        found = len(self._states) if kind == COUNTS else mark
+        return Measured(os.getpid(), found, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 if __name__ == "__main__":
-    main()
+    main(Fake)

@@ -138,8 +138,7 @@ class Fake:
         self._asleep = False
 
     async def close(self) -> None:
-        """`ends_s`: how long it takes."""
-        await asyncio.sleep(self._says.get("ends_s", 0))
+        """Nothing to end."""
 
     async def _wait(self) -> None:
         self._waiting += 1

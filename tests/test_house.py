@@ -17,9 +17,9 @@ HOUSE = House(PACKAGE)
 EVERYTHING = sources()
 
 # Floors from the ground up. On one floor, rooms (inner lists) do not know each other.
-PLUMBING = """config control engine_config errors eval_config frames gpu_memory gpus json_files ledger load
-    logs looplag machine_memory metrics processes own_run_config registry report run_files sft_config store toml
-    hosted_process threads training_config unix_sockets watch serve_config"""
+PLUMBING = """config control engine_config errors eval_config gpu_memory gpus json_files ledger load
+    logs looplag machine_memory metrics process own_run_config registry report run_files sft_config store toml
+    threads training_config watch serve_config"""
 MODELS = "architectures model_files models tensors"
 COMPOSITION = """base_weights contests daemon doctor engine_check eval_run explaining joined_node
     launching leasing opening parts restarts rows rundir serving sft_run

@@ -14,9 +14,9 @@ from typing import Protocol, runtime_checkable
 
 from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, NodeError
-from ..hosted_process import Outbox, serve, take_standard_output
 from ..pipeline.place import Place
-from ..processes import kill_group, leave_with_parent
+from ..process.serve import Outbox, serve, take_standard_output
+from ..process.spawn import kill_group, leave_with_parent
 from .engine import EngineStats
 from .host_frames import (
     FAULT,

@@ -1,4 +1,4 @@
-"""What a node and the process that holds vLLM for it say to each other; frames as in node/frames.py.
+"""What a node and the process that holds vLLM for it say to each other; frames as in node/process/frames.py.
 
 Many requests are under way at once: an answer bears the number of what it answers, and comes when it is
 ready. Weights never travel here, only paths of files that both can read (handover.py).

@@ -18,7 +18,7 @@ from ..errors import EngineError, EngineLost, UsageError, first_cause
 from ..gpus import VARIABLE, shown, visible
 from ..pipeline.place import Place
 from ..planning.refusal import refuse_here
-from ..processes import PARENT_VARIABLE
+from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import Changed, State
 from .engine import Completion, EngineStats, GenerateRequest
 from .hosted_child import PROGRAM, EngineChild, Patience

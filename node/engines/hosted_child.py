@@ -1,6 +1,6 @@
 """The parent's end of one process that holds an engine (host.py): asked many things at once, watched, killed.
 
-It is a HostedProcess (node/hosted_process.py): once lost, everything that was asked raises EngineLost.
+It is a ChildProcess (node/process/child_process.py): once lost, everything that was asked raises EngineLost.
 """
 
 import asyncio
@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..engine_config import EngineConfig
-from ..errors import EngineError, EngineLost, UsageError
-from ..hosted_process import EXIT_REASON_S, HostedProcess
+from ..errors import EngineError, EngineLost, NodeError, UsageError
+from ..process.child_process import EXIT_REASON_S, ChildProcess
+from ..process.exit_reason import LOOK, Causes, exit_reason, known_cause
 from .engine import Completion, GenerateRequest
 from .host_frames import (
     LOST,
@@ -41,12 +42,60 @@ from .host_frames import (
     as_draw,
     read_answer,
 )
-from .last_words import explain, meaning
 from .replica import Finding, Written
 
 A = TypeVar("A")
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
+MEMORY_ADVICE = "lower engine.max_batch or engine.max_model_len"
+
+VLLM_CAUSES: Causes = (
+    (
+        r"No available memory for the cache blocks|larger than the available KV cache memory",
+        "vLLM has no room for its cache: raise engine.vllm.gpu_memory_utilization or lower "
+        "engine.max_model_len",
+    ),
+    (
+        r"Free memory on device.* is less than desired",
+        "less GPU memory is free than vLLM was told to take: lower engine.vllm.gpu_memory_utilization "
+        "or end what else uses this GPU",
+    ),
+    (
+        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation",
+        "vLLM ran out of GPU memory: lower engine.vllm.gpu_memory_utilization or engine.max_batch",
+    ),
+    (
+        r"\bMemoryError\b|not enough memory: you tried|Cannot allocate memory",
+        "vLLM ran out of the machine's memory: lower engine.max_batch or engine.max_model_len",
+    ),
+    (
+        r"No space left on device",
+        "vLLM found no space left: make room on the disk and in /dev/shm",
+    ),
+    (
+        r"NCCL error|ncclUnhandled|ncclSystemError",
+        "vLLM's GPUs lost each other: look at nvidia-smi and dmesg",
+    ),
+    (
+        r"CUDA error|CUDA driver error|Xid",
+        "vLLM's GPU failed: look at nvidia-smi and dmesg",
+    ),
+    (
+        r"Engine core proc \S+ died|EngineCore died|EngineDeadError",
+        "vLLM's engine process ended: look at its log lines above; without any, the machine may have "
+        "run out of memory",
+    ),
+)
+"""Why a process with vLLM ended."""
+
+OTHER_CAUSES: Causes = (
+    (
+        r"out of memory|OutOfMemoryError|\bMemoryError\b|not enough memory|Cannot allocate memory",
+        "the engine ran out of memory: lower engine.max_batch or engine.max_model_len",
+    ),
+    (r"CUDA error|CUDA driver error|Xid", "the engine's GPU failed: look at nvidia-smi and dmesg"),
+)
+"""Why a process with another engine ended."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +115,10 @@ class Patience:
     """To end in peace."""
 
 
-class EngineChild(HostedProcess):
+class EngineChild(ChildProcess):
     """Implements Replica: one process. start() first, close() or kill() last."""
 
+    Error = EngineError
     Lost = EngineLost
 
     def __init__(
@@ -85,6 +135,7 @@ class EngineChild(HostedProcess):
         self._patience = patience or Patience()
         self._numbers = itertools.count(1)
         self._ready = False
+        self._stuck_s = 0.0
         self.busy = Busy()
         """What it told last."""
 
@@ -92,12 +143,7 @@ class EngineChild(HostedProcess):
         self, config: EngineConfig, model_dir: Path, fingerprint: str, place: bytes = b""
     ) -> None:
         """Start it, with its engine; `place`: of a stage. Raises EngineError, UsageError; kill() it then."""
-        try:
-            await self.spawn()
-        except OSError as error:
-            raise EngineError(
-                f"the process for {self._title} cannot be started ({error}): free memory or processes"
-            ) from error
+        await self.spawn()
         setup = SetUp(
             next(self._numbers),
             config.model_dump_json().encode(),
@@ -107,7 +153,7 @@ class EngineChild(HostedProcess):
         )
         await self._ask(setup, Done, self._patience.start)
         self._ready = True
-        self._tasks.append(asyncio.create_task(self._ping(), name=f"{self._name} ping"))
+        self._watch(lambda: Ping(0), self._patience.ping, self._patience.silent)
 
     async def check(self, path: str) -> Finding:
         """See Replica."""
@@ -143,8 +189,7 @@ class EngineChild(HostedProcess):
     async def close(self) -> None:
         """End it in peace, by force if it takes too long; what was asked raises EngineError."""
         # one that is still starting would go on until it has started
-        grace_s = self._patience.end if self._ready else 0.0
-        await self._end(EngineError(f"the {self._title} engine was closed: start another"), grace_s)
+        await self.end(self._patience.end if self._ready else 0.0)
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -157,28 +202,24 @@ class EngineChild(HostedProcess):
                 self._send(Drop(request.number))
             raise
         if isinstance(answer, Failed):
-            raise await self._failed(answer)
-        if not isinstance(answer, kind):
-            await self._lose(
-                f"the process for {self._title} speaks another language: install one version"
-            )
-            raise EngineLost(self._fault)
+            raise await self._refused(answer)
+        await self._expect(answer, kind)
         return answer
 
-    async def _failed(self, answer: Failed) -> EngineError | UsageError:
+    async def _refused(self, answer: Failed) -> NodeError:
         if answer.kind == USAGE:
             return UsageError(answer.detail)
         if answer.kind != LOST:
             return EngineError(answer.detail if self._ready else await self._cause(answer.detail))
         self._tail.append(answer.detail)
         await self._lose("")
-        return EngineLost(self._fault)
+        return self._failed()
 
     async def _cause(self, detail: str) -> str:
         """Why it did not start: vLLM's engine process says it in the log, and only there."""
         until = time.monotonic() + EXIT_REASON_S
         # the lines come by another pipe
-        while not (known := meaning(self._tail, self._title)) and time.monotonic() < until:  # noqa: ASYNC110
+        while not (known := known_cause(self._tail, self._causes)) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return f"{known} ({detail})" if known else detail
 
@@ -186,26 +227,22 @@ class EngineChild(HostedProcess):
         return read_answer(body)
 
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
-        return explain(code, lines, self._title)
+        process = f"{self._title}'s process"
+        return exit_reason(process, code, lines, causes=self._causes, memory_advice=MEMORY_ADVICE)
 
-    def _take(self, message: Answer | Busy) -> None:
+    @property
+    def _causes(self) -> Causes:
+        return VLLM_CAUSES if self._title == "vLLM" else OTHER_CAUSES
+
+    def _take(self, message: Any) -> None:
         if isinstance(message, Busy):
             self.busy = message
+        elif isinstance(message, Pong):
+            self._stuck_s = message.stuck_s
         else:
             super()._take(message)
 
-    # -- watching ----------------------------------------------------------------------------------
-
-    async def _ping(self) -> None:
-        patience = self._patience
-        while not self._fault:
-            await asyncio.sleep(patience.ping)
-            try:
-                pong = await self._ask(Ping(next(self._numbers)), Pong, patience.silent)
-            except EngineLost:
-                return
-            if pong.stuck_s > patience.stuck:
-                await self._lose(
-                    f"{self._title} gave no token for {pong.stuck_s:.0f} s though there is work: see its log "
-                    "lines above"
-                )
+    def _ailment(self) -> str:
+        if self._stuck_s <= self._patience.stuck:
+            return ""
+        return f"{self._title} gave no token for {self._stuck_s:.0f} s though there is work: {LOOK}"

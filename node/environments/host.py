@@ -9,10 +9,9 @@ import asyncio
 import faulthandler
 import mmap
 import os
-import sys
 import time
 from collections.abc import Callable, Coroutine, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,7 @@ from typing import Any
 from ..config import EnvironmentConfig
 from ..engines.engine import Completion
 from ..errors import named_line
-from ..hosted_process import Outbox, serve, take_standard_output
-from ..processes import leave_with_parent
+from ..process.serve import Outbox, serve_parent
 from .environment import (
     Environment,
     EnvironmentFailed,
@@ -310,24 +308,15 @@ def make_environment(request: SetUp) -> Environment:
     )
 
 
-async def _serve(steps: Steps, answers: Any, environment: Callable[[SetUp], Environment]) -> None:
-    asyncio.get_running_loop().set_task_factory(mark_tasks(steps))
-
-    def make(outbox: Outbox) -> Host:
-        return Host(outbox, environment, steps)
-
-    await serve(sys.stdin.buffer, answers, read_request, make)
-
-
 def main(environment: Callable[[SetUp], Environment]) -> None:
     """Answer at the standard input and output; what a taskset prints goes to the standard error."""
-    leave_with_parent(os.environ)
-    answers = take_standard_output()
     steps = Steps(int(os.environ[MARK_VARIABLE]))
-    with suppress(KeyboardInterrupt):
-        asyncio.run(_serve(steps, answers, environment))
-    sys.stderr.flush()
-    os._exit(0)  # whatever threads a taskset has left behind
+
+    def make(outbox: Outbox) -> Host:
+        asyncio.get_running_loop().set_task_factory(mark_tasks(steps))
+        return Host(outbox, environment, steps)
+
+    serve_parent(read_request, make)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a node and the process that runs an environment for it say to each other; frames as in node/frames.py.
+"""What a node and the process of an environment say to each other; frames as in node/process/frames.py.
 
 Many rollouts are under way at once: an answer bears the number of what it answers. A Play is answered by a Turn
 as long as the policy has to speak; the Reply to that bears the same number, and is answered like the Play.

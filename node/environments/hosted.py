@@ -10,11 +10,9 @@ import logging
 import mmap
 import os
 import re
-import signal
 import sys
 import sysconfig
 import tempfile
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +21,9 @@ from typing import Any, BinaryIO, TypeVar
 from ..config import EnvironmentConfig
 from ..engines.engine import Completion
 from ..errors import NodeError
-from ..hosted_process import HostedProcess
-from ..processes import PARENT_VARIABLE
+from ..process.child_process import ChildProcess
+from ..process.exit_reason import exit_reason
+from ..process.spawn import PARENT_VARIABLE
 from .environment import (
     Branch,
     EnvironmentFailed,
@@ -91,9 +90,10 @@ class EnvironmentLost(NodeError):
     """The process of the environment is gone, by the fault of another request."""
 
 
-class EnvironmentChild(HostedProcess):
+class EnvironmentChild(ChildProcess):
     """One process: start() first, close() or kill() last."""
 
+    Error = EnvironmentFailed
     Lost = EnvironmentLost
 
     def __init__(
@@ -111,19 +111,14 @@ class EnvironmentChild(HostedProcess):
         super().__init__("environment", f"environment {config.id!r}", program, variables)
         self._config = config
         self._numbers = itertools.count(SET_UP + 1)
-        self._answered = time.monotonic()
         self.status = ""
         """What it told last; see Environment.status."""
 
     async def start(self, set_up: SetUp) -> None:
         """Start it and load the taskset. Raises EnvironmentFailed; kill() it then."""
-        try:
-            await self.spawn([self._mark_file.fileno()])
-        except OSError as error:
-            raise EnvironmentFailed(
-                f"its process cannot be started ({error}): free memory or processes"
-            ) from error
-        self._tasks.append(asyncio.create_task(self._ping(), name="environment ping"))
+        await self.spawn([self._mark_file.fileno()])
+        limit_s = max(self._config.timeout_s, self._config.start_timeout_s) + SILENT_S
+        self._watch(lambda: Ping(0), PING_S, limit_s)
         try:
             await self._ask(set_up, Done)
         except EnvironmentLost as error:
@@ -154,8 +149,7 @@ class EnvironmentChild(HostedProcess):
 
     async def close(self) -> None:
         """End it, by force if it takes too long."""
-        grace_s = 0.0 if self.lost.is_set() or self._is_late(PING_S * 2) else END_S
-        await self._end(EnvironmentFailed(f"{self._title} was closed"), grace_s)
+        await self.end(0.0 if self.silent_s > 2 * PING_S else END_S)
         self._mark_file.close()
 
     # -- asking ------------------------------------------------------------------------------------
@@ -177,22 +171,17 @@ class EnvironmentChild(HostedProcess):
         if isinstance(answer, Failed):
             kinds = {MISMATCH: ScoreMismatch, STUCK: EnvironmentStuck}
             raise kinds.get(answer.kind, EnvironmentFailed)(answer.detail)
-        if not isinstance(answer, kind):
-            await self._lose(
-                f"the process for {self._title} speaks another language: install one version"
-            )
-            raise EnvironmentLost(self._fault)
+        await self._expect(answer, kind)
         return answer
 
     def _drop(self, number: int) -> None:
-        if not self._fault and not self._closing:
+        if self._failure is None:
             self._send(Drop(number))
 
     def _decode(self, body: bytes) -> Answer:
         return read_answer(body)
 
-    def _take(self, message: Answer) -> None:
-        self._answered = time.monotonic()
+    def _take(self, message: Any) -> None:
         if isinstance(message, Pong):
             self.status = message.status
         else:
@@ -204,21 +193,9 @@ class EnvironmentChild(HostedProcess):
         """(number of the request whose code runs, or ran last; steps of code so far)."""
         return unpack_mark(self._mark[:MARK_BYTES])
 
-    def _is_late(self, seconds: float) -> bool:
-        return time.monotonic() - self._answered > seconds
-
-    async def _ping(self) -> None:
-        """Hear how it does; one that neither answers nor runs any code, as if it were stopped, is lost."""
-        limit_s = max(self._config.timeout_s, self._config.start_timeout_s) + SILENT_S
-        steps = self._marked()[1]
-        while not self._fault:
-            self._send(Ping(0))
-            await asyncio.sleep(PING_S)
-            before, steps = steps, self._marked()[1]
-            if steps != before:
-                self._answered = time.monotonic()
-            elif self._is_late(limit_s):
-                await self._lose(f"{self._title} stood still for {limit_s:g} s")
+    def _life(self) -> object:
+        """An environment that runs code is alive, though it may answer late."""
+        return super()._life(), self._marked()[1]
 
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
         late = next((line for line in reversed(lines) if line.startswith("Timeout (")), "")
@@ -227,11 +204,7 @@ class EnvironmentChild(HostedProcess):
                 f"the environment's code did not return within {late[9:].rstrip(')!')}{_where(lines)}: mend "
                 "it, or raise environment.timeout_s (start_timeout_s while it loads tasks)"
             )
-        if code is not None and code < 0:
-            name = next((one.name for one in signal.Signals if one == -code), str(-code))
-            return f"the environment's process was ended by {name}: see its log lines above"
-        last = f" ({lines[-1]})" if lines else ""
-        return f"the environment's process ended with exit code {code}{last}"
+        return exit_reason("the environment's process", code, lines)
 
 
 class HostedEnvironment:

@@ -20,7 +20,7 @@ from ..errors import (
     UsageError,
 )
 from ..gpus import usable
-from ..processes import Child
+from ..process.spawn import LoggedProcess
 from ..run_files import (
     LOGS,
     TICKET,
@@ -134,7 +134,7 @@ class Launcher:
         self._placement = placement
         self._view = view
         self._commands = commands
-        self._children: list[Child] = []
+        self._children: list[LoggedProcess] = []
         self._working = 0
         self._last_failure = ""
 
@@ -252,16 +252,16 @@ class Launcher:
 
     async def _start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str]
-    ) -> Child:
+    ) -> LoggedProcess:
         run_dir = self._config.run_dir
-        child = Child(name, command, run_dir / LOGS / f"{name}.log", environment)
+        child = LoggedProcess(name, command, run_dir / LOGS / f"{name}.log", environment)
         self._children = [old for old in self._children if not old.ended] + [child]
         self.nodes.setdefault(name, NodeState(name, run_dir / name)).note = "running"
         await child.start()
         logger.info("started %s, pid %s", name, child.pid)
         return child
 
-    def _trainer_error(self, trainer: Child, code: int) -> NodeError:
+    def _trainer_error(self, trainer: LoggedProcess, code: int) -> NodeError:
         lines = trainer.last_lines(20)
         if error := error_in(lines):
             return error_of(code, error)

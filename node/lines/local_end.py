@@ -13,7 +13,7 @@ from typing import Protocol
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.version import MIB
 from ..pipeline.frame_codec import FrameLimits
-from ..unix_sockets import short
+from ..process.unix_sockets import short
 from .outbox import Outbox
 from .packets import Packet, read_packet
 from .together import together

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...protocol.errors import LocalProtocolError, RemoteProtocolError
-from ..unix_sockets import connected
+from ..process.unix_sockets import connected
 from .frame import Frame
 from .frame_codec import (
     PREFIX_BYTES,

@@ -17,12 +17,16 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from ..errors import EngineError, StorageError
+from ..process.frames import Message
+from ..process.serve import ParentGone, ParentSocket
+from ..process.spawn import die_with_parent
 from ..training_config import TrainingConfig
 from .backend import Batch, Sample, StepMetrics
 from .ranks.calls import (
     ENDED,
     EXIT_LOST,
     KINDS,
+    MAX_FRAME,
     READING,
     Answer,
     Ask,
@@ -48,8 +52,8 @@ from .ranks.calls import (
     WriteStaged,
     WriteState,
     failed,
+    read_call,
 )
-from .ranks.line import Line, LineEnded, die_with_parent
 from .ranks.wire import (
     Missing,
     Wire,
@@ -105,12 +109,17 @@ class Server:
     """Does what rank 0 is asked until it is asked to end."""
 
     def __init__(
-        self, world: World, config: TrainingConfig, wire: Wire, line: Line | None, build: Build
+        self,
+        world: World,
+        config: TrainingConfig,
+        wire: Wire,
+        parent: ParentSocket | None,
+        build: Build,
     ) -> None:
         self._world = world
         self._config = config
         self._wire = wire
-        self._line = line
+        self._parent = parent
         self._build = build
         self._share: Share | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -120,23 +129,23 @@ class Server:
         """Answer calls. Raises whatever this rank cannot go on after."""
         while True:
             call = self._next()
-            if isinstance(call.ask, End):
+            if isinstance(call.body, End):
                 self._close()
                 return
-            if isinstance(call.ask, WriteStaged):
-                self._begin_write(call.number, Path(call.ask.directory))
+            if isinstance(call.body, WriteStaged):
+                self._begin_write(call.number, Path(call.body.directory))
                 continue
-            if not isinstance(call.ask, Idle):  # to have heard it is enough
-                self._reply(call.number, self._agree(call.ask, self._perform(call.ask)))
+            if not isinstance(call.body, Idle):  # to have heard it is enough
+                self._reply(call.number, self._agree(call.body, self._perform(call.body)))
 
     def _next(self) -> Call:
         """The next call, the same on all ranks; rank 0 has it from the daemon. Raises Missing."""
         raw: bytes | None = None
-        if self._line is not None:
+        if self._parent is not None:
             idle_s = min(IDLE_S, self._wire.timeout_s / 4)
-            raw = self._line.next(idle_s) or msgspec.msgpack.encode(Call(0, Idle()))
+            raw = self._parent.next(idle_s) or msgspec.msgpack.encode(Message(0, Idle()))
         self._wire.meet(min(self._wire.timeout_s, IDLE_TIMEOUT_S))
-        return msgspec.msgpack.decode(self._wire.share(raw), type=Call)
+        return read_call(self._wire.share(raw))
 
     def _perform(self, ask: Ask) -> Answer:
         """What this rank makes of a call."""
@@ -229,7 +238,7 @@ class Server:
             except (ValueError, EngineError, StorageError) as error:
                 answer = failed(error)
             except BaseException as error:  # nobody waits for this thread: the rank ends with it
-                end(self._world.rank, self._wire, self._line, error)
+                end(self._world.rank, self._wire, self._parent, error)
             self._reply(number, answer)
 
         self._writing = self._writer.submit(write)
@@ -240,12 +249,12 @@ class Server:
             writing.result()
 
     def _reply(self, number: int, answer: Answer) -> None:
-        if self._line is not None:
-            self._line.reply(number, answer)
+        if self._parent is not None:
+            self._parent.reply(Message(number, answer))
 
     def _close(self) -> None:
-        if self._line is not None:
-            self._line.end()
+        if self._parent is not None:
+            self._parent.end()
         self._writer.shutdown(wait=True)
         if self._share is not None:
             self._share.close()
@@ -254,41 +263,43 @@ class Server:
 def main(build: Build | None = None) -> None:
     """Be one rank until the daemon ends it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size > 1:  # alone, its parent is the daemon, whose end the line tells: it clears away then
+    if size > 1:  # alone, it is the daemon's own child, and ParentSocket ends it
         die_with_parent()
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(name)s: %(message)s")
-    wire = line = None
+    wire = parent = None
     try:
-        line = Line.open(os.environ, CONNECT_S) if rank == 0 else None
-        first = _first_call(line)
+        parent = ParentSocket.open(os.environ, CONNECT_S, MAX_FRAME) if rank == 0 else None
+        first = _first_call(parent)
         config = _configuration(first, rank, size)
-        world = _join(config, line, first)
+        world = _join(config, parent, first)
         wire = Wire.open(config.fsdp.timeout_s)
         here = os.environ.get("GROUP_RANK", "0") == "0"
         pids = wire.gather(os.getpid() if here else 0)
-        if line is not None and first is not None:
-            line.reply(first.number, Joined(pids))
-        Server(world, config, wire, line, build or _build).serve()
+        if parent is not None and first is not None:
+            parent.reply(Message(first.number, Joined(pids)))
+        Server(world, config, wire, parent, build or _build).serve()
         world.close()
     except BaseException as error:  # whatever it is: this rank says why it ends, and ends
-        end(rank, wire, line, error)
+        end(rank, wire, parent, error)
 
 
-def end(rank: int, wire: Wire | None, line: Line | None, error: BaseException) -> NoReturn:
+def end(
+    rank: int, wire: Wire | None, parent: ParentSocket | None, error: BaseException
+) -> NoReturn:
     """Say why, and end the process at once: a group that has lost a rank cannot be closed in order."""
-    if isinstance(error, LineEnded) and line is not None:
-        line.abandon()
+    if isinstance(error, ParentGone) and parent is not None:
+        parent.abandon()
     mine = error.mine if isinstance(error, OutOfStep) else None
     others = mine is not None and not isinstance(mine, Failed)
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     if others or lost_the_others(error):
         began = time.monotonic()
         _say(f"rank {rank} lost the others: {reason}")
-        _tell(line, Broken(_missing(wire, error), reason))
+        _tell(parent, Broken(_missing(wire, error), reason))
         time.sleep(max(0.0, began + PATIENCE_S - time.monotonic()))
         os._exit(EXIT_LOST)
     _say("".join(traceback.format_exception(error)) + ENDED.format(rank=rank, reason=reason))
-    _tell(line, Broken([rank], reason))
+    _tell(parent, Broken([rank], reason))
     os._exit(1)
 
 
@@ -311,39 +322,39 @@ def _missing(wire: Wire | None, error: BaseException) -> list[int]:
     return []
 
 
-def _tell(line: Line | None, answer: Broken) -> None:
+def _tell(parent: ParentSocket | None, answer: Broken) -> None:
     try:
-        if line is not None:
-            line.reply(0, answer)
-    except LineEnded:
+        if parent is not None:
+            parent.reply(Message(0, answer))
+    except ParentGone:
         pass  # nobody is left to be told
 
 
-def _first_call(line: Line | None) -> Call | None:
+def _first_call(parent: ParentSocket | None) -> Call | None:
     """What rank 0 is asked first; None on the others."""
-    if line is None:
+    if parent is None:
         return None
-    raw = line.next(CONNECT_S)
+    raw = parent.next(CONNECT_S)
     if raw is None:
         raise EngineError("the daemon did not say what to train: use one version")
-    return msgspec.msgpack.decode(raw, type=Call)
+    return read_call(raw)
 
 
 def _configuration(first: Call | None, rank: int, size: int) -> TrainingConfig:
     said: str | None = None
     if first is not None:
-        if not isinstance(first.ask, Join):
+        if not isinstance(first.body, Join):
             raise EngineError("the daemon did not say what to train: use one version")
-        said = first.ask.config
+        said = first.body.config
     return TrainingConfig.model_validate_json(hand_out_config(said, size, rank))
 
 
-def _join(config: TrainingConfig, line: Line | None, first: Call | None) -> World:
+def _join(config: TrainingConfig, parent: ParentSocket | None, first: Call | None) -> World:
     try:
         return World.join(config)
     except EngineError as error:
-        if line is not None and first is not None:
-            line.reply(first.number, failed(error))
+        if parent is not None and first is not None:
+            parent.reply(Message(first.number, failed(error)))
         raise
 
 

@@ -1,10 +1,8 @@
 """A process that codes blocks of changes, seen from both ends.
 
-Requests and answers go through pipes; one block at a time may stand in memory that both share, where it
-is not copied. Only numbers and bytes go across: what a process is sent cannot make it run anything else.
+Only numbers and bytes go across, by pipes: what a process is sent cannot make it run anything else.
 """
 
-import mmap
 import os
 import struct
 import subprocess
@@ -16,26 +14,16 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import (
-    BLOCK,
-    DENSE,
-    encode_changes,
-    encode_dense,
-)
+from .blocks import encode_changes
 from .moves import Bits, Changes
 
 PIPE = 1 << 20
 """Bytes that a pipe holds: with the usual 64 KiB both ends wait for each other all the time."""
-SHARED = BLOCK * (4 + 8)
-"""Bytes that are shared: positions and moves of a block, or half of the moves, coded."""
-
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 26)}
 """For glibc: arrays come from the heap, which is not given back after each of them to be zeroed anew."""
 
 _HEAD = struct.Struct("<II")
-"""Bytes of an element, blocks; no block for one that is shared."""
-_ONE = struct.Struct("<II")
-"""Of a shared block: its size, and how many changes are listed; none for moves of all elements."""
+"""Bytes of an element, and the number of blocks."""
 _TABLE = np.dtype([("size", "<u4"), ("count", "<u4")])
 _CODED = np.dtype([("method", "<u4"), ("length", "<u4")])
 _PLACE = np.dtype("<u4")
@@ -44,23 +32,18 @@ Coded = tuple[int, bytes]
 
 
 class EncoderProcess:
-    """One process, by its pipes and what it shares. Not for two threads at once."""
+    """One process, by its pipes. Not for two threads at once."""
 
     def __init__(self) -> None:
         alone = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), "1")
-        descriptor = os.memfd_create("blocks")
-        os.ftruncate(descriptor, SHARED)
-        self._shared = mmap.mmap(descriptor, SHARED)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(descriptor)],
-            pass_fds=[descriptor],
+            [sys.executable, "-P", "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pipesize=PIPE,
             env=os.environ | alone | KEEP_MEMORY,
             start_new_session=True,  # a terminal's ctrl-C is not for it: it ends with its input
         )
-        os.close(descriptor)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._out: Any = self._process.stdin
@@ -70,22 +53,6 @@ class EncoderProcess:
     def pid(self) -> int:
         """Its id."""
         return self._process.pid
-
-    def send(self, found: Changes | Bits, size: int) -> None:
-        """Have a block of `size` elements coded: changes, at least one, or the moves of all elements."""
-        listed = isinstance(found, Changes)
-        moves = found.moves if listed else found
-        count = moves.size if listed else 0
-        _view(self._shared, _PLACE, count)[:] = found.index if listed else 0
-        _view(self._shared, moves.dtype, moves.size, 4 * count)[:] = moves
-        self._out.write(_HEAD.pack(moves.itemsize, 0) + _ONE.pack(size, count))
-        self._out.flush()
-
-    def receive(self, most: int) -> Coded | None:
-        """The block that was sent, coded; None if it takes more than `most` bytes."""
-        answer = _read(self._in, _CODED, 1)[0]
-        method, length = int(answer["method"]), int(answer["length"])
-        return (method, self._shared[:length]) if length <= most else None
 
     def code(
         self, blocks: Sequence[tuple[int, int]], index: NDArray[Any], moves: Bits
@@ -120,15 +87,11 @@ class EncoderProcess:
             self._process.wait()
 
 
-def serve(source: BufferedIOBase, sink: BinaryIO, shared: mmap.mmap) -> None:
-    """What a process does: answer until the input ends."""
+def serve(source: BufferedIOBase, sink: BinaryIO) -> None:
+    """Answer until the input ends."""
     while head := source.read(_HEAD.size):
         width, blocks = _HEAD.unpack(head)
         dtype = np.dtype(f"<u{width}")
-        if not blocks:
-            sink.write(_code_shared(shared, dtype, *_ONE.unpack(source.read(_ONE.size))))
-            sink.flush()
-            continue
         table = _read(source, _TABLE, blocks)
         total = int(table["count"].sum())
         index = _read(source, _PLACE, total)
@@ -150,23 +113,6 @@ def code_all(blocks: Sequence[tuple[int, int]], index: NDArray[Any], moves: Bits
     return coded
 
 
-def _code_shared(shared: mmap.mmap, dtype: np.dtype[Any], size: int, count: int) -> bytes:
-    """Code the block in `shared`, and put it there if that is worth it; what the answer says of it."""
-    if count:
-        index = _view(shared, _PLACE, count).astype(np.int64)
-        changes = Changes(index, _view(shared, dtype, count, 4 * count))
-        method, body = encode_changes(changes, size)
-    else:
-        method, body = DENSE, encode_dense(_view(shared, dtype, size))
-    if len(body) <= SHARED:
-        shared[: len(body)] = body
-    return np.array([(method, len(body))], _CODED).tobytes()
-
-
-def _view(shared: mmap.mmap, dtype: np.dtype[Any], count: int, start: int = 0) -> NDArray[Any]:
-    return np.frombuffer(shared, dtype, count, start) if count else np.empty(0, dtype)
-
-
 def _read(source: BufferedIOBase, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """The next `count` values. Raises EOFError."""
     values = np.empty(count, dtype)
@@ -183,6 +129,5 @@ if __name__ == "__main__":
     with (
         open(0, "rb", closefd=False) as source,
         open(1, "wb", closefd=False) as sink,
-        mmap.mmap(int(sys.argv[1]), SHARED) as shared,
     ):
-        serve(source, sink, shared)
+        serve(source, sink)

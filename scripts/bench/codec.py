@@ -4,9 +4,10 @@
 
 Synthetic deltas of several densities, and deltas of real optimizer steps (codec_deltas.py); formats in
 codec_formats.py. GB/s count the bf16 bytes of the whole model in wall time, and, as other work on the
-machine shows less in it, per second of CPU of all threads and processes. Deltas are coded by as many
-processes as threads, which a trainer starts once. Decoding includes the digests of tensors and state. The
-bound is the order-0 entropy of the gaps between changed weights plus that of how far each moved.
+machine shows less in it, per second of CPU of all threads and processes. Both states are given, not what
+changed, so deltas are coded by threads (tests/gpu/measure_encode.py measures the other way). Decoding
+includes the digests of tensors and state. The bound is the order-0 entropy of the gaps between changed
+weights plus that of how far each moved.
 """
 
 import argparse
@@ -185,7 +186,6 @@ def main() -> int:
     options.repeats = 1 if options.quick else 3
     rows: list[Row] = []
     with Encoders(options.threads) as options.encoders:
-        options.encoders.start()
         for pair in pairs(options):
             base, new = prove(0, pair.base), prove(1, pair.new)
             bound = measure_bound(pair)

@@ -53,7 +53,7 @@ def _manifest(
 
 
 def ours(encoders: Encoders) -> Format:
-    """The codec as a trainer and a worker use it: processes encode, threads decode and hash."""
+    """The codec as a trainer and a worker use it; threads decode and hash."""
 
     def encode(base: Policy, new: Policy, _threads: int) -> Iterator[bytes]:
         return encoders.encode_delta(base.state, new.state)

@@ -1,7 +1,7 @@
-"""What the trainer's daemon and rank 0 say to each other, and rank 0 to the other ranks. No torch.
+"""Messages between the trainer's daemon and rank 0, which rank 0 passes on to the other ranks. No torch.
 
-Numbers, text and bytes go across, never code; tensors travel by files in a folder that only the daemon's
-user can read.
+Frames as in node/process/frames.py. Numbers, text and bytes go across, never code; tensors travel by files in a
+folder that only the daemon's user can read.
 """
 
 from collections.abc import Sequence
@@ -9,27 +9,20 @@ from collections.abc import Sequence
 import msgspec
 
 from ...errors import EngineError, NodeError, StorageError
+from ...process.frames import Message
 from ..backend import Batch, Sample
 
-SOCKET_VARIABLE = "PRIMERL_RANKS_SOCKET"
-TOKEN_VARIABLE = "PRIMERL_RANKS_TOKEN"
 MAX_FRAME = 2**31
 """Bytes of a call: a batch of some hundred million tokens."""
 
 ENDED = "rank {rank} ended: {reason}"
 """What a rank writes to its standard error before it ends by its own fault."""
 EXIT_LOST = 75
-"""Exit code of a rank that ends because of the others: it is not the one to blame."""
-
-
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First, from rank 0: that it is ours."""
-
-    token: str
+"""Exit code of a rank that ends because of the others: it is not the one at fault."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """First call: become one world. Answered by Joined."""
+    """The first call: become one world. Answered by Joined."""
 
     config: str
     """TrainingConfig as JSON."""
@@ -109,11 +102,11 @@ class Export(msgspec.Struct, frozen=True, tag="export"):
 
 
 class Idle(msgspec.Struct, frozen=True, tag="idle"):
-    """From rank 0 alone, while the daemon says nothing: are you there?"""
+    """Sent to the ranks by rank 0 while the daemon asks nothing: a heartbeat."""
 
 
 class End(msgspec.Struct, frozen=True, tag="end"):
-    """End in peace. No answer but the end."""
+    """End in peace. The only answer is the end of the ranks."""
 
 
 Ask = (
@@ -135,13 +128,6 @@ Ask = (
 )
 READING = (Evaluate, WriteState, WriteSnapshot, Save, Export)
 """Calls that change nothing: one rank alone may fail in them, and all go on."""
-
-
-class Call(msgspec.Struct, frozen=True):
-    """A question with a number."""
-
-    number: int
-    ask: Ask
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -177,11 +163,20 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
 Answer = Joined | Done | Figures | Failed | Broken
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """The answer to the call with this number."""
+Call = Message[Ask]
+Reply = Message[Answer]
+_CALLS: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
+_REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
-    number: int
-    answer: Answer
+
+def read_call(body: bytes) -> Call:
+    """Decode a call. Raises ValueError."""
+    return _CALLS.decode(body)
+
+
+def read_reply(body: bytes) -> Reply:
+    """Decode a reply. Raises ValueError."""
+    return _REPLIES.decode(body)
 
 
 KINDS: dict[str, type[NodeError]] = {

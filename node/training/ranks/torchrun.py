@@ -63,7 +63,7 @@ def environment(inherited: Mapping[str, str], config: TrainingConfig, ranks: int
     alone = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     return {
         "OMP_NUM_THREADS": str(threads),
-        **(alone if config.fsdp.nodes == 1 else {}),  # nobody else has to reach the ranks
+        **(alone if config.fsdp.nodes == 1 else {}),  # no other machine has to reach the ranks
         **inherited,
         "PYTHONSAFEPATH": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),

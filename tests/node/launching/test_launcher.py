@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -12,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from disks import fill, small_disk
 
 from primerl.node.config import (
     LaunchConfig,
@@ -31,7 +28,6 @@ from primerl.node.launching.commands import (
 from primerl.node.launching.launcher import Pace, launch, prepare
 from primerl.node.load import load
 from primerl.node.own_run_config import ResumeConfig
-from primerl.node.processes import Child
 from primerl.node.watch import NodeState
 
 QUICK = Pace(poll=0.02, view=0.02, back_off=(0.01, 0.02, 0.03), leave=60.0, grace=1.0)
@@ -245,42 +241,6 @@ async def test_workers_that_do_not_leave_are_stopped(config: RunConfig, view: No
     assert not any(map(alive, pids(config)))
 
 
-async def test_stopping_a_child_ends_its_own_children(tmp_path: Path) -> None:
-    body = (
-        "import subprocess\n"
-        "inner = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "open(run + '/inner', 'w').write(f'{inner.pid}\\n')\ntime.sleep(60)"
-    )
-    child = Child("c", python(body, tmp_path), tmp_path / "c.log", os.environ)
-    await child.start()
-    inner = tmp_path / "inner"
-    await until(lambda: inner.exists() and inner.read_text().endswith("\n"))
-    await child.stop(5.0)
-    wait_until("the grandchild is gone", lambda: not alive(int(inner.read_text())))
-
-
-def test_children_of_a_killed_launcher_leave(tmp_path: Path) -> None:
-    child = (
-        "import os, time\nfrom primerl.node.processes import leave_with_parent\n"
-        "leave_with_parent(os.environ, poll_s=0.05, grace_s=0.2)\nprint(os.getpid(), flush=True)\n"
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
-    )
-    parent = (
-        "import os, subprocess, sys, time\n"
-        "env = {**os.environ, 'PRIMERL_PARENT_PID': str(os.getpid())}\n"
-        f"subprocess.Popen([sys.executable, '-c', {child!r}], env=env, start_new_session=True)\n"
-        "time.sleep(60)"
-    )
-    launcher = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    pid = int(launcher.stdout.readline())
-    assert alive(pid)
-    launcher.kill()
-    launcher.wait()
-    launcher.stdout.close()
-    wait_until("the child is gone", lambda: not alive(pid))
-
-
 def test_cleaning_removes_a_run_and_nothing_else(config: RunConfig, tmp_path: Path) -> None:
     cleaning = config.model_copy(update={"clean": True})
     config.run_dir.mkdir()
@@ -336,37 +296,3 @@ def test_the_environment_of_children() -> None:
     hub = RunConfig(model=ModelConfig(name="Qwen/Qwen3-0.6B"))
     assert "HF_HUB_OFFLINE" not in trainer_environment(hub, {})
     assert trainer_environment(small, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
-
-
-def test_a_signal_name_is_not_needed_to_kill_nobody() -> None:
-    from primerl.node.processes import kill_group, signal_process
-
-    gone = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
-    gone.wait()
-    signal_process(gone.pid, signal.SIGTERM)
-    kill_group(gone.pid)
-
-
-def test_a_large_log_of_a_process_is_put_aside_while_it_writes_on(tmp_path: Path) -> None:
-    child = Child("c", ["true"], tmp_path / "c.log", os.environ)
-    child.put_log_aside(100, 2)  # there is none yet
-    with child.log.open("ab", buffering=0) as log:
-        for text in (b"a", b"b", b"c", b"d"):
-            log.write(text * 101)
-            child.put_log_aside(100, 2)
-        log.write(b"e" * 100)
-        child.put_log_aside(100, 2)
-    held = {path.name: path.read_bytes()[:1] for path in tmp_path.iterdir()}
-    assert held == {"c.log": b"e", "c.log.1": b"d", "c.log.2": b"c"}
-    assert child.log.stat().st_size == 100
-
-
-def test_a_log_that_cannot_be_put_aside_is_kept_as_it_is(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk") as disk:
-        child = Child("c", ["true"], disk / "c.log", os.environ)
-        child.log.write_bytes(b"x" * 101)
-        fill(disk)
-        with pytest.raises(OSError, match="No space"):
-            child.put_log_aside(100, 2)
-        assert child.log.stat().st_size == 101
-        assert not (disk / ".c.log.partial").exists()

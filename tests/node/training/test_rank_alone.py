@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from pathlib import Path
 
 import fake_rank as fake
 import pytest
@@ -89,37 +88,6 @@ async def test_a_rank_alone_that_is_asked_to_end_ends_in_peace() -> None:
     assert not directory.exists()
     with pytest.raises(EngineError, match="start"):
         await rank.ask(step(fake.FINE), 5.0)
-
-
-DAEMON = """
-import asyncio, sys
-from primerl.node.training.ranks.group import RankGroup
-from primerl.node.training_config import TrainingConfig
-
-async def main():
-    rank = RankGroup(TrainingConfig.model_validate_json(sys.argv[1]), 1, (sys.argv[2],))
-    await rank.start()
-    print(rank.directory, rank.pid, flush=True)
-    await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-async def test_a_rank_alone_ends_with_a_daemon_that_is_killed_and_clears_away() -> None:
-    program = [sys.executable, "-c", DAEMON, CONFIG.model_dump_json(), *FAKE]
-    daemon = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert daemon.stdout is not None
-        directory, pid = (await daemon.stdout.readline()).decode().split()
-        daemon.kill()
-        await gone(int(pid))
-        assert Path(directory).name not in os.listdir(Path(directory).parent)
-    finally:
-        if daemon.returncode is None:
-            daemon.kill()
-        await daemon.communicate()
 
 
 def test_a_rank_alone_is_started_without_torchrun_and_knows_that_it_is_alone() -> None:

@@ -1,7 +1,6 @@
 """Processes code what encode_delta() codes, byte for byte, and none of them outlives its owner."""
 
 import io
-import mmap
 import os
 import signal
 from collections.abc import Iterator
@@ -13,10 +12,10 @@ import weights_cases as cases
 from primerl.node.weights import encoders
 from primerl.node.weights.blocks import BLOCK
 from primerl.node.weights.codec import encode_delta
-from primerl.node.weights.encoder_process import SHARED, serve
+from primerl.node.weights.encoder_process import serve
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.errors import CodecError
-from primerl.node.weights.state import BITS, Changed, State, Tensor
+from primerl.node.weights.state import Changed, State, Tensor
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +72,6 @@ def test_processes_give_the_bytes_of_one_thread(pool: Encoders) -> None:
     assert coded(pool, base, new, exact) == plain
     every: Changed = {name: np.arange(t.data.size) for name, t in base.items()}
     assert coded(pool, base, new, every) == plain  # more than what changed
-    assert coded(pool, base, new, {name: None for name in base}) == plain
-    assert coded(pool, base, new, None) == plain
     assert coded(pool, new, new, {}) == b"".join(encode_delta(new, new))
 
 
@@ -123,65 +120,31 @@ def test_processes_end_with_their_owner() -> None:
 
 def test_a_process_leaves_when_its_input_ends() -> None:
     sink = io.BytesIO()
-    with mmap.mmap(-1, SHARED) as shared:
-        serve(io.BytesIO(), sink, shared)
-        assert sink.getvalue() == b""
-        with pytest.raises(EOFError):
-            serve(io.BytesIO(bytes.fromhex("0200000001000000ff")), sink, shared)
-
-
-def of_any_density() -> tuple[State, State]:
-    """Blocks that processes are sent as changes, as moves of all elements, and such as nothing shortens."""
-    rng = np.random.default_rng(9)
-    base = {
-        f"{share}": cases.like_a_model(number, BLOCK + 5000)
-        for number, share in enumerate((0.0, 0.02, 0.3, 0.9))
-    }
-    new = {name: cases.stepped(tensor, 1, float(name)) for name, tensor in base.items()}
-    for dtype in ("U8", "F32", "F64"):
-        width = np.dtype(BITS[dtype]).itemsize
-        old, now = (rng.integers(0, 256, (9001, width), np.uint8) for _ in range(2))
-        base[dtype], new[dtype] = (
-            Tensor(dtype, (9001,), bits.view(BITS[dtype]).ravel()) for bits in (old, now)
-        )
-    return base, new
+    serve(io.BytesIO(), sink)
+    assert sink.getvalue() == b""
+    with pytest.raises(EOFError):
+        serve(io.BytesIO(bytes.fromhex("0200000001000000ff")), sink)
 
 
 @pytest.mark.usefixtures("for_little")
-def test_processes_are_sent_blocks_of_any_density_without_a_hint(pool: Encoders) -> None:
-    base, new = of_any_density()
+def test_where_states_are_compared_no_process_is_started() -> None:
+    base, new = steps()
     plain = b"".join(encode_delta(base, new))
-    assert coded(pool, base, new, None) == plain
-    some: Changed = {**hints(base, new), "0.3": None, "F32": None}
-    assert coded(pool, base, new, some) == plain
-
-
-@pytest.mark.usefixtures("for_little")
-def test_where_most_elements_changed_no_process_is_started() -> None:
-    base = {"w": cases.like_a_model(3, 20_000)}
-    new = {"w": cases.stepped(base["w"], 4, 0.9)}
     with Encoders(2) as idle:
-        assert coded(idle, base, new, None) == b"".join(encode_delta(base, new))
+        assert coded(idle, base, new, None) == plain
         assert idle.pids == []
 
 
-@pytest.mark.usefixtures("for_little")
-def test_without_a_hint_a_process_that_was_killed_costs_only_time() -> None:
-    base, new = of_any_density()
-    plain = b"".join(encode_delta(base, new))
-    with Encoders(2) as hurt:
-        half = hurt.encode_delta(base, new)
-        first = [next(half) for _ in range(3)]
-        os.kill(hurt.pids[1], signal.SIGKILL)
-        assert b"".join([*first, *half]) == plain
-        assert coded(hurt, base, new, None) == plain
-
-
-@pytest.mark.usefixtures("for_little")
-def test_without_a_hint_who_stops_reading_leaves_them_ready(pool: Encoders) -> None:
-    base, new = of_any_density()
-    half = pool.encode_delta(base, new)
-    for _ in range(4):
-        next(half)
-    half.close()  # type: ignore[attr-defined]
-    assert coded(pool, base, new, None) == b"".join(encode_delta(base, new))
+def test_a_few_elements_to_compare_do_not_keep_the_rest_from_the_processes(
+    pool: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, new = steps()
+    monkeypatch.setattr(encoders, "WORTH_IT", 5000)
+    some: Changed = {**hints(base, new), "small": None}
+    assert coded(pool, base, new, some) == b"".join(encode_delta(base, new))
+    with Encoders(2) as idle:
+        much: Changed = {**some, "long": None}
+        assert coded(idle, base, new, much) == b"".join(encode_delta(base, new))
+        assert idle.pids == []
+        assert coded(idle, base, new, some) == b"".join(encode_delta(base, new))
+        assert len(idle.pids) == 2

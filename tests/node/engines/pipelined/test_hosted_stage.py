@@ -32,9 +32,9 @@ from primerl.node.engines.pipelined.hosted_stage import HostedHead, HostedStage
 from primerl.node.engines.pipelined.seams import Laned
 from primerl.node.engines.pipelined.vllm_place import encode_place
 from primerl.node.errors import EngineError, UsageError
-from primerl.node.frames import HEAD_BYTES, body_length
-from primerl.node.hosted_process import MAX_FRAME, Outbox
 from primerl.node.pipeline.place import Place
+from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, body_length
+from primerl.node.process.serve import Outbox
 from primerl.node.weights.state import Tensor
 
 WAIT_S = 60.0

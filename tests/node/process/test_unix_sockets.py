@@ -11,7 +11,7 @@ import pytest
 
 from primerl.node.control import ControlServer, ask, socket_path
 from primerl.node.errors import BusyError
-from primerl.node.unix_sockets import LONGEST, short
+from primerl.node.process.unix_sockets import LONGEST, short
 
 
 def deep(below: Path) -> Path:

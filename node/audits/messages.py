@@ -1,15 +1,12 @@
-"""What an auditor and its process say to each other: msgpack frames behind their length.
+"""Messages between an auditor and its process; frames as in node/process/frames.py.
 
-Neither end trusts the other one's sizes; numbers and bytes go across, never code.
+Numbers and bytes go across, never code.
 """
-
-from io import BufferedIOBase
-from typing import BinaryIO
 
 import msgspec
 
 from ...protocol.manifests import AdapterContract
-from ..frames import HEAD_BYTES, body_length
+from ..process.frames import Message
 from .auditor import AuditItem, Measured, Unreadable
 
 MAX_FRAME = 128 * 2**20
@@ -17,7 +14,7 @@ MAX_FRAME = 128 * 2**20
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """First: what is the same for all audits."""
+    """The first request: what is the same for all audits."""
 
     model_dir: str
     fingerprint: str
@@ -40,7 +37,7 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Measure `items`; `states` says under which number the state of each version is held."""
+    """Measure `items`; `states` maps each version to the number that its state is held under."""
 
     items: list[AuditItem]
     states: dict[int, int]
@@ -52,7 +49,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Results(msgspec.Struct, frozen=True, tag="results"):
-    """Of each item, in order, either what was measured or why nothing was."""
+    """Either what was measured or why nothing was, for each item in order."""
 
     measured: list[Measured | None]
     unreadable: list[Unreadable | None]
@@ -78,21 +75,22 @@ Answer = Done | Results | Failed
 
 
 def results(found: list[Measured | Unreadable]) -> Results:
-    """The frame of some answers."""
+    """Pack the answers to some items."""
     return Results(
         [one if isinstance(one, Measured) else None for one in found],
         [one if isinstance(one, Unreadable) else None for one in found],
     )
 
 
-def read_request(source: BufferedIOBase | BinaryIO) -> Request | None:
-    """The next request; None where the input ends. Raises ValueError for what is none."""
-    head = source.read(HEAD_BYTES)
-    if len(head) < HEAD_BYTES:
-        return None
-    return msgspec.msgpack.decode(source.read(body_length(head, MAX_FRAME)), type=Request)
+_REQUESTS: msgspec.msgpack.Decoder[Message[Request]] = msgspec.msgpack.Decoder(Message[Request])
+_ANSWERS: msgspec.msgpack.Decoder[Message[Answer]] = msgspec.msgpack.Decoder(Message[Answer])
 
 
-def read_answer(body: bytes) -> Answer:
-    """The answer in a frame. Raises ValueError for what is none."""
-    return msgspec.msgpack.decode(body, type=Answer)
+def read_request(body: bytes) -> Message[Request]:
+    """Decode a request. Raises ValueError."""
+    return _REQUESTS.decode(body)
+
+
+def read_answer(body: bytes) -> Message[Answer]:
+    """Decode an answer. Raises ValueError."""
+    return _ANSWERS.decode(body)

@@ -1,12 +1,15 @@
-"""Child processes that leave no orphans, and how a child notices that its parent has gone.
+"""Start processes that leave no orphans, read their logs, kill their groups, and end with their parent.
 
-A child leads its own process group: it does not get the terminal's ctrl-C, and stop() ends what it started too.
+Every process that is started here leads a group of its own: a terminal's ctrl-C does not reach it, and what it
+started is killed with it.
 """
 
 import asyncio
+import ctypes
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,10 +20,14 @@ PARENT_VARIABLE = "PRIMERL_PARENT_PID"
 TAIL_BYTES = 16384
 MAX_LINE = 1000
 LAST_LINES_S = 10.0
+PR_SET_PDEATHSIG = 1
+"""<linux/prctl.h>"""
+EXIT_ORPHANED = 75
+"""Exit code of a process whose parent has gone."""
 
 
 class LogTail:
-    """What a process writes, line by line, to whoever wants to know; start() and close() it."""
+    """Reads what a process writes and passes it on line by line; start() and close() it."""
 
     def __init__(self, stream: asyncio.StreamReader, note: Callable[[str], None]) -> None:
         self._stream = stream
@@ -57,8 +64,8 @@ class LogTail:
             self._note(text)
 
 
-class Child:
-    """One process, its log and its group."""
+class LoggedProcess:
+    """A process that writes to a log file and is asked nothing."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
@@ -142,10 +149,9 @@ async def start_piped(
     buffer: int = 1 << 16,
     pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Start a process that is talked to by pipes, and that leads a group. `buffer` bytes of each wait unread;
-    it has the open files `pass_fds` too.
+    """Start a process that is asked through pipes; `buffer` bytes of each wait unread.
 
-    Raises OSError.
+    It inherits the open files `pass_fds`. Raises OSError.
     """
     return await asyncio.create_subprocess_exec(
         *program,
@@ -153,9 +159,26 @@ async def start_piped(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=dict(environment),
-        start_new_session=True,  # a terminal's ctrl-C is not for it
+        start_new_session=True,
         limit=buffer,
         pass_fds=pass_fds,
+    )
+
+
+async def start_at_socket(
+    program: Sequence[str], environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    """Start a process that is asked through a socket; all that it writes comes by its stdout.
+
+    Raises OSError.
+    """
+    return await asyncio.create_subprocess_exec(
+        *program,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=dict(environment),
+        start_new_session=True,
     )
 
 
@@ -176,13 +199,13 @@ async def end_process(process: asyncio.subprocess.Process, grace_s: float) -> No
                 await process.wait()
     except TimeoutError:
         pass
-    finally:  # also when cancelled: nobody asks again
+    finally:  # also when cancelled
         kill_group(process.pid)
         await to_the_end(process.wait())
 
 
 async def to_the_end(ending: Coroutine[Any, Any, object]) -> None:
-    """Await what must not be left half-way; who is cancelled meanwhile is so after it.
+    """Await `ending` to its end; a cancellation meanwhile is raised only after that.
 
     The loop may be closed right after a cancellation, and asyncio closes pipes and reaps processes only
     while it runs.
@@ -206,7 +229,7 @@ def kill_group(pid: int) -> None:
 def leave_with_parent(
     environ: Mapping[str, str], *, poll_s: float = 0.5, grace_s: float = 20
 ) -> None:
-    """Where a parent asked for it, end with it: SIGTERM to ourselves, SIGKILL after `grace_s`.
+    """End with the parent that PARENT_VARIABLE names: SIGTERM to this process, SIGKILL after `grace_s`.
 
     A daemon thread, because the event loop of a busy node may be slow just then.
     """
@@ -224,3 +247,13 @@ def leave_with_parent(
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however it does."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(EXIT_ORPHANED)
+    leave_with_parent({PARENT_VARIABLE: str(parent)})

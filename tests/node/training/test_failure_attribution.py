@@ -5,9 +5,8 @@ import signal
 import subprocess
 import time
 
-from primerl.node.training.ranks.blame import Blame
 from primerl.node.training.ranks.calls import ENDED, EXIT_LOST, Broken
-from primerl.node.training.ranks.group import stopped
+from primerl.node.training.ranks.group import FailureAttribution, stopped
 
 LOST = (
     "rank 0 lost the others: RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer"
@@ -22,13 +21,13 @@ def failed(code: int, local_rank: int, pid: int) -> str:
 
 
 def blamed(*lines: str, broken: Broken | None = None) -> str:
-    blame = Blame()
-    blame.pids = [70, 71, 72, 0]
+    found = FailureAttribution()
+    found.pids = [70, 71, 72, 0]
     for line in lines:
-        blame.note(line)
+        found.note(line)
     if broken is not None:
-        blame.told(broken)
-    return blame.text("the ranks ended", 4)
+        found.told(broken)
+    return found.text("the ranks ended", 4)
 
 
 def test_a_killed_rank_is_named_by_its_signal() -> None:

@@ -1,8 +1,9 @@
-"""What an operator is told when vLLM's process ends."""
+"""What an operator is told when the process of an engine ends."""
 
 import pytest
 
-from primerl.node.engines.last_words import explain
+from primerl.node.engines.hosted_child import MEMORY_ADVICE, OTHER_CAUSES, VLLM_CAUSES
+from primerl.node.process.exit_reason import Causes, exit_reason
 
 SAID = {
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": "lower engine.vllm.gpu",
@@ -21,6 +22,10 @@ SAID = {
 }
 
 
+def explain(code: int | None, lines: list[str], causes: Causes = VLLM_CAUSES) -> str:
+    return exit_reason("it", code, lines, causes=causes, memory_advice=MEMORY_ADVICE)
+
+
 @pytest.mark.parametrize("line", SAID)
 def test_a_known_cause_is_named_with_what_to_do_wherever_it_was_said(line: str) -> None:
     for code in (1, None, -6):
@@ -32,10 +37,7 @@ def test_memory_that_ran_out_counts_more_than_the_process_that_died_of_it() -> N
     assert "ran out of GPU memory" in explain(None, lines)
 
 
-def test_without_a_known_cause_the_signal_or_the_last_line_is_told() -> None:
-    assert "killed from outside" in explain(-9, [])
-    assert "shared memory" in explain(-7, ["harmless"])
-    assert "crashed (SIGSEGV)" in explain(-11, [])
-    assert "signal 200" in explain(-200, [])
-    assert "exit code 3 (the last line)" in explain(3, ["a line", "the last line"])
-    assert "broke" in explain(None, [])
+def test_what_to_do_names_no_option_that_another_engine_lacks() -> None:
+    found = explain(1, ["torch.OutOfMemoryError: CUDA out of memory."], OTHER_CAUSES)
+    assert "the engine ran out of memory" in found
+    assert "vllm" not in found.lower()

@@ -1,0 +1,1 @@
+"""Child processes of a node: started without orphans, asked by numbered frames, watched, killed, explained."""

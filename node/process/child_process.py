@@ -1,0 +1,361 @@
+"""The parent's end of a child process: ask it by numbered frames, watch it, kill it, explain its end.
+
+Many requests may be under way at once. Invariants:
+- whatever goes wrong with the process as a whole makes it lost: all that is pending, and all that is asked
+  later, raises `Lost` with the reason, and nothing else comes of it; the owner must kill() it then;
+- closing or killing it makes all that is pending raise `Error`;
+- nothing outlives kill(), also when the caller is cancelled meanwhile: the process leads a group, which is
+  killed whole, and its pipes are read to their end.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from ..errors import NodeError
+from .exit_reason import LOOK, exit_reason
+from .frames import MAX_FRAME, frame, read_frame
+from .spawn import LogTail, kill_group, start_at_socket, start_piped, to_the_end
+from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, listen
+
+logger = logging.getLogger(__name__)
+
+TAIL_LINES = 200
+EXIT_REASON_S = 1.0
+"""For the exit code and the last lines of a process that has closed its output."""
+END_S = 10.0
+"""For reading what an ended process has left in its pipe."""
+BUFFER = 1 << 20
+
+
+class ChildProcess:
+    """One process and what it was asked: spawn() first, kill() last. Subclasses say which frames there are."""
+
+    Error: ClassVar[type[NodeError]] = NodeError
+    """Raised where it cannot be started, was not started, or was closed."""
+    Lost: ClassVar[type[NodeError]] = NodeError
+    """Raised once it ended, hangs or sends what cannot be read."""
+    max_frame: ClassVar[int] = MAX_FRAME
+    log_level: ClassVar[int] = logging.INFO
+    """Of the lines that it writes."""
+
+    def __init__(
+        self, name: str, title: str, program: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """`name` is what logs call it, `title` what errors call it."""
+        self._name = name
+        self._title = title
+        self._program = program
+        self._environment = environment
+        self._process: asyncio.subprocess.Process | None = None
+        self._log: LogTail | None = None
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._writer: asyncio.StreamWriter | None = None
+        self._connection: asyncio.StreamWriter | None = None
+        """The writer, where that is a socket's: unlike a pipe it is closed here."""
+        self._reading: asyncio.Task[None] | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._out: list[bytes] = []
+        self._failure: NodeError | None = None
+        self._losing = asyncio.Lock()
+        self._closing = False
+        self._received = 0
+        self._heard_at = time.monotonic()
+        self.lost = asyncio.Event()
+        """Set once the process is of no use any more."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, which is its group too; None before it is started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def fault(self) -> str:
+        """Why it is lost or closed; empty while it is neither."""
+        return str(self._failure or "")
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it gave a sign of life."""
+        return time.monotonic() - self._heard_at
+
+    # -- for subclasses ----------------------------------------------------------------------------
+
+    def _decode(self, body: bytes) -> Any:
+        """Decode the message of a frame, which has a `number`. Raises ValueError."""
+        raise NotImplementedError
+
+    def _take(self, message: Any) -> None:
+        """Hand a message to the request with its number. Raises EOFError to read no further."""
+        if (future := self._pending.get(message.number)) is not None and not future.done():
+            future.set_result(message)
+
+    def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
+        """Explain its end to the operator; `code` is negative for a signal, None while it runs."""
+        return exit_reason(self._title, code, lines)
+
+    async def _find_reason(self, fault: str) -> str:
+        """Explain why it is lost: by `fault` if there is one, else by its exit code and its last lines."""
+        if fault or self._process is None or self._log is None:
+            return fault
+        with suppress(TimeoutError):  # its end, and its last lines, may come a moment later
+            async with asyncio.timeout(EXIT_REASON_S):
+                await self._process.wait()
+        await self._log.wait(EXIT_REASON_S if self._process.returncode is not None else 0.0)
+        return self._exit_reason(self._process.returncode, list(self._tail))
+
+    def _closed(self) -> NodeError:
+        """Make the error of what is asked before spawn() or after close()."""
+        return self.Error(f"{self._title} was closed: start another")
+
+    def _request_end(self) -> None:
+        """Ask it to end in peace: by default, its input ends."""
+        if self._writer is not None:
+            self._writer.close()
+
+    async def _kill_now(self, process: asyncio.subprocess.Process) -> None:
+        """Kill it with its group, and reap it."""
+        kill_group(process.pid)
+        await process.wait()
+
+    def _life(self) -> object:
+        """A value that changes as long as it gives signs of life."""
+        return self._received
+
+    def _ailment(self) -> str:
+        """Say what is wrong with it though it answers; empty if nothing is. Looked at with every heartbeat."""
+        return ""
+
+    def _note(self, line: str) -> None:
+        """Keep and log a line that it wrote."""
+        self._tail.append(line)
+        level = logging.DEBUG if self._closing else self.log_level
+        logger.log(level, "%s: %s", self._name, line)
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    async def spawn(self, pass_fds: Sequence[int] = ()) -> None:
+        """Start the process, to be asked through its pipes. Raises Error."""
+        try:
+            process = await start_piped(
+                self._program, self._environment, buffer=BUFFER, pass_fds=pass_fds
+            )
+        except OSError as error:
+            raise self._unstartable(error) from error
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._follow(process, process.stderr)
+        self._talk(process.stdout, process.stdin)
+
+    async def spawn_at_socket(self, path: Path, unconnected: str) -> None:
+        """Start the process, and wait until it or a descendant connects to the socket at `path` (serve.py).
+
+        There is no deadline here. Raises Error, and Lost with `unconnected` if all ends before.
+        """
+        token = secrets.token_hex(32)
+        server, accepted = await listen(path, token)
+        try:
+            variables = {SOCKET_VARIABLE: str(path), TOKEN_VARIABLE: token}
+            try:
+                process = await start_at_socket(self._program, {**self._environment, **variables})
+            except OSError as error:
+                raise self._unstartable(error) from error
+            assert process.stdout is not None
+            self._follow(process, process.stdout)
+            ended = asyncio.create_task(process.wait())
+            try:
+                await asyncio.wait({accepted, ended}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ended.cancel()
+            if not accepted.done():
+                await self._lose(unconnected)
+                raise self._failed()
+            reader, self._connection = accepted.result()
+            self._talk(reader, self._connection)
+        finally:
+            accepted.cancel()
+            server.close()
+
+    def _unstartable(self, error: OSError) -> NodeError:
+        return self.Error(
+            f"the process for {self._title} cannot be started ({error}): free memory or processes"
+        )
+
+    def _follow(self, process: asyncio.subprocess.Process, log: asyncio.StreamReader) -> None:
+        self._process = process
+        self._log = LogTail(log, self._note)
+        self._log.start()
+
+    def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._heard_at = time.monotonic()
+        self._reading = asyncio.create_task(self._read(reader), name=f"{self._name} answers")
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    async def end(self, grace_s: float) -> None:
+        """Ask it to end, wait for that, then kill it; what is pending raises Error.
+
+        A process that is lost is killed at once.
+        """
+        process, well = self._process, self._failure is None
+        self._closing = True
+        self._fail(self._closed())
+        try:
+            if grace_s and well and self._writer and process and process.returncode is None:
+                self._request_end()
+                async with asyncio.timeout(grace_s):
+                    await process.wait()
+        except TimeoutError:
+            logger.warning("%s did not end within %g s: killing it", self._name, grace_s)
+        finally:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End it and all that it started, also when cancelled meanwhile; safe to call twice."""
+        self._closing = True
+        self._fail(self._closed())
+        await to_the_end(self._bury())
+
+    async def _bury(self) -> None:
+        if self._process is not None:
+            await self._kill_now(self._process)
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            await asyncio.wait([self._heartbeat])
+        if self._reading is not None:  # which reads to the end of the pipe
+            await asyncio.wait([self._reading], timeout=END_S)
+        if self._connection is not None:
+            self._connection.close()
+            with suppress(OSError, TimeoutError):  # the other end is dead
+                async with asyncio.timeout(END_S):
+                    await self._connection.wait_closed()
+        if self._log is not None:
+            await self._log.close()
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    async def _answer(self, request: Any, timeout_s: float | None) -> Any:
+        """Send a request and return the message with its number.
+
+        Raises Lost, also if nothing comes in time, Error once it is closed, and ValueError for a request longer
+        than `max_frame`.
+        """
+        name = type(getattr(request, "body", request)).__name__
+        return await self._exchange(request.number, frame(request, self.max_frame), name, timeout_s)
+
+    async def _exchange(self, number: int, data: bytes, name: str, timeout_s: float | None) -> Any:
+        """As _answer(), for a request that is encoded already; `name` is what errors call it."""
+        if self._failure is not None or self._writer is None:
+            raise self._failed()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
+        try:
+            self._write(data)
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            await self._lose(f"{self._title} gave no answer to {name} in {timeout_s:g} s: {LOOK}")
+            raise self._failed() from error
+        finally:
+            self._pending.pop(number, None)
+
+    async def _expect(self, answer: Any, kind: Any) -> None:
+        """Check that an answer is of this kind. Raises Lost."""
+        if not isinstance(answer, kind):
+            await self._lose(
+                f"the process for {self._title} speaks another language: install one version"
+            )
+            raise self._failed()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        """Send a message to which nothing needs to come back."""
+        self._write(frame(message, self.max_frame))
+
+    def _write(self, data: bytes) -> None:
+        """Write frames; those of one turn of the event loop go together."""
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._out.append(data)
+
+    def _flush(self) -> None:
+        data = b"".join(self._out)
+        self._out.clear()
+        if self._writer is not None:
+            self._writer.write(data)  # to a process that has gone: nothing happens
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                message = self._decode(await read_frame(stream, self.max_frame))
+                self._received += 1
+                self._heard_at = time.monotonic()
+                self._take(message)
+        except (EOFError, OSError):  # IncompleteReadError is an EOFError
+            await self._lose("")
+        except ValueError as error:
+            await self._lose(
+                f"the process for {self._title} speaks no sense ({error}): install it anew"
+            )
+        with suppress(OSError):
+            while await stream.read(BUFFER):
+                pass  # asyncio closes the pipe only at its end
+
+    def _failed(self) -> NodeError:
+        """Make the error to raise for what is asked now."""
+        failure = self._failure or self._closed()
+        return type(failure)(str(failure))
+
+    async def _lose(self, fault: str) -> None:
+        """Declare it lost, for `fault` or for what its end says."""
+        async with self._losing:
+            if self._failure is not None or self._closing:
+                return
+            reason = await self._find_reason(fault)
+            if self._failure is None:  # it may have been closed meanwhile
+                self._fail(self.Lost(reason))
+                self.lost.set()
+
+    def _fail(self, failure: NodeError) -> None:
+        self._failure = self._failure or failure
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(failure)
+
+    # -- watching ----------------------------------------------------------------------------------
+
+    def _watch(
+        self, make_ping: Callable[[], msgspec.Struct], every_s: float, silent_s: float
+    ) -> None:
+        """Ping it from now on; it is lost when it gives no sign of life for `silent_s`."""
+        self._heartbeat = asyncio.create_task(
+            self._beat(make_ping, every_s, silent_s), name=f"{self._name} heartbeat"
+        )
+
+    async def _beat(
+        self, make_ping: Callable[[], msgspec.Struct], every_s: float, silent_s: float
+    ) -> None:
+        # Beats are counted, not seconds: while our own event loop is blocked, no answer could be read.
+        life, silent = self._life(), 0.0
+        while self._failure is None:
+            self._send(make_ping())
+            await asyncio.sleep(every_s)
+            before, life = life, self._life()
+            if life != before:
+                silent, self._heard_at = 0.0, time.monotonic()
+            else:
+                silent += every_s
+            if silent >= silent_s:
+                await self._lose(f"{self._title} gave no answer within {silent_s:g} s: {LOOK}")
+            elif ailment := self._ailment():
+                await self._lose(ailment)

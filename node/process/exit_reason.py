@@ -1,0 +1,61 @@
+"""Explain why a process ended, from its exit code and the last lines of its log. No I/O."""
+
+import re
+import signal
+from collections.abc import Sequence
+
+Causes = Sequence[tuple[str, str]]
+"""Regular expressions over log lines, each with what it means and what to do. The first that matches counts."""
+
+LOOK = "look at its log lines above"
+
+
+def exit_reason(
+    process: str,
+    code: int | None,
+    lines: Sequence[str],
+    *,
+    causes: Causes = (),
+    memory_advice: str = "free memory",
+) -> str:
+    """Explain the end of `process` in one sentence for the operator.
+
+    `code` as asyncio gives it: negative for a signal, None while the process runs. A cause found in `lines`
+    says more than the code. `memory_advice` is what to do when memory ran out.
+    """
+    if cause := known_cause(lines, causes):
+        return cause
+    if code is not None and code < 0:
+        return f"{process} {_by_signal(-code, memory_advice)}"
+    last = f" ({lines[-1]})" if lines else ""
+    ended = "broke" if code is None else f"ended with exit code {code}"
+    return f"{process} {ended}{last}: {LOOK}"
+
+
+def known_cause(lines: Sequence[str], causes: Causes) -> str:
+    """Find the meaning of the first of `causes` that any line matches; empty if none does."""
+    found = (words for pattern, words in causes if any(re.search(pattern, line) for line in lines))
+    return next(found, "")
+
+
+def signal_name(number: int) -> str:
+    """Name a signal, also one that this system does not know."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _by_signal(number: int, memory_advice: str) -> str:
+    match number:
+        case signal.SIGKILL:
+            return (
+                "was killed from outside: if nobody did so the machine ran out of memory, "
+                f"{memory_advice}"
+            )
+        case signal.SIGBUS:
+            return "found no room in shared memory: give the container more (docker: --shm-size)"
+        case signal.SIGTERM:
+            return "was asked to end from outside"
+        case _:
+            return f"crashed ({signal_name(number)}): {LOOK}"

@@ -1,0 +1,185 @@
+"""The child's end: answer the numbered frames of a parent (child_process.py).
+
+serve() answers at two pipes from an event loop, many requests at once; it ends with its input. ParentSocket is
+for a process whose main thread computes: it reads requests one by one. Neither outlives the parent.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from ..errors import EngineError
+from .frames import HEAD_BYTES, MAX_FRAME, body_length, frame, read_frame
+from .spawn import EXIT_ORPHANED, leave_with_parent
+from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, Hello, connected
+
+Request = TypeVar("Request", contravariant=True)
+
+POLL_MS = 500
+
+
+class Outbox:
+    """Writes frames; those of one turn of the event loop go together."""
+
+    def __init__(self, write: Callable[[bytes], None], max_frame: int = MAX_FRAME) -> None:
+        self._write = write
+        self._max_frame = max_frame
+        self._frames: list[bytes] = []
+
+    def put(self, message: msgspec.Struct) -> None:
+        """Send a message when this turn ends."""
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._frames.append(frame(message, self._max_frame))
+
+    def _flush(self) -> None:
+        self._write(b"".join(self._frames))
+        self._frames.clear()
+
+
+class RequestHandler(Protocol[Request]):
+    """Answers requests."""
+
+    def take(self, request: Request) -> None:
+        """Begin to answer a request."""
+        ...
+
+    async def close(self) -> None:
+        """Give everything up."""
+        ...
+
+
+async def serve(
+    source: Any,
+    sink: Any,
+    read: Callable[[bytes], Request],
+    make: Callable[[Outbox], RequestHandler[Request]],
+    *,
+    max_frame: int = MAX_FRAME,
+) -> None:
+    """Answer at two files of pipes until the input ends; `read` decodes a request or raises ValueError."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+    transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, sink)
+    handler = make(Outbox(transport.write, max_frame))
+    try:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                handler.take(read(await read_frame(reader, max_frame)))
+    finally:
+        await handler.close()
+        transport.close()
+
+
+def serve_parent(
+    read: Callable[[bytes], Request],
+    make: Callable[[Outbox], RequestHandler[Request]],
+    *,
+    max_frame: int = MAX_FRAME,
+) -> NoReturn:
+    """Be a child process: answer at the standard input and output, end with the input and with the parent.
+
+    What libraries print goes to the standard error.
+    """
+    leave_with_parent(os.environ)
+    answers = take_standard_output()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(sys.stdin.buffer, answers, read, make, max_frame=max_frame))
+    sys.stderr.flush()
+    os._exit(0)  # whatever threads libraries have left behind
+
+
+def take_standard_output() -> Any:
+    """Return the file for answers; what libraries print goes to the standard error from now on."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(answers, "wb")
+
+
+class ParentGone(Exception):
+    """The parent has closed the connection."""
+
+
+class ParentSocket:
+    """The connection to a parent that waits at a socket; replies may come from several threads."""
+
+    def __init__(self, connection: socket.socket, directory: Path, max_frame: int) -> None:
+        self._connection = connection
+        self._directory = directory
+        self._max_frame = max_frame
+        self._sending = threading.Lock()
+        self._ended = False
+
+    @classmethod
+    def open(
+        cls, environ: MutableMapping[str, str], timeout_s: float, max_frame: int = MAX_FRAME
+    ) -> "ParentSocket":
+        """Connect to the socket that the environment names; from then on this process ends with the parent.
+
+        Raises EngineError.
+        """
+        path, token = environ.get(SOCKET_VARIABLE), environ.pop(TOKEN_VARIABLE, "")
+        if not path:
+            raise EngineError("this program runs beside the daemon only: start `primerl-node`")
+        try:
+            connection = connected(Path(path), timeout_s)
+            connection.sendall(frame(Hello(token), max_frame))
+        except OSError as error:
+            raise EngineError(f"the daemon cannot be reached ({error}): it has ended") from error
+        connection.settimeout(None)
+        parent = cls(connection, Path(path).parent, max_frame)
+        threading.Thread(target=parent._watch, name="parent watch", daemon=True).start()
+        return parent
+
+    def next(self, timeout_s: float) -> bytes | None:
+        """Read the next request, encoded; None if there is none in time. Raises ParentGone."""
+        ready, _, _ = select.select([self._connection], [], [], timeout_s)
+        if not ready:
+            return None
+        return self._read(body_length(self._read(HEAD_BYTES), self._max_frame))
+
+    def reply(self, message: msgspec.Struct) -> None:
+        """Send a message. Raises ParentGone."""
+        try:
+            with self._sending:
+                self._connection.sendall(frame(message, self._max_frame))
+        except OSError as error:
+            raise ParentGone from error
+
+    def end(self) -> None:
+        """Let the parent close the connection from now on."""
+        self._ended = True
+
+    def abandon(self) -> NoReturn:
+        """Remove the folder of the socket, which was the parent's, and end this process."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os._exit(EXIT_ORPHANED)
+
+    def _read(self, count: int) -> bytes:
+        data = bytearray(count)
+        view, at = memoryview(data), 0
+        while at < count:
+            got = self._connection.recv_into(view[at:])
+            if not got:
+                raise ParentGone
+            at += got
+        return bytes(data)
+
+    def _watch(self) -> None:
+        """End this process when the parent has gone, whatever the main thread is busy with."""
+        poll = select.poll()
+        poll.register(self._connection, 0)  # a hang-up is always reported
+        while not self._ended:
+            if poll.poll(POLL_MS) and not self._ended:
+                self.abandon()

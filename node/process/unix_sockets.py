@@ -1,0 +1,90 @@
+"""Unix sockets at paths of any length, and a socket that accepts one process of ours by a token.
+
+Kernels take about a hundred bytes of a path; a node's directory may be deeper than that.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ..errors import NodeError
+from .frames import read_frame
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 100
+"""Bytes of a path that every system takes: 108 on Linux and 104 elsewhere, with the zero at the end."""
+SOCKET_VARIABLE = "PRIMERL_PARENT_SOCKET"
+TOKEN_VARIABLE = "PRIMERL_PARENT_TOKEN"
+HELLO_S = 10.0
+MAX_HELLO = 1024
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first frame on a connection: proves that the process was started by us."""
+
+    token: str
+
+
+@contextmanager
+def short(path: Path) -> Generator[str]:
+    """Yield a name of `path`, whose folder exists, that is short enough to bind or to connect to.
+
+    That is the path itself, or a way to it through a symbolic link that is removed when the block ends; a
+    socket that was bound or connected by then stays so. Raises NodeError where the name of the file, or the
+    path of the folder for temporary files, is itself too long.
+    """
+    if len(os.fsencode(path)) <= LONGEST:
+        yield str(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="primerl-") as made:  # only its owner can enter it
+        folder = Path(made, "d")
+        name = str(folder / path.name)
+        if len(os.fsencode(name)) > LONGEST:
+            raise NodeError(f"{name} is too long for a socket: use a shorter name, or TMPDIR")
+        folder.symlink_to(path.parent.absolute())
+        yield name
+
+
+def connected(path: Path, timeout_s: float | None = None) -> socket.socket:
+    """Connect to the listener at `path`; `timeout_s` stays set. Raises OSError, and NodeError as short()."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        with short(path) as name:
+            connection.connect(name)
+    except BaseException:  # also when interrupted: a socket that is not used is closed
+        connection.close()
+        raise
+    return connection
+
+
+async def listen(path: Path, token: str) -> tuple[asyncio.Server, "asyncio.Future[Streams]"]:
+    """Listen at `path` for one process; the future holds the first connection whose Hello has `token`."""
+    accepted: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                body = await read_frame(reader, MAX_HELLO)
+            said = msgspec.msgpack.decode(body, type=Hello).token
+        except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            said = ""
+        if hmac.compare_digest(said.encode(), token.encode()) and not accepted.done():
+            accepted.set_result((reader, writer))
+        else:
+            logger.warning("a connection to %s without the right token was refused", path.name)
+            writer.close()
+
+    with short(path) as name:
+        return await asyncio.start_unix_server(accept, name), accepted
