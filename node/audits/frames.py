@@ -20,7 +20,6 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """First: what is the same for all audits."""
 
     model_dir: str
-    fingerprint: str
     temperature: float
     dtype: str
     device: str

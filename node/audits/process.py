@@ -85,7 +85,6 @@ def _set_up(setup: Setup) -> "Replay":
     replay = Replay(
         Terms(
             model_dir=Path(setup.model_dir),
-            fingerprint=setup.fingerprint,
             temperature=setup.temperature,
             dtype=setup.dtype,
             device=setup.device,

@@ -1,8 +1,8 @@
 import pytest
+from pydantic import ValidationError
 
 from primerl.node.config import RunConfig
-from primerl.node.errors import UsageError
-from primerl.node.proofs.thresholds import BUILT_IN, FIELDS, check_bounds, proof_contract
+from primerl.node.proofs.thresholds import BUILT_IN, FIELDS, proof_contract
 
 
 def config(fingerprint: str, dtype: str) -> RunConfig:
@@ -22,14 +22,10 @@ def test_built_in_bounds_say_that_no_sample_is_behind_them() -> None:
     assert contract.other_scale == 0.0, "unmeasured noise bans nobody"
 
 
-@pytest.mark.parametrize(
-    ("fingerprint", "dtype"),
-    [("projection", "float32"), ("projection", "bfloat16"), ("toploc", "float32")],
-)
-def test_these_start_without_a_calibration(fingerprint: str, dtype: str) -> None:
-    check_bounds(config(fingerprint, dtype))
-
-
-def test_toploc_in_bfloat16_wants_bounds_of_its_own() -> None:
-    with pytest.raises(UsageError, match="run primerl-node calibrate"):
-        check_bounds(config("toploc", "bfloat16"))
+def test_a_fingerprint_that_was_removed_says_what_to_set() -> None:
+    with pytest.raises(
+        ValidationError, match=r'removed: set verification\.fingerprint = "projection"'
+    ):
+        config("toploc", "float32")
+    with pytest.raises(ValidationError, match="projection"):
+        config("other", "float32")
