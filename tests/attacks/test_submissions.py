@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from rogue import Rogue, altered, reason_of, soon
+from support.memory_transport import MemoryNetwork
 from swarm import Swarm
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.rpc import Refused, receive_reply, send
 from primerl.node.network.uploads import PARTIALS_PER_PEER, UploadReceiver
 from primerl.protocol.envelope import Purpose, seal

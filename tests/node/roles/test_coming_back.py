@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from drift_cases import LineTrainer
+from support.memory_transport import MemoryNetwork
 from swarm import Running, Swarm, until
-
-from primerl.node.network.memory import MemoryNetwork
 
 LONG = 1000
 """Steps that no test reaches."""
