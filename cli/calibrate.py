@@ -81,7 +81,6 @@ def run(
         rollouts=64 if quick else rollouts,
         cheats=16 if quick else cheats,
         engines=tuple(engine.value for engine in against),
-        compare=not quick,
         cross_dtype=cross_dtype,
         force=force,
     )
@@ -149,9 +148,8 @@ def _print(report: "Report", *, as_json: bool) -> None:
         f"(at most {found.suspected_at_most:.2%}; 95 %)"
     )
     write(_cheats_table(report))
-    for name, cheats in report.d_prime.items():
-        apart = ", ".join(f"{cheat} {value:.1f}" for cheat, value in cheats.items())
-        typer.echo(f"{name}: standard deviations between fingerprints of honest and {apart}")
+    apart = ", ".join(f"{cheat} {value:.1f}" for cheat, value in report.d_prime.items())
+    typer.echo(f"standard deviations between fingerprints of honest and {apart}")
 
 
 def _noise_table(report: "Report", noise: "Noise") -> "Table":

@@ -219,11 +219,22 @@ class WeightsConfig(BaseConfig):
     """After this a head is no longer believed to be news."""
 
 
+def _known_fingerprint(value: object) -> object:
+    """Name what to set in place of a fingerprint that was removed. Raises ValueError."""
+    if value == "toploc":
+        raise ValueError(
+            'toploc was removed: set verification.fingerprint = "projection", or leave it out'
+        )
+    return value
+
+
 class VerificationConfig(BaseConfig):
     """What is checked before anything is learned."""
 
-    fingerprint: Literal["projection", "toploc"] = "projection"
-    """What workers commit to while they generate, about 8 bytes per token."""
+    fingerprint: Annotated[Literal["projection"], BeforeValidator(_known_fingerprint)] = (
+        "projection"
+    )
+    """What workers commit to while they generate, 8 bytes per token. There is only this one."""
     calibration: Path | None = None
     """What `primerl-node calibrate` measured for this model; else the bounds built in for engine.dtype."""
     audit_rate: Fraction = 0.1

@@ -35,7 +35,7 @@ from .errors import StorageError, UsageError
 from .leasing import longest_sequence
 from .ledger import MANIFEST, Ledger
 from .model_files import position_count
-from .proofs.thresholds import check_bounds, proof_contract
+from .proofs.thresholds import proof_contract
 from .run_files import CHECKPOINTS, CONFIG, check_kinds, clean, make_directory, write_private
 from .store import Store
 from .training.saving.checkpoints import Checkpoints
@@ -255,7 +255,6 @@ def _new_manifest(
 ) -> RunManifest:
     from importlib.metadata import version
 
-    check_bounds(config)
     return RunManifest(
         name=config.name,
         created=int(time.time()),

@@ -108,7 +108,7 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker proves, and what of honest noise is allowed for."""
 
-    fingerprint: Literal["projection", "toploc"]
+    fingerprint: Literal["projection"]
     dtype: Literal["float32", "bfloat16"]
     """Numerics class: every engine of the run computes in it."""
     reject: Thresholds

@@ -52,7 +52,7 @@ class PipelineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most that are in flight at a time; how many there are follows the round trip."""
     encoding: Encoding = "raw"
     fingerprint: Literal["", "projection"] = ""
-    """Of the states at every boundary; toploc's proofs are too large to travel with every token."""
+    """Of the states at every boundary; empty: none."""
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from primerl.node.audits.auditor import AuditItem, Measured, Reply, Unreadable
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.hf import HfEngine
 from primerl.node.engines.network import build_network
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, SamplingContract
 
@@ -61,46 +61,44 @@ class Case:
     def claimed(self, item: AuditItem, hidden: Tensor, logprobs: Tensor) -> AuditItem:
         """`item` with these logprobs [S] and the proof of these hidden states [S, d]."""
         counts = [reply.end - reply.start for reply in item.replies]
-        make = find(self.run.proofs.fingerprint).make
+        make = Projection().make
         proof = b"".join(make(part.float().numpy()) for part in hidden.split(counts))
         return replace(item, logprobs=logprobs.tolist(), proof=proof)
 
 
-def make_run(fingerprint: str, dtype: str) -> RunManifest:
+def make_run(dtype: str) -> RunManifest:
     """A run of that numerics class."""
-    proofs = structs.replace(PROOFS, fingerprint=fingerprint, dtype=dtype)
+    proofs = structs.replace(PROOFS, dtype=dtype)
     sampling = SamplingContract(TEMPERATURE, LENGTH)
     return structs.replace(MANIFEST, proofs=proofs, sampling=sampling)
 
 
 async def make_case(
     directory: Path,
-    fingerprint: str,
     dtype: str,
     make: Callable[[Path, int], State] = make_qwen3,
 ) -> Case:
     """Two replies with a question between them in every fourth branch."""
     torch.set_num_threads(1)
-    run = make_run(fingerprint, dtype)
+    run = make_run(dtype)
     first = make(directory / "own", 0)
     far = make(directory / "far", 1)
     near, _ = blended(first, far, 0.002)
     states = {OWN: first, NEAR: near, FAR: far}
-    honest = await generate(directory / "own", first, fingerprint, dtype)
+    honest = await generate(directory / "own", first, dtype)
     return Case(run, directory / "own", states, honest)
 
 
 async def generate(
     model_dir: Path,
     state: State,
-    fingerprint: str,
     dtype: str,
     temperature: float = TEMPERATURE,
     version: int = OWN,
 ) -> list[AuditItem]:
     """Branches of all lengths under `state`, in one batch; `version` is what they claim."""
     engine = HfEngine(FP32.model_copy(update={"dtype": dtype, "device": "cpu"}))
-    await engine.start(model_dir, fingerprint=fingerprint)
+    await engine.start(model_dir, fingerprint="projection")
     try:
         await engine.load(version, state)
         items = await asyncio.gather(

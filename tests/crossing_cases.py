@@ -15,7 +15,7 @@ from primerl.node.engines.boundary_states import crossing
 from primerl.node.engines.pipelined.activations import rounded
 from primerl.node.engines.qwen3 import Qwen3Network
 from primerl.node.engines.qwen3_shapes import shapes
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.tensors import from_torch, to_torch
 from primerl.node.weights.state import State
 from primerl.protocol.pipelines import Encoding
@@ -79,7 +79,7 @@ def staged(
                 logprobs = torch.log_softmax(network.logits(x[led]).float() / TEMPERATURE, -1)
     drawn = torch.tensor([item.token_ids[place] for place in places])
     counts = [reply.end - reply.start for reply in item.replies]
-    make = find(case.run.proofs.fingerprint).make
+    make = Projection().make
     return replace(
         item,
         logprobs=logprobs.gather(1, drawn[:, None])[:, 0].tolist(),

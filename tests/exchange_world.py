@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 
+from support.memory_transport import MemoryNetwork
+
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.network.arrivals import Arrivals
@@ -16,7 +18,6 @@ from primerl.node.network.chunk_source import ChunkSource, PeerPaths
 from primerl.node.network.exchange import BlobFetcher
 from primerl.node.network.limits import Pacer
 from primerl.node.network.links import Links
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.router import Handler, Router
 from primerl.node.store import MemoryStore, Store

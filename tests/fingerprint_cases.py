@@ -8,8 +8,7 @@ massive), and a part that all tokens share. All three make unrelated texts look 
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl.node.fingerprints.build import KNOWN, find
-from primerl.node.fingerprints.fingerprint import Compared
+from primerl.node.fingerprints.fingerprint import Compared, Projection
 
 Hidden = NDArray[np.float32]
 Random = np.random.Generator
@@ -70,9 +69,9 @@ def changed(random: Random, states: Hidden, channels: tuple[Hidden, Hidden]) -> 
     }
 
 
-def measured(name: str, rollouts: int, tokens: int, other: float) -> NDArray[np.float64]:
+def measured(rollouts: int, tokens: int, other: float) -> NDArray[np.float64]:
     """Ratios [2, rollouts] of honest rollouts and of those of a policy `other` away; 1 % noise."""
-    random, scheme = np.random.default_rng(7), find(name)
+    random, scheme = np.random.default_rng(7), Projection()
     channels = model(random)
     ratios = np.empty((2, rollouts))
     for at in range(rollouts):
@@ -89,16 +88,14 @@ def main() -> None:
     random = np.random.default_rng(3)
     channels = model(random)
     states = text(random, 64, channels)
-    print(f"{'made of':<28}" + "".join(f"{name:>12}" for name in KNOWN))
+    scheme = Projection()
+    print(f"{'made of':<28}{scheme.name:>12}")
     for case, other in changed(random, states, channels).items():
-        found = (find(name) for name in KNOWN)
-        row = "".join(f"{one.compare(one.make(other), states).distance:12.4f}" for one in found)
-        print(f"{case:<28}{row}")
-    for name in KNOWN:
-        for other in (0.001, 0.002, 0.005):
-            honest, cheat = measured(name, 100, 64, other)
-            told = (f"{one.mean():.2f} +- {one.std():.2f}" for one in (honest, cheat))
-            print(f"{name}, other policy {other:.1%} away, nats per 64 tokens:", *told)
+        print(f"{case:<28}{scheme.compare(scheme.make(other), states).distance:12.4f}")
+    for other in (0.001, 0.002, 0.005):
+        honest, cheat = measured(100, 64, other)
+        told = (f"{one.mean():.2f} +- {one.std():.2f}" for one in (honest, cheat))
+        print(f"other policy {other:.1%} away, nats per 64 tokens:", *told)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from frame_cases import SHAPE, plan, step
+from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
@@ -21,7 +22,6 @@ from primerl.node.lines.ring import Ring
 from primerl.node.lines.shaper import Shaper
 from primerl.node.lines.trails import SignedTrails
 from primerl.node.network.links import Links
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.router import Router
 from primerl.node.network.transport import Transport

@@ -20,7 +20,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.environments.counting import STOP, counting_task, question, right_reply
 from primerl.node.environments.environment import Task
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.router import Handler, Router
 from primerl.node.network.rpc import Refused, ask, receive_reply, send
@@ -311,7 +311,7 @@ def proof_of(state: bytes, tokens: Sequence[int], start: int) -> bytes:
     if start == len(tokens):
         return b""
     rows = [felt(state, tokens[:i]) for i in range(start, len(tokens))]
-    return find("projection").make(np.stack(rows))
+    return Projection().make(np.stack(rows))
 
 
 def altered(group: GroupRecord, index: int, **changes: object) -> GroupRecord:

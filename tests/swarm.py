@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
+from support.memory_transport import MemoryNetwork
 from witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
@@ -33,7 +34,6 @@ from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Environment
 from primerl.node.ledger import Ledger
 from primerl.node.network.discovery import Discovery
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.transport import Transport
 from primerl.node.parts import MakeLedger, Parts
 from primerl.node.trainer_node import TrainerNode

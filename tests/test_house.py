@@ -202,7 +202,7 @@ LOADED_LAZILY = {
         node.engines.adjusting node.engines.taps node.engines.causal node.engines.decoding node.engines.network
         node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
         node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
-        node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder node.engines.vllm_told
+        node.engines.transfers node.engines.vllm_recorder node.engines.vllm_told
         node.engines.vllm_sampling node.engines.vllm_worker node.training.export.collecting
         node.training.export.device node.training.export.gathering node.training.learner
         node.training.losses.by_name node.training.losses.custom node.training.losses.formulas

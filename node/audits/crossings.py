@@ -11,7 +11,7 @@ from torch import Tensor
 from ...protocol.pipelines import Encoding
 from ..engines.boundary_states import project
 from ..engines.pipelined.activations import rounded
-from ..fingerprints.boundaries import COLUMNS, token_distances
+from ..fingerprints.fingerprint import COLUMNS, token_distances
 from .auditor import AuditItem
 from .summing import root_mean
 

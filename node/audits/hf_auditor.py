@@ -166,7 +166,6 @@ class HfAuditor:
         await asyncio.to_thread(vocab_size, model_dir)
         self._setup = Setup(
             model_dir=str(model_dir),
-            fingerprint=run.proofs.fingerprint,
             temperature=run.sampling.temperature,
             dtype=run.proofs.dtype,
             device=self._config.device,

@@ -17,7 +17,6 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """The first request: what is the same for all audits."""
 
     model_dir: str
-    fingerprint: str
     temperature: float
     dtype: str
     device: str

@@ -118,7 +118,6 @@ def build_replay(setup: Setup) -> Measurer:
     replay = Replay(
         Terms(
             model_dir=Path(setup.model_dir),
-            fingerprint=setup.fingerprint,
             temperature=setup.temperature,
             dtype=setup.dtype,
             device=setup.device,

@@ -6,14 +6,12 @@ Whatever an item holds, the answer is about this item only.
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..fingerprints.fingerprint import BadProof, Fingerprint
-from ..fingerprints.parts import split
-from ..fingerprints.projection import TOKEN_BYTES
+from ..fingerprints.fingerprint import TOKEN_BYTES, BadProof, Projection, split
 from .auditor import AuditItem, Unreadable
 
 
 def check_item(
-    item: AuditItem, vocabulary: int, layers: int, fingerprint: Fingerprint
+    item: AuditItem, vocabulary: int, layers: int, fingerprint: Projection
 ) -> Unreadable | None:
     """Why nothing can be measured on `item` by a model of `layers` layers; None if something can."""
     detail = _fault(item, vocabulary) or _boundary_fault(item, layers)
@@ -27,7 +25,7 @@ def check_item(
     return None
 
 
-def split_proof(item: AuditItem, fingerprint: Fingerprint) -> list[tuple[bytes, int]]:
+def split_proof(item: AuditItem, fingerprint: Projection) -> list[tuple[bytes, int]]:
     """(proof, number of tokens) of each reply. Raises BadProof if the sizes do not add up."""
     lengths = [reply.end - reply.start for reply in item.replies]
     return split(item.proof, lengths, fingerprint)

@@ -19,8 +19,7 @@ from ..engines.network import Network, build_network
 from ..engines.sampling import draw, gumbel_at
 from ..engines.transfers import Mark, download, upload
 from ..errors import EngineError
-from ..fingerprints.build import find
-from ..fingerprints.projection import Projected, Projection, signs
+from ..fingerprints.fingerprint import Projection, signs
 from ..model_files import layer_count, read_base
 from ..weights.adapters import merge
 from ..weights.state import State, state_bytes
@@ -60,7 +59,7 @@ class _Branch:
     waits: int
     """Versions whose pass is still to come."""
     found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """version -> what the fingerprint compares [S, ...], on the CPU."""
+    """version -> projected states [S, 7], on the CPU."""
     crossed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """The same of its boundaries [S, boundaries, 8]."""
 
@@ -87,7 +86,7 @@ class _Flight:
     branches: Sequence[_Branch]
     counts: Sequence[int]
     led: Tensor
-    """What the fingerprint compares, of the sampled tokens [S, ...] of all `branches`."""
+    """Projected states [S, 7] of the sampled tokens of all `branches`."""
     crossed: Tensor
     """And at their boundaries [S, boundaries, 8]."""
     drawn: Integers
@@ -120,9 +119,7 @@ class Replay:
         self._batch_tokens = batch_tokens
         self._logits = logits
         self._keep_bytes = keep_bytes
-        self._fingerprint = find(terms.fingerprint)
-        self._projects = isinstance(self._fingerprint, Projection)
-        self._compares = Projected() if self._projects else self._fingerprint
+        self._fingerprint = Projection()
         self._kept: dict[int, _Kept] = {}  # the last one used is the last one
         self._base: State | None = None
 
@@ -218,17 +215,15 @@ class Replay:
             version=version,
             branches=batch,
             counts=counts,
-            led=download(self._compared(hidden)),
+            led=download(self._projected(hidden)),
             crossed=download(lookout.led()),
             drawn=drawn,
             numbers=download(self._draw(network, hidden[rows], *claims)),
             mark=Mark(network.device),
         )
 
-    def _compared(self, hidden: Tensor) -> Tensor:
-        """What the fingerprint compares of states [S, d]: themselves, or what they are projected to."""
-        if not self._projects:
-            return hidden
+    def _projected(self, hidden: Tensor) -> Tensor:
+        """Project states [S, d] to [S, 7], which the fingerprint compares."""
         width = hidden.shape[1]
         matrix = upload(torch.from_numpy(signs(width)), hidden.device)
         parts = hidden.split(max(1, self._logits // width))
@@ -313,9 +308,9 @@ class Replay:
         found = summarize(
             margins=tokens.margins[branch.at],
             apart=tokens.logprobs[branch.at] - np.array(branch.item.logprobs),
-            fingerprint=self._compares,
+            fingerprint=self._fingerprint,
             proofs=split_proof(branch.item, self._fingerprint),
-            hidden=_own_states(branch.found, versions).float().numpy(),
+            projected=_own_states(branch.found, versions).float().numpy(),
             others=[branch.found[version].float().numpy() for version in branch.others],
         )
         crossed = _own_states(branch.crossed, versions).numpy()

@@ -10,7 +10,7 @@ from math import inf, isfinite, log, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from ..fingerprints.fingerprint import Compared, Fingerprint, Hidden
+from ..fingerprints.fingerprint import Compared, Hidden, Projection
 from .auditor import Measured
 
 FEWEST = 64
@@ -28,20 +28,20 @@ def summarize(
     *,
     margins: Numbers,
     apart: Numbers,
-    fingerprint: Fingerprint,
+    fingerprint: Projection,
     proofs: Sequence[tuple[bytes, int]],
-    hidden: Hidden,
+    projected: Hidden,
     others: Sequence[Hidden],
 ) -> Measured:
     """The measures of one branch of S sampled tokens.
 
-    `margins` and `apart` (differences of logprobs) are [S]; `hidden` and each of `others` are [S, d]; `proofs`
-    are (bytes, tokens) of each reply and must have been checked. Other policies whose hidden states are not
-    finite are left out.
+    `margins` and `apart` (differences of logprobs) are [S]; `projected` hidden states and each of `others` are
+    [S, 7]; `proofs` are (bytes, tokens) of each reply and must have been checked. Other policies whose states
+    are not finite are left out.
     """
     margins, apart = _infinite(margins), _infinite(np.abs(apart))
     tokens = len(margins)
-    compared = _compare(fingerprint, proofs, hidden, others)
+    compared = _compare(fingerprint, proofs, projected, others)
     return Measured(
         tokens=tokens,
         fingerprint=_distance(compared, proofs),
@@ -59,20 +59,21 @@ def _infinite(values: Numbers) -> Numbers:
 
 
 def _compare(
-    fingerprint: Fingerprint,
+    fingerprint: Projection,
     proofs: Sequence[tuple[bytes, int]],
-    hidden: Hidden,
+    projected: Hidden,
     others: Sequence[Hidden],
 ) -> list[Compared]:
-    """One per reply; empty if the own hidden states are not finite."""
-    if not np.isfinite(hidden).all():
+    """One per reply; empty if the own states are not finite."""
+    if not np.isfinite(projected).all():
         return []
     finite = [one for one in others if np.isfinite(one).all()]
     found: list[Compared] = []
     at = 0
     for proof, tokens in proofs:
         rows = slice(at, at + tokens)
-        found.append(fingerprint.compare(proof, hidden[rows], [one[rows] for one in finite]))
+        rest = [one[rows] for one in finite]
+        found.append(fingerprint.compare_projected(proof, projected[rows], rest))
         at += tokens
     return found
 

@@ -11,7 +11,6 @@ class Terms:
     """What all audits of a run have in common."""
 
     model_dir: Path
-    fingerprint: str
     temperature: float
     dtype: str
     """The run's numerics class: the prefill rounds as the workers do, so much of the rounding cancels."""
@@ -27,7 +26,6 @@ def terms(model_dir: Path, run: RunManifest, device: str) -> Terms:
     proofs = run.proofs
     return Terms(
         model_dir,
-        proofs.fingerprint,
         run.sampling.temperature,
         proofs.dtype,
         device,

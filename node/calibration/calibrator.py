@@ -6,7 +6,7 @@ rollouts alone; cheats only decide whether the bounds are worth something.
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +70,6 @@ from .separation import (
 if TYPE_CHECKING:
     from ..engines.network import Network
 
-FingerprintName = Literal["projection", "toploc"]
 EngineName = Literal["hf", "vllm", "scripted"]
 
 NEXT = CLAIMED + 1
@@ -78,8 +77,6 @@ NEXT = CLAIMED + 1
 NEXT_NAME = "next version"
 COMPUTED = "computed in"
 DTYPES = ("float32", "bfloat16")
-COMPARED = 128
-"""Most rollouts to compare fingerprints by."""
 RANDOM_WEIGHTS = 0.85
 """Entropy over ln(vocabulary) above which a model knows next to nothing; trained ones are below 0.5."""
 FEWEST_CHANGED = 8
@@ -96,8 +93,6 @@ class Wanted:
     """Of each cheat."""
     engines: tuple[EngineName, ...] = ()
     """What workers generate with; empty: engine.type."""
-    compare: bool = True
-    """Whether to measure the other fingerprint, too."""
     cross_dtype: bool = False
     """Whether to look at workers that compute in the other dtype."""
     force: bool = False
@@ -120,7 +115,6 @@ class Report(msgspec.Struct, frozen=True):
     model: str
     """Digest (hex) of its config.json."""
     name: str
-    fingerprint: FingerprintName
     dtype: Literal["float32", "bfloat16"]
     device: str
     noise: list[Noise]
@@ -133,8 +127,8 @@ class Report(msgspec.Struct, frozen=True):
     other_scale: float
     false_positives: FalsePositives
     separation: list[Separated]
-    d_prime: dict[str, dict[str, float]]
-    """Fingerprint -> cheat -> standard deviations between it and honest rollouts."""
+    d_prime: dict[str, float]
+    """Cheat -> standard deviations between its fingerprints and honest ones."""
 
     @property
     def inseparable(self) -> list[str]:
@@ -146,8 +140,8 @@ class Report(msgspec.Struct, frozen=True):
         if self.inseparable:
             raise NodeError(
                 f"honest rollouts cannot be told from {', '.join(self.inseparable)}, so nothing was "
-                "written: measure more rollouts or longer replies, take engine.dtype float32 or another "
-                "verification.fingerprint, or insist with --force"
+                "written: measure more rollouts or longer replies, take engine.dtype float32, or insist "
+                "with --force"
             )
 
     def calibration(self, day: str) -> Calibration:
@@ -155,7 +149,7 @@ class Report(msgspec.Struct, frozen=True):
         engines = "+".join(noise.engine for noise in self.noise)
         return Calibration(
             model=self.model,
-            fingerprint=self.fingerprint,
+            fingerprint="projection",
             dtype=self.dtype,
             reject=self.reject,
             suspect=self.suspect,
@@ -197,8 +191,7 @@ class Calibrator:
 
     async def run(self) -> Report:
         """Measure. Raises UsageError and EngineError with what is in the way."""
-        config, fingerprint = self._config, self._config.verification.fingerprint
-        run = self._trial(fingerprint)
+        config, run = self._config, self._trial()
         played = {
             name: await self._play(name, run, self._wanted.rollouts) for name in self._engines
         }
@@ -221,14 +214,9 @@ class Calibrator:
             separate(name, found, contract, chance=chance, required=self._required(name, found))
             for name, found in cheats.items()
         ]
-        apart = {fingerprint: _apart(everyone, cheats)}
-        if self._wanted.compare:
-            other: FingerprintName = "toploc" if fingerprint == "projection" else "projection"
-            apart[other] = await self._compare(other)
         return Report(
             model=run.model.base_state.hex(),
             name=config.model.name,
-            fingerprint=fingerprint,
             dtype=config.engine.dtype,
             device=device_name(config.engine.device),
             noise=[_noise(name, found) for name, found in honest.items()],
@@ -240,17 +228,16 @@ class Calibrator:
             other_scale=bound.other_scale,
             false_positives=false_positives(everyone, run.proofs),
             separation=separation,
-            d_prime=apart,
+            d_prime={name: d_prime(everyone, cheats[name]) for name in VARIANTS},
         )
 
     @property
     def _engines(self) -> tuple[EngineName, ...]:
         return self._wanted.engines or (self._config.engine.type,)
 
-    def _trial(self, fingerprint: FingerprintName) -> RunManifest:
+    def _trial(self) -> RunManifest:
         return trial_run(
             self._config,
-            fingerprint,
             config_file=(self._model_dir / "config.json").read_bytes(),
             vocab_size=self._vocab_size,
             stop_token_ids=self._stops,
@@ -368,21 +355,6 @@ class Calibrator:
     def _required(self, name: str, found: Sequence[Evidence]) -> bool:
         optional = name == NEXT_NAME or name.startswith(COMPUTED)
         return not optional and len(found) >= FEWEST_CHANGED
-
-    async def _compare(self, fingerprint: FingerprintName) -> dict[str, float]:
-        """How far other models are from honest ones by another fingerprint."""
-        run = self._trial(fingerprint)
-        played = await self._play(self._engines[0], run, min(self._wanted.rollouts, COMPARED))
-        lines = [line for line, _ in first_replies(played, self._wanted.cheats)]
-        async with self._auditing(run) as auditor:
-            honest = await self._measure(auditor, played)
-            return _apart(honest, await self._other_models(run, auditor, lines))
-
-
-def _apart(
-    honest: Sequence[Evidence], cheats: Mapping[str, Sequence[Evidence]]
-) -> dict[str, float]:
-    return {name: d_prime(honest, cheats[name]) for name in VARIANTS}
 
 
 def _noise(engine: str, found: Sequence[Evidence]) -> Noise:

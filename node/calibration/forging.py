@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...protocol.manifests import RunManifest
 from ..audits.auditor import AuditItem, Reply
 from ..errors import EngineError
-from ..fingerprints.build import find
+from ..fingerprints.fingerprint import Projection
 from ..proofs.checks import CheckedRollout
 from .honest import Played
 
@@ -209,7 +209,7 @@ class _Reply:
             replies=[Reply(start, end, self._line.seed)],
             logprobs=self._logprobs,
             versions=[CLAIMED] * len(self._tokens),
-            proof=find(self._run.proofs.fingerprint).make(np.stack(self._hidden)),
+            proof=Projection().make(np.stack(self._hidden)),
         )
 
 

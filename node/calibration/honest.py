@@ -8,7 +8,6 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ...crypto.hashing import derive, digest
 from ...protocol.leases import Lease, TaskRef, sample_seed
@@ -57,7 +56,6 @@ class Played:
 
 def trial_run(
     config: RunConfig,
-    fingerprint: Literal["projection", "toploc"],
     *,
     config_file: bytes,
     vocab_size: int,
@@ -68,8 +66,7 @@ def trial_run(
     `config_file` is the model's config.json; its digest stands for that of the weights.
     """
     model = digest(config_file)
-    asked = {"calibration": None, "fingerprint": fingerprint}
-    verification = config.verification.model_copy(update=asked)
+    verification = config.verification.model_copy(update={"calibration": None})
     proofs = proof_contract(config.model_copy(update={"verification": verification}), model.hex())
     return RunManifest(
         name=config.name,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .adjustment import Adjustment
-from .vllm_largest import upload
+from .transfers import upload_array
 
 FIRST_ROWS = 4
 """Requests with penalties that there is room for at first; twice as many whenever there are more."""
@@ -118,7 +118,7 @@ class Adjusting:
         if adjustment.penalises:
             row = self._row()
             assert self._history is not None  # _row() made it
-            tokens = upload(np.array(prompt, np.int64), self._device)
+            tokens = upload_array(np.array(prompt, np.int64), self._device)
             self._history[row, : len(prompt)] = tokens.int()
         self._asked[slot] = _Asked(adjustment, len(prompt) - adjustment.drawn, row)
 
@@ -152,7 +152,7 @@ class Adjusting:
             biased=self._ids([[token for token, _ in one.bias] for one in changes]),
             bias=self._table([[value for _, value in one.bias] for one in changes]),
             ends=self._ids(ends),
-            until=upload(np.array(until, np.int64), self._device),
+            until=upload_array(np.array(until, np.int64), self._device),
             penalties=self._penalties(asked),
         )
 
@@ -164,9 +164,9 @@ class Adjusting:
             presence=self._numbers([one.presence for one in changes]),
             frequency=self._numbers([one.frequency for one in changes]),
             repetition=self._numbers([one.repetition for one in changes]),
-            starts=upload(np.array([one.start for one in asked], np.int64), self._device),
+            starts=upload_array(np.array([one.start for one in asked], np.int64), self._device),
             history=self._history,
-            where=upload(np.array([one.row for one in asked], np.int64), self._device),
+            where=upload_array(np.array([one.row for one in asked], np.int64), self._device),
         )
 
     def _row(self) -> int:
@@ -190,7 +190,7 @@ class Adjusting:
         columns = np.zeros((len(rows), max(1, *map(len, rows))), np.float64)
         for column, row in zip(columns, rows, strict=True):
             column[: len(row)] = row
-        return upload(columns.view(np.int64), self._device).view(torch.float64).float()
+        return upload_array(columns.view(np.int64), self._device).view(torch.float64).float()
 
     def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """[N, longest, at least 1] int64, filled up with the first of each row, or with 0."""
@@ -198,4 +198,4 @@ class Adjusting:
         for column, row in zip(columns, rows, strict=True):
             column[:] = row[0] if row else 0
             column[: len(row)] = row
-        return upload(columns, self._device)
+        return upload_array(columns, self._device)

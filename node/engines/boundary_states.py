@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import EngineError
-from ..fingerprints.fingerprint import ProofFailed
-from ..fingerprints.projection import NUMBERS, decode_rows, pack, signs
+from ..fingerprints.fingerprint import NUMBERS, ProofFailed, decode_rows, pack, signs
 from .compiling import compiles
 from .transfers import upload
 

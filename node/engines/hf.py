@@ -19,7 +19,7 @@ from .engine import Completion, EngineStats, GenerateRequest
 from .requests import check_request, check_update, find_fingerprint
 
 if TYPE_CHECKING:
-    from ..fingerprints.fingerprint import Fingerprint
+    from ..fingerprints.fingerprint import Projection
     from .decoding import Reply
     from .network import Network, NetworkBuilder
 
@@ -59,7 +59,7 @@ class HfEngine:
         self._config = config
         self._build = build
         self._model_dir: Path | None = None
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprint: Projection | None = None
         self._loaded: Loaded | None = None
         self._jobs: asyncio.Queue[Job] = asyncio.Queue(QUEUE_BATCHES * config.max_batch)
         self._waiting: set[asyncio.Future[Completion]] = set()

@@ -3,8 +3,7 @@
 import numpy as np
 
 from ..errors import EngineError
-from ..fingerprints.build import KNOWN, find
-from ..fingerprints.fingerprint import Fingerprint
+from ..fingerprints.fingerprint import Projection
 from ..weights.state import Changed, State
 from .adjustment import check_adjustment
 from .engine import GenerateRequest
@@ -59,14 +58,11 @@ def narrowing(request: GenerateRequest) -> tuple[float, int, float]:
     return request.temperature, request.top_k, request.top_p
 
 
-def find_fingerprint(name: str) -> Fingerprint:
+def find_fingerprint(name: str) -> Projection:
     """The fingerprint that start() was asked for. Raises EngineError."""
-    try:
-        return find(name)
-    except KeyError as error:
-        raise EngineError(
-            f"there is no fingerprint {name!r}: choose one of {', '.join(sorted(KNOWN))}"
-        ) from error
+    if name != Projection().name:
+        raise EngineError(f"there is no fingerprint {name!r}: the only one is {Projection().name}")
+    return Projection()
 
 
 def check_update(state: State, changed: Changed) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import EngineError
-from ..fingerprints.fingerprint import Fingerprint, Hidden
+from ..fingerprints.fingerprint import Hidden, Projection
 from ..weights.state import Changed, State
 from .engine import Completion, EngineStats, GenerateRequest, Likeliest
 from .requests import check_request, check_update, find_fingerprint
@@ -44,7 +44,7 @@ class ScriptedEngine:
         self._max_model_len = max_model_len
         self._delay_s = delay_s
         self._version = -1
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprint: Projection | None = None
         self._started = False
         self._closed = asyncio.Event()
 

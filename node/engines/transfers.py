@@ -3,7 +3,10 @@
 What download() gives may be read only once the device is done with it: see Mark.
 """
 
+from typing import Any
+
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -12,6 +15,12 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def upload_array(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of `values` on `device`, also where that is the CPU."""
+    found = torch.from_numpy(values)
+    return upload(found, device) if device.type == "cuda" else found.clone()
 
 
 def download(values: Tensor) -> Tensor:

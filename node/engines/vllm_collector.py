@@ -66,7 +66,7 @@ class Collector:
             came = self._came.pop(key, None)
             self._forgotten.append(key)
         assert came is not None  # else _come() had not returned
-        return await self._made(came, tokens)
+        return self._made(came, tokens)
 
     def forget(self, key: int) -> None:
         """The request `key` was given up; the worker is told with the next question, or by tidy()."""
@@ -96,18 +96,14 @@ class Collector:
         del self._forgotten[: len(forgotten)]
         self._came |= {one[0]: one for one in answer if one[0] in self._wanted}
 
-    async def _made(self, came: list[Any], tokens: int) -> Drawn:
-        _, rows, spans, largest, told, *crossed = came
+    def _made(self, came: list[Any], tokens: int) -> Drawn:
+        _, rows, spans, told, *crossed = came
         numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
         logprobs = numbers[:, 0]
         if not np.isfinite(logprobs).all():
             raise EngineError("vLLM gave no finite logprob for a token: are the weights finite?")
         try:
-            proof = b""
-            if self._fingerprint == "projection":
-                proof = projection_proof(numbers[:, 1:])
-            elif self._fingerprint == "toploc":
-                proof = await asyncio.to_thread(toploc_proof, largest, tokens)
+            proof = projection_proof(numbers[:, 1:]) if self._fingerprint else b""
         except ProofFailed as error:
             raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
         versions = tuple((row, version) for row, version in spans)
@@ -125,24 +121,6 @@ def read_told(told: bytes, tokens: int) -> Sequence[Likeliest]:
 
 def projection_proof(projected: NDArray[np.float32]) -> bytes:
     """The proof of projected hidden states [tokens, 7]. Raises ProofFailed."""
-    from ..fingerprints.projection import pack
+    from ..fingerprints.fingerprint import pack
 
     return pack(projected)
-
-
-def toploc_proof(largest: bytes, tokens: int) -> bytes:
-    """The proof of what Largest.collected() gave for so many tokens. Raises ProofFailed."""
-    from ..fingerprints.toploc import BLOCK, PER_TOKEN, Toploc
-
-    full, rest = divmod(tokens, BLOCK)
-    proof = b""
-    for blocks, length in ((full, BLOCK), (1, rest)):
-        if not blocks or not length:
-            continue
-        most = PER_TOKEN * length
-        part, largest = largest[: blocks * 6 * most], largest[blocks * 6 * most :]
-        both = np.frombuffer(part, np.uint8).reshape(blocks, 6 * most)
-        index = np.ascontiguousarray(both[:, : 4 * most]).view(np.int32).astype(np.int64)
-        patterns = np.ascontiguousarray(both[:, 4 * most :]).view(np.uint16)
-        proof += Toploc().make_top(index, patterns)
-    return proof

@@ -3,8 +3,8 @@
 One row of numbers a token, [logprob, projected hidden state], for the whole batch at once: computed and
 copied to the host in stream order, never waited for in a step, and filed under its request by numpy
 once the copy has come. No Python runs for each request in a step whose batch is that of the step
-before, and the device holds nothing of what was drawn, except a ring of hidden states for TOPLOC
-(vllm_largest.py). A request keeps its slot until the node has collected it.
+before, and the device holds nothing of what was drawn. A request keeps its slot until the node has
+collected it.
 """
 
 from collections import deque
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..fingerprints.projection import NUMBERS, signs
+from ..fingerprints.fingerprint import NUMBERS, signs
 from .adjusting import Adjusting
 from .adjustment import Adjustment
 from .sampling import Narrowed, draw
-from .vllm_largest import Largest, upload
+from .transfers import upload_array
 from .vllm_sampling import Step
 from .vllm_slots import Ints, Slots
 from .vllm_told import Told
@@ -74,10 +74,9 @@ class Recorder:
         self._slots = Slots(requests)
         # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32
         self._exact = device.type == "cuda" and dtype == torch.bfloat16
-        projects, kind = fingerprint == "projection", dtype if self._exact else torch.float32
+        projects, kind = bool(fingerprint), dtype if self._exact else torch.float32
         self._signs = _padded_signs(width).to(device, kind) if projects else None
         self._scale = np.float32(1 / np.sqrt(width))
-        self._largest = Largest(device, requests, width) if fingerprint == "toploc" else None
         self._told_beside = Told(device)
         self._adjusting = Adjusting(device, length)
         self._columns = 1 if self._signs is None else 1 + NUMBERS
@@ -124,8 +123,6 @@ class Recorder:
         slots.prompts[slot] = prompt
         self._told_beside.start(slot, top)
         self._adjusting.leave(slot)
-        if self._largest is not None:
-            self._largest.start(slot)
         self._batch = None  # a new request may bear an old one's id
 
     def adjust(self, request_id: str, prompt: Sequence[int], adjustment: Any) -> None:
@@ -145,7 +142,7 @@ class Recorder:
         elif bool((step.positions == batch.last + 1).all()):
             batch.positions.add_(1)
         else:
-            batch.positions = upload(step.positions, self._device)
+            batch.positions = upload_array(step.positions, self._device)
         batch.last = step.positions
         self._step = step
 
@@ -180,7 +177,7 @@ class Recorder:
         columns = np.stack(
             [slots.seeds[where], step.positions, slots.temperatures[where].view(np.int64)]
         )
-        seeds, positions, temperatures = upload(columns, self._device)
+        seeds, positions, temperatures = upload_array(columns, self._device)
         return Batch(
             ids=step.ids,
             slots=where,
@@ -208,14 +205,14 @@ class Recorder:
 
     def _limits(self, where: Ints, rows: Ints) -> Narrowed:
         top_ks, top_ps = self._slots.top_ks[where[rows]], self._slots.top_ps[where[rows]]
-        places, ks, ps = upload(np.stack([rows, top_ks, top_ps.view(np.int64)]), self._device)
+        places, ks, ps = upload_array(np.stack([rows, top_ks, top_ps.view(np.int64)]), self._device)
         return Narrowed(places, ks, ps.view(torch.float64).float())
 
     def _note(self, batch: Batch, adjusted: Narrowed, step: Step, tokens: Tensor) -> None:
         """What the rows of `adjusted` have said; a row that reads a part of its prompt says nothing."""
         changes, rows = adjusted.adjusted, adjusted.rows
         if changes is not None and changes.penalties is not None:
-            drawn = upload(step.sampling.astype(np.int64), self._device).bool()[rows]
+            drawn = upload_array(step.sampling.astype(np.int64), self._device).bool()[rows]
             changes.penalties.note(batch.positions[rows], tokens[rows], drawn)
 
     def _tell(self, batch: Batch, step: Step, logits: Tensor, logsumexp: Tensor) -> None:
@@ -241,8 +238,6 @@ class Recorder:
         if not self.collecting or not len(where):
             return
         columns = self._project(step.hidden, logprobs)
-        if self._largest is not None:
-            self._largest.add(step.hidden, chosen, where, rows, self._later)
         buffer = self._buffer(len(columns))
         buffer[: len(columns)].copy_(columns, non_blocking=True)
         self._later(lambda: self._file(buffer, len(columns), chosen, where, rows))
@@ -298,17 +293,14 @@ class Recorder:
         self._rows = np.empty((slots.size, self._length, self._columns), np.float32)
         for slot in slots.of.values():
             self._rows[slot, : slots.filed[slot]] = old[slot, : slots.filed[slot]]
-        if self._largest is not None:
-            self._largest.grow(slots.size)
 
     # -- collecting --------------------------------------------------------------------------------
 
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """What was drawn for the requests of `wanted` [[key, tokens], ...], as far as it has come.
 
-        Each is [key, rows as bytes, [[token, version], ...], largest numbers as bytes, what is told beside as
-        bytes]; it is kept until it is in `forget`, so that an answer that was lost can be asked for again.
-        Never waits.
+        Each is [key, rows as bytes, [[token, version], ...], what is told beside as bytes]; it is kept until it
+        is in `forget`, so that an answer that was lost can be asked for again. Never waits.
         """
         slots = self._slots
         for key in forget:
@@ -317,24 +309,18 @@ class Recorder:
         known = [
             (key, slots.of[slots.ids[key]], count) for key, count in wanted if key in slots.ids
         ]
-        if self._largest is not None:
-            with torch.inference_mode():
-                self._largest.finish([(slot, count) for _, slot, count in known], self._later)
-            self.settle()
         return [
             self._collected(key, slot, count)
             for key, slot, count in known
             if slots.filed[slot] >= count
-            and (self._largest is None or self._largest.complete(slot, count))
         ]
 
     def _collected(self, key: int, slot: int, count: int) -> list[Any]:
         spans = [span for span in self._slots.spans[slot] if span[0] < count]
-        largest = b"" if self._largest is None else self._largest.collected(slot, count)
         rows = self._rows[slot, :count].copy()
         rows[:, 1:] *= self._scale
         told = self._told_beside.collected(slot, count)
-        return [key, rows.tobytes(), spans, largest, told]
+        return [key, rows.tobytes(), spans, told]
 
 
 def _padded_signs(width: int) -> Tensor:

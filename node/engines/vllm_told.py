@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .sampling import likeliest
-from .vllm_largest import to_host, upload
+from .transfers import download, upload_array
 
 Ints = NDArray[np.int64]
 Later = Callable[[Callable[[], None]], None]
@@ -51,12 +51,12 @@ class Told:
         later: Later,
     ) -> None:
         """Take a step [n, ...], of which those at `places` draw the tokens number `rows` of `slots`."""
-        where = upload(places, self._device)
+        where = upload_array(places, self._device)
         counts = [self._counts[slot] for slot in slots.tolist()]
         ids, logprobs = likeliest(
             logits.index_select(0, where), temperatures[where], logsumexp[where], max(counts)
         )
-        pairs = to_host(torch.stack([ids.to(torch.int32), logprobs.view(torch.int32)], 1))
+        pairs = download(torch.stack([ids.to(torch.int32), logprobs.view(torch.int32)], 1))
 
         def file() -> None:
             found = zip(slots.tolist(), rows.tolist(), counts, pairs.numpy(), strict=True)

@@ -1,24 +1,59 @@
-"""The fingerprint seam: hidden states in, a few bytes per token out, and a comparison with other hidden states.
+"""Fingerprints of hidden states: each state as seven signed sums of its numbers, 8 bytes a token.
 
-A hidden state is what feeds the language-model head, one vector per sampled token: that which led to it.
-A proof is foreign bytes: its size is checked against the number of tokens before anything is read.
-numpy only: who compares needs no torch. Implementations: projection.py, toploc.py.
+A hidden state is what feeds the language-model head, one vector per sampled token: that which led to it. A
+worker commits to the fingerprints of its states while it generates; an auditor compares them with its own.
+
+    p[j] = sum_i s[i, j] h[i] / sqrt(width),  s = +-1 from an integer hash of (i, j)
+
+Random signs keep lengths (Johnson and Lindenstrauss): E |p|^2 = 7 |h|^2 / width, so the relative error of p
+is that of h. A token is one byte b > 0 for the scale 2^((b - 160) / 8), the smallest with every
+|p| / scale < 127.5, and seven signed bytes, p / scale rounded. Eight zero bytes are a state of
+zeros, or one that is below the smallest scale.
+
+- A proof is foreign bytes: its size is checked against the number of tokens before anything is read.
+- One state has one encoding: a scale byte other than the one that the largest code implies is refused, so
+  a proof is either far from the truth or made of something near it; no bytes fit everything.
+- numpy only: comparing needs no torch.
+
 Suite: tests/conformance/test_fingerprint.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 Hidden = NDArray[np.float32]
 """Hidden states [tokens, width]."""
+Floats = NDArray[np.float64]
+
+NUMBERS = 7
+TOKEN_BYTES = NUMBERS + 1
+LENGTH = NUMBERS
+"""Column of own states at a boundary between stages: |state| / sqrt(width), behind the NUMBERS projections."""
+COLUMNS = NUMBERS + 1
+FURTHEST = 4.0
+"""The largest distance: one token with an absurd scale says no more than that."""
+
+_MOST = 127
+_LEAST = 117
+"""The largest code is at least 127.5 / 2^(1/8) = 116.92 before rounding, else the scale were too large."""
+_BORDER = 127.5
+_UNIT_SCALE = 160
+_STEPS = 8
+"""Steps of the scale for each factor of two."""
+_SOFTNESS = 1.0
+"""Of the weights: a token's residual is of seven numbers, so chance alone spreads it little."""
+
+_LEAST_RESIDUAL = 1e-9
+"""Below this a median residual is rounding only (residuals are relative, squared)."""
 
 
 class BadProof(Exception):
-    """The bytes are no proof of so many tokens."""
+    """The bytes are no proof of this number of tokens."""
 
 
 class ProofFailed(Exception):
@@ -35,35 +70,212 @@ class Compared:
     """How many committed numbers were compared."""
     own: float
     """Sum of squared relative differences between what is committed and the own hidden states, over `samples`,
-    weighed so that no few tokens drown the rest (residuals.py). 0 if `samples` is."""
+    weighed so that no few tokens drown the rest. 0 if `samples` is."""
     others: tuple[float, ...]
     """The same against the hidden states of other policies, in order, over the same samples."""
 
 
-class Fingerprint(Protocol):
-    """How a proof is made and compared. Stateless; safe in any thread."""
+class Projection:
+    """Make, check and compare proofs of replies. Stateless; safe in any thread."""
 
     @property
     def name(self) -> str:
         """As in the run manifest."""
-        ...
+        return "projection"
 
     def size(self, tokens: int) -> int:
-        """Bytes of the proof of a reply of `tokens` > 0 tokens."""
-        ...
+        """Bytes of the proof of a reply of `tokens` > 0 tokens: 8 a token."""
+        return tokens * TOKEN_BYTES
 
     def make(self, hidden: Hidden) -> bytes:
-        """The proof of one reply. Raises ProofFailed."""
-        ...
+        """The proof of the hidden states [tokens, width] of one reply. Raises ProofFailed."""
+        return pack(_project(hidden).astype(np.float32))
 
     def check(self, proof: bytes, tokens: int) -> None:
-        """Raise BadProof unless `proof` can be that of a reply of `tokens` tokens."""
-        ...
+        """Raise BadProof unless every token's bytes are the one encoding of some state."""
+        _decode(proof, tokens)
 
     def compare(self, proof: bytes, hidden: Hidden, others: Sequence[Hidden] = ()) -> Compared:
-        """Compare a reply's proof with the validator's own hidden states of it.
+        """Compare a proof with own hidden states [tokens, width] of the same reply.
 
-        `others` are those of the same tokens under other policies. Raises BadProof; ProofFailed if own or
-        other hidden states are not finite, which is not the sender's fault.
+        `others` are those of the same tokens under other policies. The distance is |decoded - own| / |own| over
+        the whole reply, own being rounded like a proof. `own` and `others` are against what is not rounded,
+        each token in units of its own mean square, and weighed (_weighed_sums()).
+        Raises BadProof; ProofFailed if own or other hidden states are not finite, which is not the sender's
+        fault.
         """
-        ...
+        return _compare(proof, _project(hidden), [_project(one) for one in others])
+
+    def compare_projected(
+        self, proof: bytes, projected: Hidden, others: Sequence[Hidden] = ()
+    ) -> Compared:
+        """As compare(), of states that were projected already: each is hidden @ signs(width) [tokens, 7]."""
+        return _compare(proof, _finite(projected), [_finite(one) for one in others])
+
+
+def split(proof: bytes, lengths: Sequence[int], fingerprint: Projection) -> list[tuple[bytes, int]]:
+    """Split the proof of a branch, that of its replies in a row, into (proof, tokens) of each reply.
+
+    `lengths` are the tokens of the replies. Raises BadProof for any other size.
+    """
+    sizes = [fingerprint.size(length) for length in lengths]
+    if len(proof) != sum(sizes):
+        raise BadProof(
+            f"{len(proof)} bytes of proof where replies of {list(lengths[:8])} tokens take {sum(sizes)}"
+        )
+    ends = accumulate(sizes)
+    return [
+        (proof[end - size : end], length)
+        for end, size, length in zip(ends, sizes, lengths, strict=True)
+    ]
+
+
+def signs(width: int) -> NDArray[np.float32]:
+    """The matrix [width, 7] that projects hidden states of that width: each entry is +-1 / sqrt(width).
+
+    The signs are the top bits of a 32-bit hash (the finaliser "lowbias32" by C. Wellons) of 8 i + j.
+    """
+    row = np.arange(width, dtype=np.uint32)[:, None]
+    hashed = row * np.uint32(8) + np.arange(NUMBERS, dtype=np.uint32) + np.uint32(0x9E3779B9)
+    hashed ^= hashed >> np.uint32(16)
+    hashed *= np.uint32(0x7FEB352D)
+    hashed ^= hashed >> np.uint32(15)
+    hashed *= np.uint32(0x846CA68B)
+    hashed ^= hashed >> np.uint32(16)
+    plus = np.float32(1 / np.sqrt(width))
+    return np.where(hashed >> np.uint32(31), -plus, plus).astype(np.float32)
+
+
+_signs = lru_cache(4)(signs)
+
+
+def pack(projected: NDArray[np.float32]) -> bytes:
+    """The proof of projected states, hidden @ signs(width) [tokens, 7]. Raises ProofFailed."""
+    if projected.ndim != 2 or projected.shape[1] != NUMBERS or not len(projected):
+        raise ProofFailed(f"projected states are [tokens, 7], not {projected.shape}")
+    largest = np.abs(projected).max(axis=1).astype(np.float64)
+    if not np.isfinite(largest).all():
+        raise ProofFailed("hidden states are not finite; load the policy again")
+    scale, codes = _encode(projected, largest)
+    packed = np.empty((len(projected), TOKEN_BYTES), np.uint8)
+    packed[:, 0] = scale
+    packed[:, 1:] = codes.astype(np.int8).view(np.uint8)
+    return packed.tobytes()
+
+
+def _encode(projected: NDArray[np.float32], largest: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """The scale bytes [tokens] and the codes [tokens, 7] of finite states, the largest of each [tokens]."""
+    scale = _scale_bytes(largest)
+    if scale.max() > 255:
+        raise ProofFailed(f"hidden states are too large: {largest.max():.3g} after projection")
+    zero = scale < 1
+    codes = np.rint(projected.astype(np.float64) / _scale(scale)[:, None])
+    codes[zero] = 0
+    return np.where(zero, 0, scale), codes
+
+
+def _compare(proof: bytes, projected: Floats, others: Sequence[Floats]) -> Compared:
+    """Compare a proof with states that are projected and finite; see Projection.compare()."""
+    decoded = _decode(proof, len(projected))
+    power = np.mean(projected**2, axis=1)
+    power[power == 0] = 1
+    squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (projected, *others)])
+    own, *rest = _weighed_sums(squares).tolist()
+    distance = _distance(decoded, rounded(projected.astype(np.float32)))
+    return Compared(distance, decoded.size, own, tuple(rest))
+
+
+def _scale_bytes(largest: Floats) -> NDArray[np.int64]:
+    """The smallest b with largest < 127.5 * 2^((b - 160) / 8); at most 0 means zero."""
+    ratio = np.maximum(largest, np.finfo(np.float64).tiny) / _BORDER
+    found = np.ceil(_STEPS * np.log2(ratio)).astype(np.int64) + _UNIT_SCALE
+    # on the border itself, also where log2 is off by its last bit: no code may come out beyond 127
+    found += largest >= _BORDER * _scale(found)
+    return found
+
+
+def _scale(scale_bytes: NDArray[np.int64]) -> Floats:
+    return np.exp2((scale_bytes - _UNIT_SCALE) / _STEPS)
+
+
+def _project(hidden: Hidden) -> Floats:
+    if hidden.ndim != 2 or not hidden.size:
+        raise ProofFailed(f"hidden states are [tokens, width], not {hidden.shape}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _finite(hidden.astype(np.float32, copy=False) @ _signs(hidden.shape[1]))
+
+
+def _finite(projected: NDArray[np.float32]) -> Floats:
+    if not np.isfinite(projected).all():
+        raise ProofFailed("hidden states are not finite; load the policy again")
+    return projected.astype(np.float64)
+
+
+def _decode(proof: bytes, tokens: int) -> Floats:
+    """The projected states [tokens, 7] that foreign bytes stand for. Raises BadProof."""
+    if tokens < 1 or len(proof) != tokens * TOKEN_BYTES:
+        raise BadProof(f"{len(proof)} bytes are no projection proof of {tokens} tokens")
+    decoded, proper = decode_rows(proof)
+    if not proper.all():
+        raise BadProof(f"token {int(np.argmin(proper))}: its codes do not fit its scale")
+    return decoded
+
+
+def decode_rows(proof: bytes) -> tuple[Floats, NDArray[np.bool_]]:
+    """The states [tokens, 7] that whole rows of foreign bytes stand for, and which are proper [tokens]."""
+    packed = np.frombuffer(proof, np.uint8).reshape(-1, TOKEN_BYTES)
+    scale, codes = packed[:, 0].astype(np.int64), packed[:, 1:].view(np.int8).astype(np.int64)
+    largest = np.abs(codes).max(axis=1)
+    proper = np.where(scale == 0, largest == 0, (largest >= _LEAST) & (largest <= _MOST))
+    return codes * _scale(scale)[:, None], proper
+
+
+def rounded(projected: NDArray[np.float32]) -> Floats:
+    """Finite projected states [tokens, 7] as a proof of them would be read. Raises ProofFailed."""
+    scale, codes = _encode(projected, np.abs(projected).max(axis=1).astype(np.float64))
+    return codes * _scale(scale)[:, None]
+
+
+def _distance(decoded: Floats, own: Floats) -> float:
+    """|decoded - own| / |own|, at most FURTHEST."""
+    apart, length = float(np.sum((decoded - own) ** 2)), float(np.sum(own**2))
+    if apart == 0:
+        return 0.0
+    if length == 0:
+        return FURTHEST
+    return min(FURTHEST, float(np.sqrt(apart / length)))
+
+
+def _weighed_sums(squares: Floats) -> Floats:
+    """Sum residuals over the last axis of `squares` [policies, n] by weights that the mean over policies gives.
+
+    The weights are relative: where no residual stands out, they are about 1. The same weight counts for every
+    policy, so no weight favours one; what it leaves of a single token is bounded.
+    Plain sums would be a matched filter for noise that is alike everywhere. Real noise is not (a token may
+    carry three times that of its neighbour), and a cheat could send a few tokens far off on purpose, so that
+    the rest say nothing. Weights 1 / (softness * median + residual) are those of Student-t noise: simulated on
+    64 tokens of 7 numbers they cost 3 % of the separation where all tokens are alike, and triple it where their
+    noise is spread by a factor e (log-normal).
+    """
+    if not squares.shape[1]:
+        return np.zeros(len(squares))
+    mean = squares.mean(axis=0)
+    typical = max(float(np.median(mean)), _LEAST_RESIDUAL)
+    weights = (_SOFTNESS + 1) * typical / (_SOFTNESS * typical + mean)
+    return np.sum(squares * weights, axis=1)
+
+
+def token_distances(stated: bytes, own: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Relative distances [tokens] of fingerprints `stated` of a stage boundary from `own` [tokens, COLUMNS].
+
+    0 is equal, at most FURTHEST, which is also that of bytes that encode no state. `stated` has as many tokens;
+    `own` is finite and is rounded like what was stated. Every token counts by its own length: a residual stream
+    is not normed, and one long state would drown the rest.
+    """
+    decoded, proper = decode_rows(stated)
+    apart = ((decoded - rounded(own[:, :NUMBERS])) ** 2).mean(axis=1)
+    length = own[:, LENGTH].astype(np.float64)
+    with np.errstate(divide="ignore", over="ignore"):
+        found = np.sqrt(apart) / np.where(length > 0, length, 1)
+    found[(length == 0) & (apart > 0)] = FURTHEST
+    return np.where(proper, np.minimum(found, FURTHEST), FURTHEST)

@@ -7,7 +7,7 @@ row order; stage 0 gets all of them back with the tokens. It holds bytes of stra
 from collections.abc import Sequence
 
 ROW = 8
-"""Bytes of one state's fingerprint (node/fingerprints/projection.py)."""
+"""Bytes of one state's fingerprint (node/fingerprints/fingerprint.py)."""
 
 
 class BadTrail(Exception):

@@ -72,7 +72,7 @@ def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | 
             hidden_size=shape.hidden,
             max_model_len=min(run.limits.max_model_len, shape.longest or run.limits.max_model_len),
             max_sequences=max_sequences,
-            fingerprint="projection" if run.proofs.fingerprint == "projection" else "",
+            fingerprint=run.proofs.fingerprint,
         ),
     )
 

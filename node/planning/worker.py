@@ -291,14 +291,9 @@ def uncounted(config: EngineConfig, shape: ModelShape) -> list[Line]:
 
 
 def _proofs(config: EngineConfig, shape: ModelShape, fingerprint: str) -> list[Line]:
-    """What vllm_recorder.py and vllm_largest.py keep on the device."""
-    from ..fingerprints.projection import NUMBERS
-    from ..fingerprints.toploc import BLOCK
+    """What vllm_recorder.py keeps on the device."""
+    from ..fingerprints.fingerprint import NUMBERS
 
-    if fingerprint == "toploc":
-        slots = config.max_batch + 1
-        ring = 2 * slots * 2 * BLOCK * shape.hidden * 2  # twice the slots: those not collected yet
-        return [Line("proofs", ring, "the last 64 hidden states of each request")]
     if fingerprint:
         signs = shape.hidden * (1 + NUMBERS) * ELEMENT[config.dtype]
         rows = config.max_batch * (1 + NUMBERS) * 4
@@ -310,7 +305,7 @@ def _proofs(config: EngineConfig, shape: ModelShape, fingerprint: str) -> list[L
 
 
 def _vllm_cpu(config: EngineConfig, shape: ModelShape, device: Device) -> WorkerPlan:
-    from ..fingerprints.projection import NUMBERS
+    from ..fingerprints.fingerprint import NUMBERS
 
     tp = tensor_parallel(config)
     ranks = tp * config.pp

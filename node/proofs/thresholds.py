@@ -63,7 +63,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str
     """Digest (hex) of the config.json that it holds for."""
-    fingerprint: Literal["projection", "toploc"]
+    fingerprint: Literal["projection"]
     dtype: Literal["float32", "bfloat16"]
     reject: Thresholds
     suspect: Thresholds
@@ -82,21 +82,6 @@ def read_calibration(path: Path) -> Calibration:
         raise UsageError(
             f"verification.calibration: {path} cannot be used ({error}): run primerl-node calibrate"
         ) from error
-
-
-def check_bounds(config: RunConfig) -> None:
-    """Raise UsageError where no built-in bounds are known to be fair to honest workers.
-
-    TOPLOC in bfloat16: where large channels come and go among the top 128, honest rollouts of a 0.6B model
-    measured 0.25, five times the bound that projections need.
-    """
-    verification = config.verification
-    bare = verification.calibration is None and config.engine.dtype == "bfloat16"
-    if bare and verification.fingerprint == "toploc":
-        raise UsageError(
-            "verification.fingerprint toploc in bfloat16 needs bounds of its own: run primerl-node calibrate "
-            "and set verification.calibration, or take projection"
-        )
 
 
 def proof_contract(config: RunConfig, model: str) -> ProofContract:

@@ -33,7 +33,7 @@ from primerl.node.engines.network import pick_device
 from primerl.node.engines.packed import Attend
 from primerl.node.engines.qwen3 import Qwen3Network
 from primerl.node.engines.taps import Taps
-from primerl.node.fingerprints.projection import signs
+from primerl.node.fingerprints.fingerprint import signs
 from primerl.node.proofs.blame import Blame, blame
 from primerl.node.proofs.judgement import judge
 from primerl.node.proofs.thresholds import BUILT_IN
@@ -199,9 +199,7 @@ def _play(
 
 def measure(setting: Setting, items: Sequence[AuditItem]) -> list[Measured]:
     """As the trainer measures them."""
-    replay = Replay(
-        Terms(setting.model_dir, "projection", TEMPERATURE, setting.dtype, setting.device)
-    )
+    replay = Replay(Terms(setting.model_dir, TEMPERATURE, setting.dtype, setting.device))
     found = replay.measure(items, {OWN: setting.state}, {})
     return [one for one in found if isinstance(one, Measured)]
 

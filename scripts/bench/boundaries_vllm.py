@@ -71,7 +71,7 @@ async def measure(asked: argparse.Namespace) -> None:
     """Everything, printed on the way."""
     made = trained_model(recipe("tiny", num_hidden_layers=ENDS[-1]))
     shape = shape_of(96, dtype=asked.dtype, fingerprint="projection")
-    replay = Replay(Terms(made.directory, "projection", TEMPERATURE, asked.dtype, "cpu"))
+    replay = Replay(Terms(made.directory, TEMPERATURE, asked.dtype, "cpu"))
     bounds = contract(asked.dtype)
     todo = requests(made, asked.rollouts)
     async with pipeline(

@@ -21,13 +21,12 @@ from cheats_store import Setting, load, save
 from primerl.node.config import EngineConfig
 from primerl.node.engines.build import build_engine
 from primerl.node.engines.engine import Engine
-from primerl.node.fingerprints.build import KNOWN, find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 from primerl.tests.attacks.cheat_book import BOOK, Cheat
 from primerl.tests.attacks.cheat_run import (
     learning_material,
     new_world,
-    with_fingerprint,
     with_updates,
 )
 from primerl.tests.attacks.cheat_world import World
@@ -37,22 +36,6 @@ COMPANY = ((1, 0.01), (8, 0.09), (256, 0.9))
 MOST = 128
 """Rollouts of a cheat at once."""
 UPDATES = 4
-ON_TOPLOC = (
-    "smaller model",
-    "previous policy version",
-    "int8 weights",
-    "int4 weights",
-    "fp8 KV cache",
-    "zero proof",
-    "constant proof",
-    "random proof",
-    "shuffled proof",
-    "truncated proof",
-    "null modulus",
-    "proof of a longer text",
-    "proof of an older version's rollout",
-)
-"""Cheats for which the fingerprint matters."""
 
 
 def models_of(name: str, device: str, *, small: bool = True) -> tuple[Trained, Trained]:
@@ -142,24 +125,19 @@ async def measure(options: argparse.Namespace) -> list[Setting]:
         fresh = new_world(right, small, own, max_tokens=options.tokens)
         material = await learning_material(fresh, 4 * UPDATES)
         world = with_updates(fresh, material, lr=options.lr, updates=UPDATES)
-        for fingerprint in options.fingerprints.split(","):
-            seen = with_fingerprint(world, fingerprint)
-            first = fingerprint == "projection"
-            label = f"{name}, {own.dtype}, {fingerprint}"
-            blocks = options.blocks if first else options.blocks // 4
-            honest = await measure_honest(seen, label, config, options, blocks)
-            new = [
-                Setting(f"{label}, audited in {dtype or own.dtype}", seen.run.proofs, samples, [])
-                for dtype, samples in zip(options.audit.split(","), honest, strict=True)
-            ]
-            settings += new
+        label = f"{name}, {own.dtype}"
+        honest = await measure_honest(world, label, config, options, options.blocks)
+        dtypes = options.audit.split(",")
+        new = [
+            Setting(f"{label}, audited in {dtype or own.dtype}", world.run.proofs, samples, [])
+            for dtype, samples in zip(dtypes, honest, strict=True)
+        ]
+        settings += new
+        keep(options, settings)
+        book = list(BOOK.values())
+        async for _ in measure_cheats(world, book, new, dtypes=dtypes, rollouts=options.rollouts):
             keep(options, settings)
-            book = [one for one in BOOK.values() if first or one.name in ON_TOPLOC]
-            rollouts = options.rollouts if first else max(16, options.rollouts // 2)
-            dtypes = options.audit.split(",")
-            async for _ in measure_cheats(seen, book, new, dtypes=dtypes, rollouts=rollouts):
-                keep(options, settings)
-            show(new)
+        show(new)
     return settings
 
 
@@ -178,7 +156,6 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="tiny,tiny:bfloat16,50m", help="NAME[:DTYPE],...")
-    parser.add_argument("--fingerprints", default=",".join(KNOWN))
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="of honest workers")
     parser.add_argument("--blocks", type=int, default=10_000, help="honest, per model")
     parser.add_argument("--rollouts", type=int, default=128, help="of every cheat")
@@ -202,7 +179,6 @@ def main() -> int:
     options = arguments()
     if options.quick:
         options.models, options.blocks, options.rollouts = "tiny", 600, 32
-        options.fingerprints = "projection"
     torch.set_num_threads(options.threads)
     if options.load:
         settings = [one for path in options.load for one in load(path)]
@@ -210,7 +186,7 @@ def main() -> int:
         settings = asyncio.run(measure(options))
     print("\n# all")
     show(settings)
-    sizes = {name: find(name).size(options.tokens) / options.tokens for name in KNOWN}
+    sizes = {Projection().name: Projection().size(options.tokens) / options.tokens}
     honest, cheats = [honest_row(one) for one in settings], cheat_rows(settings)
     goals = judge(honest, cheats, sizes)
     if options.json:

@@ -23,7 +23,7 @@ from primerl.tests.attacks.cheat_world import Groups, Workshop, World
 Say = Callable[[str], None]
 
 BLOCK = 32
-"""Tokens of a block, as TOPLOC counts."""
+"""Tokens of a block, the unit of the goals."""
 EVERY_S = 10.0
 KEEP_BYTES = 2**34
 PORTION = 512

@@ -36,7 +36,6 @@ from .cheat_samplers import (
     int4_weights,
     int8_weights,
     longer_proof,
-    null_modulus,
     previous_version,
     random_proof,
     reproved,
@@ -46,6 +45,7 @@ from .cheat_samplers import (
     temperature,
     truncated_proof,
     zero_proof,
+    zero_scale,
 )
 
 __all__ = ["BOOK", "Cheat", "Work", "audited_by_content", "honest_work"]
@@ -109,7 +109,7 @@ BOOK: dict[str, Cheat] = _cheats(
     Cheat("random proof", sampled(telling(reproved(random_proof))), MODEL),
     Cheat("shuffled proof", sampled(telling(reproved(shuffled_proof))), MODEL),
     Cheat("truncated proof", sampled(telling(reproved(truncated_proof))), PROOF),
-    Cheat("null modulus", sampled(telling(reproved(null_modulus))), PROOF | MODEL),
+    Cheat("zero scale", sampled(telling(reproved(zero_scale))), PROOF | MODEL),
     Cheat("proof of a longer text", sampled(telling(reproved(longer_proof))), PROOF),
     Cheat("proof of an older version's rollout", older_proofs, MODEL | PROOF),
 )

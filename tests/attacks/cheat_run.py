@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from primerl.node import models
 from primerl.node.calibration.honest import trial_run
@@ -15,8 +14,6 @@ from primerl.scripts.bench.trained_model import Trained, policy_updates, stop_to
 
 from .cheat_world import Workshop, World
 from .corpus_environment import CorpusEnvironment
-
-FingerprintName = Literal["projection", "toploc"]
 
 GROUP_SIZE = 8
 ROOM = 64
@@ -37,12 +34,7 @@ def new_world(trained: Trained, small: Trained, engine: EngineConfig, *, max_tok
     )
 
 
-def manifest(
-    model_dir: Path,
-    engine: EngineConfig,
-    max_tokens: int,
-    fingerprint: FingerprintName = "projection",
-) -> RunManifest:
+def manifest(model_dir: Path, engine: EngineConfig, max_tokens: int) -> RunManifest:
     """As a trainer would sign it."""
     config = RunConfig.model_validate(
         {
@@ -55,17 +47,10 @@ def manifest(
     )
     return trial_run(
         config,
-        fingerprint,
         config_file=(model_dir / "config.json").read_bytes(),
         vocab_size=models.vocab_size(model_dir),
         stop_token_ids=(stop_token(model_dir),),
     )
-
-
-def with_fingerprint(world: World, fingerprint: FingerprintName) -> World:
-    """The same run with another fingerprint."""
-    max_tokens = world.run.sampling.max_tokens
-    return replace(world, run=manifest(world.model_dir, world.engine, max_tokens, fingerprint))
 
 
 async def learning_material(world: World, groups: int) -> list[Sample]:

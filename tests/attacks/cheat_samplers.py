@@ -194,8 +194,8 @@ def zero_proof(shop: Workshop, proof: bytes, tokens: int) -> bytes:
 
 
 def constant_proof(shop: Workshop, proof: bytes, tokens: int) -> bytes:
-    """The first token's bytes for all (the first block's for TOPLOC), which are well formed."""
-    size = min(len(proof), shop.fingerprint.size(1 if _by_token(shop) else 32))
+    """The first token's bytes for all, which are well formed."""
+    size = shop.fingerprint.size(1)
     return (proof[:size] * (len(proof) // size + 1))[: len(proof)]
 
 
@@ -208,12 +208,10 @@ def random_proof(shop: Workshop, proof: bytes, tokens: int) -> bytes:
 
 
 def shuffled_proof(shop: Workshop, proof: bytes, tokens: int) -> bytes:
-    """The right bytes, token by token (number by number for TOPLOC) in another order."""
-    size = shop.fingerprint.size(1) if _by_token(shop) else 2
+    """The right bytes, token by token in another order."""
+    size = shop.fingerprint.size(1)
     parts = [proof[at : at + size] for at in range(0, len(proof), size)]
-    if _by_token(shop):
-        return b"".join(reversed(parts))
-    return b"".join([parts[0], *reversed(parts[1:])])
+    return b"".join(reversed(parts))
 
 
 def truncated_proof(shop: Workshop, proof: bytes, tokens: int) -> bytes:
@@ -221,16 +219,11 @@ def truncated_proof(shop: Workshop, proof: bytes, tokens: int) -> bytes:
     return proof[:-1]
 
 
-def null_modulus(shop: Workshop, proof: bytes, tokens: int) -> bytes:
-    """TOPLOC's modulus is 0: divide by it. Of a projection the scale is."""
-    size = 1 if _by_token(shop) else 2
-    return bytes(size) + proof[size:]
+def zero_scale(shop: Workshop, proof: bytes, tokens: int) -> bytes:
+    """The scale of the first token is 0, its codes are not."""
+    return bytes(1) + proof[1:]
 
 
 def longer_proof(shop: Workshop, proof: bytes, tokens: int) -> bytes:
     """The proof of a longer text."""
     return proof + proof[: shop.fingerprint.size(32)]
-
-
-def _by_token(shop: Workshop) -> bool:
-    return shop.fingerprint.name == "projection"

@@ -15,7 +15,7 @@ from primerl.node.config import EngineConfig
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
 from primerl.node.engines.hf import HfEngine
 from primerl.node.environments.environment import Environment, Task
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.roles.generating import rollout_record
 from primerl.node.weights.state import State
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
@@ -99,7 +99,7 @@ class Workshop:
         self._main_holds = ""
         self._engines: dict[str, HfEngine] = {}
         self._network: Network | None = None
-        self.fingerprint = find(world.run.proofs.fingerprint)
+        self.fingerprint = Projection()
 
     async def close(self) -> None:
         """Free the engines that were made here."""

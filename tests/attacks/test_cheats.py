@@ -34,7 +34,6 @@ from primerl.tests.attacks.cheat_groups import sampled
 from primerl.tests.attacks.cheat_run import (
     learning_material,
     new_world,
-    with_fingerprint,
     with_updates,
 )
 from primerl.tests.attacks.cheat_samplers import nucleus, shifted_logprobs, telling, temperature
@@ -100,13 +99,6 @@ async def stage(world: World) -> AsyncIterator[Stage]:
         yield one
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def toploc(world: World) -> AsyncIterator[Stage]:
-    """With TOPLOC's proofs."""
-    async for one in _stage(with_fingerprint(world, "toploc")):
-        yield one
-
-
 async def _stage(world: World) -> AsyncIterator[Stage]:
     shop = Workshop(world, bytes(31) + b"c", remember=True)
     auditor = PrefillCore(world.engine)
@@ -164,23 +156,6 @@ async def test_a_faint_cheat_is_banned_by_what_its_rollouts_add_up_to(
         ban_test(stage.world.run.proofs, 160 * 128),
     )
     assert peer.banned
-
-
-PROOFS = [name for name in BOOK if "proof" in name or "modulus" in name]
-
-
-@pytest.mark.parametrize("name", PROOFS)
-async def test_a_false_toploc_proof_is_caught(toploc: Stage, name: str) -> None:
-    found = await toploc.play(name)
-    assert reasons_of(found) & {Reason.WRONG_MODEL, Reason.WRONG_POLICY, Reason.BAD_PROOF}
-
-
-async def test_honest_toploc_proofs_pass(toploc: Stage) -> None:
-    assert reasons_of(await toploc.play("honest")) == set()
-
-
-async def test_a_proof_without_modulus_is_no_proof(toploc: Stage) -> None:
-    assert reasons_of(await toploc.play("null modulus")) == {Reason.BAD_PROOF}
 
 
 async def test_honest_work_in_any_company_says_the_same(stage: Stage) -> None:

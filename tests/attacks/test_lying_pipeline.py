@@ -81,12 +81,12 @@ def boundaries(made_by: PipelinePlan, said: Completion) -> list[Boundary]:
 
 def audited(model: Model, items: list[AuditItem]) -> list[Measured]:
     directory, state = model
-    replay = Replay(terms(directory, make_run("projection", "float32"), "cpu"))
+    replay = Replay(terms(directory, make_run("float32"), "cpu"))
     return measured(replay.measure(items, {VERSION: state}, {}))
 
 
 def laid(one: Measured) -> Blame:
-    proofs = make_run("projection", "float32").proofs
+    proofs = make_run("float32").proofs
     contract = structs.replace(proofs, reject=REJECT, suspect=SUSPECT)
     found = evidence(CheckedRollout(0, 0, [], 0.0), [one])
     return blame(found, judge(found, contract), one.boundaries, contract)

@@ -169,7 +169,7 @@ async def _texts(case: Case) -> list[AuditItem]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Court]:
-    case = await make_case(tmp_path_factory.mktemp("deep"), "projection", "float32", make_deep)
+    case = await make_case(tmp_path_factory.mktemp("deep"), "float32", make_deep)
     reject, suspect = BUILT_IN["float32"]
     run = structs.replace(
         case.run,

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 import pytest
 from frame_cases import SHAPE, plan, step
 from ring_cases import LIMITS, RUN, TRAINER, Chain, Node, chain, key_of, sealed, soon
+from support.memory_transport import MemoryNetwork
 from swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.lines import door as door_module
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.router import Router, no_pipelines
 from primerl.node.network.rpc import Refused, ask, receive_reply, send

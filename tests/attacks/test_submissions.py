@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from protocol_cases import LEASE, RUN, TRAINER, WORKER
 from rogue import Rogue, altered, reason_of, soon
+from support.memory_transport import MemoryNetwork
 from swarm import Swarm
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.ledger import Ledger
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.rpc import Refused, receive_reply, send
 from primerl.node.network.transport import Stream
 from primerl.node.network.uploads import PARTIALS_PER_PEER, UploadReceiver

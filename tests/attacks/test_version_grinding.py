@@ -16,7 +16,7 @@ from witness import Fakes, WitnessEngine, felt, told
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineLost
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import PolicyHead
 from primerl.protocol.rollouts import BranchRecord, GroupRecord, Span, pack_f32, unpack_u32
@@ -48,7 +48,7 @@ def switched(branch: BranchRecord, old: PolicyHead, new: PolicyHead, at: int) ->
         policy_first=old.version,
         policy_last=new.version,
         spans=(Span(0, old.version), Span(at, new.version)),
-        proof=find("projection").make(rows),
+        proof=Projection().make(rows),
     )
 
 

@@ -22,7 +22,6 @@ def report(caught: float) -> Report:
     return Report(
         model="ab" * 32,
         name="tiny",
-        fingerprint="projection",
         dtype="float32",
         device="cpu",
         noise=[Noise("hf", 64, 640, {name: [0.0, 1e-7, 2e-7, 3e-7, 4e-7] for name in FIELDS})],
@@ -37,7 +36,7 @@ def report(caught: float) -> Report:
             Separated("int8 weights", 16, 4, 9, caught, True),
             Separated("next version", 16, 0, 0, 0.0, False),
         ],
-        d_prime={"projection": {"int8 weights": 2.5}},
+        d_prime={"int8 weights": 2.5},
     )
 
 
@@ -72,7 +71,7 @@ def test_what_was_measured_is_shown_and_written(cli: Cli, home: Path, measured: 
     assert read_calibration(home / "c.json").honest_rollouts == 64
     [(config, wanted)] = asked
     assert (config.sampling.max_tokens, config.training.lr, config.seed) == (32, 1e-5, 4)
-    assert (wanted.rollouts, wanted.engines, wanted.compare) == (100, ("hf", "vllm"), True)
+    assert (wanted.rollouts, wanted.engines) == (100, ("hf", "vllm"))
 
 
 def test_bounds_that_let_another_model_pass_are_not_written(

@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from support.memory_transport import MemoryNetwork
+
 from primerl.crypto.keys import SecretKey
 from primerl.node.network.arrivals import Arrivals
 from primerl.node.network.blobs import BlobServer
@@ -18,7 +20,6 @@ from primerl.node.network.discovery import Discovery
 from primerl.node.network.libp2p import Libp2pDiscovery
 from primerl.node.network.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
 from primerl.node.network.limits import Pacer
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.rpc import receive, send
 from primerl.node.network.seeds import open_seeds

@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from support.memory_transport import MemoryNetwork
+
 from primerl.crypto.keys import SecretKey
 from primerl.node.network.discovery import Discovery
 from primerl.node.network.libp2p import Libp2pDiscovery
-from primerl.node.network.memory import MemoryNetwork
 
 Factory = Callable[[int], AbstractAsyncContextManager[list[Discovery]]]
 

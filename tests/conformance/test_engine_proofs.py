@@ -1,4 +1,4 @@
-"""Proofs of completions, for every engine and every fingerprint; for the rest see test_engine.py."""
+"""Proofs of completions, for every engine; for the rest see test_engine.py."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,8 +14,7 @@ from primerl.node.engines.engine import Completion, Engine, GenerateRequest
 from primerl.node.engines.network import build_network
 from primerl.node.engines.scripted import scripted_hidden
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.build import KNOWN, find
-from primerl.node.fingerprints.fingerprint import Hidden
+from primerl.node.fingerprints.fingerprint import Hidden, Projection
 from primerl.node.weights.state import State
 
 DEADLINE_S = 240.0
@@ -30,18 +29,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_case(request.param, tmp_path_factory)
 
 
-@pytest.fixture(scope="module", params=KNOWN)
-def fingerprint(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(case: Case, fingerprint: str) -> AsyncIterator[Engine]:
+async def engine(case: Case) -> AsyncIterator[Engine]:
     engine = case.factory.engine()
-    if case.factory.proofs and fingerprint not in case.factory.proofs:
-        pytest.skip("this engine makes no such proofs")
     try:
-        yield await started(engine, case.model_dir, case.states[0], fingerprint=fingerprint)
+        yield await started(engine, case.model_dir, case.states[0], fingerprint="projection")
     finally:
         await engine.close()
 
@@ -61,17 +53,15 @@ def hidden_states(case: Case, state: State, asked: GenerateRequest, done: Comple
         return network.hidden(tokens)[0, len(asked.prompt) - 1 : -1].numpy()
 
 
-async def test_every_completion_brings_the_proof_of_its_tokens(
-    engine: Engine, fingerprint: str
-) -> None:
-    scheme = find(fingerprint)
+async def test_every_completion_brings_the_proof_of_its_tokens(engine: Engine) -> None:
+    scheme = Projection()
     for one in await generate_all(engine, varied_requests()):
         assert len(one.proof) == scheme.size(len(one.token_ids)) > 0
         scheme.check(one.proof, len(one.token_ids))
 
 
 async def test_a_proof_is_of_the_hidden_states_of_its_policy_and_of_no_other(
-    engine: Engine, case: Case, fingerprint: str
+    engine: Engine, case: Case
 ) -> None:
     """Rows end at different steps and are dropped on the way: each has its own states all the same."""
     requests = [
@@ -80,8 +70,8 @@ async def test_a_proof_is_of_the_hidden_states_of_its_policy_and_of_no_other(
     ]
     for asked, done in zip(requests, await generate_all(engine, requests), strict=True):
         own, other = (hidden_states(case, state, asked, done) for state in case.states)
-        assert find(fingerprint).compare(done.proof, own).distance < NEAR
-        assert find(fingerprint).compare(done.proof, other).distance > FAR
+        assert Projection().compare(done.proof, own).distance < NEAR
+        assert Projection().compare(done.proof, other).distance > FAR
 
 
 async def test_a_fingerprint_changes_nothing_that_is_sampled(engine: Engine, case: Case) -> None:

@@ -1,30 +1,29 @@
-"""What every fingerprint promises: small, repeatable, near for the same model, far for whatever else.
+"""What a fingerprint promises: small, repeatable, near for the same model, far for whatever else.
 
 Distances of 64 tokens of width 1024, by `python -m fingerprint_cases` (its states have massive channels and
 a part that all tokens share):
 
-    made of                       projection      toploc
-    equal                             0.0000      0.0000
-    noise 0.1 %                       0.0045      0.0005
-    noise 1 %                         0.0125      0.0079
-    noise 5 %                         0.0511      0.0517
-    noise 20 %                        0.2069      0.1930
-    x 1.05                            0.0507      0.0500
-    signs flipped                     2.0000      1.0000
-    tokens shuffled                   1.2923      0.7570
-    tokens one late                   1.2913      0.7632
-    another text                      1.3153      0.7736
-    another model                     1.4175      0.9972
-    zeros                             1.0000      1.0000
-    one state again and again         1.2009      0.9074
+    made of                       projection
+    equal                             0.0000
+    noise 0.1 %                       0.0045
+    noise 1 %                         0.0125
+    noise 5 %                         0.0511
+    noise 20 %                        0.2069
+    x 1.05                            0.0507
+    signs flipped                     2.0000
+    tokens shuffled                   1.2923
+    tokens one late                   1.2913
+    another text                      1.3153
+    another model                     1.4175
+    zeros                             1.0000
+    one state again and again         1.2009
 """
 
 import numpy as np
 import pytest
 from fingerprint_cases import changed, measured, model, noisy, ratio, text
 
-from primerl.node.fingerprints.build import KNOWN, find
-from primerl.node.fingerprints.fingerprint import BadProof, Fingerprint, ProofFailed
+from primerl.node.fingerprints.fingerprint import BadProof, Projection, ProofFailed
 
 LENGTHS = (1, 2, 31, 32, 33, 64, 71)
 HONEST = 0.02
@@ -32,10 +31,10 @@ HONEST = 0.02
 FAR = 0.6
 
 
-@pytest.fixture(params=list(KNOWN))
-def scheme(request: pytest.FixtureRequest) -> Fingerprint:
-    """Each fingerprint there is."""
-    return find(request.param)
+@pytest.fixture
+def scheme() -> Projection:
+    """The fingerprint."""
+    return Projection()
 
 
 @pytest.fixture
@@ -44,13 +43,9 @@ def random() -> np.random.Generator:
     return np.random.default_rng(11)
 
 
-def test_it_is_found_by_its_name(scheme: Fingerprint) -> None:
-    assert type(find(scheme.name)) is type(scheme)
-
-
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_a_proof_has_its_size_and_is_accepted_and_is_at_no_distance(
-    scheme: Fingerprint, random: np.random.Generator, tokens: int
+    scheme: Projection, random: np.random.Generator, tokens: int
 ) -> None:
     states = text(random, tokens, model(random, 128))
     proof = scheme.make(states)
@@ -63,13 +58,13 @@ def test_a_proof_has_its_size_and_is_accepted_and_is_at_no_distance(
     assert 0 < compared.samples <= len(proof)
 
 
-def test_a_proof_is_small(scheme: Fingerprint) -> None:
+def test_a_proof_is_small(scheme: Projection) -> None:
     assert all(scheme.size(tokens) <= 8.1 * tokens + 2 for tokens in range(1, 5000))
     assert scheme.size(1024) <= 8.1 * 1024
 
 
 def test_equal_states_have_equal_proofs_however_they_lie_in_memory(
-    scheme: Fingerprint, random: np.random.Generator
+    scheme: Projection, random: np.random.Generator
 ) -> None:
     states = text(random, 40, model(random, 128))
     strided = np.repeat(states, 2, axis=1)[:, ::2]
@@ -77,7 +72,7 @@ def test_equal_states_have_equal_proofs_however_they_lie_in_memory(
     assert scheme.compare(scheme.make(states), strided).distance == 0
 
 
-def test_noise_moves_a_proof_by_its_size(scheme: Fingerprint, random: np.random.Generator) -> None:
+def test_noise_moves_a_proof_by_its_size(scheme: Projection, random: np.random.Generator) -> None:
     channels = model(random)
     for _ in range(8):
         states = text(random, 64, channels)
@@ -93,7 +88,7 @@ def test_noise_moves_a_proof_by_its_size(scheme: Fingerprint, random: np.random.
 
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_whatever_else_it_is_made_of_is_far(
-    scheme: Fingerprint, random: np.random.Generator, tokens: int
+    scheme: Projection, random: np.random.Generator, tokens: int
 ) -> None:
     channels = model(random)
     states = text(random, tokens, channels)
@@ -107,7 +102,7 @@ def test_whatever_else_it_is_made_of_is_far(
 
 
 def test_one_foreign_token_in_a_long_reply_is_seen(
-    scheme: Fingerprint, random: np.random.Generator
+    scheme: Projection, random: np.random.Generator
 ) -> None:
     channels = model(random)
     states = text(random, 256, channels)
@@ -119,7 +114,7 @@ def test_one_foreign_token_in_a_long_reply_is_seen(
 
 
 def test_the_proof_of_a_longer_or_shorter_text_is_refused(
-    scheme: Fingerprint, random: np.random.Generator
+    scheme: Projection, random: np.random.Generator
 ) -> None:
     states = text(random, 64, model(random, 128))
     for tokens in (1, 31, 32, 63):
@@ -132,7 +127,7 @@ def test_the_proof_of_a_longer_or_shorter_text_is_refused(
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.4e38])
 def test_no_proof_is_made_of_states_that_are_not_finite(
-    scheme: Fingerprint, random: np.random.Generator, value: float
+    scheme: Projection, random: np.random.Generator, value: float
 ) -> None:
     states = text(random, 40, model(random, 128))
     wrong = states.copy()
@@ -146,7 +141,7 @@ def test_no_proof_is_made_of_states_that_are_not_finite(
             scheme.compare(scheme.make(states), states, [wrong])
 
 
-def test_no_proof_is_made_of_nothing(scheme: Fingerprint) -> None:
+def test_no_proof_is_made_of_nothing(scheme: Projection) -> None:
     for shape in ((0, 64), (64,), (3, 0), (1, 2, 64)):
         with pytest.raises(ProofFailed):
             scheme.make(np.zeros(shape, np.float32))
@@ -156,7 +151,7 @@ def test_no_proof_is_made_of_nothing(scheme: Fingerprint) -> None:
         scheme.check(b"", -1)
 
 
-def test_a_model_that_thinks_nothing_can_be_compared(scheme: Fingerprint) -> None:
+def test_a_model_that_thinks_nothing_can_be_compared(scheme: Projection) -> None:
     nothing = np.zeros((33, 64), np.float32)
     compared = scheme.compare(scheme.make(nothing), nothing, [nothing])
     assert (compared.distance, compared.own, compared.others) == (0, 0, (0,))
@@ -164,18 +159,18 @@ def test_a_model_that_thinks_nothing_can_be_compared(scheme: Fingerprint) -> Non
     assert scheme.compare(something, nothing).distance >= 1
 
 
-def test_it_tells_which_of_two_near_policies_was_at_work(scheme: Fingerprint) -> None:
-    """Policies 0.1 % apart under 1 % noise: about 2 nats (projection) or 1 (TOPLOC) for each 64 tokens."""
-    honest, cheat = measured(scheme.name, 32, 64, 0.001)
+def test_it_tells_which_of_two_near_policies_was_at_work(scheme: Projection) -> None:
+    """Policies 0.1 % apart under 1 % noise: about 2 nats for each 64 tokens."""
+    honest, cheat = measured(32, 64, 0.001)
     assert honest.sum() < -10
     assert cheat.sum() > 10
-    honest, cheat = measured(scheme.name, 4, 64, 0.005)
+    honest, cheat = measured(4, 64, 0.005)
     assert honest.sum() < -40
     assert cheat.sum() > 40
 
 
 def test_a_few_absurd_tokens_do_not_hide_the_other_policy(
-    scheme: Fingerprint, random: np.random.Generator
+    scheme: Projection, random: np.random.Generator
 ) -> None:
     channels = model(random)
     right = text(random, 64, channels)
@@ -188,7 +183,7 @@ def test_a_few_absurd_tokens_do_not_hide_the_other_policy(
 
 
 def test_every_other_policy_is_measured_in_order(
-    scheme: Fingerprint, random: np.random.Generator
+    scheme: Projection, random: np.random.Generator
 ) -> None:
     right = text(random, 64, model(random))
     others = [noisy(random, right, far) for far in (0.05, 0.02, 0.1)]

@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from support.memory_transport import MemoryNetwork
+
 from primerl.crypto.keys import SecretKey
 from primerl.node.network.iroh import IrohTransport
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.transport import Transport
 
 

@@ -27,8 +27,7 @@ from protocol_cases import (
 )
 from protocol_cases import head as policy_head
 
-from primerl.node.fingerprints.build import KNOWN
-from primerl.node.fingerprints.fingerprint import BadProof
+from primerl.node.fingerprints.fingerprint import BadProof, Projection
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.frame_codec import (
     PREFIX_BYTES,
@@ -49,7 +48,6 @@ from primerl.node.weights.codec import (
     read_changes,
 )
 from primerl.node.weights.errors import CodecError, DigestMismatch
-from primerl.node.weights.merge import merge
 from primerl.node.weights.mirror import Mirror, Policy, prove
 from primerl.node.weights.moves import find
 from primerl.node.weights.offsets import Offsets
@@ -124,7 +122,7 @@ QUIET = b"".join(encode_changes_stream(INFOS, differences()))
 HELD = prove(6, BASE)
 MANIFEST = cases.manifest(7, NEW, cases.delta(6, HELD.digest, STEP))
 BITS_BEFORE = {name: tensor.data.tobytes() for name, tensor in BASE.items()}
-SCHEMES = tuple(made() for made in KNOWN.values())
+SCHEMES = (Projection(),)
 STATES = fingerprint_cases.exact(40)
 EVERY_MESSAGE: Any = functools.reduce(operator.or_, Message.__subclasses__())
 DOCUMENTS = (
@@ -180,7 +178,7 @@ def check_told(state: State, changed: Changed) -> None:
 
 
 def changes(data: bytes) -> bool:
-    """A delta read without a base: coded again and merged, it does what it did."""
+    """A delta read without a base: coded again, it does what it did."""
     try:
         blocks = list(read_changes(data, INFOS))
     except CodecError:
@@ -193,8 +191,6 @@ def changes(data: bytes) -> bool:
         assert not index.size or 0 <= index[0] <= index[-1] < block.part.stop - block.part.start
     direct = apply_delta(BASE, data, INFOS)
     assert cases.same(apply_delta(BASE, encode_changes_stream(INFOS, blocks), INFOS), direct)
-    merged = apply_delta(BASE, merge([[QUIET], [data]], INFOS), INFOS)
-    assert cases.same(merged, apply_delta(NEW, data, INFOS))
     return True
 
 

@@ -29,7 +29,7 @@ from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.build import build_engine
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
 from primerl.node.errors import NodeError
-from primerl.node.fingerprints.projection import Projection
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.weights.state import Changed, State
 
 DENSE = ModelCreateConfig(

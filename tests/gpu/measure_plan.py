@@ -56,7 +56,8 @@ class Row(NamedTuple):
 def engines(shape_name: str, directory: Path, shape: ModelShape, device: Device) -> list[Row]:
     """vLLM's cache, by CUDA graphs and proof."""
     rows: list[Row] = []
-    for eager, fingerprint in ((True, "projection"), (False, "projection"), (False, "toploc")):
+    for eager in (True, False):
+        fingerprint = "projection"
         config = EngineConfig(
             type="vllm",
             dtype="bfloat16",

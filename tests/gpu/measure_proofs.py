@@ -1,10 +1,10 @@
 """What seeded sampling and proofs cost vLLM on a GPU, and whether the proofs are right: run by hand.
 
-    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 3] [--skip-toploc]
+    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 3]
 
 Engines of one shape run side by side on one GPU and take turns, so that ratios are of one run:
 bare vLLM (plain sampling, logprobs, its own seeds and logprobs), and this package's without a proof,
-with projections, with TOPLOC. "burst": all sequences at once, of one length; "steady": as many at any
+with proofs. "burst": all sequences at once, of one length; "steady": as many at any
 time, of lengths that differ, so that requests come and go in most steps. The host is the bottleneck
 of vLLM at this size and its speed wanders by some per cent, so ratios are taken within a round.
 With VLLM_USE_V2_MODEL_RUNNER=0 it is vLLM's older runner that is measured.
@@ -32,7 +32,7 @@ from primerl.node.engines.vllm_options import engine_arguments
 from primerl.node.engines.vllm_recorder import Recorder
 from primerl.node.engines.vllm_sampling import Step
 from primerl.node.engines.vllm_shape import read_shape
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.weights.state import Changed, State
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
@@ -195,7 +195,7 @@ def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[di
     for count in sequences:
         hidden = torch.randn(count, width, device=device).to(torch.bfloat16)
         logits = torch.randn(count, vocabulary, device=device).to(torch.bfloat16)
-        for fingerprint in ("", "projection", "toploc"):
+        for fingerprint in ("", "projection"):
             with torch.inference_mode():
                 recorder = Recorder(
                     device,
@@ -257,7 +257,7 @@ async def correctness(
 ) -> dict[str, Any]:
     """Distances of proofs to a prefill under the right policy and the other; seeds; an update."""
     state, new, changed = policies
-    fingerprint = find(name)
+    fingerprint = Projection()
     requests = [request(seed) for seed in range(128)]
     first = await asyncio.gather(*map(engine.generate, requests))
     again = await asyncio.gather(*map(engine.generate, requests))
@@ -267,7 +267,7 @@ async def correctness(
     await engine.update(1, new, changed)
     across = await asyncio.gather(*tasks)
     await engine.load(0, state)
-    own, other, spans = [], [], []
+    own, other = [], []
     prefilled: list[list[Any]] = []
     for which, policy in enumerate((state, new)):
         model = models.model_from_state(directory, policy, dtype="bfloat16", device="cuda")
@@ -279,8 +279,7 @@ async def correctness(
         ]
         prefilled.append(hidden_states(model, list(zip(longer, across, strict=True))))
         del model
-    if name == "projection":
-        spans = span_distances(fingerprint, across, prefilled)
+    spans = span_distances(fingerprint, across, prefilled)
     return {
         "fingerprint": name,
         "same tokens again": sum(
@@ -322,7 +321,7 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
             shape["hidden_size"], shape["vocab_size"], options.sequences
         )
     torch.cuda.empty_cache()
-    names = ["", "projection"] if options.skip_toploc else ["", "projection", "toploc"]
+    names = ["", "projection"]
     most = max(options.sequences)
     began = time.perf_counter()
     engines = {name: HostedEngine(config(most)) for name in names}
@@ -334,7 +333,7 @@ async def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any
         for engine in engines.values():
             await engine.load(0, state)
         print(f"engines started in {time.perf_counter() - began:.0f} s", flush=True)
-        labels = {"": "ours, no proof", "projection": "ours, projection", "toploc": "ours, toploc"}
+        labels = {"": "ours, no proof", "projection": "ours, projection"}
         ways = {
             "vllm plain": bare(llm),
             "vllm logprobs": bare(llm, logprobs=0, flat_logprobs=True),
@@ -366,7 +365,6 @@ def main() -> None:
     parser.add_argument(
         "--shape", choices=[name for name in SHAPES if name != "tiny"], default="0.6b"
     )
-    parser.add_argument("--skip-toploc", action="store_true")
     parser.add_argument("--speeds-only", action="store_true")
     parser.add_argument("--ways", default="", help="names of the table, between semicolons")
     parser.add_argument("--steady-below", type=int, default=1024)

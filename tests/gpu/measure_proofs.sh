@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 timeout 330 "$python" tests/gpu/measure_proofs.py "$@"
 newer=$?
 VLLM_USE_V2_MODEL_RUNNER=0 timeout 200 "$python" tests/gpu/measure_proofs.py \
-    --name proofs_v1 --repeats 1 --sequences 256 --skip-toploc "$@"
+    --name proofs_v1 --repeats 1 --sequences 256 "$@"
 older=$?
 echo "V2 runner $newer, V1 runner $older (0 is good)"
 exit $((newer | older))

@@ -6,7 +6,7 @@ from gpu_cases import no_waiting
 
 from primerl.node.engines.boundary_kernel import project_on_gpu
 from primerl.node.engines.boundary_states import LIMIT, agrees, evened, pack_projected, project
-from primerl.node.fingerprints.projection import signs
+from primerl.node.fingerprints.fingerprint import signs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -21,7 +21,7 @@ from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.hosted import HostedEngine
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.projection import Projection
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.config import NetworkConfig, NodeConfig
 from primerl.node.ledger import Ledger
 from primerl.node.network.discovery import Discovery
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.transport import Transport
 from primerl.node.parts import Parts
 from primerl.node.stack import Stack, open_stack

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.memory_discovery import MemoryDiscovery
+from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config import JoinConfig, NetworkConfig
 from primerl.node.errors import BusyError
 from primerl.node.ledger import Ledger
 from primerl.node.network.discovery import Discovery
-from primerl.node.network.memory import MemoryNetwork
-from primerl.node.network.memory_discovery import MemoryDiscovery
 from primerl.node.network.transport import AddressInUse, Transport
 from primerl.node.parts import Parts
 from primerl.node.stack import open_stack, open_store

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import EngineError
-from ...fingerprints.projection import decode_rows
+from ...fingerprints.fingerprint import decode_rows
 from ...pipeline.place import Place
 
 ROUNDING = 1e-3

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ....protocol.pipelines import PipelineShape
 from ...errors import EngineError, one_line
-from ...fingerprints.fingerprint import ProofFailed
-from ...fingerprints.projection import pack as pack_projected
-from ...fingerprints.projection import signs
+from ...fingerprints.fingerprint import ProofFailed, signs
+from ...fingerprints.fingerprint import pack as pack_projected
 from ...pipeline import boundaries
 from ...pipeline.frame import Array, Frame, Kind
 from ...pipeline.place import Place

@@ -17,8 +17,7 @@ from ....protocol.pipelines import Encoding
 from ...errors import EngineError
 from ...pipeline.frame import Array
 from ..boundary_states import pack_projected, project
-from ..transfers import Mark, download
-from ..vllm_largest import upload
+from ..transfers import Mark, download, upload_array
 from .activations import arrays, codes, rounded
 from .step_codec import Part, draws
 
@@ -75,7 +74,7 @@ def _only_draws(part: Part) -> bool:
 
 def rows_of(stream: Tensor, index: Ints | None) -> Tensor:
     """Those rows; all of them for None."""
-    return stream if index is None else stream.index_select(0, upload(index, stream.device))
+    return stream if index is None else stream.index_select(0, upload_array(index, stream.device))
 
 
 class Departure:

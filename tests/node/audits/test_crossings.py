@@ -17,7 +17,7 @@ from primerl.node.audits.replay import Replay
 from primerl.node.audits.terms import terms
 from primerl.node.config import EngineConfig
 from primerl.node.engines.boundary_states import crossing
-from primerl.node.fingerprints.projection import FURTHEST
+from primerl.node.fingerprints.fingerprint import FURTHEST
 from primerl.node.proofs.thresholds import BUILT_IN
 from primerl.node.weights.state import State
 
@@ -27,7 +27,7 @@ NEAREST, BOUND = (BUILT_IN["float32"][level].fingerprint for level in (1, 0))
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return await make_case(tmp_path_factory.mktemp("deep"), "projection", "float32", make_deep)
+    return await make_case(tmp_path_factory.mktemp("deep"), "float32", make_deep)
 
 
 def replay_of(case: Case) -> Replay:
@@ -141,7 +141,7 @@ async def test_boundaries_where_the_model_has_none_spoil_their_branch_only(
 
 
 async def test_any_architecture_can_be_looked_into(tmp_path: Path) -> None:
-    case = await make_case(tmp_path, "projection", "float32", make_llama)
+    case = await make_case(tmp_path, "float32", make_llama)
     config = EngineConfig(device="cpu")
     from primerl.node import models
 

@@ -39,7 +39,7 @@ def item(kind: int, mark: int = 0) -> AuditItem:
 async def auditor(tmp_path: Path) -> AsyncIterator[HfAuditor]:
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     auditor = HfAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM)
-    await auditor.start(tmp_path, make_run("projection", "float32"))
+    await auditor.start(tmp_path, make_run("float32"))
     yield auditor
     await auditor.close()
 
@@ -48,7 +48,7 @@ async def auditor(tmp_path: Path) -> AsyncIterator[HfAuditor]:
 async def hasty(tmp_path: Path) -> AsyncIterator[HfAuditor]:
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     auditor = HfAuditor(FP32, timeout_s=2.0, program=PROGRAM)
-    await auditor.start(tmp_path, make_run("projection", "float32"))
+    await auditor.start(tmp_path, make_run("float32"))
     yield auditor
     await auditor.close()
 
@@ -173,7 +173,7 @@ async def test_a_state_is_handed_over_once(auditor: HfAuditor) -> None:
 
 @pytest.mark.slow
 async def test_a_real_process_that_is_killed_at_work_costs_time_only(tmp_path: Path) -> None:
-    case = await make_case(tmp_path, "projection", "float32")
+    case = await make_case(tmp_path, "float32")
     auditor = HfAuditor(FP32, timeout_s=60.0, threads=1)
     await auditor.start(case.model_dir, case.run)
     try:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return await make_case(tmp_path_factory.mktemp("replay"), "projection", "float32")
+    return await make_case(tmp_path_factory.mktemp("replay"), "float32")
 
 
 def replay_of(case: Case) -> Terms:
@@ -68,7 +68,7 @@ def make_experts(directory: Path, seed: int) -> State:
 async def test_models_of_the_general_network_are_measured_too(
     tmp_path: Path, make: Callable[[Path, int], State]
 ) -> None:
-    case = await make_case(tmp_path, "toploc", "float32", make)
+    case = await make_case(tmp_path, "float32", make)
     for one in measured(Replay(replay_of(case)).measure(case.honest, case.states, {OWN: [NEAR]})):
         assert one.fingerprint < 0.01
         assert one.sampling_max < 1e-4

@@ -9,13 +9,11 @@ import pytest
 from primerl.node.audits.auditor import AuditItem, Measured, Reply
 from primerl.node.audits.reading import check_item, split_proof
 from primerl.node.audits.summing import FLOOR, summarize
-from primerl.node.fingerprints.fingerprint import BadProof, Compared, Hidden
+from primerl.node.fingerprints.fingerprint import BadProof, Compared, Hidden, Projection
 
 
-class Fixed:
+class Fixed(Projection):
     """A fingerprint of one byte a token: the byte is the distance, own and others are what was set."""
-
-    name = "fixed"
 
     def __init__(self, own: float = 1.0, others: tuple[float, ...] = ()) -> None:
         self.own = own
@@ -31,8 +29,10 @@ class Fixed:
         if 255 in proof:
             raise BadProof("255 is no distance")
 
-    def compare(self, proof: bytes, hidden: Hidden, others: Sequence[Hidden] = ()) -> Compared:
-        assert len(proof) == len(hidden)
+    def compare_projected(
+        self, proof: bytes, projected: Hidden, others: Sequence[Hidden] = ()
+    ) -> Compared:
+        assert len(proof) == len(projected)
         return Compared(float(proof[0]), 10, self.own, self.others[: len(others)])
 
 
@@ -50,7 +50,7 @@ def measure(
         apart=np.array(apart or [0.0] * count, np.float64),
         fingerprint=fingerprint or Fixed(),
         proofs=proofs or [(bytes(count), count)],
-        hidden=np.full((count, 4), hidden, np.float32),
+        projected=np.full((count, 4), hidden, np.float32),
         others=[np.ones((count, 4), np.float32)] * others,
     )
 

@@ -27,7 +27,7 @@ from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, encode
 
 TOKENS = 24
-WANTED = Wanted(rollouts=48, cheats=16, compare=False)
+WANTED = Wanted(rollouts=48, cheats=16)
 
 
 class Letters:
@@ -156,7 +156,7 @@ def calibrate(model: tuple[Path, State]) -> Calibrate:
 
 @pytest.fixture(scope="module")
 def report(calibrate: Calibrate) -> Report:
-    return calibrate(wanted=replace(WANTED, compare=True, cross_dtype=True))
+    return calibrate(wanted=replace(WANTED, cross_dtype=True))
 
 
 def test_honest_rollouts_of_every_batch_size_are_measured(report: Report) -> None:
@@ -181,9 +181,8 @@ def test_other_models_and_other_draws_are_outside_of_the_bounds(report: Report) 
     report.check()
 
 
-def test_both_fingerprints_are_compared(report: Report) -> None:
-    assert set(report.d_prime) == {"projection", "toploc"}
-    assert all(found["int4 weights"] > 3 for found in report.d_prime.values())
+def test_fingerprints_of_other_weights_stand_apart(report: Report) -> None:
+    assert report.d_prime["int4 weights"] > 3
 
 
 def test_equal_seeds_measure_the_same(calibrate: Calibrate, report: Report) -> None:
@@ -231,7 +230,7 @@ def test_a_calibration_goes_into_the_run_manifest(
     assert (proofs.reject, proofs.suspect) == (report.reject, report.suspect)
     assert (proofs.honest_rollouts, proofs.honest_tokens) == (48, report.tokens)
     assert proofs.source == "hf against hf on cpu, 2026-11-21"
-    bare = trial_run(settings, "projection", config_file=b"", vocab_size=272, stop_token_ids=(258,))
+    bare = trial_run(settings, config_file=b"", vocab_size=272, stop_token_ids=(258,))
     manifest = encode(msgspec.structs.replace(bare, proofs=proofs))
     assert msgspec.msgpack.decode(manifest, type=RunManifest).proofs == proofs
 
@@ -240,7 +239,6 @@ def test_a_calibration_goes_into_the_run_manifest(
     ("model_name", "settings"),
     [
         ("00" * 32, {}),
-        ("", {"verification": {"fingerprint": "toploc"}}),
         ("", {"engine": {"dtype": "bfloat16"}}),
     ],
 )
@@ -252,6 +250,16 @@ def test_a_calibration_of_something_else_is_refused(
     settings.setdefault("verification", {})["calibration"] = path
     with pytest.raises(UsageError, match=r"another model, fingerprint or engine\.dtype"):
         proof_contract(RunConfig.model_validate(settings), model_name or report.model)
+
+
+def test_a_calibration_of_a_fingerprint_that_was_removed_is_refused(
+    report: Report, tmp_path: Path
+) -> None:
+    path = tmp_path / "calibration.json"
+    written = msgspec.json.encode(report.calibration("2026-11-21"))
+    path.write_bytes(written.replace(b'"projection"', b'"toploc"'))
+    with pytest.raises(UsageError, match="run primerl-node calibrate"):
+        read_calibration(path)
 
 
 def test_a_calibration_reads_back_as_it_was_written(report: Report, tmp_path: Path) -> None:

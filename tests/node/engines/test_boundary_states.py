@@ -12,7 +12,7 @@ from primerl.node.engines.boundary_states import (
     project,
 )
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.projection import decode_rows, signs
+from primerl.node.fingerprints.fingerprint import decode_rows, signs
 
 WIDTH = 256
 

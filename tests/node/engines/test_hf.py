@@ -26,9 +26,7 @@ from primerl.node.engines.output import Output
 from primerl.node.engines.scripted import ScriptedEngine
 from primerl.node.engines.taps import Taps
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.build import KNOWN
-from primerl.node.fingerprints.fingerprint import Hidden, ProofFailed
-from primerl.node.fingerprints.projection import Projection
+from primerl.node.fingerprints.fingerprint import Hidden, Projection, ProofFailed
 from primerl.node.tensors import from_torch
 from primerl.node.weights.state import Changed, State, Tensor
 
@@ -155,8 +153,8 @@ class Failing(Projection):
 async def test_a_proof_that_cannot_be_made_fails_the_batch_and_is_never_left_out(
     tied: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(KNOWN, "failing", Failing)
-    engine = await started(HfEngine(FP32), *tied, fingerprint="failing")
+    engine = await started(HfEngine(FP32), *tied, fingerprint="projection")
+    monkeypatch.setattr(engine, "_fingerprint", Failing())
     try:
         for _ in range(2):  # the engine lives on
             with pytest.raises(EngineError, match="not finite"):

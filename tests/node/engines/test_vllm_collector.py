@@ -9,7 +9,7 @@ import pytest
 
 from primerl.node.engines.vllm_collector import MOST_FORGOTTEN, Collector
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.projection import Projection
+from primerl.node.fingerprints.fingerprint import Projection
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Worker:
             self.late[key] = self.late.get(key, 0) - 1
             if self.late[key] < 0:
                 rows = np.array(self.drawn[key][:count], np.float32)
-                answers.append([key, rows.tobytes(), [[0, 3], [1, 4]], b"", b""])
+                answers.append([key, rows.tobytes(), [[0, 3], [1, 4]], b""])
         return answers
 
 

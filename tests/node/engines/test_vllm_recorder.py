@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from primerl.node.engines.sampling import draw
-from primerl.node.engines.vllm_collector import projection_proof, read_told, toploc_proof
+from primerl.node.engines.vllm_collector import projection_proof, read_told
 from primerl.node.engines.vllm_options import SAMPLING
 from primerl.node.engines.vllm_recorder import Recorder
 from primerl.node.engines.vllm_sampling import Hooks
-from primerl.node.fingerprints.projection import Projection
-from primerl.node.fingerprints.toploc import Toploc
+from primerl.node.fingerprints.fingerprint import Projection
 
 torch.set_num_threads(1)
 WIDTH, VOCABULARY, LENGTH = 16, 50, 256
@@ -271,49 +270,7 @@ def test_spans_name_the_version_of_every_token_and_of_no_token_beyond_the_last(
     assert engine.collect("b")[2] == [[0, 3], [2, 4]]
 
 
-def test_toploc_blocks_are_those_of_the_hidden_states(second: bool) -> None:
-    engine = make_engine(second=second, fingerprint="toploc")
-    prompts = {"a": 7, "b": 3, "c": 1}
-    for name, prompt in prompts.items():
-        engine.add(name, prompt)
-    engine.step({"a": 7})
-    engine.step({"a": 1, "b": 2})
-    engine.step({"a": 1, "b": 1, "c": 1})
-    for step in range(100):
-        engine.step({"a": 1, "c": 1} if step >= 61 else {"a": 1, "b": 1, "c": 1})
-    assert [len(one.tokens) for one in engine.runner.requests.values()] == [103, 62, 101]
-    for name, prompt in prompts.items():
-        for count in {len(engine.runner.requests[name].tokens), 32}:
-            proof = toploc_proof(engine.collect(name, count)[3], count)
-            hidden = expected(name, prompt, count)[2]
-            # of numbers of one size at the edge of the largest either may be taken
-            assert Toploc().compare(proof, hidden).distance < 0.01
-
-
-def test_a_short_reply_has_a_toploc_proof_too() -> None:
-    engine = make_engine(second=False, fingerprint="toploc")
-    engine.add("a", 4)
-    engine.step({"a": 4})
-    proof = toploc_proof(engine.collect("a")[3], 1)
-    assert len(proof) == Toploc().size(1)
-    assert Toploc().compare(proof, expected("a", 4, 1)[2]).distance < 1e-3
-
-
-def test_a_block_that_is_drawn_again_across_its_end_is_still_whole() -> None:
-    engine = make_engine(second=False, fingerprint="toploc")
-    engine.add("a", 4)
-    engine.step({"a": 4})
-    for _ in range(32):
-        engine.step({"a": 1})
-    assert len(engine.runner.requests["a"].tokens) == 33
-    engine.preempt("a", lost=2)  # the 32nd, which ended a block, and the 33rd
-    engine.step({"a": 35})
-    engine.step({"a": 1})
-    proof = toploc_proof(engine.collect("a")[3], 33)
-    assert Toploc().compare(proof, expected("a", 4, 33)[2]).distance < 1e-3
-
-
-@pytest.mark.parametrize("fingerprint", ["", "projection", "toploc"])
+@pytest.mark.parametrize("fingerprint", ["", "projection"])
 def test_more_requests_than_slots_and_slots_that_were_used_before(fingerprint: str) -> None:
     engine = make_engine(second=False, fingerprint=fingerprint, requests=1)
     for name in "abcde":  # nobody collects: the slots grow
@@ -413,7 +370,7 @@ def test_who_asks_is_told_the_likeliest_tokens_and_who_does_not_costs_nothing(se
     engine.step({"a": 5, "b": 1, "c": 1})
     for name, most in (("a", 3), ("b", 0), ("c", VOCABULARY if VOCABULARY < 30 else 30)):
         tokens = engine.runner.requests[name].tokens
-        found = read_told(engine.collect(name)[4], len(tokens))
+        found = read_told(engine.collect(name)[3], len(tokens))
         assert len(found) == (len(tokens) if most else 0)
         for index, row in enumerate(found):
             logits = logits_of(name, 4 + index) / (0.5 + ord(name) / 100)

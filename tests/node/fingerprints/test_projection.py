@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 from fingerprint_cases import exact, model, text
 
-from primerl.node.fingerprints.fingerprint import BadProof, ProofFailed
-from primerl.node.fingerprints.projection import FURTHEST, Projected, Projection, pack, signs
+from primerl.node.fingerprints.fingerprint import (
+    FURTHEST,
+    BadProof,
+    Projection,
+    ProofFailed,
+    pack,
+    signs,
+)
 
 PROOF = Projection()
 
@@ -59,10 +65,10 @@ def test_states_that_were_projected_elsewhere_compare_the_same() -> None:
     )
     proof = PROOF.make(states)
     matrix = signs(states.shape[1])
-    found = Projected().compare(proof, states @ matrix, [other @ matrix])
+    found = PROOF.compare_projected(proof, states @ matrix, [other @ matrix])
     assert found == PROOF.compare(proof, states, [other])
     with pytest.raises(ProofFailed, match="not finite"):
-        Projected().compare(proof, states @ matrix * np.inf)
+        PROOF.compare_projected(proof, states @ matrix * np.inf)
 
 
 def test_the_parts_that_a_worker_uses_make_the_same_proof() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from frame_cases import SHAPE, step
 from ring_cases import Chain, chain, soon
+from support.memory_transport import MemoryNetwork
 
 from primerl.node.lines.shaper import Shaper
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.pipeline.boundaries import ROW
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.frame_codec import words_of

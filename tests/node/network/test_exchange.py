@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload, until
 from exchange_world import references as refs
+from support.memory_transport import MemoryNetwork
 
 from primerl.node.errors import NetworkError, StorageError
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.rpc import Refused
 from primerl.node.network.transport import TransportError, Unreachable
 from primerl.node.store import FileStore, MemoryStore

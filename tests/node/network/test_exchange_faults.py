@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 from exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload, until
 from exchange_world import references as refs
+from support.memory_transport import MemoryNetwork
 
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.router import Handler
 from primerl.node.network.rpc import receive, send
 from primerl.node.network.transport import Stream

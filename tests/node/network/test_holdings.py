@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from exchange_world import until
 from protocol_cases import OTHER_RUN, RECORD, RUN, STRANGER, TRAINER, WORKER, refuses
+from support.memory_discovery import MemoryDiscovery
+from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
@@ -23,8 +25,6 @@ from primerl.node.network.holdings import (
     OwnHoldings,
     read_holding,
 )
-from primerl.node.network.memory import MemoryNetwork
-from primerl.node.network.memory_discovery import MemoryDiscovery
 from primerl.node.network.peers import PeerTable
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason

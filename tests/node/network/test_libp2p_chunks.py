@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import pytest_asyncio
 import trio
+from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.network.arrivals import Arrivals
@@ -22,7 +23,6 @@ from primerl.node.network.libp2p_chunks import (
     serving,
 )
 from primerl.node.network.limits import Pacer
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.peer_ids import peer_id_of
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.rpc import Refused

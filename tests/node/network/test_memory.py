@@ -5,11 +5,11 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 import pytest
+from support.memory_discovery import MAX_FACTS, MemoryDiscovery
+from support.memory_streams import STREAM_BACKLOG, MemoryConnection
+from support.memory_transport import BACKLOG, MemoryNetwork, MemoryTransport
 
 from primerl.node.network.discovery import Fact
-from primerl.node.network.memory import BACKLOG, MemoryNetwork, MemoryTransport
-from primerl.node.network.memory_discovery import MAX_FACTS, MemoryDiscovery
-from primerl.node.network.memory_streams import STREAM_BACKLOG, MemoryConnection
 from primerl.node.network.transport import ConnectionLost, StreamClosed, Unreachable
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL
 

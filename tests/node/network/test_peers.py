@@ -1,8 +1,8 @@
 """The peer table stays bounded, and keeps those that matter."""
 
 from protocol_cases import TRAINER
+from support.memory_transport import MemoryNetwork
 
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.peers import MAX_PEERS, PeerTable
 from primerl.protocol.version import ALPN_CONTROL
 

@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
+from support.memory_streams import MemoryConnection
+from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.network.links import Links
-from primerl.node.network.memory import MemoryNetwork
-from primerl.node.network.memory_streams import MemoryConnection
 from primerl.node.network.peers import PeerTable, Tier
 from primerl.node.network.router import ALL_UNPROVEN_BURST, SWAP_BURST, Handler, Router
 from primerl.node.network.rpc import Refused, TooSlow, receive, send

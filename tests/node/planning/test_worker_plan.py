@@ -129,16 +129,22 @@ def test_a_small_gpu_leaves_room_for_what_vllm_does_not_count() -> None:
 
 
 def test_proofs_take_what_the_recorder_keeps() -> None:
-    """The ring of vllm_largest.py: bf16, 64 states of each slot, and slots for what waits to be collected."""
-    plan = plan_worker(vllm(max_batch=64), Q8B, CARD, fingerprint="toploc")
-    (ring,) = [line.nbytes for line in plan.beside if line.name == "proofs"]
+    """The signs of the projection in bf16, and one fp32 row a request."""
+    plan = plan_worker(vllm(max_batch=64), Q8B, CARD, fingerprint="projection")
+    (kept,) = [line.nbytes for line in plan.beside if line.name == "proofs"]
     import torch
 
-    from primerl.node.engines.vllm_largest import RING, Largest
+    from primerl.node.engines.vllm_recorder import Recorder
 
-    real: Any = Largest(torch.device("cpu"), 64, 4096)
-    assert real._ring.nbytes == 65 * RING * 4096 * 2  # pyright: ignore[reportPrivateUsage]
-    assert ring == 2 * real._ring.nbytes  # pyright: ignore[reportPrivateUsage]
+    real: Any = Recorder(
+        torch.device("cpu"),
+        width=4096,
+        dtype=torch.bfloat16,
+        fingerprint="projection",
+        requests=64,
+        length=1,
+    )
+    assert kept == 2 * real._signs.numel() + real._rows.nbytes  # pyright: ignore[reportPrivateUsage]
     none = plan_worker(vllm(), Q8B, CARD, fingerprint="")
     assert "proofs" not in [line.name for line in none.beside]
 

@@ -23,7 +23,7 @@ from protocol_cases import (
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.audits.auditor import Boundary, Measured, Unreadable
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.proofs.checks import CheckedRollout, check_submission
 from primerl.node.proofs.items import audit_items, boundary_distances, plain_turns, plan_of
 from primerl.node.roles.remote_audits import _measured as from_report  # pyright: ignore[reportPrivateUsage]
@@ -49,7 +49,7 @@ from primerl.protocol.rollouts import (
 )
 
 PROVED = msgspec.structs.replace(
-    BRANCH, proof=find("projection").make(np.arange(64, dtype=np.float32).reshape(2, 32))
+    BRANCH, proof=Projection().make(np.arange(64, dtype=np.float32).reshape(2, 32))
 )
 STATED = (bytes(range(16)),)
 """At the only boundary of PLAN, of two sampled tokens."""

@@ -1,11 +1,11 @@
 import msgspec
 import pytest
 from protocol_cases import PROOFS
+from pydantic import ValidationError
 
 from primerl.node.config import RunConfig
-from primerl.node.errors import UsageError
 from primerl.node.proofs.judgement import REASONS, judge
-from primerl.node.proofs.thresholds import BUILT_IN, FIELDS, check_bounds, proof_contract
+from primerl.node.proofs.thresholds import BUILT_IN, FIELDS, proof_contract
 from primerl.protocol.rollouts import Evidence
 
 
@@ -26,22 +26,18 @@ def test_built_in_bounds_say_that_no_sample_is_behind_them() -> None:
     assert contract.other_scale == 0.0, "unmeasured noise bans nobody"
 
 
-@pytest.mark.parametrize(
-    ("fingerprint", "dtype"),
-    [("projection", "float32"), ("projection", "bfloat16"), ("toploc", "float32")],
-)
-def test_these_start_without_a_calibration(fingerprint: str, dtype: str) -> None:
-    check_bounds(config(fingerprint, dtype))
-
-
-def test_toploc_in_bfloat16_wants_bounds_of_its_own() -> None:
-    with pytest.raises(UsageError, match="run primerl-node calibrate"):
-        check_bounds(config("toploc", "bfloat16"))
-
-
 @pytest.mark.parametrize("name", REASONS)
 def test_a_measurement_that_is_no_number_is_above_every_bound(name: str) -> None:
     clean = Evidence(0, 0, 64, 0.0, 0.0, 0.0, 0.0, 0.0, -10.0)
     assert judge(clean, PROOFS).reason is None
     found = judge(msgspec.structs.replace(clean, **{name: float("nan")}), PROOFS)
     assert (found.reason, found.suspect) == (REASONS[name], True)
+
+
+def test_a_fingerprint_that_was_removed_says_what_to_set() -> None:
+    with pytest.raises(
+        ValidationError, match=r'removed: set verification\.fingerprint = "projection"'
+    ):
+        config("toploc", "float32")
+    with pytest.raises(ValidationError, match="projection"):
+        config("other", "float32")

@@ -20,7 +20,7 @@ from primerl.node.environments.counting import (
 )
 from primerl.node.environments.environment import Branch, EnvironmentStuck, Score, Task
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.proofs.calls import Answer, AuditCall
 from primerl.node.proofs.copies import Copies
 from primerl.node.proofs.verifier import (
@@ -236,7 +236,7 @@ async def verdict_on(
         policy_last=4,
         finish="stop",
         spans=(),
-        proof=find(run.proofs.fingerprint).make(np.stack([felt(bytes(32), tokens)])),
+        proof=Projection().make(np.stack([felt(bytes(32), tokens)])),
     )
     rollouts = tuple(RolloutRecord((record,), reward, "") for reward in rewards)
     submission = Submission(

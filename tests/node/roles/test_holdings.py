@@ -9,11 +9,11 @@ from types import TracebackType
 
 import msgspec
 from hostile import HostileTrainer, policy
+from support.memory_discovery import MemoryDiscovery
 from swarm import Running, Swarm, until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.errors import NetworkError
-from primerl.node.network.memory_discovery import MemoryDiscovery
 from primerl.node.weights.mirror import prove
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Envelope, Purpose, seal, unseal

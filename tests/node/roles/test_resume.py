@@ -5,11 +5,11 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from merged_cases import LineTrainer, drifted
+from drift_cases import LineTrainer, drifted
+from support.memory_transport import MemoryNetwork
 from swarm import Swarm, until
 
 from primerl.crypto.hashing import digest
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.weights.chunking import cut
 from primerl.node.weights.codec import encode_full
 from primerl.protocol.manifests import ChunkRef

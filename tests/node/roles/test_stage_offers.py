@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from offer_cases import NOW, RUN, TRAINER, World, key, node, offer, record
+from support.memory_transport import MemoryNetwork
 from swarm import until
 
 from primerl.crypto.keys import SecretKey
@@ -18,7 +19,6 @@ from primerl.node.config import ModelCreateConfig
 from primerl.node.engine_config import EngineConfig, PipelineConfig
 from primerl.node.errors import NodeError, UsageError
 from primerl.node.network.links import Links
-from primerl.node.network.memory import MemoryNetwork
 from primerl.node.network.peers import PeerTable
 from primerl.node.network.router import Router
 from primerl.node.network.rpc import receive, send

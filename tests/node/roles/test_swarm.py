@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from support.memory_transport import MemoryNetwork
 from swarm import Running, Swarm, shaky, side_by_side, until
 from witness import Fakes, WitnessEngine, never_right, trained_ages
 
 from primerl.crypto.hashing import short
 from primerl.node.errors import RunFailed
-from primerl.node.network.memory import MemoryNetwork
 
 KEEP = {"keep_versions": 1000}
 """So that every head is still there at the end."""

@@ -32,7 +32,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.audits.auditor import Measured, Reply, Unreadable
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.build import find
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.ledger import Ledger
 from primerl.node.network.heads import HeadBook
 from primerl.node.network.transport import StreamClosed
@@ -66,7 +66,7 @@ from primerl.protocol.version import MAX_SUBMISSION
 
 TASK = LEASE.tasks[0].digest
 HIDDEN = np.arange(64, dtype=np.float32).reshape(2, 32)
-PROVED = msgspec.structs.replace(BRANCH, proof=find("projection").make(HIDDEN))
+PROVED = msgspec.structs.replace(BRANCH, proof=Projection().make(HIDDEN))
 
 
 def with_branches(*branches: BranchRecord) -> Submission:

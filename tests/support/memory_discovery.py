@@ -8,13 +8,14 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from ...crypto.hashing import digest
-from ...protocol.errors import LocalProtocolError
-from ...protocol.version import MAX_GOSSIP
-from .discovery import Fact
-from .memory_streams import MemoryConnection, Uplink, connect_ends
-from .transport import ConnectionLost, Stream, Unreachable
-from .waiting import Inbox, Signal
+from support.memory_streams import MemoryConnection, Uplink, connect_ends
+
+from primerl.crypto.hashing import digest
+from primerl.node.network.discovery import Fact
+from primerl.node.network.transport import ConnectionLost, Stream, Unreachable
+from primerl.node.network.waiting import Inbox, Signal
+from primerl.protocol.errors import LocalProtocolError
+from primerl.protocol.version import MAX_GOSSIP
 
 T = TypeVar("T")
 

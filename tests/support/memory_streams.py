@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from .transport import (
+from primerl.node.network.transport import (
     ConnectionLost,
     PathInfo,
     StreamClosed,
     TransportError,
 )
-from .waiting import Inbox, Signal
+from primerl.node.network.waiting import Inbox, Signal
 
 STREAM_BACKLOG = 256
 """Streams of one connection that may wait for accept_stream()."""

@@ -8,12 +8,13 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 
-from ...crypto.hashing import short
-from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB
-from .memory_discovery import MemoryDiscovery
-from .memory_streams import MemoryConnection, Uplink, connect_ends
-from .transport import Connection, ConnectionLost, Unreachable
-from .waiting import Inbox, Signal
+from support.memory_discovery import MemoryDiscovery
+from support.memory_streams import MemoryConnection, Uplink, connect_ends
+
+from primerl.crypto.hashing import short
+from primerl.node.network.transport import Connection, ConnectionLost, Unreachable
+from primerl.node.network.waiting import Inbox, Signal
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB
 
 DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
 DEFAULT_WINDOW = 256 * KIB
