@@ -216,9 +216,7 @@ LOADED_LAZILY = {
         node.engines.pipelined.vllm_rank node.engines.pipelined.vllm_head_worker
         node.engines.pipelined.vllm_batches node.engines.pipelined.vllm_recorders
         node.engines.pipelined.vllm_stage_worker node.engines.pipelined.vllm_states
-        node.engines.pipelined.activations node.engines.pipelined.hf_chain
-        node.engines.pipelined.hf_compute node.engines.pipelined.hf_events
-        node.engines.pipelined.hf_lanes node.engines.pipelined.slices""",
+        node.engines.pipelined.activations""",
     "triton": "node.engines.boundary_kernel node.engines.noise_kernel node.engines.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
     "vllm": """node.engines.pipelined.vllm_executor node.engines.pipelined.vllm_group

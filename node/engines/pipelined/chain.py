@@ -148,7 +148,8 @@ class Chain:
                 return None, answer
             number, self._number = self._number, self._number + 1
             self._sent.append(Sent(number, now, answer))
-            self._batches.sent(number, rows, now)
+            if rows:  # parts of prompts alone take another time
+                self._batches.sent(number, now)
             return Frame(Kind.STEP, self._epoch, number, body), answer
 
     def fail(self, words: str) -> None:

@@ -65,11 +65,6 @@ class HostedStage(HostedEngine):
     ) -> None:
         super().__init__(_planned(config, place), STAGE_PROGRAM, patience, pauses, place=place)
 
-    @property
-    def prepared(self) -> int:
-        """The newest version that is here, or waits for its SWITCH."""
-        return self.policy_version
-
     async def generate(self, request: GenerateRequest) -> Completion:
         """Never. Raises EngineError."""
         raise EngineError("tokens are asked of stage 0 of a pipeline, and this is another one")

@@ -277,6 +277,7 @@ def test_what_was_drawn_twice_counts_once() -> None:
         ([3], numbers(-1).astype(np.float64), bytes(16), "other numbers"),
         ([3], numbers(-1), bytes(8), "no trail of this plan"),
         ([3], numbers(float("nan")), bytes(16), "numbers that are none"),
+        ([3], numbers(0.5), bytes(16), "above 0"),
     ],
 )
 def test_what_the_last_stage_may_not_send_is_refused(
