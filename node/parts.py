@@ -20,7 +20,7 @@ from .config import (
 )
 from .engines.build import build_engine
 from .engines.engine import Engine
-from .engines.pipelined.seams import HeadEngine, StageEngine
+from .engines.pipelined.hosted_stage import HeadEngine, HostedHead, HostedStage, StageEngine
 from .environments.build import build_environment
 from .environments.environment import Environment
 from .gpus import usable_here
@@ -102,15 +102,11 @@ def make_backend(
 
 def make_pipeline_head(config: EngineConfig, place: Place) -> HeadEngine:
     """The engine of stage 0 of a pipeline, not started: vLLM."""
-    from .engines.pipelined.hosted_stage import HostedHead
-
     return HostedHead(config, place)
 
 
 def make_pipeline_stage(config: EngineConfig, place: Place) -> StageEngine:
     """The engine of a later stage of a pipeline, not started: vLLM."""
-    from .engines.pipelined.hosted_stage import HostedStage
-
     return HostedStage(config, place)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from support.memory_port import ring
 from support.scripted_stages import WIDTH, ScriptedHead, ScriptedStage
 
 from primerl.node.config import EngineConfig
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.pipeline.frame import Frame
-from primerl.node.pipeline.memory_port import ring
 from primerl.node.pipeline.place import Place
 from primerl.node.pipeline.port import Port, PortClosed
 from primerl.node.weights.state import Changed, State

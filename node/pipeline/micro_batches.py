@@ -1,9 +1,9 @@
-"""Derive how many micro-batches to keep in flight: as many as the slowest stage computes during one round trip.
+"""Derive how many micro-batches to keep in flight: enough to cover one round trip.
 
-A round trip is what one micro-batch takes without queues: the compute time of every stage, and transfer and
-latency of every hop. With fewer micro-batches the slowest stage idles, with more they only queue. Smaller
-micro-batches compute faster, so the number is derived again from trips that were made with the number in force.
-Pure: time is an argument.
+A round trip is what one micro-batch takes without queues: the compute time of every stage, and transfer
+and latency of every hop. With fewer micro-batches the slowest stage idles, with more they only queue.
+Smaller micro-batches compute faster, so the number is derived again from trips that were made with the
+number in force. Pure: time is an argument.
 """
 
 from collections import deque

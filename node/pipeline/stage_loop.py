@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from ..errors import EngineError
 from .frame import Frame, Kind
 from .frame_codec import MAX_WORDS
-from .memory_port import DEPTH
 from .place import Later, StageCompute
-from .port import Port, PortClosed
+from .port import DEPTH, Port, PortClosed
 
 logger = logging.getLogger(__name__)
 

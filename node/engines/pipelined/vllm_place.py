@@ -19,9 +19,9 @@ VARIABLE = "PRIMERL_PLACE"
 _ROOM = f"{__package__}"
 HEAD_PROGRAM_MODULE = f"{_ROOM}.vllm_head"
 STAGE_PROGRAM_MODULE = f"{_ROOM}.vllm_stage"
-HEAD_EXTENSION = f"{_ROOM}.vllm_head_worker.HeadExtension"
+HEAD_EXTENSION = f"{_ROOM}.vllm_stage_worker.HeadExtension"
 STAGE_EXTENSION = f"{_ROOM}.vllm_stage_worker.StageExtension"
-WORKER = f"{_ROOM}.vllm_group.StageWorker"
+WORKER = f"{_ROOM}.vllm_rank.StageWorker"
 DECIDED = (
     "block_size",
     "max_num_batched_tokens",

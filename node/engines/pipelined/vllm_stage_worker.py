@@ -1,12 +1,16 @@
-"""What runs inside vLLM's worker at a stage behind stage 0: steps from elsewhere, weights that wait.
+"""Run steps inside vLLM's workers at a stage: those told and those that come down the ring; keep weights.
 
 vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worker.py.
 """
 
 import contextlib
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Generator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import torch
@@ -20,7 +24,9 @@ from vllm.v1.core.sched.output import (  # pyright: ignore
 from ...errors import EngineError
 from ...pipeline import boundaries
 from ...pipeline.frame import Array, Frame, Kind
+from ...pipeline.frame_codec import FrameLimits
 from ...pipeline.place import Later, Place
+from ...pipeline.socket_port import SocketOutlet
 from ..boundary_states import agrees, project
 from ..transfers import Mark, download
 from ..vllm_options import SAMPLING
@@ -30,7 +36,57 @@ from . import activations
 from .step_codec import Drawn, Going, New, Sequences, Step, decode_step, draws, encode
 from .vllm_place import read_place
 from .vllm_recorders import Teller, Told, number_of
-from .vllm_states import Arrivals, Departure, drawing, gather, leaving, order_of, rows_of
+from .vllm_runner import Arrivals, Departure, Ints, drawing, gather, leaving, order_of, rows_of
+
+
+class HeadExtension(WorkerExtension):
+    """As everywhere, but that nothing is drawn here."""
+
+    _primerl_place: Place
+    _primerl_handles: Connection
+    _primerl_outlet: SocketOutlet | None = None
+    """Of the first rank."""
+
+    def primerl_handles(self, handles: Connection) -> None:
+        """Be the first rank; sockets come through `handles`."""
+        self._primerl_place, self._primerl_handles = read_place(os.environ), handles
+        self._primerl_outlet = SocketOutlet(FrameLimits.of(self._primerl_place.shape))
+
+    def primerl_connect(self) -> None:
+        """Send through the socket that waits in `handles`."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        with socket.socket(fileno=recv_handle(self._primerl_handles)) as given:
+            self._primerl_outlet.connect(given)
+
+    def primerl_finish(self) -> None:
+        """End that connection, behind what was computed before."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        self._primerl_outlet.finish()
+
+    def primerl_pass(self, frame: Frame) -> None:
+        """Send `frame` as it is, behind what was computed before."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        self._primerl_outlet.put(frame)
+
+    def primerl_compute(
+        self, output: Any, frame: Frame | None = None, drawing: Ints | None = None
+    ) -> None:
+        """This rank's part of a step, of which `frame` is to tell the other stages; None tells nobody.
+
+        The rows `drawing` lead to tokens; None: all.
+        """
+        began, runner = time.monotonic(), self.model_runner
+        with torch.inference_mode():
+            found = runner.execute_model(output, None)
+            if frame is None or self._primerl_outlet is None:
+                return
+            counts = output.num_scheduled_tokens
+            index = gather(order_of(runner), list(counts), counts)
+            stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
+            shape = self._primerl_place.shape
+            departure = Departure(stream, drawing, shape.encoding, proven=bool(shape.fingerprint))
+        self._primerl_outlet.put(frame, departure.wait, began)
+
 
 MOST_PREPARED = 4
 _Output: Any = SchedulerOutput
@@ -153,7 +209,7 @@ class StageSteps:
     """Implements StageCompute on the ranks of a stage; the weights' side is called by another thread."""
 
     def __init__(self, place: Place, ranks: Any) -> None:
-        """`ranks`: the executor of vllm_executor.py."""
+        """`ranks`: the executor of vllm_rank.py."""
         self._place, self._ranks = place, ranks
         self._worker = ranks.worker
         self._runner = self._worker.model_runner

@@ -28,8 +28,7 @@ from primerl.node.engines.host_frames import (
     as_drawn,
 )
 from primerl.node.engines.hosted import HostedEngine
-from primerl.node.engines.pipelined.hosted_stage import HostedHead, HostedStage
-from primerl.node.engines.pipelined.seams import Laned
+from primerl.node.engines.pipelined.hosted_stage import HostedHead, HostedStage, Laned
 from primerl.node.engines.pipelined.vllm_place import encode_place
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.frames import HEAD_BYTES, body_length

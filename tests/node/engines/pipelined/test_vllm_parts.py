@@ -12,8 +12,7 @@ from frame_cases import SHAPE, plan
 
 from primerl.node.engine_config import EngineConfig
 from primerl.node.engines.boundary_states import crossing
-from primerl.node.engines.pipelined.step_codec import Going, New
-from primerl.node.engines.pipelined.vllm_encoder import Encoder
+from primerl.node.engines.pipelined.step_codec import Encoder, Going, New
 from primerl.node.engines.pipelined.vllm_place import (
     VARIABLE,
     check_passes,
@@ -25,7 +24,7 @@ from primerl.node.engines.pipelined.vllm_place import (
     read_place,
 )
 from primerl.node.engines.pipelined.vllm_recorders import Keeper, Teller
-from primerl.node.engines.pipelined.vllm_states import (
+from primerl.node.engines.pipelined.vllm_runner import (
     HIDDEN,
     RESIDUAL,
     Arrivals,
