@@ -139,7 +139,11 @@ class WorkerNode(JoinedNode):
             logger.info("whether the model fits is not known: %s", error)
             return False
         if why and uncut:
-            logger.warning("the model may not fit here: %s. %s", why, uncut)
+            logger.warning(
+                "the model may not fit here: %s; no other node can hold a part of it: %s",
+                why,
+                uncut,
+            )
         elif why:
             logger.warning("this node offers to hold a part of the model: %s", why)
         return bool(why) and not uncut

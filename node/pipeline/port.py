@@ -1,6 +1,6 @@
-"""The port seam: where what computes a stage sends to the next one and gets from the one before.
+"""The port seam: the process that computes a stage sends to the next stage and gets from the one before.
 
-Blocking, for threads that compute; whoever holds the network serves the other end. Implementations: a socket to
+Blocking, for threads that compute; the node's process serves the other end. Implementations: a socket to
 the node's process (socket_port.py), and for tests a pair in memory. Suite: tests/conformance/test_port.py.
 """
 
@@ -10,7 +10,7 @@ from typing import Protocol
 from .frame import Frame, Kind
 
 DEPTH = 80
-"""Frames on their way: more than MAX_MICRO_BATCHES, so that stage 0 can always take what comes back."""
+"""Frames on their way: more than MAX_MICRO_BATCHES, so that stage 0 can always take answers."""
 
 
 class PortClosed(Exception):
@@ -36,7 +36,7 @@ class Port(Protocol):
         ...
 
     def close(self) -> None:
-        """Wake everybody up with PortClosed. Never raises."""
+        """Wake up all waiting threads with PortClosed. Never raises."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 One thread receives, and notes when; any thread may send. Stage 0 schedules in one process and computes in
 another: both hold the same socket, the first one reads it (SplitPort), the other one writes to it
-(SocketOutlet). So what is sent by the scheduling process goes through the one that computes, in order with
+(SocketOutlet). So frames of the scheduling process go through the one that computes, in order with
 the micro-batches that it is told of. Bytes that are no frames, or too many of them, end the connection.
 """
 
@@ -71,20 +71,20 @@ class Inbox:
         except queue.Empty:
             raise PortTimeout(f"no frame came in {timeout_s:g} s") from None
         if found is None:
-            self._frames.put(None)  # for whoever asks next
+            self._frames.put(None)  # for the next receive()
             raise PortClosed(self._why)
         came, frame = found
         return waited(frame, time.monotonic() - came)
 
     def close(self, why: str) -> None:
-        """Take nothing more; what was put before can still be taken. The first reason stays."""
+        """Accept no more frames; those put before can still be taken. The first reason stays."""
         if not self._over.is_set():
             self._why = why
             self._over.set()
             self._frames.put(None)
 
     def clear(self) -> None:
-        """Forget what nobody took."""
+        """Drop the frames that were not taken."""
         with suppress(queue.Empty):
             while True:
                 self._frames.get_nowait()
@@ -113,11 +113,11 @@ class SocketInlet:
         return self._frames.take(timeout_s)
 
     def clear(self) -> None:
-        """Forget what nobody took."""
+        """Drop the frames that were not taken."""
         self._frames.clear()
 
     def end(self, why: str) -> None:
-        """Take nothing more; what came before can still be received. The first reason stays."""
+        """Accept no more frames; those that came before can still be received. The first reason stays."""
         self._frames.close(why)
 
     def _receive_all(self) -> None:
@@ -130,7 +130,7 @@ class SocketInlet:
         except OSError as error:
             why = f"the node's process is gone: {error}"
         except (RemoteProtocolError, LocalProtocolError) as error:
-            why = f"what came was no frame: {error}"
+            why = f"the node's process sent bytes that are no frame: {error}"
             logger.error("%s", why)
         except PortClosed:
             return
@@ -221,13 +221,13 @@ class SocketPort:
         return self._inlet.receive(timeout_s)
 
     def close(self) -> None:
-        """Wake everybody up; what send() took still leaves if the other end takes it in time."""
+        """Wake up waiting threads; frames that send() took still leave if the other end takes them in time."""
         self._inlet.clear()
         self._end("this port was closed")
         left = self._writing.acquire(timeout=FLUSH_S)
         shut(self._socket)
         if not left:
-            self._writing.acquire()  # whoever writes has been woken up
+            self._writing.acquire()  # the writing thread has been woken up
         self._writing.release()
         if self._inlet.thread is not threading.current_thread():
             self._inlet.thread.join(FLUSH_S)
@@ -254,7 +254,10 @@ class _Leaving:
 
 
 class SocketOutlet:
-    """What is put before connect(), or once the other end is gone, is dropped: nobody waits for it there."""
+    """Sends frames in order, from one thread, which waits for the device so that the computing thread need not.
+
+    Frames put before connect(), or once the other end is gone, are dropped.
+    """
 
     def __init__(self, limits: FrameLimits, *, rank: int = 0) -> None:
         self._limits, self._rank = limits, rank
@@ -265,12 +268,12 @@ class SocketOutlet:
         threading.Thread(target=self._send_all, name="primerl-outlet", daemon=True).start()
 
     def connect(self, target: socket.socket) -> None:
-        """What is put from now on leaves by `target`, of which a copy is kept."""
+        """Send frames from now on through `target`, of which a copy is kept."""
         self.finish()
         self._target = target.dup()
 
     def put(self, frame: Frame, load: Load | None = None, began: float = 0.0) -> None:
-        """Send `frame` behind what was put before, with what `load` gives; it was begun at `began`.
+        """Send `frame` behind the frames put before, with the states that `load` gives; begun at `began`.
 
         Waits while too much waits.
         """
@@ -280,9 +283,9 @@ class SocketOutlet:
             self._queue.put(_Leaving(target, frame, load, began))
 
     def finish(self) -> None:
-        """End the connection behind what was put; does not wait for that.
+        """End the connection behind the frames that were put; does not wait for that.
 
-        If that cannot leave, it ends when whoever else has the connection shuts it.
+        If these cannot leave, it ends when the other process that has the connection shuts it.
         """
         target, self._target = self._target, None
         if target is not None:
@@ -299,11 +302,11 @@ class SocketOutlet:
                     self._room.release()
                     write(one.target, self._buffers(one, one.frame))
             except OSError as error:
-                logger.debug("what was computed has nowhere to go: %s", error)
-                shut(one.target)  # whoever reads it sees that it is gone
+                logger.debug("a computed frame has nowhere to go: %s", error)
+                shut(one.target)  # the reading process sees that it is gone
 
     def _buffers(self, one: _Leaving, frame: Frame) -> list[Buffer]:
-        """The whole frame; a FAULT if there is none that anybody would take."""
+        """The whole frame; a FAULT in place of one that breaks the plan's limits."""
         try:
             return encode(self._loaded(one, frame), self._limits)
         except (EngineError, LocalProtocolError) as error:
@@ -334,7 +337,7 @@ class Outlet(Protocol):
         ...
 
     def finish(self) -> None:
-        """Have it end the connection behind what was put."""
+        """Have it end the connection behind the frames that were put."""
         ...
 
 
@@ -362,7 +365,7 @@ class SplitPort:
         return self._inlet.receive(timeout_s)
 
     def close(self) -> None:
-        """Wake everybody up, in both processes; what send() took still leaves if it can in time."""
+        """Wake up waiting threads in both processes; frames that send() took may still leave in time."""
         self._inlet.clear()
         if not self._why:
             self._end("this port was closed")

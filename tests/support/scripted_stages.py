@@ -56,7 +56,7 @@ WIDTH = 64
 
 States = NDArray[np.float32]
 Weights = dict[int, bytes]
-"""Digest of the tensors of each layer; EMBEDDING: of what is read before the first."""
+"""Layer -> digest of its tensors; EMBEDDING: of the table before the first layer."""
 EMBEDDING = -1
 PROJECTION = Projection()
 
@@ -65,7 +65,7 @@ PROJECTION = Projection()
 
 
 def weights_of(state: State) -> Weights:
-    """What is computed with: a digest for each layer of `state`, which may be one stage's share."""
+    """Digests of the layers of `state`, which may be one stage's share."""
     parts: dict[int, dict[str, Any]] = {}
     for name, tensor in state.items():
         layer = layer_of(name)
@@ -141,7 +141,7 @@ class ScriptedStage:
         open_port: Callable[[], Port] | None = None,
         lie: Callable[[States], States] = lambda states: states,
     ) -> None:
-        """`lie`: what is sent in place of the states that the fingerprints are of."""
+        """`lie`: states -> states to send in their place; fingerprints stay those of the first."""
         self.place = place
         self.loop_stats = LoopStats()
         self.policy_version = -1
@@ -265,7 +265,7 @@ def socket_port(place: Place) -> Port:
 
 @dataclass
 class Drawing:
-    """A request, and what was drawn for it so far."""
+    """A request, and the tokens drawn for it so far."""
 
     request: GenerateRequest
     done: "Future[None]" = field(default_factory=Future)
@@ -277,7 +277,7 @@ class Drawing:
     """Of each token, what every stage but the last says of its state."""
 
     def __post_init__(self) -> None:
-        self.done.set_running_or_notify_cancel()  # whoever waits for it may give up, nobody here
+        self.done.set_running_or_notify_cancel()  # a caller that gives up does not cancel it
 
     @property
     def finish(self) -> str:
@@ -287,7 +287,7 @@ class Drawing:
         return "length" if len(self.tokens) >= self.request.max_tokens else ""
 
     def completion(self) -> Completion:
-        """What was drawn."""
+        """The tokens so far as a completion."""
         versions = self.versions
         changes = [i for i, one in enumerate(versions) if i == 0 or one != versions[i - 1]]
         size, count = boundaries.ROW, len(self.crossed[0]) // boundaries.ROW

@@ -27,7 +27,7 @@ class HeadEngine(Engine, Protocol):
     """
 
     async def rejoin(self, epoch: int) -> None:
-        """The ring is whole again: reset it, bring all stages to one version, replay what is in flight.
+        """Reset the ring, which is whole again, bring all stages to one version, and replay requests in flight.
 
         Raises EngineLost or EngineError if that failed: it may be tried again with a newer epoch.
         """
@@ -56,7 +56,7 @@ class Lanes(Protocol):
 
     @property
     def stall_share(self) -> float | None:
-        """Share of its time that the slowest stage waits, 0 to 1; None where nobody measures it."""
+        """Share of its time that the slowest stage waits, 0 to 1; None where it is not measured."""
         ...
 
 

@@ -131,7 +131,7 @@ class Sequences:
     def take(self, step: Step) -> tuple[list[str], list[str]]:
         """The names of the parts, and those of the sequences that are over. Raises EngineError.
 
-        After an error the chain is of no use: what was taken before it stays taken.
+        After an error the chain is of no use: parts taken before it stay taken.
         """
         self._check_size(step)
         over = [self._known.pop(key).name for key in step.ended if key in self._known]
@@ -175,7 +175,7 @@ class Sequences:
         end = part.computed + part.scheduled
         if not (0 < part.scheduled and end <= part.tokens <= self._shape.max_model_len):
             raise EngineError(f"sequence {part.key} is cut wrongly")
-        # block 0 is vLLM's own: what nobody reads is written there
+        # block 0 is vLLM's own: values that are never read are written there
         if part.blocks and not 0 < min(part.blocks) <= max(part.blocks) <= self._most_blocks:
             raise EngineError(f"sequence {part.key} has a block that there is not")
         one.blocks += len(part.blocks)
@@ -213,13 +213,13 @@ class Encoder:
         self._ended: list[int] = []
 
     def skip(self, output: Any) -> None:
-        """A step without a token: who ended is told with the next one."""
+        """Note a step without a token: its ended sequences are named in the next step."""
         for name in output.finished_req_ids:
             if (asked := self._asked.pop(name, None)) is not None:
                 self._ended.append(asked.key)
 
     def forget(self) -> None:
-        """A new chain begins, whose stages know nobody."""
+        """Begin a new chain, whose stages know no sequence."""
         self._ended.clear()
 
     def encode(self, output: Any) -> Step:

@@ -55,18 +55,18 @@ class LaneScheduler(_SchedulerBase):
         self._chain = chain
         self._lanes = Lanes(chain.lanes)
         self._flying: dict[int, int | None] = {}
-        """What was scheduled and is not back: its lane, if it draws."""
+        """Scheduled micro-batches that are not back -> their lane, if they draw."""
         self._tried = False
         """Whether nothing could be scheduled since something came back."""
         self._picked: tuple[tuple[int, int, int], int | None] | None = None
-        """(what it was picked from, the lane): vLLM asks has_requests() twice before each schedule()."""
+        """(running, waiting and free counts, lane picked): has_requests() is asked twice before schedule()."""
         self._said = False
         """What has_requests() answered last."""
         self._hushed = False
-        """Whether it is asked next by who would sleep."""
+        """Whether the next question is that of a caller that would sleep."""
 
     def has_requests(self) -> bool:
-        """Whether schedule() should be called: else vLLM waits for what is in flight, or for news.
+        """Whether schedule() should be called: else vLLM waits for a micro-batch in flight, or for news.
 
         A step that only took a result in asks once more, to sleep a millisecond if there is work: that is
         answered by no. While something is in flight a no never makes vLLM wait for news alone.
@@ -108,7 +108,7 @@ class LaneScheduler(_SchedulerBase):
         return output
 
     def update_from_output(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
-        """What was drawn has come."""
+        """Take the tokens that have come back."""
         lane = self._flying.pop(id(scheduler_output), None)
         if lane is not None:
             self._lanes.back(lane)
@@ -142,7 +142,7 @@ class LaneScheduler(_SchedulerBase):
 
 
 SWITCH_S = 30.0
-"""For all stages to write; what is not over then is done when the next chain begins."""
+"""For all stages to write; a switch that is not over then is done when the next chain begins."""
 BEGIN_S = 30.0
 
 
@@ -162,7 +162,7 @@ class HeadSide:
         return [os.getpid(), *self._ranks.turns.ask("primerl_attach", node_pid)]
 
     def primerl_record(self, fingerprint: str) -> list[str]:
-        """Keep what comes back from now on. Returns what speaks against it."""
+        """Keep the tokens that come back from now on. Returns the faults that forbid it, "" for none."""
         self._version = -1
         if fingerprint not in ("", "projection"):
             return [
@@ -230,7 +230,7 @@ class HeadExecutor(_ExecutorBase):
         return False
 
     def _init_executor(self) -> None:
-        share_python()  # scheduling is all Python: what comes back would wait for it thrice
+        share_python()  # scheduling is all Python: an answer would wait for it three times
         self.place = read_place(os.environ)
         config, shape = self.vllm_config, self.place.shape
         check_passes(config.compilation_config)
@@ -294,7 +294,7 @@ class HeadExecutor(_ExecutorBase):
         """A rank that ends, ends this process."""
 
     def shutdown(self) -> None:
-        """End the chain first: nobody waits for it then."""
+        """End the chain first, so that no thread waits for it."""
         if hasattr(self, "_chain"):
             self._chain.close()
         if hasattr(self, "followers"):
@@ -328,8 +328,8 @@ class FirstRank:
 
     def connect(self, target: socket.socket) -> None:
         """Hand it over."""
-        anybody = 0  # of whom only Windows has to be told which process it is
-        send_handle(self._handles, target.fileno(), anybody)
+        any_process = 0  # only Windows needs the id of the receiving process
+        send_handle(self._handles, target.fileno(), any_process)
         self._turns.tell_first("primerl_connect")
 
     def put(self, frame: Frame) -> None:
@@ -352,7 +352,7 @@ class Asked:
 
 
 class Answer:
-    """A future of a step's tokens, as vLLM's engine waits for it; what came is filed by whoever waits."""
+    """A future of a step's tokens, as vLLM's engine waits for it; the waiting thread files the answer."""
 
     def __init__(
         self,

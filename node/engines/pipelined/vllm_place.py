@@ -1,4 +1,4 @@
-"""What a vLLM that is one stage is started with: everything that all stages of a plan must have alike.
+"""Derive from a plan how vLLM is started as one stage: all that the stages of a plan must have alike.
 
 Nothing here imports vLLM. A place goes to vLLM's own processes by an environment variable: in its config it
 would make vLLM compile the model anew for every plan.
@@ -108,7 +108,7 @@ def check_passes(compilation: Any) -> None:
 
 
 def placed_arguments(place: Place, shape: Mapping[str, Any], tp: int) -> dict[str, Any]:
-    """What is laid over the engine arguments; `shape` is the model's config.json, `tp` the stage's ranks.
+    """Engine arguments that the plan decides; `shape` is the model's config.json, `tp` the stage's ranks.
 
     Bytes of a block on each rank = layers x 2 (key and value) x heads x head size x element size x block size.
     Fewer heads than ranks are copied.

@@ -184,7 +184,7 @@ class StageExecutor(RankExecutor):
         return [*own, *others()]
 
     def beside(self, method: str, *arguments: Any) -> list[Any]:
-        """On all ranks, beside what they compute; on this one last, so that what is here is everywhere."""
+        """On all ranks, beside what they compute; on this one last: a version that is here is on all."""
         others = self.followers.beside.ask(method, *arguments)
         return [getattr(self.worker, method)(*arguments), *others]
 
@@ -213,7 +213,7 @@ def follow(
     method: str,
     handles: Connection | None = None,
 ) -> None:
-    """Compute as rank `rank` of its stage with vLLM's `config`, together with who is at `method`.
+    """Compute as rank `rank` of its stage with vLLM's `config`, together with the ranks that meet at `method`.
 
     Through `handles` the first rank of stage 0 is given the socket that it writes to.
     """

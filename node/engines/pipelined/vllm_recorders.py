@@ -1,4 +1,4 @@
-"""vllm_recorder.py on a pipeline: the last stage tells what it drew, stage 0 keeps it and is asked for it."""
+"""Record tokens on a pipeline: the last stage tells those that it drew, stage 0 keeps them for collect()."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ ROUNDING = 1e-3
 
 
 class Told:
-    """What was drawn in a step, on its way to the host, which nobody has waited for yet."""
+    """The tokens of a step on their way to the host, not waited for yet."""
 
     def __init__(self, ids: Sequence[str], tokens: Tensor, numbers: Tensor) -> None:
         """Of the sequences `ids`, whose rows these are."""
@@ -37,7 +37,7 @@ class Told:
 
 
 class Teller(Recorder):
-    """In the last stage: keeps nothing of what was drawn."""
+    """In the last stage: tells each token, and keeps none."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -32,7 +32,7 @@ PLACE = "InputBatch"
 
 
 def remember_making(module: Any) -> None:
-    """Have batches that `module`, the one of vLLM's runner, makes from now on know what they were made of."""
+    """Have the batches that vLLM's runner `module` makes from now on remember their arguments."""
     made: Any = getattr(module, PLACE)
     if hasattr(made, "primerl_made"):
         return
@@ -52,7 +52,7 @@ def remember_making(module: Any) -> None:
 class LaneBatches:
     """The batches of one runner, `most` of them at most; a sequence is in no more than one.
 
-    install() once the runner is made; what it does then is decided at its next step.
+    install() once the runner is made; it chooses a batch at each step.
     """
 
     def __init__(self, runner: Any, most: int) -> None:
@@ -178,12 +178,12 @@ def rows_of(stream: Tensor, index: Ints | None) -> Tensor:
 
 
 class Departure:
-    """States on their way to the host, which nobody has waited for yet."""
+    """States on their way to the host, not waited for yet."""
 
     def __init__(
         self, stream: Tensor, index: Ints | None, encoding: Encoding, *, proven: bool
     ) -> None:
-        """`proven`: with fingerprints of the rows `index`, as whoever receives them sees them."""
+        """`proven`: with fingerprints of the rows `index`, as the receiver sees them."""
         self._states = [download(one) for one in codes(stream, encoding)]
         self._projected: Tensor | None = None
         if proven:
@@ -191,14 +191,14 @@ class Departure:
         self._mark = Mark(stream.device)
 
     def wait(self) -> tuple[tuple[Array, ...], bytes]:
-        """The tensors of a frame, and what is added to its trail. Raises EngineError."""
+        """The tensors of a frame, and the fingerprints that its trail gets. Raises EngineError."""
         self._mark.wait()
         own = b"" if self._projected is None else pack_projected(self._projected)
         return arrays(self._states), own
 
 
 class Arrivals:
-    """Buffers for what comes, as large as the largest step: a captured graph reads more rows than there are."""
+    """Buffers for arriving states, as large as the largest step: captured graphs read more rows than came."""
 
     def __init__(self, runner: Any, width: int, dtype: torch.dtype) -> None:
         self._runner = runner

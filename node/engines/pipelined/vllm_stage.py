@@ -128,7 +128,7 @@ class StageCore:
             raise
         except (
             Exception
-        ) as error:  # whatever vLLM raises: nobody knows then what weights are in there
+        ) as error:  # any exception of vLLM's: which weights are in there is unknown then
             self._fault = f"failed ({type(error).__name__} {error})"
             raise EngineLost(f"vLLM {self._fault}") from error
 

@@ -59,19 +59,19 @@ class HeadExtension(WorkerExtension):
             self._primerl_outlet.connect(given)
 
     def primerl_finish(self) -> None:
-        """End that connection, behind what was computed before."""
+        """End that connection behind the steps computed before."""
         assert self._primerl_outlet is not None, "only the first rank is asked"
         self._primerl_outlet.finish()
 
     def primerl_pass(self, frame: Frame) -> None:
-        """Send `frame` as it is, behind what was computed before."""
+        """Send `frame` as it is, behind the steps computed before."""
         assert self._primerl_outlet is not None, "only the first rank is asked"
         self._primerl_outlet.put(frame)
 
     def primerl_compute(
         self, output: Any, frame: Frame | None = None, drawing: Ints | None = None
     ) -> None:
-        """This rank's part of a step, of which `frame` is to tell the other stages; None tells nobody.
+        """Compute this rank's part of a step, of which `frame` tells the other stages; None: they are not told.
 
         The rows `drawing` lead to tokens; None: all.
         """
@@ -142,7 +142,7 @@ class StageExtension(WorkerExtension):
     def primerl_draw(self) -> Told:
         """What the step that was computed draws.
 
-        Not by the runner's sample_tokens(): it waits for the tokens and keeps them, and here nobody reads them.
+        Not by the runner's sample_tokens(): it waits for the tokens and keeps them, and they are not read here.
         """
         runner: Any = self.model_runner
         state, runner.execute_model_state = runner.execute_model_state, None
@@ -169,7 +169,7 @@ class StageExtension(WorkerExtension):
     # -- weights -----------------------------------------------------------------------------------
 
     def primerl_prepare(self, version: int, path: str = "") -> None:
-        """Keep a whole state of a file, or what was staged, for primerl_switch(). Raises EngineError."""
+        """Keep a whole state of a file, or the staged update, for primerl_switch(). Raises EngineError."""
         if len(self._primerl_prepared) >= MOST_PREPARED:
             raise EngineError("too many versions wait for their moment: the pipeline stands still")
         if path:
@@ -180,7 +180,7 @@ class StageExtension(WorkerExtension):
         self._primerl_prepared.append((version, staged))
 
     def primerl_find(self, version: int) -> int:
-        """Which of what was prepared is `version`; -1 if it is in effect. Raises EngineError if neither."""
+        """Find `version` among the prepared ones; -1 if it is in effect. Raises EngineError if neither."""
         versions = [one for one, _ in self._primerl_prepared]
         if version in versions:
             return versions.index(version)
@@ -191,7 +191,7 @@ class StageExtension(WorkerExtension):
         return -1
 
     def primerl_switch(self, version: int) -> None:
-        """Write what was prepared for `version`, and before it. Raises EngineError if nothing was."""
+        """Write the prepared versions up to `version`. Raises EngineError if it was not prepared."""
         index = self.primerl_find(version)
         if index < 0:
             return
@@ -236,7 +236,7 @@ class StageSteps:
         self._ranks.beside("primerl_prepare", version, path)
 
     def write(self, version: int) -> None:
-        """Write what was staged, or keep it."""
+        """Write the staged update, or keep it for its SWITCH."""
         with self._turn:
             if not self._chained:
                 self._ranks.collective_rpc("primerl_write", args=(version,))
@@ -257,7 +257,7 @@ class StageSteps:
     def switch(self, version: int) -> None:
         """See StageCompute."""
         with self._turn:
-            self._worker.primerl_find(version)  # what is here is everywhere
+            self._worker.primerl_find(version)  # a version that is here is on all ranks
             self._ranks.collective_rpc("primerl_switch", args=(version,))
 
     def step(self, frame: Frame) -> Later:
@@ -294,7 +294,7 @@ class StageSteps:
         return self._worker.primerl_unpack(frame.tensors)
 
     def _claimed(self, frame: Frame, step: Step, stream: torch.Tensor) -> bytes | None:
-        """What the stage before says of its states; None where nobody does.
+        """The fingerprints that the stage before stated; None where the plan has none.
 
         Raises EngineError for states that are not the step's.
         """
@@ -311,8 +311,8 @@ class StageSteps:
     def _checked(
         self, claimed: bytes | None, step: Step, stream: torch.Tensor
     ) -> Callable[[], None]:
-        """What is returned waits for the device, and raises EngineError for states that fingerprints were
-        not made of."""
+        """The returned function waits for the device, and raises EngineError if the fingerprints are of
+        other states."""
         if claimed is None:
             return lambda: None
         own, mark = download(project(rows_of(stream, drawing(step.parts)))), Mark(stream.device)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from stage_swarm import StageSwarm, make_cut_model
+from swarm import Swarm
 
 BATCH = 4 * 4
 """Rollouts of a step."""
@@ -112,3 +113,15 @@ async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: 
         _, after = await swarm.stage(0)
         assert (after["group"], after["generation"]) == (before["group"], before["generation"])
         await ended_well(swarm, 5)
+
+
+async def test_a_worker_of_another_engine_that_may_be_too_small_is_told_so_and_works_alone(
+    tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Swarm(tmp_path, tiny, max_steps=1) as swarm:
+        await swarm.start_trainer()
+        section = {"type": "hf", "device": "cpu", "max_model_len": 2**34}
+        swarm.add_worker("a", engine_section=section, pp={"mode": "auto"})
+        summary = await swarm.finished()
+    assert summary["accepted"] >= BATCH
+    assert "set engine.type to vllm" in caplog.text
