@@ -14,7 +14,7 @@ WINDOW = 32
 """Micro-batches over which the idle share of the slowest stage is measured."""
 LEAST = 4
 """Fewest trips that a number is derived from."""
-SLACK = 0.1
+SLACK = 0.25
 """Measurements vary: the number changes only if the ratio is this far outside the range in which it is right,
 and a ratio this little above a whole number counts as that number."""
 
