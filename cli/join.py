@@ -92,7 +92,7 @@ def run(
       ssh trainer primerl-node ticket | primerl-node join --ticket -
       primerl-node join --ticket run.ticket --engine.type vllm --tp auto
       primerl-node join --data-dir worker      again, for the run that admitted it
-      primerl-node join --ticket run.ticket --pp.rank 0 --pp.world-size 2
+      primerl-node join --ticket run.ticket --engine.type vllm --pp.rank 0 --pp.world-size 2
       primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
     from ..node.config import JoinConfig

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
+from .engine_config import PIPELINES_NEED_VLLM
 from .engine_config import EngineConfig as EngineConfig
 from .engine_config import PipelineConfig as PipelineConfig
 from .own_run_config import CheckpointConfig, OwnRunConfig
@@ -389,6 +390,8 @@ class JoinConfig(NodeConfig):
 
     @model_validator(mode="after")
     def _is_one_kind_of_many(self) -> "JoinConfig":
+        if self.pp.wanted and self.engine.type != "vllm":
+            raise ValueError(PIPELINES_NEED_VLLM)
         if self.pp.wanted and self.engine.dp > 1:
             raise ValueError(
                 "engine.dp and pp cannot be combined: start one node per pipeline, each with its own pp"

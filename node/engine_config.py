@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 Positive = Annotated[int, Field(ge=1)]
+PIPELINES_NEED_VLLM = (
+    "pipelines between nodes need vLLM for their stages: set engine.type to vllm, or leave pp out"
+)
 
 
 class ConcurrencyConfig(BaseConfig):

@@ -89,7 +89,8 @@ class FileLines(RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper:
         """A file that its owner alone can read: addresses of peers are in it."""
-        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_private)
+        file = open(self.baseFilename, "a", encoding=self.encoding, opener=_private)
+        return file
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, in a new file if this one is full."""

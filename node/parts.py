@@ -20,8 +20,7 @@ from .config import (
 )
 from .engines.build import build_engine
 from .engines.engine import Engine
-from .engines.pipelined.build import build_head, build_stage
-from .engines.pipelined.seams import HeadEngine, StageEngine
+from .engines.pipelined.hosted_stage import HeadEngine, HostedHead, HostedStage, StageEngine
 from .environments.build import build_environment
 from .environments.environment import Environment
 from .gpus import usable_here
@@ -101,6 +100,16 @@ def make_backend(
     )
 
 
+def make_pipeline_head(config: EngineConfig, place: Place) -> HeadEngine:
+    """The engine of stage 0 of a pipeline, not started: vLLM."""
+    return HostedHead(config, place)
+
+
+def make_pipeline_stage(config: EngineConfig, place: Place) -> StageEngine:
+    """The engine of a later stage of a pipeline, not started: vLLM."""
+    return HostedStage(config, place)
+
+
 def make_evaluation_engine(config: EngineConfig) -> Engine:
     """The trainer's own engine for evaluation: always the embedded one, whatever the workers use."""
     return build_engine(config.model_copy(update={"type": "hf"}))
@@ -133,8 +142,8 @@ class Parts:
         make_environment
     )
     engine: Callable[[EngineConfig], Engine] = build_engine
-    pipeline_head: Callable[[EngineConfig, Place], HeadEngine] = build_head
-    pipeline_stage: Callable[[EngineConfig, Place], StageEngine] = build_stage
+    pipeline_head: Callable[[EngineConfig, Place], HeadEngine] = make_pipeline_head
+    pipeline_stage: Callable[[EngineConfig, Place], StageEngine] = make_pipeline_stage
     evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
     auditor: Callable[[EngineConfig, float], Auditor] = make_auditor
     backend: Callable[[RunConfig], TrainBackend] = make_backend

@@ -19,7 +19,7 @@ from ..protocol.version import ALPN_CONTROL, ALPN_PIPELINE
 from .config import JoinConfig
 from .control import StageRow
 from .engine_config import EngineConfig
-from .engines.pipelined.seams import HeadEngine, Laned, StageEngine
+from .engines.pipelined.hosted_stage import HeadEngine, Laned, StageEngine
 from .joined_node import Joined
 from .lines.door import Door
 from .lines.local_end import LocalEnd

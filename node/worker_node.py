@@ -129,28 +129,31 @@ class WorkerNode(JoinedNode):
     async def _is_split(self, joined: Joined, engine: EngineConfig) -> bool:
         """Whether to hold the model together with others. Raises UsageError if that is wanted and cannot be."""
         config, run = self._config, joined.documents.manifest
-        splits = engine.type != "scripted" and run.adapters is None
         if config.pp.wanted:
-            if splits:
+            if run.adapters is None:
                 return True
-            raise UsageError(
-                "a model with adapters, or engine.type scripted, cannot be shared by nodes: remove pp"
-            )
-        if config.pp.mode == "off" or not splits or engine.dp * engine.pp > 1:
+            raise UsageError("a model with adapters cannot be shared by nodes: remove pp")
+        fixed = config.pp.mode == "off" or engine.type == "scripted"
+        if fixed or run.adapters is not None or engine.dp * engine.pp > 1:
             return False
         try:
             shape = read_shape(read_json(joined.model_dir / "config.json"))
-            if cannot_cut(shape, engine.type):
-                return False
+            uncut = cannot_cut(shape, engine.type)
             why = await asyncio.to_thread(
                 cannot_hold, engine, shape, fingerprint=run.proofs.fingerprint
             )
         except EngineError as error:
             logger.info("whether the model fits is not known: %s", error)
             return False
-        if why:
+        if why and uncut:
+            logger.warning(
+                "the model may not fit here: %s; no other node can hold a part of it: %s",
+                why,
+                uncut,
+            )
+        elif why:
             logger.warning("this node offers to hold a part of the model: %s", why)
-        return bool(why)
+        return bool(why) and not uncut
 
     def _make_stages(self, joined: Joined) -> StageNode:
         assert self._door is not None  # made with the router, before anything is joined

@@ -36,6 +36,7 @@ class PipelineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What every stage must agree on; limits of what may be sent follow from it."""
 
     engine: Literal["hf", "vllm"]
+    """`vllm`; nodes of older releases may say `hf`, of which no plans are made any more."""
     software: Name
     """The engine's release, which decides what a step looks like; every stage runs the same."""
     dtype: Literal["float32", "bfloat16"]
@@ -92,6 +93,7 @@ class StageOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
     """For weights, keys and values."""
     engine: Literal["hf", "vllm"]
+    """`vllm`; an offer of `hf`, from a node of an older release, is refused."""
     software: Name
     rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STAGES)] = -1
     """The stage that its operator wants it to be; -1 leaves that to the trainer."""

@@ -9,7 +9,7 @@ from primerl.node.pipeline.frame import Frame, Kind
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
 SHAPE = PipelineShape(
-    engine="hf",
+    engine="vllm",
     software="0",
     dtype="float32",
     hidden_size=16,

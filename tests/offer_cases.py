@@ -33,7 +33,7 @@ CONFIG = {
 SHAPE: ModelShape = read_shape(CONFIG)
 TERMS = Terms("float32", hidden_size=64, max_model_len=256, max_sequences=8)
 MODEL = CutModel(SHAPE, TERMS)
-PART = 7_500_000
+PART = 2_900_000
 """Bytes: half of the model, with room for sequences."""
 
 
@@ -46,7 +46,7 @@ def node(number: int) -> bytes:
 
 
 def offer(memory: int = PART, **more: Any) -> StageOffer:
-    fields: dict[str, Any] = {"engine": "hf", "software": "primerl 1", **more}
+    fields: dict[str, Any] = {"engine": "vllm", "software": "vllm 1", **more}
     return StageOffer(memory_bytes=memory, **fields)
 
 

@@ -6,32 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from support.memory_port import ring
+from support.scripted_stages import WIDTH, ScriptedHead, ScriptedStage
 
-from primerl.node.config import EngineConfig, ModelCreateConfig
+from primerl.node.config import EngineConfig
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.engines.pipelined.hf_head import HfPipeline
-from primerl.node.engines.pipelined.hf_stage import HfStage
 from primerl.node.pipeline.frame import Frame
-from primerl.node.pipeline.memory_port import ring
 from primerl.node.pipeline.place import Place
 from primerl.node.pipeline.port import Port, PortClosed
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, check_plan
 
 LAYERS = 5
-DEEP = ModelCreateConfig(
-    hidden_size=32, intermediate_size=64, head_dim=16, vocab_size=272, num_hidden_layers=LAYERS
-)
-"""As deep as there are stages to cut it into."""
+"""As many as there are stages to cut a model into."""
 
 
 def shape_of(**changes: object) -> PipelineShape:
-    """What stages of DEEP agree on."""
+    """What scripted stages agree on."""
     plain = PipelineShape(
-        engine="hf",
+        engine="vllm",
         software="test",
         dtype="float32",
-        hidden_size=32,
+        hidden_size=WIDTH,
         max_model_len=256,
         max_sequences=256,
         max_step_tokens=256,
@@ -110,15 +106,16 @@ class LocalPipeline:
 
     def __init__(
         self,
-        config: EngineConfig,
         plan: PipelinePlan,
         ports: Ports | None = None,
-        stall_s: float = 5.0,
     ) -> None:
+        config = EngineConfig(type="vllm")
         places = [Place(plan, rank, "") for rank in range(len(plan.stages))]
         self.ports = ports or Ports(len(places))
-        self.head = HfPipeline(config, places[0], self.ports.of(0), stall_s=stall_s)
-        self.stages = [HfStage(config, one, self.ports.of(one.rank)) for one in places[1:]]
+        self.head = ScriptedHead(config, places[0], open_port=self.ports.of(0))
+        self.stages = [
+            ScriptedStage(config, one, open_port=self.ports.of(one.rank)) for one in places[1:]
+        ]
         self.epoch = 0
         self._loading = asyncio.Lock()
 

@@ -155,10 +155,8 @@ HEAVY = {
     "vllm": {
         "node.engines.vllm",
         "node.engines.vllm_worker",
-        "node.engines.pipelined.vllm_group",
         "node.engines.pipelined.vllm_head_executor",
         "node.engines.pipelined.vllm_rank",
-        "node.engines.pipelined.vllm_scheduler",
         "node.engines.pipelined.vllm_stage",
         "node.engines.pipelined.vllm_stage_worker",
     },
@@ -212,20 +210,14 @@ LOADED_LAZILY = {
         node.training.model.masters node.training.model.trained_model node.training.optimizer
         node.training.rank node.training.ranks.share node.training.ranks.wire
         node.training.saving.agreement node.training.saving.saved node.training.saving.shards
-        node.training.saving.staging node.training.world node.engines.pipelined.vllm_executor
-        node.engines.pipelined.vllm_head_executor node.engines.pipelined.vllm_head_side
-        node.engines.pipelined.vllm_rank node.engines.pipelined.vllm_head_worker
-        node.engines.pipelined.vllm_batches node.engines.pipelined.vllm_recorders
-        node.engines.pipelined.vllm_stage_worker node.engines.pipelined.vllm_states
-        node.engines.pipelined.activations node.engines.pipelined.hf_chain
-        node.engines.pipelined.hf_compute node.engines.pipelined.hf_events
-        node.engines.pipelined.hf_lanes node.engines.pipelined.slices""",
+        node.training.saving.staging node.training.world node.engines.pipelined.vllm_head_executor
+        node.engines.pipelined.vllm_rank node.engines.pipelined.vllm_recorders
+        node.engines.pipelined.vllm_stage_worker node.engines.pipelined.vllm_runner
+        node.engines.pipelined.activations""",
     "triton": "node.engines.boundary_kernel node.engines.noise_kernel node.engines.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
-    "vllm": """node.engines.pipelined.vllm_executor node.engines.pipelined.vllm_group
-        node.engines.pipelined.vllm_head_executor
-        node.engines.pipelined.vllm_rank
-        node.engines.pipelined.vllm_scheduler node.engines.pipelined.vllm_stage_worker""",
+    "vllm": """node.engines.pipelined.vllm_head_executor node.engines.pipelined.vllm_rank
+        node.engines.pipelined.vllm_stage_worker""",
 }
 """The files that may load a heavy library when they are imported: they are imported lazily themselves."""
 LIGHT = {"typer", "rich", "blake3", "cryptography", "zstandard"}

@@ -1,159 +1,98 @@
-"""How many micro-batches to have in flight, so that no stage waits while others compute or transfer.
+"""Derive how many micro-batches to keep in flight: enough to cover one round trip.
 
-One trip round the ring, without queues, takes `ring_s`; the slowest stage needs `step_s` of it. Meanwhile it
-could have computed ring_s / step_s micro-batches: with so many it never idles, with more they only queue. That
-is what is proposed. Whether it is right depends on what nobody tells stage 0: whether half the rows take half
-the time, what schedulers and lines take that are busy with one micro-batch at a time. So it is tried, and what
-counts is rows per second, as they came back (climb.py). It begins with one micro-batch a stage. What a device
-has recorded graphs for takes it a fraction of the time of anything larger: from so many micro-batches on that
-all of them are that small things are otherwise. Pure: time is an argument.
+A round trip is what one micro-batch takes without queues: the compute time of every stage, and transfer
+and latency of every hop. With fewer micro-batches the slowest stage idles, with more they only queue.
+Smaller micro-batches compute faster, so the number is derived again from trips that were made with the
+number in force. Pure: time is an argument.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
-from .climb import Climb
-
 WINDOW = 32
-"""Trips that are looked at."""
+"""Micro-batches over which the idle share of the slowest stage is measured."""
 LEAST = 4
-"""Micro-batches of a turn at least."""
-OTHER = 1.25
-"""Rates of so many times more, or fewer, sequences are not compared."""
+"""Fewest trips that a number is derived from."""
+SLACK = 0.25
+"""Measurements vary: the number changes only if the ratio is this far outside the range in which it is right,
+and a ratio this little above a whole number counts as that number."""
 
 
-@dataclass(frozen=True)
-class Trip:
-    """One micro-batch that came back."""
+def micro_batches(
+    trip_s: float, slowest_s: float, *, rows: int, most: int, graph_rows: int = 0
+) -> int:
+    """ceil(trip / slowest stage), from 1 to `most` and to `rows`, the sequences that there are.
 
-    free_s: float
-    """Time that it took, but for queues."""
-    busy_s: float
-    """What the slowest stage needed for it."""
+    Where devices have CUDA graphs for steps of at most `graph_rows` sequences, at least so many that each step
+    has one: larger steps take several times as long. 0: there are no graphs.
+    """
+    covering = ceil(trip_s / slowest_s) if slowest_s > 0 else 1
+    graphed = ceil(rows / graph_rows) if graph_rows else 1
+    return max(1, min(max(covering, graphed), most, rows))
 
 
 class MicroBatches:
-    """Follows what is sent and comes back. At most `most` are wanted."""
+    """Measures the trips of one pipeline and derives the number, which begins with one for each stage."""
 
     def __init__(self, most: int, *, stages: int = 2, graph_rows: int = 0) -> None:
-        """`graph_rows`: most rows of a step that devices have a recorded graph for; 0: of none."""
+        """`most`: the bound of the plan; `graph_rows`: see micro_batches()."""
         self._most, self._graph_rows = most, graph_rows
-        self._climb = Climb(max(1, min(stages, most)))
-        self._sent: dict[int, tuple[int, float]] = {}
-        self._trips: deque[Trip] = deque(maxlen=WINDOW)
-        self._times: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        """(came back at, busy) of the last ones, without gaps between chains."""
-        self._rows = 1
-        self._laps = Laps()
-        self._laps.begin(self._climb.number, 0)
-        self._home_rows = 1
-        """Sequences that there were when home was measured."""
+        self._number = stages
+        """The number in force, before the bounds."""
+        self._changes = 0
+        self._sent: dict[int, tuple[float, int]] = {}
+        """Micro-batch -> (when it left stage 0, `_changes` at that time)."""
+        self._ratios: deque[float] = deque()
+        """Of trips that were made with the number in force."""
+        self._busy: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        """(came back at, time of the slowest stage) of the last micro-batches, without gaps between chains."""
+        self._trip_s = 0.0
 
     def count(self, rows: int) -> int:
-        """How many micro-batches `rows` sequences should be split into now; at least 1."""
-        self._rows = max(1, rows)
-        return min(self._climb.number, self._most, self._rows)
+        """Into how many micro-batches `rows` sequences should be split now; at least 1."""
+        return micro_batches(
+            self._number, 1.0, rows=max(1, rows), most=self._most, graph_rows=self._graph_rows
+        )
 
-    def sent(self, number: int, rows: int, now: float) -> None:
+    def sent(self, number: int, now: float) -> None:
         """Micro-batch `number` leaves stage 0 at `now`, seconds."""
-        if not self._sent and self._times and now > self._times[-1][0] + self.ring_s:
-            self._start_over()  # there was nothing to do
-        self._sent[number] = (rows, now)
-        self._laps.peak = max(self._laps.peak, len(self._sent))
+        if not self._sent and self._busy and now > self._busy[-1][0] + self._trip_s:
+            self._busy.clear()  # there was nothing to do
+        self._sent[number] = (now, self._changes)
 
     def back(self, number: int, busy_s: float, waited_s: float, now: float) -> None:
         """It came back: the slowest stage needed `busy_s`, and it lay in queues for `waited_s`."""
-        rows, began = self._sent.pop(number, (0, now))
-        if not rows or busy_s <= 0:
+        sent = self._sent.pop(number, None)
+        if sent is None or busy_s <= 0:
             return
-        self._times.append((now, busy_s))
-        if self._laps.skip:
-            self._trips.clear()
-        self._trips.append(Trip(max(busy_s, now - began - waited_s), busy_s))
-        if self._laps.back(rows, now):
-            self._decide()
+        self._trip_s = max(busy_s, now - sent[0] - waited_s)
+        self._busy.append((now, busy_s))
+        if sent[1] == self._changes:
+            self._ratios.append(self._trip_s / busy_s)
+            self._derive()
 
     def forget(self) -> None:
-        """A new chain begins: what was in flight does not come back, and gaps are nobody's fault."""
+        """A new chain begins: nothing in flight comes back, and the gap is no idle time."""
         self._sent.clear()
-        self._start_over()
-
-    @property
-    def ring_s(self) -> float:
-        """How long a micro-batch is under way when nothing is in the way; 0 before the first came back."""
-        return median(trip.free_s for trip in self._trips) if self._trips else 0.0
-
-    @property
-    def step_s(self) -> float:
-        """What the slowest stage needs for one; 0 before the first came back."""
-        return median(trip.busy_s for trip in self._trips) if self._trips else 0.0
+        self._busy.clear()
 
     @property
     def stall_share(self) -> float:
         """Share of the time in which the slowest stage had nothing to do, 0 to 1, over the last trips."""
-        if len(self._times) < 2:
+        if len(self._busy) < 2:
             return 0.0
-        whole = self._times[-1][0] - self._times[0][0]
-        busy = sum(one for _, one in list(self._times)[1:])
+        whole = self._busy[-1][0] - self._busy[0][0]
+        busy = sum(one for _, one in list(self._busy)[1:])
         return min(1.0, max(0.0, 1.0 - busy / whole)) if whole > 0 else 0.0
 
-    def _start_over(self) -> None:
-        """What was measured so far has no end."""
-        self._times.clear()
-        self._climb.give_up()
-        self._laps.begin(self._climb.number, len(self._sent))
-
-    def _decide(self) -> None:
-        """A number was measured: keep it, try another, or go back."""
-        climb, rates = self._climb, self._laps.rates
-        if not climb.is_enough(rates):
+    def _derive(self) -> None:
+        """Derive the number anew once there are enough trips; the first round still has the old sizes."""
+        lap = max(LEAST, min(self._number, self._most))
+        if len(self._ratios) < 2 * lap:
             return
-        before = climb.number
-        if before == climb.home:
-            self._home_rows = self._rows
-        if self._home_rows / OTHER < self._rows < self._home_rows * OTHER:
-            # of each trip its own: they differ in size
-            ratio = median(trip.free_s / trip.busy_s for trip in self._trips)
-            leap = ceil(self._rows / self._graph_rows) if self._graph_rows else 0
-            climb.measured(rates, ratio, min(self._most, self._rows), leap=leap)
-        else:
-            climb.give_up()
-        self._laps.begin(climb.number, len(self._sent) if climb.number != before else 0)
-
-
-class Laps:
-    """Rows a second, from what comes back: by turns, each as long as there are micro-batches in flight."""
-
-    def __init__(self) -> None:
-        self.peak = 1
-        """Most that were in flight at once."""
-        self.skip = 0
-        """That many come back before anything is measured."""
-        self.rates: list[float] = []
-        """Of each turn: what else happens meanwhile, such as a prompt that is read, spoils some of them."""
-        self._since: float | None = None
-        self._back = self._rows = 0
-
-    def begin(self, number: int, before: int) -> None:
-        """`number` are wanted from now on; `before` are in flight that were sent when it was another one."""
-        self.skip = before + number if before else 0
-        self.peak = 1
-        self.rates.clear()
-        self._since = None
-        self._back = self._rows = 0
-
-    def back(self, rows: int, now: float) -> bool:
-        """A micro-batch came back; whether that ends a turn."""
-        if self.skip or self._since is None:
-            self.skip = max(0, self.skip - 1)
-            self._since = now
-            return False
-        self._back += 1
-        self._rows += rows
-        if self._back < self.peak * ceil(LEAST / self.peak) or now <= self._since:
-            return False
-        self.rates.append(self._rows / (now - self._since))
-        self._since, self._back, self._rows = now, 0, 0
-        return True
+        ratio = median(list(self._ratios)[lap:])
+        self._ratios.clear()
+        if not self._number - 1 - SLACK < ratio <= self._number + SLACK:
+            self._number = max(1, min(ceil(ratio - SLACK), self._most))
+            self._changes += 1

@@ -56,6 +56,6 @@ class StageCompute(Protocol):
     def step(self, frame: Frame) -> "Frame | Later":
         """Compute a micro-batch: what the next stage gets, or what was drawn. Raises EngineError.
 
-        Who computes on a device may return what waits for it: the next one is begun meanwhile.
+        A stage on a device may return a function that waits for it: the next micro-batch is begun meanwhile.
         """
         ...

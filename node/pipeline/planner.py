@@ -62,12 +62,10 @@ class Costs:
     """What the last stage holds besides: norm and head."""
     layer_token: int
     """Of one token's keys and values in a layer."""
-    token: int = 0
-    """Of one token on a stage, however many layers it has."""
 
     def capacity(self, memory: int, tokens: int, *, first: bool, last: bool) -> int:
         """Most layers that fit into `memory` with room for `tokens`; below 1 if none."""
-        left = memory - self.first * first - self.last * last - tokens * self.token
+        left = memory - self.first * first - self.last * last
         return left // (self.layer + tokens * self.layer_token)
 
 
@@ -372,8 +370,6 @@ def _shape(order: Sequence[Offered], costs: Costs, terms: Terms) -> PipelineShap
     offer = order[0].offer
     block = BLOCK["cpu" if offer.software.endswith("+cpu") else "cuda"]
     step = max(STEP_TOKENS, terms.max_sequences)
-    if offer.engine == "hf":
-        step = max(step, terms.max_model_len)
     step = min(step, MAX_STEP // (STEP_BYTES * terms.hidden_size))
     sequences = min(terms.max_sequences, step)
     room = kv_room(order, costs, _tokens(sequences, terms, block))

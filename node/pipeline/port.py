@@ -1,12 +1,16 @@
-"""The port seam: where what computes a stage sends to the next one and gets from the one before.
+"""The port seam: the process that computes a stage sends to the next stage and gets from the one before.
 
-Blocking, for threads that compute; whoever holds the network serves the other end. Implementations: a socket to
-the node's process (socket_port.py), a pair in memory (memory_port.py). Suite: tests/conformance/test_port.py.
+Blocking, for threads that compute; the node's process serves the other end. Implementations: a socket to
+the node's process (socket_port.py), and for tests a pair in memory. Suite: tests/conformance/test_port.py.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
-from .frame import Frame
+from .frame import Frame, Kind
+
+DEPTH = 80
+"""Frames on their way: more than MAX_MICRO_BATCHES, so that stage 0 can always take answers."""
 
 
 class PortClosed(Exception):
@@ -32,5 +36,12 @@ class Port(Protocol):
         ...
 
     def close(self) -> None:
-        """Wake everybody up with PortClosed. Never raises."""
+        """Wake up all waiting threads with PortClosed. Never raises."""
         ...
+
+
+def waited(frame: Frame, seconds: float) -> Frame:
+    """`frame` with the time added that it lay in a queue; only micro-batches are timed."""
+    if frame.kind not in (Kind.STEP, Kind.DRAWN):
+        return frame
+    return replace(frame, waited_us=frame.waited_us + max(0, int(seconds * 1e6)))

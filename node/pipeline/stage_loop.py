@@ -1,4 +1,4 @@
-"""What a stage that does not schedule does all day: take a frame, do what it says, pass on what came of it.
+"""Serve a stage that does not schedule: take a frame, carry it out, pass on the result.
 
 Everything in order. After a fault nothing more of that chain is computed, until a RESET begins another one.
 """
@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from ..errors import EngineError
 from .frame import Frame, Kind
 from .frame_codec import MAX_WORDS
-from .memory_port import DEPTH
 from .place import Later, StageCompute
-from .port import Port, PortClosed
+from .port import DEPTH, Port, PortClosed
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +41,10 @@ class LoopStats:
 
 
 def serve(port: Port, compute: StageCompute, *, rank: int, stats: LoopStats | None = None) -> None:
-    """Compute what comes through `port` until it closes; it is closed on every way out.
+    """Carry out the frames that come through `port` until it closes; it is closed on every way out.
 
-    An EngineError becomes a FAULT of that chain. Any other error is a bug: it is raised, and whoever holds
-    the other end of the port sees it close.
+    An EngineError becomes a FAULT of that chain. Any other error is a bug: it is raised, and the
+    other end of the port sees it close.
     """
     loop = _Loop(compute, rank, stats or LoopStats())
     sender = _Sender(port, loop)
@@ -73,7 +72,7 @@ class _Begun:
 
 
 class _Sender:
-    """Sends what was answered, in order; waits for device and port, so that whoever computes need not."""
+    """Sends answers in order; waits for device and port, so that the computing thread need not."""
 
     def __init__(self, port: Port, loop: "_Loop") -> None:
         self._port = port
@@ -85,7 +84,7 @@ class _Sender:
         self._thread.start()
 
     def put(self, answer: Frame | _Begun | None) -> None:
-        """Behind what was put before; None is nothing. Waits while too much waits. Raises PortClosed."""
+        """Send it behind earlier answers; None is nothing. Waits while too much waits. Raises PortClosed."""
         if answer is None:
             return
         while not self._room.acquire(timeout=LOOK_S):
@@ -94,7 +93,7 @@ class _Sender:
         self._queue.put(answer)
 
     def close(self) -> None:
-        """Close the port, behind what can leave in time. Raises what was raised there."""
+        """Close the port behind the answers that can leave in time. Raises the error of the sending thread."""
         self._queue.put(None)
         self._thread.join(FLUSH_S)
         self._port.close()
@@ -145,7 +144,7 @@ class _Loop:
             return self._break(frame.epoch, error)
 
     def finish(self, begun: _Begun) -> Frame | None:
-        """Wait for what was begun: what to send for it; None if its chain is of no use any more."""
+        """Wait for a micro-batch that was begun: its answer; None if its chain is of no use any more."""
         if self._broken == begun.frame.epoch:
             return None
         try:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ...protocol.manifests import RunManifest
 from .. import gpus
-from ..engine_config import EngineConfig, PipelineConfig
+from ..engine_config import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
 from ..errors import EngineError
 from ..gpu_memory import GpuMemory, visible
 from ..machine_memory import machine_memory
@@ -33,8 +33,6 @@ WEIGHTS = "weights", "the next weights"
 """Lines of a worker's bill that a stage holds only its part of."""
 CPU_PART = 0.8
 """Of the machine's free memory that is offered: others live there too."""
-OWN_NETWORK = ("qwen3",)
-"""Families that the hf engine can cut into stages."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,12 @@ class CutModel:
     shape: ModelShape
     terms: Terms
 
-    def costs(self, engine: Literal["hf", "vllm"]) -> Costs:
+    def costs(self, engine: str) -> Costs:
         """Of a stage. Raises EngineError where this engine has no stages of the model."""
         why = cannot_cut(self.shape, engine)
         if why:
             raise EngineError(why)
-        return stage_costs(self.shape, engine, self.terms.dtype)
+        return stage_costs(self.shape, self.terms.dtype)
 
 
 def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | None:
@@ -77,32 +75,27 @@ def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | 
     )
 
 
-def stage_costs(
-    shape: ModelShape, engine: Literal["hf", "vllm"], dtype: Literal["float32", "bfloat16"]
-) -> Costs:
-    """Of a stage of this engine, with an unquantized cache.
+def stage_costs(shape: ModelShape, dtype: Literal["float32", "bfloat16"]) -> Costs:
+    """Of a stage of vLLM, with an unquantized cache.
 
-    Tables are on the first and on the last stage, also where they are tied. `hf` holds the next weights while
-    they are loaded, and its cache twice while it grows (worker.py).
+    Tables are on the first and on the last stage, also where they are tied.
     """
     element = ELEMENT[dtype]
     rows = -(-shape.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     table, layer = rows * shape.hidden * element, shape.layer_parameters() * element
-    twice = 2 if engine == "hf" else 1
     return Costs(
         layers=shape.layers,
-        layer=twice * layer,
-        first=twice * table,
-        last=twice * (table + shape.hidden * element),
-        layer_token=twice * 2 * shape.kv_width * element,
-        token=shape.hidden * (2 * element + 4) if engine == "hf" else 0,
+        layer=layer,
+        first=table,
+        last=table + shape.hidden * element,
+        layer_token=2 * shape.kv_width * element,
     )
 
 
 def cannot_cut(shape: ModelShape, engine: str) -> str:
     """Why this engine has no stages of the model; empty if it has."""
-    if engine == "hf" and shape.family not in OWN_NETWORK:
-        return f"the hf engine cuts only {', '.join(OWN_NETWORK)}, not {shape.family}: use --engine vllm"
+    if engine != "vllm":
+        return PIPELINES_NEED_VLLM
     return "" if shape.layers > 1 else "a model of one layer is not cut"
 
 
@@ -124,12 +117,10 @@ def memory_to_offer(
     if pp.memory_gib:
         return int(pp.memory_gib * GIB)
     device, ranks = _device(config, there, free)
-    if device.kind == "cuda" and config.type == "vllm":
+    if device.kind == "cuda":
         share = float(config.vllm.get("gpu_memory_utilization") or UTILIZATION)
         beyond = Bill.of(uncounted(config, shape)).total
         budget = min(int(share * device.nbytes), device.nbytes - device.taken - beyond - RESERVE)
-    elif device.kind == "cuda":
-        budget = device.nbytes - device.taken - RESERVE
     else:
         budget = int(CPU_PART * (device.nbytes - device.taken))
     config = config.model_copy(update={"tp": ranks})

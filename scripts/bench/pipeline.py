@@ -2,8 +2,10 @@
 and against a ring in which nothing overlaps.
 
     python scripts/bench/pipeline.py [--stages 2 4] [--rtt 0 20 50 100] [--rates 20 40] [--batch 64]
-        [--lanes 4] [--engine hf|vllm] [--shape NAME] [--encoding raw|fp8|int8] [--local]
+        [--lanes 4] [--shape NAME] [--encoding raw|fp8|int8] [--local]
         [--few 64] [--tp 1] [--ways WAY ...] [--quick] [--json FILE]
+
+Needs vLLM; its CPU build will do (scripts/install_vllm_cpu.sh).
 
 Every stage is a process with an iroh endpoint of its own on this machine (pipeline_stage.py); a shaper delays
 what each sends by half a round trip: a ring of four stages is twice as long as one of two.
@@ -37,6 +39,7 @@ from shapes import SHAPES
 from primerl.crypto.keys import SecretKey
 from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
+from primerl.node.engines.vllm_features import NOT_INSTALLED, is_installed
 from primerl.node.roles.stages.offers import software
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.pipelines import (
@@ -135,8 +138,10 @@ class Bench:
     async def _measure_whole(self, way: str, engine: Event, child: Child | None = None) -> None:
         child = child or self.children[0]
         common = {"model": str(self.directory / "model"), "fingerprint": self.options.fingerprint}
-        if engine["max_batch"] > STEP_TOKENS and "vllm" in engine:
-            engine["vllm"]["max_num_batched_tokens"] = engine["max_batch"]
+        if engine["max_batch"] > STEP_TOKENS:
+            engine["vllm"] = engine.get("vllm", {}) | {
+                "max_num_batched_tokens": engine["max_batch"]
+            }
         await child.ask("whole", START_S, engine=engine, **common)
         sizes = {self._sequences(stages) for stages in self.options.stages}
         for sequences in sorted({self.options.batch, *self.options.few} | sizes):
@@ -251,7 +256,7 @@ class Bench:
             ),
             spares=(),
             shape=PipelineShape(
-                engine=options.engine,
+                engine="vllm",
                 software=software(EngineConfig.model_validate(self._engine())),
                 dtype=self._engine()["dtype"],
                 hidden_size=self.config["hidden_size"],
@@ -275,13 +280,13 @@ class Bench:
     def _engine(self) -> Event:
         options = self.options
         engine: Event = {
-            "type": options.engine,
+            "type": "vllm",
             "dtype": "bfloat16" if options.cuda else "float32",
             "max_batch": self._sequences(max(options.stages)),
             "max_model_len": options.length,
             "tp": options.tp,
         }
-        if options.cuda and options.engine == "vllm":
+        if options.cuda:
             engine["vllm"] = {"gpu_memory_utilization": options.memory}
         return engine
 
@@ -311,14 +316,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=4, help="most in flight, for each stage")
     parser.add_argument("--tokens", type=int, default=48, help="of a completion")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
-    parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
     parser.add_argument("--shape", default="0.6b" if cuda else "small", choices=list(ALL_SHAPES))
     parser.add_argument("--encoding", default="raw", choices=["raw", "fp8", "int8"])
     parser.add_argument("--fingerprint", default="projection", choices=["", "projection"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() if cuda else 0)
     parser.add_argument("--memory", type=float, default=0.3, help="of a GPU, for each engine")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs of each stage (vllm)")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of each stage")
     parser.add_argument("--local", action="store_true", help="also vLLM's own pp = 2")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="of stages")
     parser.add_argument("--quick", action="store_true", help="2 stages, two ways, one round")
@@ -342,6 +346,9 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure, print, and say by the exit code whether every goal was met."""
     options = parse()
+    if not is_installed():
+        print(f"pipelines run vLLM: {NOT_INSTALLED}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as name:
         directory = (options.keep or Path(name)).absolute()
         directory.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.config import EngineConfig, NetworkConfig
 from primerl.node.engines.build import build_engine
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
-from primerl.node.engines.pipelined.build import build_head, build_stage
+from primerl.node.engines.pipelined.hosted_stage import HostedHead, HostedStage
 from primerl.node.lines.door import Door
 from primerl.node.lines.local_end import LocalEnd
 from primerl.node.lines.ring import Ring
@@ -135,7 +135,7 @@ class Member:
         config, model = EngineConfig.model_validate(command["engine"]), Path(command["model"])
         state = read_state(model)
         wanted = share_of(plan, self.rank)(state.keys())
-        engine = build_stage(config, place) if self.rank else build_head(config, place)
+        engine = HostedStage(config, place) if self.rank else HostedHead(config, place)
         self.engine = engine
         self._joined.push_async_callback(engine.close)
         await engine.start(model, fingerprint=plan.shape.fingerprint)

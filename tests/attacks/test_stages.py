@@ -29,7 +29,7 @@ def real_model(model_dir: Path, tmp_path: Path) -> Path:
     return directory
 
 
-def half(rank: int, software: str = "primerl 1") -> StageOffer:
+def half(rank: int, software: str = "vllm 1") -> StageOffer:
     return offer(2**40, rank=rank, world_size=2, software=software)
 
 

@@ -50,6 +50,23 @@ def test_a_shape_that_the_model_of_a_run_does_not_allow_is_refused(cli: Callable
     assert "set it to one of 1, 2, 4" in ran.err
 
 
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+@pytest.mark.parametrize("engine", [(), ("--engine.type", "hf"), ("--engine.type", "scripted")])
+@pytest.mark.parametrize(
+    "pipeline", [("--pp.rank", "0", "--pp.world-size", "2"), ("--pp.mode", "on")]
+)
+def test_a_pipeline_of_another_engine_is_refused_with_the_one_that_it_needs(
+    cli: Callable[..., Ran],
+    dry: tuple[str, ...],
+    engine: tuple[str, ...],
+    pipeline: tuple[str, ...],
+) -> None:
+    ran = cli("join", *dry, *engine, *pipeline)
+    assert ran.code == 2
+    assert "need vLLM for their stages: set engine.type to vllm" in ran.err
+    assert not ran.out
+
+
 def test_another_engine_has_no_shape(cli: Callable[..., Ran]) -> None:
     ran = cli("join", "--dry-run", "--tp", "2")
     assert ran.code == 2

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engine_cases import FP32, MAX_LENGTH, SHAPE, make_llama, make_qwen3
-from pipeline_cases import DEEP, LocalPipeline, plan_of, shape_of
 
 from primerl.node.config import EngineConfig
 from primerl.node.engines.engine import Engine
@@ -22,7 +20,6 @@ class Factory:
     """How to make one engine and a model for it.
 
     `real`: log-probabilities come from the model. `within`: how near a plain forward pass they are.
-    `proofs`: the fingerprints that it makes; empty: all.
     """
 
     engine: Callable[[], Engine]
@@ -47,34 +44,20 @@ def _vllm() -> Engine:
     return HostedEngine(EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=32))
 
 
-def _deep_qwen3(directory: Path, seed: int) -> State:
-    return make_qwen3(directory, seed, DEEP)
-
-
-def _pipeline() -> Engine:
-    return LocalPipeline(FP32, plan_of(2, shape_of(fingerprint="projection")))
-
-
 FACTORIES: dict[str, Factory] = {
     "scripted": Factory(
         lambda: ScriptedEngine(max_model_len=MAX_LENGTH, delay_s=0.01), make_qwen3, real=False
     ),
     "hf": Factory(lambda: HfEngine(FP32), make_qwen3),
     "hf-general": Factory(lambda: HfEngine(FP32), make_llama),
-    "hf-pipeline": Factory(_pipeline, _deep_qwen3, tells=False, adjusts=False),
     "vllm": Factory(_vllm, _wide_qwen3, within=1e-4),
 }
 
 
-def _params(*slow: str) -> list[Any]:
-    return [
-        pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in FACTORIES
-    ]
-
-
-PARAMS = _params("vllm", "hf-pipeline")
+PARAMS = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "vllm" else name for name in FACTORIES
+]
 """What tests are parametrised with: vLLM only where it is installed and slow tests are asked for."""
-MOST_PARAMS = _params("vllm")
 DRAWING_PARAMS = [name for name in PARAMS if name not in ("scripted", "hf-general")]
 """Those whose tokens a definition tells."""
 

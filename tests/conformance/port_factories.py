@@ -10,13 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from frame_cases import SHAPE
+from support import memory_port
 
-from primerl.node.engines.pipelined.split_port import SplitPort
-from primerl.node.pipeline import memory_port
 from primerl.node.pipeline.frame_codec import FrameLimits
 from primerl.node.pipeline.port import Port
-from primerl.node.pipeline.socket_outlet import SocketOutlet
-from primerl.node.pipeline.socket_port import SocketPort
+from primerl.node.pipeline.socket_port import SocketOutlet, SocketPort, SplitPort
 
 Factory = Callable[[Path], AbstractContextManager[tuple[Port, Port]]]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import isfinite
 
 import pytest
-from conformance.engine_factories import MOST_PARAMS, Case, make_case
+from conformance.engine_factories import PARAMS, Case, make_case
 from engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, varied_requests
 
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
@@ -15,7 +15,7 @@ from primerl.node.errors import EngineError
 DEADLINE_S = 240.0
 
 
-@pytest.fixture(scope="module", params=MOST_PARAMS)
+@pytest.fixture(scope="module", params=PARAMS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(request.param, tmp_path_factory)
 

@@ -1,5 +1,5 @@
 """Every engine that computes: penalties, logit_bias, min_tokens and min_p take the tokens that their definition
-says (adjusted_cases.py), whatever the engine; a pipeline of several nodes refuses them."""
+says (adjusted_cases.py). A pipeline of several nodes refuses them: test_hosted_stage.py."""
 
 import asyncio
 from dataclasses import replace
@@ -30,8 +30,6 @@ async def made_by(engine: Engine, requests: list[GenerateRequest]) -> list[Compl
 async def test_tokens_are_those_of_the_definition_and_logprobs_those_of_the_model_as_it_is(
     engine: Engine, case: Case
 ) -> None:
-    if not case.factory.adjusts:
-        pytest.skip("it refuses them")
     found = await made_by(engine, [*REQUESTS.values(), *PLAIN])
     model: Any = models.model_from_state(case.model_dir, case.states[0])
     for name, one, whole in zip(REQUESTS, REQUESTS.values(), found, strict=False):
@@ -53,8 +51,6 @@ async def test_tokens_are_those_of_the_definition_and_logprobs_those_of_the_mode
 
 
 async def test_requests_beside_them_get_what_they_get_alone(engine: Engine, case: Case) -> None:
-    if not case.factory.adjusts:
-        pytest.skip("it refuses them")
     alone = await made_by(engine, PLAIN)
     beside = (await made_by(engine, [*REQUESTS.values(), *PLAIN]))[-len(PLAIN) :]
     assert [one.token_ids for one in beside] == [one.token_ids for one in alone]
@@ -63,8 +59,6 @@ async def test_requests_beside_them_get_what_they_get_alone(engine: Engine, case
 
 
 async def test_a_completion_in_pieces_is_the_completion_in_one(engine: Engine, case: Case) -> None:
-    if not case.factory.adjusts:
-        pytest.skip("it refuses them")
     asked = [replace(one, stop_token_ids=(STOP,)) for one in REQUESTS.values()]
     whole = await made_by(engine, asked)
     first = await made_by(engine, [replace(one, max_tokens=5) for one in asked])
@@ -89,7 +83,6 @@ async def test_a_token_that_the_model_has_not_is_refused_and_the_engine_goes_on(
     engine: Engine, case: Case
 ) -> None:
     wrong = adjusted(PLAIN[0], bias=((272, 1.0),))
-    words = "outside 0..271" if case.factory.adjusts else "pipeline of several nodes"
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match=r"outside 0\.\.271"):
         await engine.generate(wrong)
     assert (await made_by(engine, PLAIN))[0].token_ids

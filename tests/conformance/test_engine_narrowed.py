@@ -50,14 +50,13 @@ async def test_tokens_are_those_that_the_definition_draws_from_the_models_logits
         assert whole.logprobs == pytest.approx(logprobs, abs=case.factory.within)
         # a completion in two pieces is the completion in one: what streams are made of
         assert [*halves[index].token_ids, *rest[index].token_ids] == tokens
-        if case.factory.tells:
-            logits = _logits(model, one, whole.token_ids) / narrowing(one)[0]
-            values, ids = torch.log_softmax(logits, -1).topk(one.top)
-            told = [list(zip(*row, strict=True)) for row in whole.likeliest if one.top]
-            assert len(whole.likeliest) == (len(tokens) if one.top else 0)
-            assert [list(row[0]) for row in told] == (ids.tolist() if one.top else [])
-            numbers = [number for row in told for number in row[1]]
-            assert numbers == pytest.approx(values.flatten().tolist(), abs=case.factory.within)
+        logits = _logits(model, one, whole.token_ids) / narrowing(one)[0]
+        values, ids = torch.log_softmax(logits, -1).topk(one.top)
+        told = [list(zip(*row, strict=True)) for row in whole.likeliest if one.top]
+        assert len(whole.likeliest) == (len(tokens) if one.top else 0)
+        assert [list(row[0]) for row in told] == (ids.tolist() if one.top else [])
+        numbers = [number for row in told for number in row[1]]
+        assert numbers == pytest.approx(values.flatten().tolist(), abs=case.factory.within)
 
 
 def by_definition(

@@ -1,6 +1,6 @@
 """Hidden states as they travel between stages: raw, or 8 bits a number with one scale a token.
 
-What is packed here is exactly what the receiver unpacks, so rounded() is what it sees: a fingerprint of a
+The receiver unpacks exactly the numbers that are packed here, and rounded() gives them: a fingerprint of a
 boundary is of that. Scales follow each token's largest number, so nothing overflows and no token is another's
 business.
 """

@@ -1,7 +1,7 @@
 """Stage 0's end of the ring: micro-batches go out, and tokens come back in the same order, or nothing does.
 
-Once a chain is broken everything that was in flight is answered by None, and so is what is sent after it, until
-begin() makes another one.
+Once a chain is broken every micro-batch in flight is answered by None, and so is every later one,
+until begin() makes another one.
 """
 
 import logging
@@ -46,7 +46,7 @@ class Awaited:
 
 
 class Chain:
-    """close() last. Whoever calls is one thread; one more is owned here."""
+    """Call it from one thread, close() last. It owns one more thread, which receives."""
 
     def __init__(
         self, connect: Callable[[], Port], micro_batches: MicroBatches, stall_s: float = STALL_S
@@ -65,7 +65,7 @@ class Chain:
 
     @property
     def whole(self) -> bool:
-        """Whether what is sent comes back, as far as is known."""
+        """Whether micro-batches come back, as far as is known."""
         return not self._fault
 
     @property
@@ -102,7 +102,7 @@ class Chain:
     def begin(self, epoch: int, version: int, timeout_s: float) -> None:
         """Make a chain: all stages forget their sequences, and have the weights of `version`.
 
-        What was in flight is answered by None. Raises EngineError, also where a stage cannot do it.
+        Micro-batches in flight are answered by None. Raises EngineError, also where a stage cannot do it.
         """
         if epoch <= self._epoch:
             raise EngineError(f"chain {epoch} is over: begin a newer one than {self._epoch}")
@@ -124,7 +124,7 @@ class Chain:
         return self.whole
 
     def switch(self, version: int) -> Callable[[float], bool]:
-        """Send SWITCH; what is returned waits for it like ask()."""
+        """Send SWITCH; the returned function waits for it to come round, like ask()."""
         awaited = self._tell(Kind.SWITCH, version)
 
         def wait(timeout_s: float) -> bool:
@@ -135,7 +135,7 @@ class Chain:
         return wait
 
     def submit(self, body: bytes, rows: int) -> "tuple[Frame | None, Future[Frame | None]]":
-        """The frame of a micro-batch in which `rows` sequences draw, for whoever computes it to send.
+        """Number a micro-batch in which `rows` sequences draw; its frame is for the computing side to send.
 
         None if there is nowhere to send it to. The future's result is its DRAWN, or None if none comes.
         """
@@ -148,7 +148,8 @@ class Chain:
                 return None, answer
             number, self._number = self._number, self._number + 1
             self._sent.append(Sent(number, now, answer))
-            self._batches.sent(number, rows, now)
+            if rows:  # parts of prompts alone take another time
+                self._batches.sent(number, now)
             return Frame(Kind.STEP, self._epoch, number, body), answer
 
     def fail(self, words: str) -> None:
@@ -200,7 +201,7 @@ class Chain:
             awaited.over.set()
 
     def _stalled(self, words: str) -> None:
-        """Nothing comes any more: the port is closed, which frees whoever waits to send."""
+        """Close the port, as nothing comes any more: threads that wait to send are freed."""
         port, self._port = self._port, None
         self._break(words)
         if port is not None:

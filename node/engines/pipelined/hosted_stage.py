@@ -1,17 +1,73 @@
-"""Stages of a pipeline whose vLLM is in a process of its own: the one that is asked, and the others."""
+"""The engines of a pipeline as a node sees them: two protocols, implemented by vLLM in processes of its own.
+
+Beside the engine seam the node that supervises the ring asks for little. No engine knows the network:
+frames come and go at a Port, and the node says when a chain begins anew.
+"""
 
 import sys
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from ...engine_config import EngineConfig
 from ...errors import EngineError, EngineLost
 from ...pipeline.place import Place
-from ..engine import Completion, GenerateRequest
+from ..engine import Completion, Engine, GenerateRequest
 from ..host_frames import Busy
 from ..hosted import HostedEngine
 from ..hosted_child import Patience
 from ..hosted_seat import Pauses
 from .vllm_place import HEAD_PROGRAM_MODULE, STAGE_PROGRAM_MODULE
+
+
+class HeadEngine(Engine, Protocol):
+    """The engine of stage 0: it schedules, and answers requests.
+
+    While the ring is down generate() waits, and load() and update() at most until the next rejoin(); before
+    the first they take effect at once. `stats().fault` stays empty meanwhile: nothing is lost.
+    """
+
+    async def rejoin(self, epoch: int) -> None:
+        """Reset the ring, which is whole again, bring all stages to one version, and replay requests in flight.
+
+        Raises EngineLost or EngineError if that failed: it may be tried again with a newer epoch.
+        """
+        ...
+
+
+class StageEngine(Engine, Protocol):
+    """The engine of a later stage: load() and update() only prepare, the switch comes down the ring.
+
+    Before its first chain they take effect at once. generate() raises EngineError.
+    """
+
+
+class Lanes(Protocol):
+    """How the work of stage 0 is cut."""
+
+    @property
+    def lanes(self) -> int:
+        """Micro-batches that the sequences are cut into just now."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that are under way."""
+        ...
+
+    @property
+    def stall_share(self) -> float | None:
+        """Share of its time that the slowest stage waits, 0 to 1; None where it is not measured."""
+        ...
+
+
+@runtime_checkable
+class Laned(Protocol):
+    """A head that tells of its micro-batches."""
+
+    def lanes(self) -> Lanes | None:
+        """Of now; None before start()."""
+        ...
+
 
 HEAD_PROGRAM = (sys.executable, "-P", "-m", HEAD_PROGRAM_MODULE)
 STAGE_PROGRAM = (sys.executable, "-P", "-m", STAGE_PROGRAM_MODULE)
@@ -64,11 +120,6 @@ class HostedStage(HostedEngine):
         pauses: Pauses | None = None,
     ) -> None:
         super().__init__(_planned(config, place), STAGE_PROGRAM, patience, pauses, place=place)
-
-    @property
-    def prepared(self) -> int:
-        """The newest version that is here, or waits for its SWITCH."""
-        return self.policy_version
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Never. Raises EngineError."""

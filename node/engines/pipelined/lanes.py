@@ -1,8 +1,8 @@
 """Which sequences are computed together: lanes, each a micro-batch, in turns while the others are under way.
 
 Pure bookkeeping over requests as vLLM's scheduler keeps them; it alone says what is scheduled. There may be
-thousands, and each micro-batch waits for it: who is in which lane is kept, and all are walked over only when
-somebody left.
+thousands, and each micro-batch waits for it: the members of each lane are kept, and all are walked over only
+when one has left.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 
 class Request(Protocol):
-    """What is read of a request."""
+    """The fields of a request that are read."""
 
     request_id: str
     num_computed_tokens: int
@@ -38,13 +38,13 @@ def rest(running: list[R], mine: Sequence[R]) -> list[R]:
 
 
 class Lanes:
-    """Who is in which lane; told by the scheduler what it does.
+    """Keep which sequence is in which lane; the scheduler reports what it does.
 
     From one call to the next requests may leave what runs, but they join it only by settle().
     """
 
     def __init__(self, count: Callable[[int], int]) -> None:
-        """`count` says how many lanes so many sequences should have."""
+        """`count`: sequences -> number of lanes that they should have."""
         self._count = count
         self._lane: dict[str, int] = {}
         self._below = 1
@@ -80,7 +80,7 @@ class Lanes:
     def take(self, lane: int, running: Sequence[R], waiting: int, free: int) -> tuple[list[R], int]:
         """(its sequences, most that it may have); the next turn is another's.
 
-        What it has too many of goes to the smallest lanes.
+        Its surplus sequences go to the smallest lanes.
         """
         lanes, most = self.target(len(running) + min(waiting, free))
         members = self._look(running, lanes)
@@ -91,12 +91,12 @@ class Lanes:
         mine = members[lane]
         if len(mine) > most:
             self._even(lane, members, most)
-            self._members = []  # what was moved keeps its place in what runs
+            self._members = []  # moved sequences keep their place among those that run
         self._next = (lane + 1) % lanes
         return list(mine), most
 
     def settle(self, lane: int, requests: Iterable[Request]) -> None:
-        """These are in that lane now, and nobody else."""
+        """Set the members of that lane."""
         found, known = list(requests), lane < len(self._members)
         if known and found == self._members[lane]:
             return
@@ -141,7 +141,7 @@ class Lanes:
                 self._lane[one.request_id] = lane
 
     def _even(self, lane: int, members: list[list[R]], most: int) -> None:
-        """Move what is too much for a lane that is not under way to the smallest ones."""
+        """Move the surplus of a lane that is not under way to the smallest lanes."""
         found = members[lane]
         while len(found) > most:
             smallest = min(range(len(members)), key=lambda one: len(members[one]))

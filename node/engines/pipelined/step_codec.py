@@ -1,18 +1,21 @@
-"""What stage 0 of vLLM tells the others of a step: which sequences, how many tokens of each, in which blocks.
+"""Encode what stage 0 tells the others of a step: which sequences, how many tokens of each, in which blocks.
 
-No token travels, and nothing is pickled. Who reads it trusts nothing: `Sequences` holds every number against
-the plan and against the steps before, for a block that is none would be written to.
+No token travels, and nothing is pickled. A stage that reads it trusts nothing: `Sequences` checks every
+number against the plan and against the steps before, for a block that does not exist would be written to.
 
-Parts come by the hundred a step and hold numbers only, so the garbage collector does not look at them.
+Parts come by the hundred a step and hold numbers only, so the garbage collector does not look at them. A
+sequence that vLLM resumes after a preemption is a new one to the other stages: so no stage has to remember
+it, and one that has just taken another's place knows as much as all others.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from ....protocol.pipelines import PipelineShape
 from ...errors import EngineError
+from ..vllm_options import SAMPLING
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Key = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -128,7 +131,7 @@ class Sequences:
     def take(self, step: Step) -> tuple[list[str], list[str]]:
         """The names of the parts, and those of the sequences that are over. Raises EngineError.
 
-        After an error the chain is of no use: what was taken before it stays taken.
+        After an error the chain is of no use: parts taken before it stay taken.
         """
         self._check_size(step)
         over = [self._known.pop(key).name for key in step.ended if key in self._known]
@@ -172,7 +175,7 @@ class Sequences:
         end = part.computed + part.scheduled
         if not (0 < part.scheduled and end <= part.tokens <= self._shape.max_model_len):
             raise EngineError(f"sequence {part.key} is cut wrongly")
-        # block 0 is vLLM's own: what nobody reads is written there
+        # block 0 is vLLM's own: values that are never read are written there
         if part.blocks and not 0 < min(part.blocks) <= max(part.blocks) <= self._most_blocks:
             raise EngineError(f"sequence {part.key} has a block that there is not")
         one.blocks += len(part.blocks)
@@ -187,3 +190,91 @@ def check_drawn(drawn: Drawn, count: int, vocab_size: int) -> None:
         raise EngineError("the last stage drew for other sequences than it was asked for")
     if drawn.tokens and max(drawn.tokens) >= vocab_size:
         raise EngineError("the last stage drew a token that there is not")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What stays the same of a request."""
+
+    key: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    prompt: int
+    """Tokens of it."""
+
+
+class Encoder:
+    """Sees every output of the scheduler, in order."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, Asked] = {}
+        self._ended: list[int] = []
+
+    def skip(self, output: Any) -> None:
+        """Note a step without a token: its ended sequences are named in the next step."""
+        for name in output.finished_req_ids:
+            if (asked := self._asked.pop(name, None)) is not None:
+                self._ended.append(asked.key)
+
+    def forget(self) -> None:
+        """Begin a new chain, whose stages know no sequence."""
+        self._ended.clear()
+
+    def encode(self, output: Any) -> Step:
+        """Its parts are in the order of `output.num_scheduled_tokens`. Raises EngineError."""
+        self.skip(output)
+        if getattr(output, "kv_cache_block_copies", None):
+            raise EngineError("this model's cache is copied block by block, which no pipeline does")
+        scheduled: dict[str, int] = output.num_scheduled_tokens
+        parts = {new.req_id: self._new(new, scheduled) for new in output.scheduled_new_reqs}
+        parts |= self._cached(output.scheduled_cached_reqs, scheduled)
+        ended, self._ended = tuple(self._ended), []
+        return Step(tuple(parts[name] for name in scheduled), ended)
+
+    def _new(self, new: Any, scheduled: dict[str, int]) -> Part:
+        key, seed, temperature, top_k, top_p, *_ = new.sampling_params.extra_args[SAMPLING]
+        tokens = len(new.prompt_token_ids)
+        asked = Asked(key, seed, temperature, top_k, top_p, tokens)
+        self._asked[new.req_id] = asked
+        computed, count = new.num_computed_tokens, scheduled[new.req_id]
+        return _as_new(asked, tokens, computed, count, _only(new.block_ids))
+
+    def _cached(self, cached: Any, scheduled: dict[str, int]) -> dict[str, Part]:
+        parts: dict[str, Part] = {}
+        for index, name in enumerate(cached.req_ids):
+            asked, count = self._asked[name], scheduled[name]
+            tokens = asked.prompt + cached.num_output_tokens[index]
+            computed = cached.num_computed_tokens[index]
+            blocks = _only(cached.new_block_ids[index])
+            if name in cached.resumed_req_ids:
+                parts[name] = _as_new(asked, tokens, computed, count, blocks)
+            else:
+                parts[name] = Going(asked.key, tokens, computed, count, blocks)
+        return parts
+
+
+def _as_new(
+    asked: Asked, tokens: int, computed: int, scheduled: int, blocks: tuple[int, ...]
+) -> New:
+    return New(
+        asked.key,
+        tokens,
+        computed,
+        scheduled,
+        blocks,
+        asked.seed,
+        asked.temperature,
+        asked.top_k,
+        asked.top_p,
+    )
+
+
+def _only(groups: Any) -> tuple[int, ...]:
+    """The blocks of the one group of layers that there is; None: no new ones."""
+    if groups is None:
+        return ()
+    if len(groups) != 1:
+        raise EngineError("this model has several kinds of caches, which no pipeline here has")
+    return tuple(groups[0])

@@ -24,7 +24,7 @@ from ...errors import EngineError, named_line
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 1800.0
-"""For a large model to be compiled; whoever dies meanwhile is noticed at once."""
+"""For a large model to be compiled; a rank that dies meanwhile is noticed at once."""
 JOIN_S = 5.0
 FAILED = 70
 """Exit code of a rank that ends because another one did."""
@@ -36,7 +36,7 @@ Main = Callable[..., None]
 
 
 class Line:
-    """A pipe to each follower, at whose other end a thread does what comes, one after the other."""
+    """A pipe to each follower, at whose other end a thread carries out orders one after the other."""
 
     def __init__(self, pipes: Sequence[Connection], answer_s: float = ANSWER_S) -> None:
         self._pipes = pipes
@@ -45,7 +45,7 @@ class Line:
         self._sending, self._reading = threading.Lock(), threading.Lock()
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """They do it, and nobody waits; if one cannot, it ends."""
+        """Have all of them do it without waiting; one that cannot ends."""
         with self._sending:
             self._send(self._pipes, 0, method, arguments)
 
@@ -59,7 +59,7 @@ class Line:
         return self.begin(method, *arguments)()
 
     def begin(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
-        """As ask(); what is returned waits for the answers, and is called before anything else is asked."""
+        """Ask; the returned function waits for the answers, and is called before anything else is asked."""
         with self._sending:
             number = next(self._numbers)
             self._send(self._pipes, number, method, arguments)
@@ -146,7 +146,7 @@ class Followers:
 
 
 def obey(pipe: Connection, call: Call) -> None:
-    """Do what comes through `pipe` until it ends; for a follower. Raises what `call` raises if nobody asked."""
+    """Carry out the orders that come through `pipe` until it ends. Raises what `call` raises for a tell()."""
     while True:
         try:
             number, method, arguments = pipe.recv()
@@ -159,7 +159,7 @@ def obey(pipe: Connection, call: Call) -> None:
             answer = number, "", False, call(method, arguments)
         except EngineError as error:
             answer = number, str(error), True, None
-        except Exception as error:  # whatever vLLM raises: who asked has to hear of it
+        except Exception as error:  # any exception of vLLM's: the asking rank has to hear of it
             traceback.print_exc()
             words = named_line(error)
             answer = number, words, False, None

@@ -66,7 +66,7 @@ class HeadCore(VllmCore):
         return 0.0
 
     async def rejoin(self, epoch: int) -> None:
-        """Begin a chain; what is in flight is computed again from its tokens. Raises EngineError."""
+        """Begin a chain; sequences in flight are computed again from their tokens. Raises EngineError."""
         self._require_alive()
         async with self._paused():
             (fault,) = await self._rpc("primerl_rejoin", epoch)

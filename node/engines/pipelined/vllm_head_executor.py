@@ -1,7 +1,10 @@
-"""vLLM's executor for stage 0: the engine is vLLM's own; it asks for a step, and gets a future of its tokens.
+"""Run stage 0 in the process of vLLM's engine: its scheduler, its executor, and the tokens that come back.
 
-vLLM loads this module in its engine's process. What computes are ranks in processes of their own, as with
-vLLM's own executor for several: scheduling takes as long as computing does, and both are mostly Python.
+vLLM loads this module there. The engine is vLLM's own; it asks for a step, and gets a future of its
+tokens. Each call of the scheduler sees one lane, so that several micro-batches are in flight; blocks,
+prefixes, preemption and the order of requests stay vLLM's own. What computes are ranks in processes of
+their own, as with vLLM's own executor for several: scheduling takes as long as computing does, and both
+are mostly Python.
 """
 
 import functools
@@ -15,35 +18,208 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler  # pyright: ignore
 from vllm.v1.executor.abstract import Executor  # pyright: ignore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput  # pyright: ignore
 
+from ....protocol.pipelines import PipelinePlan
 from ...errors import EngineError
 from ...pipeline.frame import Frame
 from ...pipeline.frame_codec import FrameLimits
 from ...pipeline.micro_batches import MicroBatches
 from ...pipeline.port import Port
+from ...pipeline.socket_port import SplitPort
 from ...threads import share_python
 from ..vllm_options import SAMPLING
 from .chain import Chain
-from .split_port import SplitPort
-from .step_codec import check_drawn, decode_drawn, draws, encode
-from .vllm_encoder import Encoder
-from .vllm_follower import main as follow
+from .lanes import Lanes, is_ready, rest
+from .step_codec import Encoder, check_drawn, decode_drawn, draws, encode
 from .vllm_followers import Followers, Line
-from .vllm_head_side import HeadSide
 from .vllm_place import check_passes, read_place
-from .vllm_rank import meeting_place
+from .vllm_rank import follow, meeting_place
 from .vllm_recorders import Keeper
-from .vllm_scheduler import LaneScheduler
-from .vllm_states import drawing
+from .vllm_runner import drawing
 
-_Base: Any = Executor
+_SchedulerBase: Any = Scheduler
+_CAPS = ("max_num_running_reqs", "max_num_active_reqs")
+"""Most sequences that run; the second one is not in all releases."""
+_FORGET_FROM = 256
+
+
+class LaneScheduler(_SchedulerBase):
+    """One lane a call, in turns; nothing while the pipeline is broken."""
+
+    def __init__(self, *arguments: Any, chain: Chain, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._chain = chain
+        self._lanes = Lanes(chain.lanes)
+        self._flying: dict[int, int | None] = {}
+        """Scheduled micro-batches that are not back -> their lane, if they draw."""
+        self._tried = False
+        """Whether nothing could be scheduled since something came back."""
+        self._picked: tuple[tuple[int, int, int], int | None] | None = None
+        """(running, waiting and free counts, lane picked): has_requests() is asked twice before schedule()."""
+        self._said = False
+        """What has_requests() answered last."""
+        self._hushed = False
+        """Whether the next question is that of a caller that would sleep."""
+
+    def has_requests(self) -> bool:
+        """Whether schedule() should be called: else vLLM waits for a micro-batch in flight, or for news.
+
+        A step that only took a result in asks once more, to sleep a millisecond if there is work: that is
+        answered by no. While something is in flight a no never makes vLLM wait for news alone.
+        """
+        hushed, self._hushed = self._hushed, False
+        self._said = not hushed and self._has_work()
+        return self._said
+
+    def _has_work(self) -> bool:
+        if not self._chain.whole:
+            return False
+        if not super().has_requests():
+            return False
+        return not self._flying or (not self._tried and self._pick() is not None)
+
+    def schedule(self, *arguments: Any, **named: Any) -> Any:
+        """A micro-batch of the lane whose turn it is; an empty one if none can do anything."""
+        waiting, free = self._room()
+        lane, self._picked = self._pick(), None
+        mine: list[Any] = []
+        most = 0
+        running: list[Any] = self.running
+        if lane is not None:
+            mine, most = self._lanes.take(lane, running, waiting, free)
+        others = rest(running, mine)
+        caps = {name: getattr(self, name) for name in _CAPS if hasattr(self, name)}
+        for name in caps:
+            setattr(self, name, max(len(mine), min(most, free + len(mine))))
+        self.running = mine
+        # ranks keep each lane's sequences (vllm_runner.py): else vLLM would send all their tokens every time
+        self.prev_step_scheduled_req_ids = {one.request_id for one in mine}
+        try:
+            output = super().schedule(*arguments, **named)
+        finally:
+            for name, cap in caps.items():
+                setattr(self, name, cap)
+            mine, self.running = self.running, others + self.running
+        self._note(lane, mine, output)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+        """Take the tokens that have come back."""
+        lane = self._flying.pop(id(scheduler_output), None)
+        if lane is not None:
+            self._lanes.back(lane)
+        self._tried, self._picked = False, None
+        self._hushed = not self._said and bool(self._flying)
+        if len(self._lanes) > _FORGET_FROM + 2 * len(self.requests):
+            self._lanes.forget(self.requests.__contains__)
+        return super().update_from_output(scheduler_output, *arguments, **named)
+
+    def _pick(self) -> int | None:
+        now = (len(self.running), *self._room())
+        if self._picked is None or self._picked[0] != now:
+            self._picked = now, self._lanes.pick(self.running, *now[1:])
+        return self._picked[1]
+
+    def _room(self) -> tuple[int, int]:
+        """(requests that wait, how many more may run)."""
+        waiting: int = self.get_request_counts()[1]
+        return waiting, self.max_num_running_reqs - len(self.running)
+
+    def _note(self, lane: int | None, mine: list[Any], output: Any) -> None:
+        scheduled = output.num_scheduled_tokens
+        if lane is None or not scheduled:
+            self._tried = True
+            return
+        self._lanes.settle(lane, mine)
+        draws = any(one.request_id in scheduled and not is_ready(one) for one in mine)
+        self._flying[id(output)] = lane if draws else None
+        if draws:
+            self._lanes.sent(lane)
+
+
+SWITCH_S = 30.0
+"""For all stages to write; a switch that is not over then is done when the next chain begins."""
+BEGIN_S = 30.0
+
+
+class HeadSide:
+    """Answers for the whole of stage 0, its ranks included."""
+
+    keeper: Keeper
+    """Once primerl_record() was called."""
+
+    def __init__(self, config: Any, plan: PipelinePlan, chain: Chain, ranks: Followers) -> None:
+        """`config` is vLLM's; `ranks` may be started later."""
+        self._config, self._plan, self._chain, self._ranks = config, plan, chain, ranks
+        self._version = -1
+
+    def primerl_attach(self, node_pid: int) -> list[int]:
+        """As everywhere; this process ends with its ranks."""
+        return [os.getpid(), *self._ranks.turns.ask("primerl_attach", node_pid)]
+
+    def primerl_record(self, fingerprint: str) -> list[str]:
+        """Keep the tokens that come back from now on. Returns the faults that forbid it, "" for none."""
+        self._version = -1
+        if fingerprint not in ("", "projection"):
+            return [
+                f"a pipeline carries no proofs of {fingerprint}: the run's fingerprint must be projection"
+            ]
+        model, plan = self._config.model_config, self._plan
+        proven = plan.shape.fingerprint == "projection"
+        self.keeper = Keeper(
+            boundaries=len(plan.stages) - 1 if proven else 0,
+            width=model.get_hidden_size(),
+            dtype=torch.float32,
+            fingerprint=fingerprint,
+            requests=self._config.scheduler_config.max_num_seqs,
+            length=model.max_model_len,
+        )
+        return self._ranks.turns.ask("primerl_record", fingerprint)
+
+    def primerl_collect(self, wanted: list[list[int]], forget: list[int]) -> list[Any]:
+        """See Recorder.collect()."""
+        return [self.keeper.collect(wanted, forget)]
+
+    def primerl_load(self, version: int, path: str) -> list[Any]:
+        """As everywhere; the other stages write theirs meanwhile."""
+        return self._written(version, "primerl_load", version, path)
+
+    def primerl_write(self, version: int) -> list[Any]:
+        """As everywhere; the other stages write theirs meanwhile."""
+        return self._written(version, "primerl_write", version)
+
+    def primerl_rejoin(self, epoch: int) -> list[str]:
+        """Begin a chain, while nothing is generated. Returns why it did not; "" if it did."""
+        if self._version < 0:
+            return ["stage 0 has no weights yet: load a policy first"]
+        try:
+            self._chain.begin(epoch, self._version, BEGIN_S)
+        except EngineError as error:
+            return [str(error)[:1000]]
+        return [""]
+
+    def primerl_lanes(self) -> list[Any]:
+        """See Chain.cut."""
+        return [list(self._chain.cut)]
+
+    def _written(self, version: int, method: str, *arguments: Any) -> list[Any]:
+        wait = self._chain.switch(version)
+        found = self._ranks.turns.ask(method, *arguments)
+        self._version = self.keeper.version = version
+        wait(SWITCH_S)
+        return found
+
+
+_ExecutorBase: Any = Executor
 _Output: Any = ModelRunnerOutput
 _EMPTY: Any = EMPTY_MODEL_RUNNER_OUTPUT
 
 
-class HeadExecutor(_Base):
+class HeadExecutor(_ExecutorBase):
     """Stage 0's."""
 
     supports_pp = True
@@ -54,7 +230,7 @@ class HeadExecutor(_Base):
         return False
 
     def _init_executor(self) -> None:
-        share_python()  # scheduling is all Python: what comes back would wait for it thrice
+        share_python()  # scheduling is all Python: an answer would wait for it three times
         self.place = read_place(os.environ)
         config, shape = self.vllm_config, self.place.shape
         check_passes(config.compilation_config)
@@ -118,7 +294,7 @@ class HeadExecutor(_Base):
         """A rank that ends, ends this process."""
 
     def shutdown(self) -> None:
-        """End the chain first: nobody waits for it then."""
+        """End the chain first, so that no thread waits for it."""
         if hasattr(self, "_chain"):
             self._chain.close()
         if hasattr(self, "followers"):
@@ -152,8 +328,8 @@ class FirstRank:
 
     def connect(self, target: socket.socket) -> None:
         """Hand it over."""
-        anybody = 0  # of whom only Windows has to be told which process it is
-        send_handle(self._handles, target.fileno(), anybody)
+        any_process = 0  # only Windows needs the id of the receiving process
+        send_handle(self._handles, target.fileno(), any_process)
         self._turns.tell_first("primerl_connect")
 
     def put(self, frame: Frame) -> None:
@@ -176,7 +352,7 @@ class Asked:
 
 
 class Answer:
-    """A future of a step's tokens, as vLLM's engine waits for it; what came is filed by whoever waits."""
+    """A future of a step's tokens, as vLLM's engine waits for it; the waiting thread files the answer."""
 
     def __init__(
         self,

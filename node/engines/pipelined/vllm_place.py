@@ -1,4 +1,4 @@
-"""What a vLLM that is one stage is started with: everything that all stages of a plan must have alike.
+"""Derive from a plan how vLLM is started as one stage: all that the stages of a plan must have alike.
 
 Nothing here imports vLLM. A place goes to vLLM's own processes by an environment variable: in its config it
 would make vLLM compile the model anew for every plan.
@@ -19,9 +19,9 @@ VARIABLE = "PRIMERL_PLACE"
 _ROOM = f"{__package__}"
 HEAD_PROGRAM_MODULE = f"{_ROOM}.vllm_head"
 STAGE_PROGRAM_MODULE = f"{_ROOM}.vllm_stage"
-HEAD_EXTENSION = f"{_ROOM}.vllm_head_worker.HeadExtension"
+HEAD_EXTENSION = f"{_ROOM}.vllm_stage_worker.HeadExtension"
 STAGE_EXTENSION = f"{_ROOM}.vllm_stage_worker.StageExtension"
-WORKER = f"{_ROOM}.vllm_group.StageWorker"
+WORKER = f"{_ROOM}.vllm_rank.StageWorker"
 DECIDED = (
     "block_size",
     "max_num_batched_tokens",
@@ -108,7 +108,7 @@ def check_passes(compilation: Any) -> None:
 
 
 def placed_arguments(place: Place, shape: Mapping[str, Any], tp: int) -> dict[str, Any]:
-    """What is laid over the engine arguments; `shape` is the model's config.json, `tp` the stage's ranks.
+    """Engine arguments that the plan decides; `shape` is the model's config.json, `tp` the stage's ranks.
 
     Bytes of a block on each rank = layers x 2 (key and value) x heads x head size x element size x block size.
     Fewer heads than ranks are copied.

@@ -1,4 +1,4 @@
-"""vllm_recorder.py on a pipeline: the last stage tells what it drew, stage 0 keeps it and is asked for it."""
+"""Record tokens on a pipeline: the last stage tells those that it drew, stage 0 keeps them for collect()."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +13,14 @@ from ...pipeline.boundaries import ROW, BadTrail, check
 from ..transfers import Mark, download
 from ..vllm_recorder import Batch, Recorder
 from ..vllm_sampling import Step
-from .fingerprinted import check_numbers
 
 Floats = NDArray[np.float32]
+ROUNDING = 1e-3
+"""A logprob is at most 0; anything up to this is put down to rounding."""
 
 
 class Told:
-    """What was drawn in a step, on its way to the host, which nobody has waited for yet."""
+    """The tokens of a step on their way to the host, not waited for yet."""
 
     def __init__(self, ids: Sequence[str], tokens: Tensor, numbers: Tensor) -> None:
         """Of the sequences `ids`, whose rows these are."""
@@ -36,7 +37,7 @@ class Told:
 
 
 class Teller(Recorder):
-    """In the last stage: keeps nothing of what was drawn."""
+    """In the last stage: tells each token, and keeps none."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -95,7 +96,8 @@ class Keeper(Recorder):
             raise EngineError("the last stage sent other numbers than asked for")
         if not np.isfinite(rows).all():
             raise EngineError("the last stage sent numbers that are none: are the weights finite?")
-        check_numbers(rows[:, 0])
+        if (rows[:, 0] > ROUNDING).any():
+            raise EngineError("the last stage sent a logprob above 0: it is no sampler's")
         crossed = self._split(trail, len(names))
         slots = self._slots
         where = np.fromiter((slots.of.get(name, -1) for name in names), np.int64, len(names))

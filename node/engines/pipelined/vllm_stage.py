@@ -1,8 +1,8 @@
 """A stage behind stage 0, in a process that a node has started for it (host.py): vLLM's worker alone.
 
-It schedules nothing: each micro-batch comes down the ring with its own schedule (stage_loop.py), in a thread of
-its own. Weights come by the node, and are written when the ring says so. With engine.tp this process is the
-first of the stage's ranks, and speaks for all of them.
+It schedules nothing: each micro-batch comes down the ring with its own schedule (stage_loop.py), in a
+thread of its own. Weights come by the node, and are written when the ring says so. With engine.tp this
+process is the first of the stage's ranks, and speaks for all of them.
 """
 
 import asyncio
@@ -128,7 +128,7 @@ class StageCore:
             raise
         except (
             Exception
-        ) as error:  # whatever vLLM raises: nobody knows then what weights are in there
+        ) as error:  # any exception of vLLM's: which weights are in there is unknown then
             self._fault = f"failed ({type(error).__name__} {error})"
             raise EngineLost(f"vLLM {self._fault}") from error
 
@@ -187,7 +187,7 @@ def _executor(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
     from vllm.v1.engine.core import EngineCore  # pyright: ignore
 
-    from .vllm_executor import StageExecutor
+    from .vllm_rank import StageExecutor
 
     core: Any = EngineCore
     arguments["distributed_executor_backend"] = StageExecutor

@@ -1,12 +1,16 @@
-"""What runs inside vLLM's worker at a stage behind stage 0: steps from elsewhere, weights that wait.
+"""Run steps inside vLLM's workers at a stage: those told and those that come down the ring; keep weights.
 
 vLLM imports this module by name (`worker_extension_cls`), as it does vllm_worker.py.
 """
 
 import contextlib
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Generator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 import torch
@@ -20,7 +24,9 @@ from vllm.v1.core.sched.output import (  # pyright: ignore
 from ...errors import EngineError
 from ...pipeline import boundaries
 from ...pipeline.frame import Array, Frame, Kind
+from ...pipeline.frame_codec import FrameLimits
 from ...pipeline.place import Later, Place
+from ...pipeline.socket_port import SocketOutlet
 from ..boundary_states import agrees, project
 from ..transfers import Mark, download
 from ..vllm_options import SAMPLING
@@ -30,7 +36,57 @@ from . import activations
 from .step_codec import Drawn, Going, New, Sequences, Step, decode_step, draws, encode
 from .vllm_place import read_place
 from .vllm_recorders import Teller, Told, number_of
-from .vllm_states import Arrivals, Departure, drawing, gather, leaving, order_of, rows_of
+from .vllm_runner import Arrivals, Departure, Ints, drawing, gather, leaving, order_of, rows_of
+
+
+class HeadExtension(WorkerExtension):
+    """As everywhere, but that nothing is drawn here."""
+
+    _primerl_place: Place
+    _primerl_handles: Connection
+    _primerl_outlet: SocketOutlet | None = None
+    """Of the first rank."""
+
+    def primerl_handles(self, handles: Connection) -> None:
+        """Be the first rank; sockets come through `handles`."""
+        self._primerl_place, self._primerl_handles = read_place(os.environ), handles
+        self._primerl_outlet = SocketOutlet(FrameLimits.of(self._primerl_place.shape))
+
+    def primerl_connect(self) -> None:
+        """Send through the socket that waits in `handles`."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        with socket.socket(fileno=recv_handle(self._primerl_handles)) as given:
+            self._primerl_outlet.connect(given)
+
+    def primerl_finish(self) -> None:
+        """End that connection behind the steps computed before."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        self._primerl_outlet.finish()
+
+    def primerl_pass(self, frame: Frame) -> None:
+        """Send `frame` as it is, behind the steps computed before."""
+        assert self._primerl_outlet is not None, "only the first rank is asked"
+        self._primerl_outlet.put(frame)
+
+    def primerl_compute(
+        self, output: Any, frame: Frame | None = None, drawing: Ints | None = None
+    ) -> None:
+        """Compute this rank's part of a step, of which `frame` tells the other stages; None: they are not told.
+
+        The rows `drawing` lead to tokens; None: all.
+        """
+        began, runner = time.monotonic(), self.model_runner
+        with torch.inference_mode():
+            found = runner.execute_model(output, None)
+            if frame is None or self._primerl_outlet is None:
+                return
+            counts = output.num_scheduled_tokens
+            index = gather(order_of(runner), list(counts), counts)
+            stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
+            shape = self._primerl_place.shape
+            departure = Departure(stream, drawing, shape.encoding, proven=bool(shape.fingerprint))
+        self._primerl_outlet.put(frame, departure.wait, began)
+
 
 MOST_PREPARED = 4
 _Output: Any = SchedulerOutput
@@ -86,7 +142,7 @@ class StageExtension(WorkerExtension):
     def primerl_draw(self) -> Told:
         """What the step that was computed draws.
 
-        Not by the runner's sample_tokens(): it waits for the tokens and keeps them, and here nobody reads them.
+        Not by the runner's sample_tokens(): it waits for the tokens and keeps them, and they are not read here.
         """
         runner: Any = self.model_runner
         state, runner.execute_model_state = runner.execute_model_state, None
@@ -113,7 +169,7 @@ class StageExtension(WorkerExtension):
     # -- weights -----------------------------------------------------------------------------------
 
     def primerl_prepare(self, version: int, path: str = "") -> None:
-        """Keep a whole state of a file, or what was staged, for primerl_switch(). Raises EngineError."""
+        """Keep a whole state of a file, or the staged update, for primerl_switch(). Raises EngineError."""
         if len(self._primerl_prepared) >= MOST_PREPARED:
             raise EngineError("too many versions wait for their moment: the pipeline stands still")
         if path:
@@ -124,7 +180,7 @@ class StageExtension(WorkerExtension):
         self._primerl_prepared.append((version, staged))
 
     def primerl_find(self, version: int) -> int:
-        """Which of what was prepared is `version`; -1 if it is in effect. Raises EngineError if neither."""
+        """Find `version` among the prepared ones; -1 if it is in effect. Raises EngineError if neither."""
         versions = [one for one, _ in self._primerl_prepared]
         if version in versions:
             return versions.index(version)
@@ -135,7 +191,7 @@ class StageExtension(WorkerExtension):
         return -1
 
     def primerl_switch(self, version: int) -> None:
-        """Write what was prepared for `version`, and before it. Raises EngineError if nothing was."""
+        """Write the prepared versions up to `version`. Raises EngineError if it was not prepared."""
         index = self.primerl_find(version)
         if index < 0:
             return
@@ -153,7 +209,7 @@ class StageSteps:
     """Implements StageCompute on the ranks of a stage; the weights' side is called by another thread."""
 
     def __init__(self, place: Place, ranks: Any) -> None:
-        """`ranks`: the executor of vllm_executor.py."""
+        """`ranks`: the executor of vllm_rank.py."""
         self._place, self._ranks = place, ranks
         self._worker = ranks.worker
         self._runner = self._worker.model_runner
@@ -180,7 +236,7 @@ class StageSteps:
         self._ranks.beside("primerl_prepare", version, path)
 
     def write(self, version: int) -> None:
-        """Write what was staged, or keep it."""
+        """Write the staged update, or keep it for its SWITCH."""
         with self._turn:
             if not self._chained:
                 self._ranks.collective_rpc("primerl_write", args=(version,))
@@ -201,7 +257,7 @@ class StageSteps:
     def switch(self, version: int) -> None:
         """See StageCompute."""
         with self._turn:
-            self._worker.primerl_find(version)  # what is here is everywhere
+            self._worker.primerl_find(version)  # a version that is here is on all ranks
             self._ranks.collective_rpc("primerl_switch", args=(version,))
 
     def step(self, frame: Frame) -> Later:
@@ -238,7 +294,7 @@ class StageSteps:
         return self._worker.primerl_unpack(frame.tensors)
 
     def _claimed(self, frame: Frame, step: Step, stream: torch.Tensor) -> bytes | None:
-        """What the stage before says of its states; None where nobody does.
+        """The fingerprints that the stage before stated; None where the plan has none.
 
         Raises EngineError for states that are not the step's.
         """
@@ -255,8 +311,8 @@ class StageSteps:
     def _checked(
         self, claimed: bytes | None, step: Step, stream: torch.Tensor
     ) -> Callable[[], None]:
-        """What is returned waits for the device, and raises EngineError for states that fingerprints were
-        not made of."""
+        """The returned function waits for the device, and raises EngineError if the fingerprints are of
+        other states."""
         if claimed is None:
             return lambda: None
         own, mark = download(project(rows_of(stream, drawing(step.parts)))), Mark(stream.device)

@@ -15,7 +15,6 @@ from typing import Protocol
 
 from msgspec import structs
 
-from .... import __version__
 from ....crypto.hashing import NO_DIGEST, short
 from ....protocol.envelope import Purpose, unseal
 from ....protocol.errors import Reason, RemoteProtocolError
@@ -23,7 +22,7 @@ from ....protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecor
 from ....protocol.pipelines import PipelinePlan, StageOffer, check_plan
 from ....protocol.version import ALPN_CONTROL
 from ... import gpus
-from ...engine_config import EngineConfig, PipelineConfig
+from ...engine_config import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
 from ...engines.vllm_features import installed_release
 from ...engines.vllm_shape import resolve_parallel
 from ...errors import NodeError, UsageError
@@ -85,13 +84,11 @@ class Planned:
 
 
 def software(config: EngineConfig) -> str:
-    """What a stage computes with: only equals are put together. Raises UsageError for another engine."""
-    if config.type == "hf":
-        return f"primerl {__version__}"
-    if config.type == "vllm":
-        cuda = config.device != "cpu" and gpus.usable(os.environ)
-        return f"vllm {installed_release()}" + ("" if cuda else "+cpu")
-    raise UsageError(f"the {config.type} engine has no stages: use --engine vllm, or hf")
+    """What a stage computes with: only equals are put together. Raises UsageError for an engine but vLLM."""
+    if config.type != "vllm":
+        raise UsageError(PIPELINES_NEED_VLLM)
+    cuda = config.device != "cpu" and gpus.usable(os.environ)
+    return f"vllm {installed_release()}" + ("" if cuda else "+cpu")
 
 
 def make_offer(
@@ -104,11 +101,10 @@ def make_offer(
     found = read_json(model_dir / "config.json")
     shape = read_shape(found)
     release = software(config)
-    if config.type == "vllm":
-        config = resolve_parallel(config, found)
+    config = resolve_parallel(config, found)
     return StageOffer(
         memory_bytes=memory_to_offer(config, pp, shape, fingerprint=fingerprint),
-        engine="vllm" if config.type == "vllm" else "hf",
+        engine="vllm",
         software=release,
         rank=pp.rank,
         world_size=pp.world_size,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...engines.engine import Completion, EngineStats, GenerateRequest
-from ...engines.pipelined.seams import HeadEngine
+from ...engines.pipelined.hosted_stage import HeadEngine
 from ...errors import EngineError, EngineLost
 from ...weights.state import Changed, State
 

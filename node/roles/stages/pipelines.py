@@ -392,5 +392,7 @@ class PipelineDesk:
         kept = msgspec.msgpack.decode(found, type=Kept)
         self._book.excluded.update(kept.excluded)
         for plan in kept.plans:
+            if plan.shape.engine != "vllm":
+                continue  # of an engine that has no stages any more
             self._groups[plan.group] = Group(plan, self._clock())
             self._plans[plan.group, plan.generation] = plan

@@ -8,7 +8,7 @@ import asyncio
 from ....protocol.errors import Reason, RemoteProtocolError
 from ....protocol.manifests import RunManifest
 from ....protocol.messages import PrepareVersion
-from ...engines.pipelined.seams import StageEngine
+from ...engines.pipelined.hosted_stage import StageEngine
 from ...network.heads import HeadBook
 from ..catchup import CatchUp
 

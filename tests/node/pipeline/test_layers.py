@@ -23,7 +23,7 @@ def plan(*cuts: int) -> PipelinePlan:
     stages = tuple(
         Stage(bytes([rank]) * 32, edges[rank], edges[rank + 1]) for rank in range(len(cuts))
     )
-    shape = PipelineShape("hf", "1", "float32", 8, 64, 4, 64, 16, 256, 2)
+    shape = PipelineShape("vllm", "1", "float32", 8, 64, 4, 64, 16, 256, 2)
     return PipelinePlan(bytes(32), 0, stages, (), shape)
 
 

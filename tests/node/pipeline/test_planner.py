@@ -20,7 +20,7 @@ from primerl.node.pipeline.planner import (
 from primerl.protocol.pipelines import PipelinePlan, StageOffer, check_plan
 
 GROUP = bytes(32)
-COSTS = Costs(layers=12, layer=1000, first=500, last=700, layer_token=1, token=0)
+COSTS = Costs(layers=12, layer=1000, first=500, last=700, layer_token=1)
 TERMS = Terms("bfloat16", hidden_size=64, max_model_len=128, max_sequences=8)
 
 
@@ -49,7 +49,7 @@ def needed(found: PipelinePlan, rank: int, costs: Costs = COSTS) -> int:
     tables = costs.first * (rank == 0) + costs.last * last
     tokens = found.shape.kv_tokens
     count = stage.end - stage.first
-    return tables + count * (costs.layer + tokens * costs.layer_token) + tokens * costs.token
+    return tables + count * (costs.layer + tokens * costs.layer_token)
 
 
 def order_of(found: PipelinePlan) -> list[int]:
@@ -301,7 +301,7 @@ def test_a_plan_fits_and_is_made_whenever_there_is_one(
     sizes: list[int], layers: int, first: int, last: int, data: st.DataObject
 ) -> None:
     """Against every way to cut and to order, tried one by one."""
-    costs = Costs(layers=layers, layer=900, first=first, last=last, layer_token=2, token=1)
+    costs = Costs(layers=layers, layer=900, first=first, last=last, layer_token=2)
     ways = [
         {node(k): data.draw(st.integers(0, 300)) * 1.0 for k in range(len(sizes)) if k != one}
         for one in range(len(sizes))
@@ -343,7 +343,6 @@ def any_cut(order: tuple[Offered, ...], costs: Costs, tokens: int) -> bool:
         sizes = [
             costs.first * (rank == 0)
             + costs.last * (rank == len(order) - 1)
-            + tokens * costs.token
             + count * (costs.layer + tokens * costs.layer_token)
             for rank, count in enumerate(counts)
         ]

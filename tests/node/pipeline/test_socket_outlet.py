@@ -12,10 +12,8 @@ from frame_cases import SHAPE, step
 from primerl.node.errors import EngineError
 from primerl.node.pipeline.frame import Array, Frame, Kind
 from primerl.node.pipeline.frame_codec import FrameLimits
-from primerl.node.pipeline.memory_port import DEPTH
-from primerl.node.pipeline.port import PortClosed
-from primerl.node.pipeline.socket_inlet import SocketInlet
-from primerl.node.pipeline.socket_outlet import SocketOutlet
+from primerl.node.pipeline.port import DEPTH, PortClosed
+from primerl.node.pipeline.socket_port import SocketInlet, SocketOutlet
 
 WAIT_S = 60.0
 LIMITS = FrameLimits.of(SHAPE)

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 from frame_cases import step
+from support import memory_port
+from support.memory_port import MemoryPort
 
 from primerl.node.errors import EngineError
-from primerl.node.pipeline import memory_port, stage_loop
+from primerl.node.pipeline import stage_loop
 from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.memory_port import MemoryPort
 from primerl.node.pipeline.place import Later
-from primerl.node.pipeline.port import PortTimeout
+from primerl.node.pipeline.port import DEPTH, PortClosed, PortTimeout
 
 WAIT_S = 60.0
 
@@ -119,7 +120,7 @@ def test_a_bug_closes_the_port() -> None:
     with pytest.raises(ZeroDivisionError):
         stage_loop.serve(far, Compute(), rank=1)
     assert near.receive(WAIT_S).kind is Kind.RESET
-    with pytest.raises(memory_port.PortClosed):
+    with pytest.raises(PortClosed):
         near.receive(WAIT_S)
 
 
@@ -230,7 +231,7 @@ def test_a_bug_behind_a_device_closes_the_port_too() -> None:
 def test_a_stage_whose_answers_nobody_takes_computes_no_more_until_somebody_does() -> None:
     compute = Compute()
     near, far = memory_port.pair(depth=4)
-    count = 2 * memory_port.DEPTH + 20
+    count = 2 * DEPTH + 20
     stage = threading.Thread(target=stage_loop.serve, args=(far, compute), kwargs={"rank": 1})
 
     def flood() -> None:
@@ -241,7 +242,7 @@ def test_a_stage_whose_answers_nobody_takes_computes_no_more_until_somebody_does
     threads = [stage, threading.Thread(target=flood)]
     for thread in threads:
         thread.start()
-    while len(compute.told) < memory_port.DEPTH:
+    while len(compute.told) < DEPTH:
         time.sleep(0.001)
     time.sleep(0.2)
     assert len(compute.told) < count
@@ -259,7 +260,7 @@ def test_a_stage_whose_answers_nobody_takes_ends_with_its_port() -> None:
     stage = threading.Thread(target=stage_loop.serve, args=(far, Compute()), kwargs={"rank": 1})
     stage.start()
     near.send(Frame(Kind.RESET, 1, 0))
-    for number in range(100, 100 + memory_port.DEPTH):
+    for number in range(100, 100 + DEPTH):
         near.send(step(1, number))
     far.close()
     stage.join(WAIT_S)

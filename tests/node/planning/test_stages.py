@@ -61,20 +61,13 @@ def config(kind: Literal["hf", "vllm"] = "vllm", **more: Any) -> EngineConfig:
 
 def test_stages_together_take_what_the_model_has() -> None:
     """Its two tables are the first's and the last's; of one that ties them each has its own."""
-    costs = stage_costs(Q8B, "vllm", "bfloat16")
+    costs = stage_costs(Q8B, "bfloat16")
     assert costs.layers * costs.layer + costs.first + costs.last == 2 * Q8B.parameters
     tied = dataclasses.replace(Q8B, tied=True)
-    costs = stage_costs(tied, "vllm", "bfloat16")
+    costs = stage_costs(tied, "bfloat16")
     whole = costs.layers * costs.layer + costs.first + costs.last
     assert whole == 2 * (tied.parameters + tied.embedding)
     assert costs.layer_token == 2 * 2 * 8 * 128
-
-
-def test_hf_holds_the_next_weights_beside_its_own() -> None:
-    hf, vllm = (stage_costs(TINY, kind, "float32") for kind in ("hf", "vllm"))
-    assert hf.layer == 2 * vllm.layer
-    assert hf.layer_token == 2 * vllm.layer_token
-    assert (hf.token > 0, vllm.token) == (True, 0)
 
 
 def test_what_is_said_is_offered() -> None:
@@ -109,13 +102,8 @@ def test_copies_of_keys_and_values_are_no_room() -> None:
     assert four == pytest.approx(two, rel=0.02)
 
 
-def test_hf_offers_one_gpu_whatever_there_is() -> None:
-    one = memory_to_offer(config("hf"), OFF, TINY, there=[card(24)])
-    assert memory_to_offer(config("hf", tp="auto"), OFF, TINY, there=[card(24), card(24)]) == one
-
-
 def test_a_machine_without_gpus_offers_a_part_of_its_memory() -> None:
-    some = memory_to_offer(config("hf"), OFF, TINY, there=[], free=16 * GIB)
+    some = memory_to_offer(config(), OFF, TINY, there=[], free=16 * GIB)
     assert 10 * GIB < some < 13 * GIB
     whole = memory_to_offer(config(), OFF, Q8B, there=[], free=64 * GIB)
     assert whole > 30 * GIB
@@ -139,20 +127,17 @@ def test_two_small_gpus_hold_what_neither_holds() -> None:
         Offered(bytes([number]) * 32, StageOffer(memory, "vllm", "vllm 0.25.1"))
         for number in range(2)
     ]
-    plan = make_plan(
-        offers, stage_costs(Q8B, "vllm", "bfloat16"), terms, group=bytes(32), generation=0
-    )
+    plan = make_plan(offers, stage_costs(Q8B, "bfloat16"), terms, group=bytes(32), generation=0)
     assert plan is not None
     assert abs(plan.stages[0].end - 18) <= 2
     assert plan.shape.kv_tokens >= 8192
 
 
-def test_an_engine_that_cannot_cut_a_model_says_which_can() -> None:
+def test_only_vllm_has_stages_and_a_model_of_one_layer_has_none() -> None:
     terms = Terms("float32", 64, 256, 8)
-    llama = CutModel(dataclasses.replace(TINY, family="llama"), terms)
-    with pytest.raises(EngineError, match="--engine vllm"):
-        llama.costs("hf")
-    assert llama.costs("vllm").layers == TINY.layers
+    with pytest.raises(EngineError, match=r"set engine\.type to vllm"):
+        CutModel(TINY, terms).costs("hf")
+    assert CutModel(TINY, terms).costs("vllm").layers == TINY.layers
     with pytest.raises(EngineError, match="one layer"):
         CutModel(dataclasses.replace(TINY, layers=1), terms).costs("vllm")
 

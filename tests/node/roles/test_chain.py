@@ -17,8 +17,8 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
 SHAPE = PipelineShape(
-    engine="hf",
-    software="primerl 0",
+    engine="vllm",
+    software="vllm 0",
     dtype="float32",
     hidden_size=8,
     max_model_len=16,

@@ -64,7 +64,7 @@ def moved(tensor: Tensor, seed: int, rate: float) -> Tensor:
 def stage(rank: int, stages: int) -> Share:
     """What one of so many equal stages needs."""
     each = LAYERS // stages
-    shape = PipelineShape("hf", "1", "float32", 8, 64, 4, 64, 16, 256, 2)
+    shape = PipelineShape("vllm", "1", "float32", 8, 64, 4, 64, 16, 256, 2)
     cuts = tuple(Stage(bytes([n]) * 32, n * each, (n + 1) * each) for n in range(stages))
     return share_of(PipelinePlan(bytes(32), 0, cuts, (), shape), rank)
 

@@ -4,17 +4,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import structs
 from offer_cases import MODEL, NOW, PART, TRAINER, World, key, node, opened, ranks
 from protocol_cases import refuses
 
 from primerl.node.network.gossip import read_record
 from primerl.node.planning.stages import CutModel
 from primerl.node.roles.stages.book import ALIVE_S, BENCH_S, MAX_OFFERS, MEASURE_S
-from primerl.node.roles.stages.group import PLAN_TTL_S
+from primerl.node.roles.stages.group import LEDGER, PLAN_TTL_S, Kept
 from primerl.node.roles.stages.pipelines import GONE_S, MAKE_BURST, PEER_BURST, WAIT_S
 from primerl.protocol.envelope import Purpose, unseal
-from primerl.protocol.errors import Reason
+from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import OfferStage, StagePlanned, StageWait
 from primerl.protocol.pipelines import PipelinePlan, StageOffer
 
@@ -46,7 +48,7 @@ def test_two_halves_make_a_pipeline_once_nobody_else_comes(world: World) -> None
     assert sorted(ranks(plan)) == [1, 2]
     assert (plan.generation, plan.layers) == (0, 8)
     shape = plan.shape
-    assert (shape.engine, shape.software, shape.dtype) == ("hf", "primerl 1", "float32")
+    assert (shape.engine, shape.software, shape.dtype) == ("vllm", "vllm 1", "float32")
     assert (shape.hidden_size, shape.max_model_len) == (64, 256)
 
 
@@ -80,9 +82,9 @@ def test_what_operators_said_is_planned_at_once(world: World) -> None:
 
 def test_only_equals_are_put_together(world: World) -> None:
     world.offer(1)
-    world.offer(2, software="primerl 2")
+    world.offer(2, software="vllm 2")
     world.offer(3, name="home")
-    world.offer(4, engine="vllm")
+    world.offer(4, software="vllm 1+cpu")
     world.later(15.0)
     assert isinstance(world.offer(1), StageWait)
     assert isinstance(world.offer(3, name="home"), StageWait)
@@ -351,12 +353,29 @@ def test_a_model_that_is_not_cut_is_told_to_who_offers(tmp_path: Path) -> None:
     world = World(tmp_path, None)
     with refuses(Reason.NOT_FOUND):
         world.offer(1)
-    world.model = CutModel(replace(MODEL.shape, family="llama"), MODEL.terms)
+    world.model = CutModel(replace(MODEL.shape, layers=1), MODEL.terms)
     world.restart()
     with refuses(Reason.NOT_FOUND):
         world.offer(1)
-    assert isinstance(world.offer(2, engine="vllm"), StageWait)
     world.ledger.close()
+
+
+def test_an_offer_of_an_engine_without_stages_is_refused_with_what_to_do(world: World) -> None:
+    """Nodes of older releases offer `hf`."""
+    with pytest.raises(RemoteProtocolError, match=r"set engine\.type to vllm") as refusal:
+        world.offer(1, engine="hf", software="primerl 0.1.0")
+    assert refusal.value.reason is Reason.NOT_FOUND
+    assert isinstance(world.offer(1), StageWait)
+
+
+def test_a_plan_of_an_engine_without_stages_is_not_taken_up_again(world: World) -> None:
+    """It was kept by a trainer of an older release."""
+    plan = world.gather(1, 2)
+    old = structs.replace(plan, shape=structs.replace(plan.shape, engine="hf"))
+    world.ledger.set(LEDGER, msgspec.msgpack.encode(Kept((old,), {})))
+    world.restart()
+    assert world.desk.rows() == []
+    assert world.gather(1, 2).group != plan.group
 
 
 def test_nobody_may_offer_without_end(world: World) -> None:
@@ -375,7 +394,7 @@ def test_so_many_may_offer_and_no_more(world: World) -> None:
     for number in range(MAX_OFFERS):
         name = number.to_bytes(32, "big")
         world.peers.get(name).record = row.record
-        lone = StageOffer(0, "hf", "primerl 1", name=str(number))
+        lone = StageOffer(0, "vllm", "vllm 1", name=str(number))
         world.desk.offered(name, OfferStage(lone))
     with refuses(Reason.BUSY):
         world.offer(2)

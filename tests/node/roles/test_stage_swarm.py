@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from sharp_model import make_sharp
-from stage_swarm import StageSwarm, on_small_machines
+from stage_swarm import StageSwarm, make_cut_model, on_small_machines
+from swarm import Swarm
 
 BATCH = 4 * 4
 """Rollouts of a step."""
@@ -15,14 +14,8 @@ BATCH = 4 * 4
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real model of four layers."""
-    return make_sharp(tmp_path_factory.mktemp("tiny"), layers=4)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """The suite's machine is shared."""
-    torch.set_num_threads(1)
+    """A model of four layers."""
+    return make_cut_model(tmp_path_factory.mktemp("tiny"))
 
 
 async def ended_well(swarm: StageSwarm, steps: int, timeout: float = 100.0) -> None:
@@ -109,7 +102,6 @@ async def test_the_first_of_three_stages_may_die(tmp_path: Path, tiny: Path) -> 
         assert swarm.metrics()[-1]["leases/expired"] > 0
 
 
-@pytest.mark.slow
 async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: Path) -> None:
     async with StageSwarm(tmp_path, tiny, **lasting(5)) as swarm:
         await swarm.start_trainer()
@@ -124,3 +116,15 @@ async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: 
         _, after = await swarm.stage(0)
         assert (after["group"], after["generation"]) == (before["group"], before["generation"])
         await ended_well(swarm, 5)
+
+
+async def test_a_worker_of_another_engine_that_may_be_too_small_is_told_so_and_works_alone(
+    tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Swarm(tmp_path, tiny, max_steps=1) as swarm:
+        await swarm.start_trainer()
+        section = {"type": "hf", "device": "cpu", "max_model_len": 2**34}
+        swarm.add_worker("a", engine_section=section, pp={"mode": "auto"})
+        summary = await swarm.finished()
+    assert summary["accepted"] >= BATCH
+    assert "set engine.type to vllm" in caplog.text

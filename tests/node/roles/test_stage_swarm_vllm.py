@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sharp_model import make_sharp
-from stage_swarm import StageSwarm
+from stage_swarm import RealStageSwarm
 from swarm import Running
 
 from primerl.node import parts
@@ -38,7 +38,7 @@ STALL_S = 10.0
 ROLLOUTS = {"lease_timeout_s": LONG_S, "batch_timeout_s": LONG_S}
 
 
-class HostedSwarm(StageSwarm):
+class HostedSwarm(RealStageSwarm):
     """Knows the processes of each worker's engine."""
 
     def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
@@ -78,12 +78,12 @@ async def test_two_nodes_with_half_a_model_each_in_vllm_outlive_the_deaths_of_th
     async with hosted as swarm:
         await swarm.start_trainer()
         for name in ("a", "b"):
-            swarm.add_stage(name, 2, stall_s=STALL_S, type="vllm")
+            swarm.add_stage(name, 2, stall_s=STALL_S)
         await swarm.wait_step(1, timeout=LONG_S)
         leader, row = await swarm.stage(0)
         assert row["generation"] == 0
         lost, _ = await swarm.stage(1)
-        swarm.add_stage("c", 2, stall_s=STALL_S, type="vllm")
+        swarm.add_stage("c", 2, stall_s=STALL_S)
         hosted.kill_engine(lost)
         await swarm.wait_step(1 + AHEAD + 1, timeout=LONG_S)
         name, after = await swarm.stage(0)
@@ -112,6 +112,6 @@ async def test_stages_serve_the_length_of_a_sequence_and_not_that_of_a_packed_ro
     async with HostedSwarm(tmp_path, tiny, max_steps=2, rollouts=ROLLOUTS, **settings) as swarm:
         await swarm.start_trainer()
         for name in ("a", "b"):
-            swarm.add_stage(name, 2, stall_s=STALL_S, type="vllm", max_model_len=4 * positions)
+            swarm.add_stage(name, 2, stall_s=STALL_S, max_model_len=4 * positions)
         summary = await swarm.finished(LONG_S)
     assert summary["steps"] == 2

@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import pytest
+from support.memory_port import MemoryPort, pair
 
 from primerl.node.engines.pipelined.chain import Chain
 from primerl.node.errors import EngineError
 from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.memory_port import MemoryPort, pair
 from primerl.node.pipeline.micro_batches import MicroBatches
 from primerl.node.pipeline.port import Port, PortClosed
 

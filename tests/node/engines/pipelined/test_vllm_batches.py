@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from primerl.node.engines.pipelined.vllm_batches import LaneBatches, another, remember_making
+from primerl.node.engines.pipelined.vllm_runner import LaneBatches, another, remember_making
 
 META = torch.device("meta")
 

@@ -12,8 +12,7 @@ from frame_cases import SHAPE, plan
 
 from primerl.node.engine_config import EngineConfig
 from primerl.node.engines.boundary_states import crossing
-from primerl.node.engines.pipelined.step_codec import Going, New
-from primerl.node.engines.pipelined.vllm_encoder import Encoder
+from primerl.node.engines.pipelined.step_codec import Encoder, Going, New
 from primerl.node.engines.pipelined.vllm_place import (
     VARIABLE,
     check_passes,
@@ -25,7 +24,7 @@ from primerl.node.engines.pipelined.vllm_place import (
     read_place,
 )
 from primerl.node.engines.pipelined.vllm_recorders import Keeper, Teller
-from primerl.node.engines.pipelined.vllm_states import (
+from primerl.node.engines.pipelined.vllm_runner import (
     HIDDEN,
     RESIDUAL,
     Arrivals,
@@ -277,6 +276,7 @@ def test_what_was_drawn_twice_counts_once() -> None:
         ([3], numbers(-1).astype(np.float64), bytes(16), "other numbers"),
         ([3], numbers(-1), bytes(8), "no trail of this plan"),
         ([3], numbers(float("nan")), bytes(16), "numbers that are none"),
+        ([3], numbers(0.5), bytes(16), "above 0"),
     ],
 )
 def test_what_the_last_stage_may_not_send_is_refused(

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ class World:
 
 
 def requests() -> list[GenerateRequest]:
-    """Eight that share a beginning; together longer than the cache."""
-    return [
+    """Eight that share a beginning; together longer than the cache. Every third draws from few tokens."""
+    asked = [
         request(
             "the same beginning of all of them " + "abcdefgh"[index] * (1 + 4 * index),
             seed=200 + index,
@@ -68,6 +68,10 @@ def requests() -> list[GenerateRequest]:
             stop=(),
         )
         for index in range(8)
+    ]
+    return [
+        replace(one, top_k=9, top_p=0.8) if index % 3 == 2 else one
+        for index, one in enumerate(asked)
     ]
 
 

@@ -58,7 +58,7 @@ def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.request import Request  # pyright: ignore
     from vllm.v1.structured_output import StructuredOutputManager  # pyright: ignore
 
-    from primerl.node.engines.pipelined.vllm_scheduler import LaneScheduler
+    from primerl.node.engines.pipelined.vllm_head_executor import LaneScheduler
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     spec = FullAttentionSpec(

@@ -3,13 +3,9 @@
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 
-from .frame import Frame, Kind
-from .port import PortClosed, PortTimeout
-
-DEPTH = 80
-"""Frames on their way: more than MAX_MICRO_BATCHES, so that stage 0 can always take what comes back."""
+from primerl.node.pipeline.frame import Frame
+from primerl.node.pipeline.port import DEPTH, PortClosed, PortTimeout, waited
 
 
 class Pipe:
@@ -95,10 +91,3 @@ def ring(stages: int, depth: int = DEPTH, delay_s: float = 0.0) -> list[MemoryPo
     """The ports of a pipeline without a network: each sends to the next one, the last to the first."""
     pipes = [Pipe(depth, delay_s) for _ in range(stages)]
     return [MemoryPort(pipes[rank - 1], pipe) for rank, pipe in enumerate(pipes)]
-
-
-def waited(frame: Frame, seconds: float) -> Frame:
-    """`frame` with the time added that it lay in a queue; only micro-batches are timed."""
-    if frame.kind not in (Kind.STEP, Kind.DRAWN):
-        return frame
-    return replace(frame, waited_us=frame.waited_us + max(0, int(seconds * 1e6)))
