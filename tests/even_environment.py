@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from primerl.node.environments.counting import CountingEnvironment
+from support.counting_environment import CountingEnvironment
+
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Task
 
 

@@ -10,8 +10,9 @@ import signal
 import time
 from collections.abc import Sequence
 
+from support.counting_environment import ASK, STOP, counting_task
+
 from primerl.node.config import EnvironmentConfig
-from primerl.node.environments.counting import ASK, STOP, counting_task
 from primerl.node.environments.environment import (
     Branch,
     EnvironmentFailed,

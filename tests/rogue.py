@@ -12,13 +12,13 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+from support.counting_environment import STOP, counting_task, question, right_reply
 from swarm import Swarm, at_home
 from witness import Said, felt, now_and_then, told
 
 from primerl.crypto.hashing import digest as digest_of
 from primerl.crypto.keys import SecretKey
 from primerl.node.engines.engine import GenerateRequest
-from primerl.node.environments.counting import STOP, counting_task, question, right_reply
 from primerl.node.environments.environment import Task
 from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.network.peers import PeerTable

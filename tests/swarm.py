@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
+from support.counting_environment import STOP, CountingEnvironment
 from support.memory_transport import MemoryNetwork
 from witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
@@ -30,7 +31,6 @@ from primerl.node.config import (
     RunConfig,
 )
 from primerl.node.engines.engine import Engine
-from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Environment
 from primerl.node.ledger import Ledger
 from primerl.node.network.discovery import Discovery

@@ -13,15 +13,15 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from support.counting_backend import CountingBackend
+from support.counting_environment import STOP
 
 from primerl.crypto.hashing import derive
 from primerl.node.audits.auditor import AuditItem, Measured, Reply, Unreadable
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineError
 from primerl.node.fingerprints.fingerprint import Hidden, Projection
 from primerl.node.training.backend import Batch, StepMetrics
-from primerl.node.training.counting import CountingBackend
 from primerl.node.weights.state import Changed, State, Tensor, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 

@@ -3,7 +3,7 @@
 Trainer and worker hold the same environment (the run manifest fixes it), so a task is named by its index
 and its digest, and a reward is a claim that the trainer recomputes. A bad rollout is data, not a crash:
 run() reports errors in the episode. Implementations: hosted.py (real: verifiers.py in a process of its
-own), counting.py (fake). Suite: tests/conformance/test_environment.py.
+own), tests/support/counting_environment.py (fake). Suite: tests/conformance/test_environment.py.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,7 @@
 """The trainer backend seam: a batch in, one optimizer step, a bf16 policy out.
 
 The daemon awaits; whatever computes does so off the event loop. Implementations: local.py (real, one
-process), counting.py (fake). Suite: tests/conformance/backend.py.
+process), tests/support/counting_backend.py (fake). Suite: tests/conformance/backend.py.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,6 @@ from update import PROMPT, SHAPES, make_model, moved
 from primerl.crypto.hashing import digest
 from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Reply
 from primerl.node.audits.hf_auditor import HfAuditor
-from primerl.node.audits.prefill import PrefillCore
 from primerl.node.audits.replay import BATCH_TOKENS
 from primerl.node.config import EngineConfig, RunConfig
 from primerl.node.engines.engine import GenerateRequest
@@ -45,6 +44,7 @@ from primerl.protocol.manifests import (
     RunManifest,
     SamplingContract,
 )
+from primerl.tests.support.prefill_core import PrefillCore
 
 GOAL = 20.0
 """Verified tokens per second over generated ones."""

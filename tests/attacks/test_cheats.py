@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from support.prefill_core import PrefillCore
 from swarm import Running, Swarm
 
-from primerl.node.audits.prefill import PrefillCore
 from primerl.node.config import EngineConfig, EnvironmentConfig
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.hf import HfEngine

@@ -10,10 +10,10 @@ from pathlib import Path
 import fake_environment_process as fake
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
+from support.counting_environment import STOP
 
 from primerl.node.config import EnvironmentConfig
 from primerl.node.engines.engine import Completion
-from primerl.node.environments.counting import STOP
 from primerl.node.environments.environment import EnvironmentFailed, EnvironmentStuck
 from primerl.node.environments.hosted import HostedEnvironment
 

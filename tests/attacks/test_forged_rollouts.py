@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from rogue import Rogue, altered, altered_branch, reason_of, say
+from support.counting_environment import ASK, STOP
 from swarm import VOCABULARY, Swarm
 
-from primerl.node.environments.counting import ASK, STOP
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import PolicyHead
 from primerl.protocol.rollouts import (

@@ -16,11 +16,11 @@ from crossing_cases import CUTS, coarse, make_deep, staged
 from engine_cases import FP32
 from msgspec import structs
 from protocol_cases import LEASE, NOW, PLAN, TRAINER
+from support.prefill_core import PrefillCore
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.audits.auditor import AuditItem
-from primerl.node.audits.prefill import PrefillCore
 from primerl.node.engines.engine import GenerateRequest
 from primerl.node.engines.hf import HfEngine
 from primerl.node.environments.environment import Branch, Episode, Score, Task

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 from rogue import Rogue, say
+from support.counting_environment import STOP, counting_task, question, right_reply
 from swarm import Swarm
 
-from primerl.node.environments.counting import STOP, counting_task, question, right_reply
 from primerl.node.network.rpc import Refused
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 from rogue import Rogue, say
+from support.counting_environment import STOP
 from swarm import Swarm
 from witness import Fakes, WitnessEngine, felt, told
 
 from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineLost
 from primerl.node.fingerprints.fingerprint import Projection
 from primerl.protocol.errors import Reason

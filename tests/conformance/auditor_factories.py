@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from engine_cases import FP32
+from support.prefill_core import PrefillCore
 
 from primerl.node.audits.auditor import Auditor
 from primerl.node.audits.hf_auditor import HfAuditor
-from primerl.node.audits.prefill import PrefillCore
 
 AUDITORS: dict[str, Callable[[], Auditor]] = {
     "core": lambda: PrefillCore(FP32),

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.counting_backend import CountingBackend
 from training_cases import DEVICE, FAST, batch, make_model
 
 from primerl.node.errors import EngineError, StorageError
 from primerl.node.model_files import contract_files, read_state
 from primerl.node.training.backend import Batch, TrainBackend
-from primerl.node.training.counting import CountingBackend
 from primerl.node.training.local import LocalBackend
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.ranks.group import RankGroup

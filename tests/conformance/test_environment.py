@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 from chat_model import make_chat_model
+from support.counting_environment import STOP, CountingEnvironment
 
 from primerl.node.config import EnvironmentConfig
 from primerl.node.engines.engine import Completion
 from primerl.node.environments.build import build_environment
-from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Branch, Environment, Policy, ScoreMismatch
 from primerl.node.environments.verifiers import VerifiersEnvironment
 

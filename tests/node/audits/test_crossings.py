@@ -10,9 +10,9 @@ import torch
 from auditor_cases import NEAR, OWN, Case, make_case, measured
 from crossing_cases import CUTS, coarse, garbage, make_deep, staged
 from engine_cases import make_llama
+from support.prefill_core import PrefillCore
 
 from primerl.node.audits.auditor import AuditItem, Boundary, Unreadable
-from primerl.node.audits.prefill import PrefillCore
 from primerl.node.audits.replay import Replay
 from primerl.node.audits.terms import terms
 from primerl.node.config import EngineConfig

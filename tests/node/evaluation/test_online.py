@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.counting_environment import STOP, CountingEnvironment
 from swarm import Running, Swarm, make_model
 from witness import Fakes, WitnessEngine
 
 from primerl.node.config import EngineConfig, EnvironmentConfig, EvaluatedEnvironment, RunConfig
 from primerl.node.engines.engine import Completion, Engine, GenerateRequest
 from primerl.node.engines.scripted import ScriptedEngine
-from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import Environment
 from primerl.node.errors import EngineError
 from primerl.node.evaluation.evaluator import EvalTask, Evaluator

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from support.counting_environment import STOP, CountingEnvironment
 
 from primerl.node.engines.engine import Completion, GenerateRequest
 from primerl.node.engines.scripted import ScriptedEngine
-from primerl.node.environments.counting import STOP, CountingEnvironment
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.environments.replay import PlayFailed
 from primerl.node.errors import EngineError, EngineLost, NetworkError

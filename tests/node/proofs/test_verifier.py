@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from protocol_cases import LEASE, MANIFEST, RUN, WORKER, head, refuses
 from rogue import say
-from witness import felt
-
-from primerl.crypto.hashing import digest
-from primerl.node.environments.counting import (
+from support.counting_environment import (
     CountingEnvironment,
     counting_task,
     question,
     right_reply,
 )
+from witness import felt
+
+from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import Branch, EnvironmentStuck, Score, Task
 from primerl.node.errors import EngineError
 from primerl.node.fingerprints.fingerprint import Projection

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from lease_cases import granted, policy
+from support.counting_environment import STOP, CountingEnvironment, counting_task
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.engine_config import ConcurrencyConfig
 from primerl.node.engines.concurrency import Concurrency
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.environments.counting import STOP, CountingEnvironment, counting_task
 from primerl.node.environments.environment import Episode, Policy, Score, Task
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.roles import generating

@@ -22,9 +22,9 @@ from offer_cases import (
     record,
 )
 from protocol_cases import refuses
+from support.counting_environment import CountingEnvironment
 
 from primerl.crypto.hashing import digest
-from primerl.node.environments.counting import CountingEnvironment
 from primerl.node.ledger import Ledger
 from primerl.node.network.heads import HeadBook, HeadServer
 from primerl.node.network.peers import PeerTable

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sft_cases import pairs, write_rows
+from support.counting_backend import CountingBackend
 from training_cases import FAST, TINY
 
 from primerl.crypto.keys import SecretKey
@@ -20,7 +21,6 @@ from primerl.node.sft_config import SftConfig, SftTrainingConfig
 from primerl.node.sft_run import SftParts, sft
 from primerl.node.store import MemoryStore
 from primerl.node.training.backend import Batch, Sample, StepMetrics
-from primerl.node.training.counting import CountingBackend
 from primerl.node.training.local import LocalBackend
 
 TRAINING = SftTrainingConfig.model_validate(FAST.model_dump() | {"lr": 5e-3, "scheduler": "linear"})

@@ -7,10 +7,10 @@ from copy import copy
 from pathlib import Path
 
 import pytest
+from support.counting_backend import CountingBackend
 from training_cases import batch
 
 from primerl.node.errors import EngineError, StorageError
-from primerl.node.training.counting import CountingBackend
 from primerl.node.training.saving.checkpoints import COMPLETE, Checkpoints
 from primerl.node.weights.state import digests
 

@@ -12,18 +12,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ...crypto.hashing import digest
-from ..errors import EngineError, StorageError
-from ..model_files import contract_files
-from ..weights.checkpoint import write_checkpoint
-from ..weights.state import Changed, State, Tensor
-from .backend import (
+from primerl.crypto.hashing import digest
+from primerl.node.errors import EngineError, StorageError
+from primerl.node.model_files import contract_files
+from primerl.node.training.backend import (
     Batch,
     Sample,
     Snapshot,
     StepMetrics,
 )
-from .saving.durable import whole_directory
+from primerl.node.training.saving.durable import whole_directory
+from primerl.node.weights.checkpoint import write_checkpoint
+from primerl.node.weights.state import Changed, State, Tensor
 
 WORDS = 16
 """bf16 elements of the only tensor; a BLAKE3 digest holds exactly so many."""

@@ -6,8 +6,8 @@ Tokens are plain numbers; a task's number follows from its index and split alone
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...crypto.hashing import derive
-from .environment import (
+from primerl.crypto.hashing import derive
+from primerl.node.environments.environment import (
     Branch,
     Episode,
     Policy,
@@ -16,9 +16,9 @@ from .environment import (
     Split,
     Task,
 )
-from .exchange import Exchange
-from .outcome import branch
-from .replay import PlayFailed, Recording
+from primerl.node.environments.exchange import Exchange
+from primerl.node.environments.outcome import branch
+from primerl.node.environments.replay import PlayFailed, Recording
 
 STOP = 1
 ASK = 2

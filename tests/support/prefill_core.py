@@ -1,22 +1,22 @@
-"""An auditor in this process: for tests and for calibration, where nothing hostile is audited.
+"""An auditor in this process, for tests and benchmarks, where nothing hostile is audited.
 
-A node audits with hf_auditor.py, which survives what happens in here.
+A node audits with node/audits/hf_auditor.py, which survives a crash in here.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...protocol.manifests import RunManifest
-from ..config import EngineConfig
-from ..engines.compute import ComputeThread
-from ..errors import EngineError, one_line
-from ..weights.state import State
-from .auditor import AuditItem, Measured, Unreadable
-from .portions import first_portion
+from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
+from primerl.node.audits.portions import first_portion
+from primerl.node.config import EngineConfig
+from primerl.node.engines.compute import ComputeThread
+from primerl.node.errors import EngineError, one_line
+from primerl.node.weights.state import State
+from primerl.protocol.manifests import RunManifest
 
 if TYPE_CHECKING:
-    from .replay import Replay
+    from primerl.node.audits.replay import Replay
 
 
 class PrefillCore:
@@ -62,8 +62,8 @@ class PrefillCore:
             await self._thread.close()
 
     def _open(self, model_dir: Path, run: RunManifest) -> "Replay":
-        from .replay import Replay
-        from .terms import terms
+        from primerl.node.audits.replay import Replay
+        from primerl.node.audits.terms import terms
 
         replay = Replay(terms(model_dir, run, self._config.device))
         replay.prepare()
