@@ -15,6 +15,19 @@ USAGE, LOST, FAULT = "usage", "lost", "fault"
 """Kinds of Failed: the config is wrong; vLLM is of no use any more; only this request failed."""
 
 
+class ApiOptions(msgspec.Struct, frozen=True):
+    """How vLLM's own OpenAI server is started over an engine; see vllm_api.py."""
+
+    served_name: str
+    """Id of the model in requests."""
+    tool_call_parser: str = ""
+    """vLLM's name of the parser of tool calls; empty for none."""
+    reasoning_parser: str = ""
+    """The same for reasoning."""
+    socket: str = ""
+    """Path of the Unix socket to listen on; HostedEngine gives each engine its own."""
+
+
 class SetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     """Start vLLM; the first request, answered by Done."""
 
@@ -25,6 +38,8 @@ class SetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     fingerprint: str
     place: bytes = b""
     """Of a stage of a pipeline (pipelined/vllm_place.py); empty for a whole engine."""
+    api: ApiOptions | None = None
+    """Serve vLLM's OpenAI routes; None: do not."""
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True, tag="check"):

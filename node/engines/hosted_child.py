@@ -20,6 +20,7 @@ from .host_frames import (
     LOST,
     USAGE,
     Answer,
+    ApiOptions,
     Busy,
     Check,
     Checked,
@@ -89,9 +90,17 @@ class EngineChild(HostedProcess):
         """What it told last."""
 
     async def start(
-        self, config: EngineConfig, model_dir: Path, fingerprint: str, place: bytes = b""
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        fingerprint: str,
+        place: bytes = b"",
+        api: ApiOptions | None = None,
     ) -> None:
-        """Start it, with its engine; `place`: of a stage. Raises EngineError, UsageError; kill() it then."""
+        """Start the process and its engine; `place`: of a stage; `api`: serve vLLM's routes, too.
+
+        Raises EngineError, UsageError; kill() it then.
+        """
         try:
             await self.spawn()
         except OSError as error:
@@ -104,6 +113,7 @@ class EngineChild(HostedProcess):
             str(model_dir),
             fingerprint,
             place,
+            api,
         )
         await self._ask(setup, Done, self._patience.start)
         self._ready = True

@@ -15,6 +15,7 @@ from ..config import EngineConfig
 from ..errors import UsageError
 from ..planning.worker import rank_cache_bytes, tensor_parallel
 from .engine import GenerateRequest
+from .host_frames import ApiOptions
 from .requests import narrowing
 from .vllm_shape import has_experts, head_size, kv_heads
 
@@ -24,7 +25,16 @@ SAMPLING = "primerl"
 ADJUSTMENT = "primerl_adjustment"
 """The same for an Adjustment (adjustment.py) of a request that has one, as msgspec makes a list of it."""
 
+SERVED = "primerl_served"
+"""Key of SamplingParams.extra_args for a request of vLLM's own server: vLLM's processors change its logits."""
+
+GREEDY_BELOW = 1e-5
+"""A temperature below it takes the likeliest token, as in vLLM."""
+
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
+
+NO_DOMAIN = "media.invalid"
+"""A client's messages must not make this machine fetch what they name, and no host has this name."""
 
 _CPU_STEP_TOKENS = 4096
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -101,11 +111,16 @@ def set_environment(*, cpu: bool) -> None:
 
 
 def engine_arguments(
-    config: EngineConfig, model_dir: Path, shape: Mapping[str, Any], *, cpu: bool
+    config: EngineConfig,
+    model_dir: Path,
+    shape: Mapping[str, Any],
+    *,
+    cpu: bool,
+    api: ApiOptions | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs, for one engine. `shape` is the model's config.json.
 
-    `engine.vllm` is laid over them: call check_overrides() first, and resolve_parallel().
+    With `api` vLLM serves text, too. `engine.vllm` is laid over them: call check_overrides() first, and resolve_parallel().
     """
     arguments: dict[str, Any] = {
         "model": str(model_dir),
@@ -131,6 +146,13 @@ def engine_arguments(
         }
     elif has_experts(shape):
         arguments["moe_backend"] = "triton"  # others turn the weights into a form of their own
+    if api is not None:
+        arguments |= {
+            "skip_tokenizer_init": False,
+            "reasoning_parser": api.reasoning_parser,
+            "logprobs_mode": "processed_logprobs",
+            "allowed_media_domains": [NO_DOMAIN],
+        }
     return arguments | config.vllm
 
 

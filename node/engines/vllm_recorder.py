@@ -303,6 +303,12 @@ class Recorder:
 
     # -- collecting --------------------------------------------------------------------------------
 
+    def versions(self, keys: Sequence[int]) -> list[list[int]]:
+        """The policy versions that have drawn tokens for each of the requests `keys`, in turn."""
+        slots = self._slots
+        found = [slots.of[slots.ids[key]] for key in keys if key in slots.ids]
+        return [[version for _, version in slots.spans[slot]] for slot in found]
+
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """What was drawn for the requests of `wanted` [[key, tokens], ...], as far as it has come.
 
