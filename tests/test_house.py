@@ -135,7 +135,7 @@ def test_crypto_imports_nothing_of_ours() -> None:
 
 
 HEAVY = {
-    "aiohttp": {"node.network.seeds", "node.api.server", "node.evaluation.endpoint"},
+    "aiohttp": {"node.network.seeds", "node.api", "node.evaluation.endpoint"},
     "iroh": {"node.network.iroh"},
     "libp2p": {"node.network.libp2p"},
     "multiaddr": {"node.network.libp2p"},
@@ -153,6 +153,7 @@ HEAVY = {
     },
     "vllm": {
         "node.engines.vllm",
+        "node.engines.vllm_api",
         "node.engines.vllm_worker",
         "node.engines.pipelined.vllm_group",
         "node.engines.pipelined.vllm_head_executor",
@@ -164,7 +165,8 @@ HEAVY = {
     "transformers": {"node.models"},
     "huggingface_hub": {"node.models", "node.sft.hub"},
     "pyarrow": {"node.sft.conversion"},
-    "renderers": {"node.api.rendered", "node.sft.renderers"},
+    "renderers": {"node.sft.renderers"},
+    "uvicorn": {"node.engines.vllm_api"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},
     "jinja2": {"node.environments.chat"},
     "tokenizers": {"node.environments.chat", "node.models"},

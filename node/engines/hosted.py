@@ -169,7 +169,10 @@ class HostedEngine:
 
     @contextmanager
     def upstream(self) -> Generator[str]:
-        """Choose the least busy engine for one request: the path of its socket. Raises EngineError, EngineLost."""
+        """Choose the least busy engine for one request: the path of its socket.
+
+        Raises EngineError, EngineLost.
+        """
         self._require_weights()
         with self._working_seat(b"") as (number, _):
             yield self._socket(number)

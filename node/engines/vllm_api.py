@@ -7,7 +7,7 @@ The node in front of it (node/api/vllm_proxy.py) checks keys, hosts, sizes and r
    own, which dies on a CPU when a seeded prompt is computed in parts. vLLM applies grammars, penalties, biases
    and min_p to the logits before the draw.
 2. A reply names the first and the last policy version that drew one of its tokens: in the header
-   X-Policy-Version, and as `policy_version` in its JSON object, or in each event of a stream that ends a choice.
+   X-Policy-Version, and as `policy_version` in its JSON object or in each event that ends a choice of a stream.
    A token that was drawn beyond a stop string counts, too.
 3. vLLM's client API differs between releases where it was moved; only names that 0.25 to 0.33 share are used.
 """
@@ -117,7 +117,7 @@ class ApiServer:
             asyncio.create_task(self._end_with_engine(), name="vLLM's errors"),
         ]
         async with asyncio.timeout(START_S):
-            while not self._server.started:  # noqa: ASYNC110
+            while not self._server.started:
                 if self._tasks[0].done():
                     raise EngineError("vLLM's server did not start: see its log lines above")
                 await asyncio.sleep(0.02)
@@ -147,7 +147,9 @@ class ApiServer:
         reply.keys.append(key)
         seed = secrets.randbits(63) if params.seed is None else params.seed % SEEDS
         # the temperature is in the logits by then (vllm_sampling.py)
-        limits = (1, 1.0) if params.temperature < GREEDY_BELOW else (max(0, params.top_k), params.top_p)
+        limits = (
+            (1, 1.0) if params.temperature < GREEDY_BELOW else (max(0, params.top_k), params.top_p)
+        )
         extra = {**(params.extra_args or {}), SAMPLING: [key, seed, 1.0, *limits], SERVED: True}
         extra.pop(ADJUSTMENT, None)
         params.seed, params.extra_args = None, extra
@@ -294,4 +296,6 @@ async def _build_app(llm: Any, options: ApiOptions) -> Any:
 def _check_parser(key: str, name: str, manager: Any) -> None:
     known = manager.list_registered()
     if name and name not in known:
-        raise UsageError(f"{key} {name!r} is none of vLLM's: take one of {', '.join(sorted(known))}")
+        raise UsageError(
+            f"{key} {name!r} is none of vLLM's: take one of {', '.join(sorted(known))}"
+        )

@@ -120,7 +120,8 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs, for one engine. `shape` is the model's config.json.
 
-    With `api` vLLM serves text, too. `engine.vllm` is laid over them: call check_overrides() first, and resolve_parallel().
+    With `api` vLLM serves text, too. `engine.vllm` is laid over them: call check_overrides() first, and
+    resolve_parallel().
     """
     arguments: dict[str, Any] = {
         "model": str(model_dir),
@@ -149,6 +150,7 @@ def engine_arguments(
     if api is not None:
         arguments |= {
             "skip_tokenizer_init": False,
+            "served_model_name": [api.served_name],
             "reasoning_parser": api.reasoning_parser,
             "logprobs_mode": "processed_logprobs",
             "allowed_media_domains": [NO_DOMAIN],
