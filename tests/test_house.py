@@ -200,10 +200,10 @@ def test_torch_is_where_models_are() -> None:
 LOADED_LAZILY = {
     "torch": """node.audits.crossings node.audits.replay node.engines.boundary_states
         node.engines.boundary_kernel node.engines.compiling
-        node.engines.adjusting node.engines.taps node.engines.causal node.engines.decoding node.engines.network
+        node.engines.taps node.engines.causal node.engines.decoding node.engines.network
         node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
         node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
-        node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder node.engines.vllm_told
+        node.engines.transfers node.engines.vllm_largest node.engines.vllm_recorder
         node.engines.vllm_sampling node.engines.vllm_worker node.training.export.collecting
         node.training.export.device node.training.export.gathering node.training.learner
         node.training.losses.by_name node.training.losses.custom node.training.losses.formulas

@@ -148,7 +148,7 @@ class HostedEngine:
         """Sample one completion; see the seam. Raises EngineError, EngineLost."""
         self._require_weights()
         longest = self._config.max_model_len
-        check_request(request, self._vocab_size, longest, pipeline=self._place is not None)
+        check_request(request, self._vocab_size, longest)
         with self._working_seat(request.group) as (_, child):
             return await child.generate(request)
 

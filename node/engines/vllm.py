@@ -165,7 +165,6 @@ class VllmCore:
             spans=drawn.spans if len(drawn.spans) > 1 else (),
             proof=drawn.proof,
             boundaries=drawn.boundaries,
-            likeliest=drawn.likeliest,
         )
 
     def stats(self) -> EngineStats:

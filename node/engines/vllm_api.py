@@ -30,7 +30,7 @@ from .host_frames import ApiOptions
 from .sleeping import Sleeper
 from .vllm_collector import Collector
 from .vllm_meter import Meter
-from .vllm_options import ADJUSTMENT, GREEDY_BELOW, SAMPLING, SERVED
+from .vllm_options import GREEDY_BELOW, SAMPLING, SERVED
 
 WATCH_S, START_S, STOP_S = 0.5, 60.0, 2.0
 SEEDS = 1 << 63
@@ -150,9 +150,8 @@ class ApiServer:
         limits = (
             (1, 1.0) if params.temperature < GREEDY_BELOW else (max(0, params.top_k), params.top_p)
         )
-        extra = {**(params.extra_args or {}), SAMPLING: [key, seed, 1.0, *limits], SERVED: True}
-        extra.pop(ADJUSTMENT, None)
-        params.seed, params.extra_args = None, extra
+        own = {SAMPLING: [key, seed, 1.0, *limits], SERVED: True}
+        params.seed, params.extra_args = None, {**(params.extra_args or {}), **own}
         self._meter.begin(len(request.prompt_token_ids or ()))
 
     def _middleware(self, app: Any, sleeper: Sleeper) -> Any:

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ..config import EngineConfig
 from ..errors import UsageError
 from ..planning.worker import rank_cache_bytes, tensor_parallel
@@ -22,8 +20,6 @@ from .vllm_shape import has_experts, head_size, kv_heads
 SAMPLING = "primerl"
 """Key of SamplingParams.extra_args, which are read by vllm_sampling.py:
 [key of the request, seed, temperature, top_k, top_p]."""
-ADJUSTMENT = "primerl_adjustment"
-"""The same for an Adjustment (adjustment.py) of a request that has one, as msgspec makes a list of it."""
 
 SERVED = "primerl_served"
 """Key of SamplingParams.extra_args for a request of vLLM's own server: vLLM's processors change its logits."""
@@ -163,17 +159,13 @@ def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
 
     For vLLM it is greedy, which is the least work: the worker's own sampler reads the extra arguments.
     """
-    told = [request.top] if request.top else []  # in a pipeline nobody knows it
-    extra: dict[str, Any] = {SAMPLING: [key, request.seed, *narrowing(request), *told]}
-    if request.adjustment is not None:
-        extra[ADJUSTMENT] = msgspec.to_builtins(request.adjustment)
     return {
         "max_tokens": request.max_tokens,
         "temperature": 0.0,
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
         "detokenize": False,
-        "extra_args": extra,
+        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
     }
 
 

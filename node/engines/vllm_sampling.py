@@ -10,7 +10,6 @@ Nothing here imports vLLM, so tests drive it with a runner of their own.
 """
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .vllm_options import ADJUSTMENT, GREEDY_BELOW, SAMPLING, SERVED
+from .vllm_options import GREEDY_BELOW, SAMPLING, SERVED
 
 _WANTED = ("execute_model", "sample_tokens", "execute_model_state", "sampler")
 _WANTED_V1 = ("input_batch", "discard_request_mask")
@@ -49,13 +48,8 @@ class Recording(Protocol):
         temperature: float,
         top_k: int = 0,
         top_p: float = 1.0,
-        top: int = 0,
     ) -> None:
         """A request of `prompt` tokens starts, or goes on after it was preempted. `temperature` > 0."""
-        ...
-
-    def adjust(self, request_id: str, prompt: Sequence[int], adjustment: Any) -> None:
-        """It was admitted, and has an Adjustment, of which msgspec made a list."""
         ...
 
     def begin(self, step: Step) -> None:
@@ -108,8 +102,6 @@ class Hooks:
             if SAMPLING not in extra:
                 continue  # of vLLM's own dummy runs; a real one is missed by begin()
             self._recording.admit(new.req_id, len(new.prompt_token_ids), *extra[SAMPLING])
-            if ADJUSTMENT in extra:
-                self._recording.adjust(new.req_id, new.prompt_token_ids, extra[ADJUSTMENT])
             if SERVED in extra:
                 self._served.add(new.req_id)
         return self._execute(scheduler_output, *arguments, **named)

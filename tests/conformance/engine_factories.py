@@ -30,10 +30,6 @@ class Factory:
     real: bool = True
     within: float = 1e-5
     proofs: tuple[str, ...] = ()
-    tells: bool = True
-    """It tells the likeliest tokens beside those that it draws."""
-    adjusts: bool = True
-    """It changes logits before it draws, for requests that ask for that."""
 
 
 def _wide_qwen3(directory: Path, seed: int) -> State:
@@ -62,9 +58,7 @@ FACTORIES: dict[str, Factory] = {
     ),
     "hf": Factory(lambda: HfEngine(FP32), make_qwen3),
     "hf-general": Factory(lambda: HfEngine(FP32), make_llama),
-    "hf-pipeline": Factory(
-        _pipeline, _deep_qwen3, proofs=("projection",), tells=False, adjusts=False
-    ),
+    "hf-pipeline": Factory(_pipeline, _deep_qwen3, proofs=("projection",)),
     "vllm": Factory(_vllm, _wide_qwen3, within=1e-4),
 }
 

@@ -101,7 +101,7 @@ class HfPipeline:
         chain, held = self._started()
         if not held.holds:
             raise EngineError("the engine holds no weights: load a policy version first")
-        check_request(request, held.vocab_size, self._longest, pipeline=True)
+        check_request(request, held.vocab_size, self._longest)
         most = QUEUE_BATCHES * self._config.max_batch
         if len(self._waiting) >= most + self._config.max_batch:
             raise EngineError(
