@@ -39,7 +39,7 @@ def run(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a policy over HTTP, as OpenAI's API: chats, completions, and token ids in and out.
+    """Serve a policy over HTTP, as OpenAI's API: with vLLM its own routes, else chats and completions.
 
     Weights come from a directory (a model, weights/step_N of a run, LoRA adapters) or the hub, or, with a
     ticket, from a run: then it is always the newest version. It listens on 127.0.0.1 only; for other machines

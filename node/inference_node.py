@@ -14,14 +14,15 @@ from pathlib import Path
 
 from ..crypto.keys import SecretKey
 from ..protocol.manifests import RunManifest
-from .api.server import serving
-from .api.service import Service, make_served
-from .api.text import Text
+from .api.completions import EngineRoutes
+from .api.server import HttpServer, Routes, Served, serving
+from .api.vllm_proxy import Upstreams, VllmProxy, api_options
 from .config import JoinConfig
 from .control import EngineRow, Status
 from .engines.adapted import adapted
 from .engines.engine import Engine
 from .engines.hf import QUEUE_BATCHES
+from .environments.chat import ChatFormat
 from .environments.environment import EnvironmentFailed
 from .errors import UsageError
 from .evaluation.candidates import Candidate, candidate, read
@@ -44,26 +45,26 @@ Announce = Callable[[str, str], None]
 
 @asynccontextmanager
 async def open_server(
-    config: ServeConfig, engine: Engine, model_dir: Path, name: str
-) -> AsyncGenerator[tuple[Service, str]]:
-    """The server of `engine`, as long as the block lasts; gives its base URL. Raises NodeError."""
+    config: ServeConfig, engine: Engine, hosted: Engine, model_dir: Path, name: str
+) -> AsyncGenerator[tuple[HttpServer, str]]:
+    """Serve `engine` until the block ends, which starts it; gives the server and its base URL.
+
+    `hosted` is what `engine` holds where that merges adapters, else `engine` itself. Raises NodeError.
+    """
     try:
-        form, known = config.api.reply_form, config.model.name
-        text = await asyncio.to_thread(Text.load, model_dir, form=form, model_name=known)
+        chat = await asyncio.to_thread(ChatFormat.load, model_dir, needs_template=False)
     except EnvironmentFailed as error:
         raise UsageError(f"this model cannot be served: {error}") from error
     api = bounded(config)
-    served = make_served(
-        api.served_name or name,
-        vocab_size=vocab_size(model_dir),
-        max_model_len=config.engine.max_model_len,
-        text=text,
-        api=api,
-    )
-    service = Service(engine, text, served)
-    async with serving(api, service) as url:
-        logger.info("serving %s on %s", served.name, url)
-        yield service, url
+    name = api.served_name or name
+    served = Served(name, vocab_size(model_dir), config.engine.max_model_len, api)
+    routes: tuple[Routes, ...] = (EngineRoutes(engine, chat, served),)
+    if isinstance(hosted, Upstreams) and hosted.serve_api(api_options(api, chat, name)):
+        routes = (VllmProxy(hosted), *routes)
+    server = HttpServer(engine, served, routes)
+    async with serving(server) as url:
+        logger.info("serving %s on %s", name, url)
+        yield server, url
 
 
 def bounded(config: ServeConfig) -> ApiConfig:
@@ -95,7 +96,7 @@ class OwnPolicy(Node):
         self._config = config
         self._announce = announce
         self._parts = parts or Parts()
-        self._service: Service | None = None
+        self._server: HttpServer | None = None
         self._url = ""
 
     async def run(self) -> None:
@@ -111,17 +112,18 @@ class OwnPolicy(Node):
             await engine.close()
 
     async def _serve_from(self, engine: Engine, found: Candidate) -> None:
-        async with open_server(self._config, engine, found.model_dir, found.name) as (service, url):
-            self._service, self._url = service, url
+        opened = open_server(self._config, engine, engine, found.model_dir, found.name)
+        async with opened as (server, url):
+            self._server, self._url = server, url
             self.phase = "loading"
             await engine.start(found.model_dir)
             await engine.load(found.step or 0, await asyncio.to_thread(read, found))
             self.phase = "running"
-            self._announce(url, service.served.name)
+            self._announce(url, server.served.name)
             await watch_engine(engine)
 
     async def _status(self) -> Status:
-        return shown(self.base_status(), self._config, self._service, self._url)
+        return shown(self.base_status(), self._config, self._server, self._url)
 
 
 class FollowedPolicy(JoinedNode):
@@ -146,20 +148,21 @@ class FollowedPolicy(JoinedNode):
         super().__init__(joining, key, config.directory, parts)
         self._serve_config = config
         self._announce = announce
-        self._service: Service | None = None
+        self._server: HttpServer | None = None
         self._url = ""
 
     async def _take_part(self, joined: Joined) -> None:
-        engine = adapted(self._parts.engine(self._config.engine), joined.documents.manifest)
+        hosted = self._parts.engine(self._config.engine)
+        engine = adapted(hosted, joined.documents.manifest)
         try:
-            await self._serve_from(engine, joined)
+            await self._serve_from(engine, hosted, joined)
         finally:
             await engine.close()
 
-    async def _serve_from(self, engine: Engine, joined: Joined) -> None:
+    async def _serve_from(self, engine: Engine, hosted: Engine, joined: Joined) -> None:
         stack, name = joined.stack, joined.documents.manifest.name
-        async with open_server(self._serve_config, engine, joined.model_dir, name) as server:
-            self._service, self._url = server
+        opened = open_server(self._serve_config, engine, hosted, joined.model_dir, name)
+        async with opened as (self._server, self._url):
             await engine.start(joined.model_dir)
             catchup = self._make_catchup(joined, engine)
             role = ObserverRole(
@@ -179,14 +182,14 @@ class FollowedPolicy(JoinedNode):
     async def _say_when_ready(self, catchup: CatchUp) -> None:
         while not await catchup.wait_order((0, 0), LOOK_AGAIN_S):
             logger.info("waiting for the first policy")
-        assert self._service is not None  # it was made before
-        self._announce(self._url, self._service.served.name)
+        assert self._server is not None  # it was made before
+        self._announce(self._url, self._server.served.name)
 
     def _check_numerics(self, run: RunManifest) -> None:
         """Nobody audits what is served: any dtype will do."""
 
     async def _status(self) -> Status:
-        return shown(await super()._status(), self._serve_config, self._service, self._url)
+        return shown(await super()._status(), self._serve_config, self._server, self._url)
 
 
 def find_policy(config: ServeConfig) -> Candidate:
@@ -203,18 +206,18 @@ def find_policy(config: ServeConfig) -> Candidate:
     return candidate(name, directory, int(step[1]) if step else None, config.model.base)
 
 
-def shown(status: Status, config: ServeConfig, service: Service | None, url: str) -> Status:
+def shown(status: Status, config: ServeConfig, server: HttpServer | None, url: str) -> Status:
     """`status` with what a server adds."""
-    if service is None:
+    if server is None:
         return status
-    stats = service.stats()
-    status.version = service.policy_version
+    stats = server.stats()
+    status.version = server.policy_version
     status.newest_version = max(status.newest_version, status.version)
-    status.detail = f"{service.served.name} on {url}/v1"
+    status.detail = f"{server.served.name} on {url}/v1"
     status.engine = EngineRow(
         config.engine.type,
-        inflight=service.inflight,
-        cap=service.served.api.max_inflight,
+        inflight=server.inflight,
+        cap=server.served.api.max_inflight,
         running=stats.running,
         waiting=stats.waiting,
         kv_use=stats.kv_use,

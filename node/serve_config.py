@@ -2,7 +2,7 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
@@ -51,9 +51,21 @@ class ApiConfig(BaseConfig):
     """Longest time for one request; then it is given up (504)."""
     stream_tokens: Positive = 32
     """Most tokens of one piece of a stream; the first pieces are shorter."""
-    reply_form: str = "auto"
-    """How the model writes calls of tools and reasoning: a renderer of the `renderers` package (`qwen3`,
-    `gpt-oss`), `hermes` for <tool_call> and JSON, or `none`; `auto`: by model.name, else by the template."""
+    tool_call_parser: str = "auto"
+    """With vLLM: its parser of the model's tool calls (`hermes`, `qwen3_coder`), or `none`; `auto` finds it by
+    the chat template."""
+    reasoning_parser: str = "auto"
+    """The same for reasoning (`qwen3`, `deepseek_r1`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_what_replaced_it(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "reply_form" in given:
+            raise ValueError(
+                "api.reply_form is gone: with engine.type = vllm set api.tool_call_parser and "
+                "api.reasoning_parser to vLLM's names, or leave them auto"
+            )
+        return given
 
     @model_validator(mode="after")
     def _is_closed_to_strangers(self) -> Self:

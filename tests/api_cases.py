@@ -11,10 +11,11 @@ from typing import Any
 import aiohttp
 from chat_model import IM_END, make_chat_model
 
-from primerl.node.api.server import serving
-from primerl.node.api.service import Service, make_served
-from primerl.node.api.text import Text
+from primerl.node.api.completions import EngineRoutes
+from primerl.node.api.server import HttpServer, Served, serving
+from primerl.node.api.vllm_proxy import Upstreams, VllmProxy
 from primerl.node.engines.engine import Completion, Engine, EngineStats, GenerateRequest
+from primerl.node.environments.chat import ChatFormat
 from primerl.node.serve_config import ApiConfig
 from primerl.node.weights.state import Changed, State
 
@@ -75,9 +76,7 @@ class SayingEngine:
         tokens = tokens[: ends[0] + 1] if ends else tokens
         logprobs = [-(token % 7) / 8 for token in tokens]
         finish = "stop" if ends else "length"
-        beside = [[(token ^ one, -one / 2) for one in range(request.top)] for token in tokens]
-        told = beside if request.top else ()
-        return Completion(tokens, logprobs, finish, first, first, likeliest=told)
+        return Completion(tokens, logprobs, finish, first, first)
 
     def stats(self) -> EngineStats:
         return self.now
@@ -150,15 +149,16 @@ async def api(
     *,
     max_length: int = MAX_LENGTH,
     name: str = NAME,
+    proxied: Upstreams | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Client]:
     """A running server and a client of it."""
-    config = ApiConfig(port=0, **settings)
-    text = Text.load(model_dir)
-    served = make_served(
-        name, vocab_size=VOCABULARY, max_model_len=max_length, text=text, api=config
-    )
-    async with serving(config, Service(engine, text, served)) as url:
+    chat = ChatFormat.load(model_dir, needs_template=False)
+    config: dict[str, Any] = {"port": 0, **settings}
+    served = Served(name, VOCABULARY, max_length, ApiConfig(**config))
+    own = EngineRoutes(engine, chat, served)
+    routes = (VllmProxy(proxied), own) if proxied else (own,)
+    async with serving(HttpServer(engine, served, routes)) as url:
         async with aiohttp.ClientSession() as http:
             yield Client(url, http)
 
@@ -166,3 +166,12 @@ async def api(
 def chat_dir(directory: Path, **made: Any) -> Path:
     """The files of a model with a chat template."""
     return make_chat_model(directory, **made)
+
+
+async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
+    """Wait for something that comes by itself."""
+    async with asyncio.timeout(timeout):
+        while True:
+            if true():
+                return
+            await asyncio.sleep(0.01)

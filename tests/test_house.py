@@ -135,7 +135,7 @@ def test_crypto_imports_nothing_of_ours() -> None:
 
 
 HEAVY = {
-    "aiohttp": {"node.network.seeds", "node.api.server"},
+    "aiohttp": {"node.network.seeds", "node.api"},
     "openai": {"node.evaluation.endpoint"},
     "iroh": {"node.network.iroh"},
     "libp2p": {"node.network.libp2p"},
@@ -154,6 +154,7 @@ HEAVY = {
     },
     "vllm": {
         "node.engines.vllm",
+        "node.engines.vllm_api",
         "node.engines.vllm_worker",
         "node.engines.pipelined.vllm_head_executor",
         "node.engines.pipelined.vllm_rank",
@@ -163,7 +164,8 @@ HEAVY = {
     "transformers": {"node.models"},
     "huggingface_hub": {"node.models"},
     "datasets": {"node.sft.data"},
-    "renderers": {"node.api.rendered", "node.sft.renderers"},
+    "renderers": {"node.sft.renderers"},
+    "uvicorn": {"node.engines.vllm_api"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},
     "jinja2": {"node.environments.chat"},
     "tokenizers": {"node.environments.chat", "node.models"},
@@ -197,10 +199,10 @@ def test_torch_is_where_models_are() -> None:
 LOADED_LAZILY = {
     "torch": """node.audits.crossings node.audits.replay node.engines.boundary_states
         node.engines.boundary_kernel node.engines.compiling
-        node.engines.adjusting node.engines.taps node.engines.causal node.engines.decoding node.engines.network
+        node.engines.taps node.engines.causal node.engines.decoding node.engines.network
         node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
         node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
-        node.engines.transfers node.engines.vllm_recorder node.engines.vllm_told
+        node.engines.transfers node.engines.vllm_recorder
         node.engines.vllm_sampling node.engines.vllm_worker node.training.export.collecting
         node.training.export.device node.training.export.gathering node.training.learner
         node.training.losses.by_name node.training.losses.custom node.training.losses.formulas

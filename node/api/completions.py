@@ -1,145 +1,528 @@
-"""POST /v1/completions: prompts as text, as several texts, or as token ids."""
+"""Completions, chats and token-in generation over any engine: text in and out, no tools, no formats.
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
-from typing import Any
+With vLLM only /inference/v1/generate is answered here, with the sampler's own logprobs and the version that
+drew each token; the other routes are vLLM's (vllm_proxy.py).
 
-from ..engines.requests import MOST_TOLD
-from .asked import (
-    Asked,
-    Served,
-    check_model,
-    check_prompt,
-    read_sampling,
-    read_stream,
-    token_list,
-)
-from .choice import Choice, News
-from .errors import bad
-from .faces import Body, ending, head, named_beside, names, policy, usage
-from .fields import Fields
-from .ids import new_id
-from .text import Text
+1. A completion is asked of the engine in one piece, or in several that go on from each other: for a stream,
+   and where stop strings are looked for, which engines do not know. The noise of a token depends on its seed
+   and its place alone, so that all ways give the same tokens.
+2. What a request asks for and cannot have is refused by name, never ignored. Unknown fields that ask for
+   nothing (null, 0, false, empty) are fine: clients fill in defaults.
+"""
 
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from ..engines.engine import Engine, GenerateRequest
+from ..environments.chat import UNREADABLE, ChatFormat
+from ..environments.environment import EnvironmentFailed
+from ..errors import first_cause
+from .server import ID_HEADER, VERSION_HEADER, ApiError, Body, Served, Stream, metric_family
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+KINDS = {
+    CHAT: ("chat.completion", "chatcmpl"),
+    TEXT: ("text_completion", "cmpl"),
+    TOKENS: ("", "gen"),
+}
 DEFAULT_TOKENS = 16
-"""OpenAI's."""
-KIND = "text_completion"
+"""Of a completion that names no length; a chat goes on to its end."""
+FIRST_PIECE, FIRST_LOOK, LAST_LOOK = 4, 32, 256
+"""Tokens of the first piece of a stream, and of the first and the longest where only stop strings are looked
+for; each is twice as long as the one before."""
+CONTEXT = 6
+"""Tokens of a prompt that a completion's text is decoded with: some tokenizers drop a first space."""
+SEEDS = 1 << 63
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "service_tier": ("auto", "default"),
+    **{name: () for name in ("user", "metadata", "safety_identifier", "prompt_cache_key")},
+    **{name: () for name in ("parallel_tool_calls", "cache_salt", "routed_experts_prompt_start")},
+}
+"""Fields that change nothing here: with these values, or with any where there is none."""
+Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
+TokenId = Annotated[int, Meta(ge=0)]
+B = TypeVar("B")
 
 
-class CompletionFace:
-    """Implements Face."""
+class StreamOptions(msgspec.Struct):
+    """What a stream tells besides."""
 
-    route = "/v1/completions"
-    chat = False
+    include_usage: bool | None = None
 
-    async def read(self, body: Body, served: Served, text: Text) -> Asked:
-        """See Face."""
-        fields = Fields(body)
-        check_model(fields, served)
-        sampling = read_sampling(
-            fields, served, default_tokens=DEFAULT_TOKENS, lengths=("max_tokens",)
+
+class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every request may have; None is the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    seed: Annotated[int, Meta(ge=-SEEDS, le=SEEDS - 1)] | None = None
+    stop: str | list[Annotated[str, Meta(min_length=1, max_length=1024)]] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logprobs: bool | Annotated[int, Meta(ge=0, le=1)] | None = None
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        content = self.content
+        said = content if isinstance(content, str) else "\n".join(one.text for one in content)
+        return {"role": self.role, "content": said, **({"name": self.name} if self.name else {})}
+
+
+class ChatBody(Common, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
+
+
+class TextBody(Common, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[TokenId]]
+
+
+class TokensBody(Common, kw_only=True):
+    """POST /inference/v1/generate, with the fields of its `sampling_params` among the others."""
+
+    token_ids: list[TokenId]
+    request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None
+
+
+@dataclass
+class Choice:
+    """A completion and how far it has come."""
+
+    index: int
+    prompt: tuple[int, ...]
+    most: int
+    seed: int
+    group: bytes
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(index of a token, policy version from it on)."""
+    text: str = ""
+    finish: str = ""
+    """`stop` or `length`; empty while it grows."""
+    stop_reason: int | str | None = None
+    told_tokens: int = 0
+    told_text: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that was checked."""
+
+    path: str
+    id: str
+    body: Common
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    choices: list[Choice]
+
+
+class EngineRoutes:
+    """Implements Routes over the Engine seam."""
+
+    paths: tuple[str, ...] = (CHAT, TEXT, TOKENS)
+
+    def __init__(self, engine: Engine, chat: ChatFormat, served: Served) -> None:
+        self._engine, self._chat, self._served = engine, chat, served
+        self._finished: Counter[str] = Counter()
+        self._prompt = self._generated = 0
+
+    async def answer(
+        self, path: str, body: Body, raw: bytes, stream: Stream
+    ) -> "web.StreamResponse":
+        """See Routes."""
+        from aiohttp import web
+
+        request = await asyncio.to_thread(self._read, path, body)
+        if not request.body.stream:
+            await self._grow_all(request, None)
+            parts = [self._choice(request, one, 0, one.text) for one in request.choices]
+            whole = self._head(request, "") | {"choices": parts, "usage": self._usage(request)}
+            versions = _versions(request.choices)
+            whole["policy_version"] = versions
+            if request.body.return_token_ids:
+                whole["prompt_token_ids"] = list(request.choices[0].prompt)
+            first, last = versions.values()
+            said = str(first) if first == last else f"{first}-{last}"
+            headers = {VERSION_HEADER: said, ID_HEADER: request.id}
+            return web.json_response(body=msgspec.json.encode(whole), headers=headers)
+        await stream.start(
+            {VERSION_HEADER: str(self._engine.policy_version), ID_HEADER: request.id}
         )
-        stream, counted = read_stream(fields)
-        prompt, told = fields.take("prompt"), _logprobs(fields)
-        asked = Asked(
-            prompts=(),
-            sampling=replace(sampling, top=told or 0),
-            stream=stream,
-            usage_in_stream=counted,
-            logprobs=told is not None,
-            token_ids=fields.switch("return_token_ids"),
-            names_as_ids=fields.switch("return_tokens_as_token_ids"),
-            request_id=new_id("cmpl"),
-        )
-        fields.finish()
-        prompts = await _prompts(prompt, served, text, sampling.n)
-        return replace(asked, prompts=prompts)
+        if path == CHAT:
+            for one in request.choices:
+                delta = {"role": "assistant", "content": ""}
+                part = {"index": one.index, "delta": delta, "finish_reason": None}
+                await stream.send(self._head(request, ".chunk") | {"choices": [part]})
+        await self._grow_all(request, stream)
+        options = request.body.stream_options
+        if options is not None and options.include_usage:
+            usage = {"choices": [], "usage": self._usage(request)}
+            await stream.send(self._head(request, ".chunk") | usage)
+        return await stream.end()
 
-    def whole(
-        self, asked: Asked, choices: Sequence[Choice], served: Served, text: Text
-    ) -> dict[str, Any]:
-        """See Face."""
-        answer = head(asked, KIND, served)
-        answer["choices"] = [
-            self._choice(asked, choice, choice.everything(), text) for choice in choices
+    async def metrics(self) -> str:
+        """See Routes: under vLLM's names where the meaning is the same."""
+        stats, name = self._engine.stats(), self._served.name
+        ended = {f'finished_reason="{why}"': count for why, count in self._finished.items()}
+        families: list[tuple[str, str, float | Mapping[str, float]]] = [
+            ("vllm:num_requests_running", "gauge", stats.running),
+            ("vllm:num_requests_waiting", "gauge", stats.waiting),
+            ("vllm:kv_cache_usage_perc", "gauge", stats.kv_use),
+            ("vllm:num_preemptions_total", "counter", stats.preemptions),
+            ("vllm:prompt_tokens_total", "counter", self._prompt),
+            ("vllm:generation_tokens_total", "counter", self._generated),
+            ("vllm:request_success_total", "counter", ended),
         ]
-        answer["usage"] = usage(asked, choices)
-        answer["policy_version"] = policy(choices)
-        return answer
+        return "".join(metric_family(name, *family) for family in families)
 
-    def opening(self, asked: Asked, choice: Choice, served: Served) -> dict[str, Any] | None:
-        """See Face: nothing."""
-        return None
+    # -- reading -----------------------------------------------------------------------------------
 
-    def chunk(
-        self, asked: Asked, choice: Choice, news: News, served: Served, text: Text
+    def _read(self, path: str, body: Body) -> Request:
+        """Raises ApiError."""
+        if path == TOKENS:
+            rest = dict(body)
+            drawing = rest.pop("sampling_params", None)
+            if not isinstance(drawing, dict):
+                raise _bad("sampling_params", "give an object")
+            given = convert(rest | drawing, TokensBody)
+            prompts, most = [tuple(given.token_ids)], given.max_tokens or DEFAULT_TOKENS
+            request_id = given.request_id or ""
+        elif path == CHAT:
+            given = convert(body, ChatBody)
+            prompts = [self._render(given)]
+            most, request_id = given.max_completion_tokens or given.max_tokens, ""
+        else:
+            given = convert(body, TextBody)
+            prompts = self._prompts(given.prompt)
+            most, request_id = given.max_tokens or DEFAULT_TOKENS, ""
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        if len(stops) > self._served.api.max_stop_strings or "" in stops:
+            most_stops = self._served.api.max_stop_strings
+            raise _bad("stop", f"give up to {most_stops} strings that are not empty")
+        own = () if given.ignore_eos else self._chat.stop_token_ids
+        ends = tuple(dict.fromkeys((*own, *(given.stop_token_ids or ()))))
+        if any(one >= self._served.vocab_size for one in ends):
+            raise _bad("stop_token_ids", f"token ids are 0 to {self._served.vocab_size - 1}")
+        seed = secrets.randbits(63) if given.seed is None else given.seed
+        choices: list[Choice] = []
+        for prompt in prompts:
+            room = self._served.max_model_len - len(prompt)
+            group = secrets.token_bytes(8) if (given.n or 1) > 1 else b""
+            for number in range(given.n or 1):  # seeds as in vLLM
+                one = Choice(
+                    len(choices), prompt, min(room, most or room), (seed + number) % SEEDS, group
+                )
+                choices.append(one)
+        request_id = request_id or f"{KINDS[path][1]}-{secrets.token_hex(12)}"
+        return Request(path, request_id, given, tuple(stops), ends, choices)
+
+    def _render(self, body: ChatBody) -> tuple[int, ...]:
+        options = {k: v for k, v in (body.chat_template_kwargs or {}).items() if v is not None}
+        for name in options.keys() - self._chat.options:
+            has = ", ".join(sorted(self._chat.options)) or "nothing"
+            raise _bad(
+                "chat_template_kwargs", f"the chat template asks for {has}, not {name[:100]}"
+            )
+        try:
+            text = self._chat.render([one.plain() for one in body.messages], options=options)
+        except EnvironmentFailed as error:
+            raise _bad("messages", str(error)) from error
+        return tuple(self._chat.encode(text))
+
+    def _prompts(self, prompt: str | Sequence[Any]) -> list[tuple[int, ...]]:
+        """A string, token ids, or several of one of both."""
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            prompt = [prompt]
+        kinds = {type(one) for one in prompt}
+        if kinds not in ({str}, {list}):
+            raise _bad("prompt", "give a string, token ids, or a list of one of both")
+        found = [tuple(self._chat.encode(one) if isinstance(one, str) else one) for one in prompt]
+        if any(type(token) is not int for one in found for token in one):
+            raise _bad("prompt", "token ids and text do not mix: give a list of one of both")
+        return found
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        longest, size = self._served.max_model_len, self._served.vocab_size
+        if not prompt:
+            raise _bad("prompt", "it is empty: give at least one token")
+        if len(prompt) >= longest:  # in words that clients look for
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt)}: "
+                "shorten it, or raise engine.max_model_len of the server",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if min(prompt) < 0 or max(prompt) >= size:
+            raise _bad("prompt", f"token ids are 0 to {size - 1}")
+
+    # -- generating --------------------------------------------------------------------------------
+
+    async def _grow_all(self, request: Request, stream: Stream | None) -> None:
+        """Draw all choices at once; if one fails the others are cancelled. Raises EngineError."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for one in request.choices:
+                    tasks.create_task(self._grow(request, one, stream))
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        self._finished.update(one.finish for one in request.choices)
+        self._prompt += self._usage(request)["prompt_tokens"]
+        self._generated += sum(len(one.token_ids) for one in request.choices)
+
+    async def _grow(self, request: Request, choice: Choice, stream: Stream | None) -> None:
+        for tokens in self._pieces(request, choice, streams=stream is not None):
+            await self._draw(request, choice, tokens)
+            first = choice.told_tokens
+            text = self._news(request, choice)
+            if stream is not None and (text or choice.finish or len(choice.token_ids) > first):
+                part = self._choice(request, choice, first, text, chunk=True)
+                await stream.send(self._head(request, ".chunk") | {"choices": [part]})
+
+    def _pieces(self, request: Request, choice: Choice, *, streams: bool) -> Iterator[int]:
+        """How many tokens to draw next, again and again."""
+        size = longest = choice.most
+        if streams:
+            size, longest = FIRST_PIECE, max(FIRST_PIECE, self._served.api.stream_tokens)
+        elif request.stops:
+            size, longest = FIRST_LOOK, LAST_LOOK
+        while not choice.finish:
+            yield min(size, choice.most - len(choice.token_ids))
+            size = min(2 * size, longest)
+
+    async def _draw(self, request: Request, choice: Choice, tokens: int) -> None:
+        """Draw up to so many tokens more. Raises EngineError."""
+        given = request.body
+        drawn = await self._engine.generate(
+            GenerateRequest(
+                prompt=(*choice.prompt, *choice.token_ids),
+                max_tokens=tokens,
+                temperature=1.0 if given.temperature is None else given.temperature,
+                seed=choice.seed,
+                stop_token_ids=request.stop_token_ids,
+                group=choice.group,
+                top_k=max(0, given.top_k or 0),
+                top_p=given.top_p or 1.0,
+            )
+        )
+        before = len(choice.token_ids)
+        choice.token_ids += drawn.token_ids
+        choice.logprobs += drawn.logprobs
+        for start, version in drawn.spans or ((0, drawn.policy_first),):
+            if not choice.spans or choice.spans[-1][1] != version:
+                choice.spans.append((before + start, version))
+        if drawn.finish == "stop":
+            last = choice.token_ids[-1]
+            choice.finish = "stop"
+            choice.stop_reason = None if last in self._chat.stop_token_ids else last
+        elif len(drawn.token_ids) < tokens or len(choice.token_ids) >= choice.most:
+            choice.finish = "length"
+        choice.text = self._said(request, choice, len(choice.token_ids))
+        if find_stop(choice.text, request.stops) is not None:
+            self._cut(request, choice, before)
+
+    def _cut(self, request: Request, choice: Choice, before: int) -> None:
+        """End at the first stop string, with the token that completes it: one of those from `before` on."""
+        for tokens in range(before + 1, len(choice.token_ids) + 1):
+            said = self._said(request, choice, tokens)
+            if (found := find_stop(said, request.stops)) is not None:
+                place, stop = found
+                del choice.token_ids[tokens:], choice.logprobs[tokens:]
+                choice.spans = [span for span in choice.spans if span[0] < tokens]
+                choice.finish, choice.stop_reason = "stop", stop
+                kept = request.body.include_stop_str_in_output
+                choice.text = said[: place + len(stop)] if kept else said[:place]
+                return
+
+    def _said(self, request: Request, choice: Choice, tokens: int) -> str:
+        """The text of the first so many tokens, without the stop token that ends all of them."""
+        given = request.body
+        ended = choice.finish == "stop" and tokens == len(choice.token_ids)
+        if ended and not given.include_stop_str_in_output:
+            tokens -= 1
+        special = given.skip_special_tokens is False
+        drawn = choice.token_ids[:tokens]
+        text = self._chat.shown(drawn, special=special)
+        if request.path == CHAT:
+            return text
+        after = choice.prompt[-CONTEXT:]
+        before = self._chat.shown(after, special=special)
+        both = self._chat.shown([*after, *drawn], special=special)
+        return both[len(before) :] if before and both.startswith(before) else text
+
+    def _news(self, request: Request, choice: Choice) -> str:
+        """The text that is new and sure: no half of a character, no beginning of a stop string."""
+        end = len(choice.text)
+        if not choice.finish:
+            sure = choice.text.rstrip(UNREADABLE)
+            end = len(sure) - may_begin(sure, request.stops)
+        first = choice.told_text
+        choice.told_text, choice.told_tokens = max(first, end), len(choice.token_ids)
+        return choice.text[first : choice.told_text]
+
+    # -- answering ---------------------------------------------------------------------------------
+
+    def _head(self, request: Request, suffix: str) -> dict[str, Any]:
+        head: dict[str, Any] = {"created": int(time.time()), "model": self._served.name}
+        if request.path == TOKENS:
+            return {"request_id": request.id, "output_mode": "tokens", **head}
+        kind = KINDS[request.path][0] + (suffix if request.path == CHAT else "")
+        return {"id": request.id, "object": kind, **head}
+
+    def _choice(
+        self, request: Request, choice: Choice, first: int, text: str, *, chunk: bool = False
     ) -> dict[str, Any]:
-        """See Face."""
-        return head(asked, KIND, served) | {"choices": [self._choice(asked, choice, news, text)]}
-
-    def closing(self, asked: Asked, choices: Sequence[Choice], served: Served) -> dict[str, Any]:
-        """See Face."""
-        return head(asked, KIND, served) | {"choices": [], "usage": usage(asked, choices)}
-
-    def _choice(self, asked: Asked, choice: Choice, news: News, text: Text) -> dict[str, Any]:
-        made: dict[str, Any] = {"index": choice.index, "text": news.text, **ending(choice)}
-        made["logprobs"] = _rows(asked, choice, news, text) if asked.logprobs else None
-        if asked.token_ids:
-            made["token_ids"] = list(news.token_ids)
-            if news.first == 0:
-                made["prompt_token_ids"] = list(choice.wanted.prompt)
+        """A choice in an answer, or its tokens from `first` on in a chunk."""
+        made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish or None}
+        if choice.finish:
+            made |= {"stop_reason": choice.stop_reason, "policy_version": _versions([choice])}
+        tokens, logprobs = choice.token_ids[first:], choice.logprobs[first:]
+        made["logprobs"] = None
+        if request.path == CHAT and chunk:
+            made["delta"] = {"content": text} if text or not choice.finish else {}
+        elif request.path == CHAT:
+            made["message"] = {"role": "assistant", "content": text, "refusal": None}
+        elif request.path == TEXT:
+            made["text"] = text
+        elif choice.finish:
+            made["weight_versions"] = _spans(choice)
+        wanted = request.body.logprobs
+        if wanted is not None and wanted is not False:
+            made["logprobs"] = self._logprobs(request.path, tokens, logprobs)
+        if request.body.return_token_ids or request.path == TOKENS:
+            made["token_ids"] = tokens
+        if request.body.return_token_ids and first == 0 and request.path == TEXT:
+            made["prompt_token_ids"] = list(choice.prompt)
         return made
 
-
-def _logprobs(fields: Fields) -> int | None:
-    """How many tokens to tell beside each, with the logprobs of all; None: no logprobs."""
-    value = fields.take("logprobs")
-    if value is None or value is False:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_TOLD:
-        raise bad("logprobs", f"give a whole number of 0 to {MOST_TOLD}")
-    return value
-
-
-def _rows(asked: Asked, choice: Choice, news: News, text: Text) -> dict[str, Any]:
-    start = len(text.decode(choice.token_ids[: news.first], special=asked.sampling.special))
-    lengths = [len(text.token(token)) for token in news.token_ids]
-    offsets = list(accumulate(lengths, initial=start))[:-1]
-    tokens = [one.name for one in names(news.token_ids, text, as_ids=asked.names_as_ids)]
-    drawn = zip(tokens, news.logprobs, strict=True)
-    beside = named_beside(news, text, as_ids=asked.names_as_ids)
-    # as OpenAI does it: the drawn token is among them, also where it is none of the likeliest
-    tops = (
-        [
-            {one.name: told for one, told in row} | dict([own])
-            for row, own in zip(beside, drawn, strict=True)
+    def _logprobs(self, path: str, tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
+        as_ids = [f"token_id:{one}" for one in tokens]  # `renderers` wants every token called so
+        names = as_ids if path == TOKENS else [self._chat.shown([t], special=True) for t in tokens]
+        if path == TEXT:
+            return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None}
+        spelled = [
+            one.encode() if path == TOKENS else self._chat.spelled(token)
+            for one, token in zip(names, tokens, strict=True)
         ]
-        if beside
-        else None
-    )
-    return {
-        "tokens": tokens,
-        "token_logprobs": list(news.logprobs),
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
+        rows = zip(names, logprobs, spelled, strict=True)
+        content = [
+            {"token": name, "logprob": logprob, "bytes": list(data), "top_logprobs": []}
+            for name, logprob, data in rows
+        ]
+        return {"content": content}
+
+    def _usage(self, request: Request) -> dict[str, int]:
+        """Tokens in and out; a prompt counts once however many choices it has."""
+        choices, n = request.choices, request.body.n or 1
+        prompt = sum(len(one.prompt) for one in choices[::n])
+        made = sum(len(one.token_ids) for one in choices)
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
-async def _prompts(value: Any, served: Served, text: Text, n: int) -> tuple[tuple[int, ...], ...]:
-    """A string, a list of strings, token ids, or a list of those. Raises ApiError."""
-    many: list[Any] = [value]
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        many = value
-    if len(many) * n > served.api.max_choices:
-        raise bad("prompt", f"n times the prompts is more than {served.api.max_choices}")
-    found: list[tuple[int, ...]] = []
-    for one in many:
-        if isinstance(one, str):
-            tokens = await text.encode(one)
-        elif isinstance(one, list):
-            tokens = token_list(one, "prompt")
-        else:
-            raise bad("prompt", "give a string, a list of strings, or token ids")
-        found.append(check_prompt(tokens, served, "prompt"))
-    return tuple(found)
+def convert(body: Body, kind: type[B]) -> B:
+    """A body as the request that it is. Raises ApiError for fields that are unknown, or out of range."""
+    known: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
+    kept = {name: value for name, value in body.items() if name in known or _asks(name, value)}
+    if isinstance(messages := kept.get("messages"), list):
+        # clients send replies back as they came, with what is not there as null
+        kept["messages"] = [
+            {k: v for k, v in one.items() if v not in (None, [])} if isinstance(one, dict) else one
+            for one in messages
+        ]
+    try:
+        return msgspec.convert(kept, kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if "unknown field" in message:
+            name = message.split("`")[1]
+            message = (
+                f"{name}: not supported here (an engine of type vllm serves vLLM's own routes)"
+            )
+            raise ApiError(400, message, param=name, code="unsupported_parameter") from error
+        param = message.rpartition("$.")[2].rstrip("`").split(".")[-1] if "$." in message else None
+        raise ApiError(400, message, param=param) from error
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether a field that is not known asks for something."""
+    if value is None or name not in NEUTRAL:
+        return bool(value)
+    return bool(NEUTRAL[name]) and value not in NEUTRAL[name]
+
+
+def _bad(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param)
+
+
+def _versions(choices: Sequence[Choice]) -> dict[str, int]:
+    """The first and last policy version that drew any token of these."""
+    found = [version for one in choices for _, version in one.spans]
+    return {"first": min(found, default=-1), "last": max(found, default=-1)}
+
+
+def _spans(choice: Choice) -> list[dict[str, Any]]:
+    """Which policy version drew which tokens: start <= index < end."""
+    starts = [start for start, _ in choice.spans] + [len(choice.token_ids)]
+    return [
+        {"version": str(version), "start": start, "end": end}
+        for (start, version), end in zip(choice.spans, starts[1:], strict=True)
+    ]
+
+
+def may_begin(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of one of `stops`."""
+    lengths = {n for stop in stops for n in range(1, min(len(stop), len(text) + 1))}
+    return max((n for n in lengths if any(one.startswith(text[-n:]) for one in stops)), default=0)
+
+
+def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Where the first of `stops` begins in `text`; of several there the longest."""
+    places = [(text.find(stop), stop) for stop in stops if stop in text]
+    return min(places, key=lambda one: (one[0], -len(one[1]))) if places else None

@@ -1,7 +1,8 @@
-"""The HTTP server: sockets, keys, limits, and Server-Sent Events. The only file that imports aiohttp.web.
+"""The HTTP server in front of an engine: sockets, keys, limits, and the errors that clients know.
 
-Nothing of a request is believed before it was checked: who asks (key, Host), how much comes, and in what form.
-A browser that a foreign page talks through gets nothing: there is no CORS, and only JSON is read.
+1. Nothing of a request is believed before it was checked: who asks (key, Host), how much comes, in what form.
+2. A browser that a foreign page talks through gets nothing: there is no CORS, and only JSON is read.
+3. What answers a route is given from outside: completions.py over any engine, vllm_proxy.py over vLLM's own.
 """
 
 import asyncio
@@ -9,24 +10,19 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
 from ... import __version__
-from ..errors import BusyError, UsageError
+from ..engines.engine import Engine, EngineStats
+from ..errors import BusyError, EngineError, EngineLost, UsageError
 from ..serve_config import ApiConfig, is_loopback
-from .asked import check_name
-from .chat import ChatFace
-from .completions import CompletionFace
-from .errors import ApiError
-from .faces import Face
-from .generate import GenerateFace
-from .meters import CONTENT_TYPE
-from .service import Answer, Service
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -36,38 +32,142 @@ logger = logging.getLogger(__name__)
 BODY_TIMEOUT_S = 30.0
 """For a request's body to come."""
 SHUTDOWN_S = 1.0
+RETRY_AFTER_S, LOST_RETRY_S = 1, 10
+"""When a client may come back: while a policy is loaded or all is busy; while an engine is started again."""
 LONGEST_LINE = 8190
 OPEN = ("/health",)
 """Routes that need no key."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 VERSION_HEADER, ID_HEADER = "X-Policy-Version", "X-Request-Id"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Body = Mapping[str, Any]
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
-def read_key(config: ApiConfig) -> str:
-    """The key that requests have to bring; "" if none is wanted. Raises UsageError."""
-    if not config.key_variable:
-        return ""
-    key = os.environ.get(config.key_variable, "")
-    if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-        raise UsageError(
-            f"api.key_variable names {config.key_variable}, which holds no key: set that environment "
-            "variable to printable ASCII"
-        )
-    return key
+class ApiError(Exception):
+    """A refusal, as a status and OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        retry_after_s: int = 0,
+    ) -> None:
+        """`param` is the field that it is about; `retry_after_s` tells the client when to come back."""
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        told = {"message": message, "type": kind, "param": param, "code": code}
+        self.body = {"error": told}
+
+
+def engine_failed(error: EngineError) -> ApiError:
+    """What a client is told when the engine could not."""
+    if isinstance(error, EngineLost):
+        return ApiError(503, str(error), kind="server_error", retry_after_s=LOST_RETRY_S)
+    logger.error("the engine could not generate: %s", error)
+    return ApiError(500, str(error), kind="server_error", code="engine_error")
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model as requests see it."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    api: ApiConfig
+
+    def check_name(self, name: Any) -> None:
+        """Raise ApiError (404) for the name of another model."""
+        if name is not None and name != self.name:
+            message = f"The model `{str(name)[:200]}` does not exist: this server has `{self.name}`"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+class Stream:
+    """An answer in Server-Sent Events; nothing is sent before start()."""
+
+    def __init__(self, request: "web.Request") -> None:
+        self._request = request
+        self._writing = asyncio.Lock()
+        self.response: web.StreamResponse | None = None
+        """None before start()."""
+
+    async def start(self, headers: Mapping[str, str]) -> None:
+        """Send the head."""
+        from aiohttp import web
+
+        self.response = web.StreamResponse(headers={**headers, "Cache-Control": "no-store"})
+        self.response.content_type = "text/event-stream"
+        await self.response.prepare(self._request)
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes of events; waits while the client reads slower than they come."""
+        assert self.response is not None  # start() came first
+        async with self._writing:
+            await self.response.write(data)
+
+    async def send(self, event: Body) -> None:
+        """Send one event."""
+        await self.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+    async def end(self, error: ApiError | None = None) -> "web.StreamResponse":
+        """Send the last event, after what went wrong."""
+        if error is not None:
+            await self.send(error.body)
+        await self.write(b"data: [DONE]\n\n")
+        assert self.response is not None
+        await self.response.write_eof()
+        return self.response
+
+
+class Routes(Protocol):
+    """Answers POST requests to some paths. Implemented by EngineRoutes and VllmProxy."""
+
+    paths: tuple[str, ...]
+
+    async def answer(
+        self, path: str, body: Body, raw: bytes, stream: Stream
+    ) -> "web.StreamResponse":
+        """Answer a request, in `stream` if it asks for that. Raises ApiError, EngineError."""
+        ...
+
+    async def metrics(self) -> str:
+        """What was served, in Prometheus' text format."""
+        ...
 
 
 class HttpServer:
-    """The routes over one Service. Made by serving()."""
+    """The checks and the routes around one engine. Served by serving()."""
 
-    def __init__(self, config: ApiConfig, service: Service, key: str) -> None:
-        self._config = config
-        self._service = service
-        self._key = key.encode()
-        self._faces: dict[str, Face] = {
-            face.route: face for face in (ChatFace(), CompletionFace(), GenerateFace())
-        }
+    def __init__(self, engine: Engine, served: Served, routes: tuple[Routes, ...]) -> None:
+        """Where two of `routes` have a path, the first one answers."""
+        self.served = served
+        self._engine = engine
+        self._routes = {path: one for one in reversed(routes) for path in one.paths}
+        self._all = routes
+        self._key = read_key(served.api).encode()
         self._begun = int(time.time())
+        self._answered: Counter[tuple[str, int]] = Counter()
+        self.inflight = 0
+        """Completions being made."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version that the engine holds; -1 before the first."""
+        return self._engine.policy_version
+
+    def stats(self) -> EngineStats:
+        """The engine's; one that was given up says why in `fault`."""
+        try:
+            return self._engine.stats()
+        except EngineError as error:
+            return EngineStats(fault=str(error))
 
     def application(self) -> "web.Application":
         """All routes, behind the checks."""
@@ -77,15 +177,13 @@ class HttpServer:
         async def guard(request: "web.Request", handler: Handler) -> "web.StreamResponse":
             return await self._guarded(request, handler)
 
-        app = web.Application(
-            client_max_size=int(self._config.max_body_mib * 2**20), middlewares=[guard]
-        )
-        app.on_response_prepare.append(_nameless)
-        for route in self._faces:
-            app.router.add_post(route, self._generate)
+        size = int(self.served.api.max_body_mib * 2**20)
+        app = web.Application(client_max_size=size, middlewares=[guard])
+        app.on_response_prepare.append(_hide_libraries)
+        for path in self._routes:
+            app.router.add_post(path, self._post)
         app.router.add_get("/v1/models", self._models)
-        # an id may have slashes, as those of the hub
-        app.router.add_get("/v1/models/{id:.+}", self._model)
+        app.router.add_get("/v1/models/{id:.+}", self._model)  # an id of the hub has slashes
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/version", self._version)
@@ -103,7 +201,7 @@ class HttpServer:
         except ApiError as error:
             response = _refusal(error)
         except web.HTTPRequestEntityTooLarge:
-            most = f"a request has at most {self._config.max_body_mib:g} MiB"
+            most = f"a request has at most {self.served.api.max_body_mib:g} MiB"
             response = _refusal(ApiError(413, most, code="request_too_large"))
         except web.HTTPException as error:
             response = _refusal(ApiError(error.status, f"{request.path}: {error.reason}"))
@@ -114,7 +212,8 @@ class HttpServer:
         except Exception:  # a bug of ours: the client gets a proper answer, the log the trace
             logger.exception("a request to %s failed", request.path)
             response = _refusal(_failed(500, "the server failed: its log says why"))
-        self._count(request, response.status)
+        known = request.match_info.route.resource
+        self._answered[known.canonical if known else "other", response.status] += 1
         return response
 
     def _check_caller(self, request: "web.Request") -> None:
@@ -124,56 +223,61 @@ class HttpServer:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
             sent = given.strip().encode("utf-8", "replace")
             if not hmac.compare_digest(sent, self._key) or scheme.lower() != "bearer":
-                raise ApiError(
-                    401,
-                    "Incorrect API key provided: send Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    kind="authentication_error",
-                )
+                message = "Incorrect API key provided: send Authorization: Bearer KEY"
+                kind = "authentication_error"
+                raise ApiError(401, message, code="invalid_api_key", kind=kind)
             return
         # without a key only the machine itself may ask, and no name that a web page made point to it
         name = urlsplit(f"//{request.host}").hostname or ""
-        if name not in LOCAL_NAMES and not is_loopback(name) and name != self._config.host:
-            raise ApiError(
-                403, f"{name[:200]} is not this server's name: use 127.0.0.1, or set a key"
-            )
-
-    def _count(self, request: "web.Request", status: int) -> None:
-        known = request.match_info.route.resource
-        self._service.meters.answered(known.canonical if known else "other", status)
+        if name not in LOCAL_NAMES and not is_loopback(name) and name != self.served.api.host:
+            message = f"{name[:200]} is not this server's name: use 127.0.0.1, or set a key"
+            raise ApiError(403, message)
 
     # -- routes ------------------------------------------------------------------------------------
 
-    async def _generate(self, request: "web.Request") -> "web.StreamResponse":
-        from aiohttp import web
+    async def _post(self, request: "web.Request") -> "web.StreamResponse":
+        body, raw = await _read_json(request)
+        self.served.check_name(body.get("model"))
+        if self.policy_version < 0:
+            message = "the policy is still being loaded: come back"
+            raise ApiError(503, message, kind="server_error", retry_after_s=RETRY_AFTER_S)
+        limit_s, stream = self.served.api.timeout_s, Stream(request)
+        failed: ApiError
+        with self._admitted(count_choices(body, self.served.api.max_choices)):
+            try:
+                async with asyncio.timeout(limit_s):
+                    routes = self._routes[request.path]
+                    return await routes.answer(request.path, body, raw, stream)
+            except TimeoutError:
+                failed = _failed(504, f"not done in {limit_s:g} s: ask for less")
+            except EngineError as error:
+                failed = engine_failed(error)
+            except ApiError as error:
+                failed = error
+        if stream.response is None:
+            raise failed
+        return await stream.end(failed)
 
-        body = await self._body(request)
-        limit = self._config.timeout_s
+    @contextmanager
+    def _admitted(self, count: int) -> Generator[None]:
+        """Count completions while they are made. Raises ApiError (400, 429)."""
+        most = self.served.api.max_inflight
+        if count > most:
+            message = f"this server makes at most {most} completions at once: ask for less"
+            raise ApiError(400, message)
+        if self.inflight + count > most:
+            raise ApiError(
+                429,
+                f"{self.inflight} completions are being made, at most {most} at once: come back",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.inflight += count
         try:
-            async with asyncio.timeout(limit):
-                answer = await self._service.answer(self._faces[request.path], body)
-        except TimeoutError as error:
-            raise too_slow(limit) from error
-        headers = {VERSION_HEADER: answer.policy, ID_HEADER: answer.request_id}
-        if answer.stream is None:
-            return web.json_response(body=msgspec.json.encode(answer.body), headers=headers)
-        return await _streamed(request, answer, headers, limit)
-
-    async def _body(self, request: "web.Request") -> Mapping[str, Any]:
-        if request.content_type != "application/json":
-            raise ApiError(415, "send the request as JSON, with Content-Type: application/json")
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError(415, "send the request uncompressed")
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = msgspec.json.decode(await request.read())
-        except TimeoutError as error:
-            raise ApiError(408, "the request did not come to its end in time") from error
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the request is no JSON ({error})") from error
-        if not isinstance(body, dict):
-            raise ApiError(400, "the request is to be a JSON object")
-        return body
+            yield
+        finally:
+            self.inflight -= count
 
     async def _models(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
@@ -183,27 +287,26 @@ class HttpServer:
     async def _model(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
 
-        check_name(request.match_info["id"], self._service.served)
+        self.served.check_name(request.match_info["id"])
         return web.json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
         """What is told of the one model that is served."""
-        served = self._service.served
         return {
-            "id": served.name,
+            "id": self.served.name,
             "object": "model",
             "created": self._begun,
             "owned_by": "primerl",
-            "root": served.name,
+            "root": self.served.name,
             "parent": None,
-            "max_model_len": served.max_model_len,
-            "policy_version": self._service.policy_version,
+            "max_model_len": self.served.max_model_len,
+            "policy_version": self.policy_version,
         }
 
     async def _health(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
 
-        version, fault = self._service.policy_version, self._service.stats().fault
+        version, fault = self.policy_version, self.stats().fault
         state = "loading" if version < 0 else "failed" if fault else "ok"
         said = {"status": state, "policy_version": version}
         return web.json_response(said, status=200 if state == "ok" else 503)
@@ -211,11 +314,25 @@ class HttpServer:
     async def _metrics(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
 
-        service = self._service
-        text = service.meters.text(
-            service.stats(), inflight=service.inflight, version=service.policy_version
+        stats = self.stats()
+        answers = {
+            f'route="{path}",code="{code}"': count for (path, code), count in self._answered.items()
+        }
+        text = "".join(
+            (
+                self.family("primerl_inflight", "gauge", self.inflight),
+                self.family("primerl_policy_version", "gauge", self.policy_version),
+                self.family("primerl_engine_up", "gauge", int(not stats.fault)),
+                self.family("primerl_engine_restarts_total", "counter", stats.restarts),
+                self.family("primerl_http_requests_total", "counter", answers),
+                await self._all[0].metrics(),
+            )
         )
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
+
+    def family(self, name: str, kind: str, values: float | Mapping[str, float]) -> str:
+        """One metric, as Prometheus reads it; `values` by further labels, if it has some."""
+        return metric_family(self.served.name, name, kind, values)
 
     async def _version(self, request: "web.Request") -> "web.Response":
         from aiohttp import web
@@ -223,43 +340,73 @@ class HttpServer:
         return web.json_response({"version": __version__})
 
 
-async def _nameless(request: "web.Request", response: "web.StreamResponse") -> None:
-    """Which versions of what libraries are here is nobody's business."""
-    response.headers["Server"] = "primerl-node"
+def metric_family(model: str, name: str, kind: str, values: float | Mapping[str, float]) -> str:
+    """One metric in Prometheus' text format; `values` by further labels, if it has some."""
+    escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    rows = values if isinstance(values, Mapping) else {"": values}
+    made = (
+        f'{name}{{model_name="{escaped}"{labels and "," + labels}}} {value}\n'
+        for labels, value in rows.items()
+    )
+    return f"# TYPE {name} {kind}\n" + "".join(made)
 
 
-async def _streamed(
-    request: "web.Request", answer: Answer, headers: Mapping[str, str], limit_s: float
-) -> "web.StreamResponse":
-    """Send events as they come; what goes wrong now can only be said in an event."""
-    from aiohttp import web
+def count_choices(body: Body, most: int) -> int:
+    """How many completions a request asks for: n times its prompts. Raises ApiError beyond `most`."""
+    drawing = body.get("sampling_params")
+    n = (drawing if isinstance(drawing, dict) else body).get("n")
+    n = n if isinstance(n, int) and n > 1 else 1  # what is no number is refused where it is read
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        count = n * len(prompt)
+    else:
+        count = n
+    if count > most:
+        raise ApiError(400, f"n: n times the prompts is more than {most}", param="n")
+    return count
 
-    response = web.StreamResponse(headers={**headers, "Cache-Control": "no-store"})
-    response.content_type = "text/event-stream"
-    await response.prepare(request)
-    writing = asyncio.Lock()
 
-    async def send(event: Mapping[str, Any]) -> None:
-        async with writing:
-            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+def read_key(config: ApiConfig) -> str:
+    """The key that requests have to bring; "" if none is wanted. Raises UsageError."""
+    if not config.key_variable:
+        return ""
+    key = os.environ.get(config.key_variable, "")
+    if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+        raise UsageError(
+            f"api.key_variable names {config.key_variable}, which holds no key: set that environment "
+            "variable to printable ASCII"
+        )
+    return key
 
-    assert answer.stream is not None
+
+async def _read_json(request: "web.Request") -> tuple[Body, bytes]:
+    """A request's body, read and as it came. Raises ApiError."""
+    if request.content_type != "application/json":
+        raise ApiError(415, "send the request as JSON, with Content-Type: application/json")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ApiError(415, "send the request uncompressed")
     try:
-        async with asyncio.timeout(limit_s):
-            await answer.stream(send)
-    except ApiError as error:
-        await send(error.body())
-    except TimeoutError:
-        await send(too_slow(limit_s).body())
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            raw = await request.read()
+        body = msgspec.json.decode(raw)
+    except TimeoutError as error:
+        raise ApiError(408, "the request did not come to its end in time") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the request is no JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the request is to be a JSON object")
+    return body, raw
+
+
+async def _hide_libraries(request: "web.Request", response: "web.StreamResponse") -> None:
+    """Tell no client which releases of which libraries are here."""
+    response.headers["Server"] = "primerl-node"
 
 
 def _refusal(error: ApiError) -> "web.Response":
     from aiohttp import web
 
-    response = web.json_response(error.body(), status=error.status)
+    response = web.json_response(error.body, status=error.status)
     if error.retry_after_s:
         response.headers["Retry-After"] = str(error.retry_after_s)
     if error.status == 401:
@@ -271,19 +418,14 @@ def _failed(status: int, message: str) -> ApiError:
     return ApiError(status, message, kind="server_error")
 
 
-def too_slow(limit_s: float) -> ApiError:
-    """504 for what took longer than api.timeout_s."""
-    return _failed(504, f"not done in {limit_s:g} s: ask for less")
-
-
 @asynccontextmanager
-async def serving(config: ApiConfig, service: Service) -> AsyncGenerator[str]:
-    """Serve until the block ends; gives the base URL. Raises UsageError (no key), BusyError (port taken)."""
+async def serving(server: HttpServer) -> AsyncGenerator[str]:
+    """Serve until the block ends; gives the base URL. Raises BusyError (port taken)."""
     from aiohttp import web
 
-    key = read_key(config)
+    config = server.served.api
     runner = web.AppRunner(
-        HttpServer(config, service, key).application(),
+        server.application(),
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=SHUTDOWN_S,

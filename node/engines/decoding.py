@@ -4,20 +4,18 @@ Rows may differ in everything but the network; nothing of a row may depend on an
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import EngineError
-from .adjusting import Adjusting
-from .engine import GenerateRequest, Likeliest
+from .engine import GenerateRequest
 from .network import Network, Session
 from .output import Output
 from .requests import narrowing
-from .sampling import Drawn, Narrowed, draw, likeliest
+from .sampling import Drawn, Narrowed, draw
 
 COMPACT_AT = 0.75
 """Share of unfinished rows at which finished ones are dropped; copying the cache costs about a step."""
@@ -34,7 +32,6 @@ class Reply:
     logprobs: list[float]
     stopped: bool = False
     hidden: Tensor | None = None
-    likeliest: list[Likeliest] = field(default_factory=list[Likeliest])
 
 
 @dataclass
@@ -50,7 +47,6 @@ class Rows:
     temperatures: Tensor
     top_ks: Tensor
     top_ps: Tensor
-    tops: Tensor
     positions: Tensor
     ends: Tensor
     stops: Tensor
@@ -84,8 +80,6 @@ def decode(
     with torch.inference_mode():
         rows = _rows(requests, network.device, max_length)
         narrow = rows.narrowed() is not None
-        telling = any(request.top for request in requests)
-        changes = Changes(requests, rows) if any(one.adjustment for one in requests) else None
         session, output = _prefill(network, requests)
         while True:
             if cancelled():
@@ -93,15 +87,9 @@ def decode(
             if keep_hidden:
                 trail.add(output, rows)
             narrowed = rows.narrowed() if narrow else None
-            adjusted = changes.of(rows) if changes else None
-            columns = rows.temperatures, rows.seeds, rows.positions
-            drawn = draw(output.logits, *columns, narrowed, adjusted)
-            if changes:
-                changes.note(rows, drawn.tokens)
+            drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
             stopped = (drawn.tokens[:, None] == rows.stops).any(1)
             _record(replies, rows, drawn, stopped)
-            if telling:
-                _tell(replies, rows, output.logits, drawn)
             rows.positions += 1
             rows.alive &= ~stopped & (rows.positions < rows.ends)
             rows, tokens = _compact(rows, session, drawn.tokens)
@@ -111,42 +99,6 @@ def decode(
         if keep_hidden:
             trail.share_out(replies)
     return replies
-
-
-class Changes:
-    """What is done to the logits of a batch; only made where some request asks for it."""
-
-    def __init__(self, requests: Sequence[GenerateRequest], rows: Rows) -> None:
-        """`rows` are all of them."""
-        self._adjusting = Adjusting(rows.seeds.device, int(rows.ends.max()))
-        for index, request in enumerate(requests):
-            if request.adjustment is not None:
-                self._adjusting.start(index, request.adjustment, request.prompt)
-        self._rows: Rows | None = None
-        self._found: Narrowed | None = None
-
-    def of(self, rows: Rows) -> Narrowed | None:
-        """Those of the live rows; None if none of them has any."""
-        if rows is not self._rows:
-            self._rows, self._found = rows, self._of(rows)
-        return self._found
-
-    def note(self, rows: Rows, tokens: Tensor) -> None:
-        """Each row that still lives has drawn one of these."""
-        if (found := self.of(rows)) is None:
-            return
-        at = found.rows
-        if found.adjusted is not None and found.adjusted.penalties is not None:
-            found.adjusted.penalties.note(rows.positions[at], tokens[at], rows.alive[at])
-
-    def _of(self, rows: Rows) -> Narrowed | None:
-        requests = np.array(rows.requests.tolist(), np.int64)
-        places = self._adjusting.wanted(requests)
-        if not len(places):
-            return None
-        at = torch.from_numpy(places).to(rows.seeds.device)
-        adjusted = self._adjusting.adjusted(requests[places])
-        return Narrowed(at, rows.top_ks[at], rows.top_ps[at], adjusted)
 
 
 class Trail:
@@ -199,7 +151,6 @@ def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length:
         temperatures=numbers(temperatures),
         top_ks=column(top_ks),
         top_ps=numbers(top_ps),
-        tops=column([request.top for request in requests]),
         positions=column(lengths),
         ends=column([min(limit, max_length) for limit in limits]),
         stops=torch.tensor(stops, dtype=torch.int64, device=device),
@@ -234,19 +185,6 @@ def _record(replies: list[Reply], rows: Rows, drawn: Drawn, stopped: Tensor) -> 
         replies[index].token_ids.append(token)
         replies[index].logprobs.append(logprob)
         replies[index].stopped = stop
-
-
-def _tell(replies: list[Reply], rows: Rows, logits: Tensor, drawn: Drawn) -> None:
-    """Add the likeliest tokens of the rows that asked for them."""
-    asked = (rows.tops * rows.alive).nonzero()[:, 0]
-    if not len(asked):
-        return
-    tops = rows.tops[asked]
-    sums = drawn.logsumexp[asked]
-    told = likeliest(logits[asked], rows.temperatures[asked], sums, int(tops.max()))
-    columns = (rows.requests[asked], tops, *told)
-    for index, count, tokens, logprobs in zip(*(one.tolist() for one in columns), strict=True):
-        replies[index].likeliest.append(list(zip(tokens, logprobs, strict=True))[:count])
 
 
 def _compact(rows: Rows, session: Session, tokens: Tensor) -> tuple[Rows, Tensor]:

@@ -9,16 +9,11 @@ Implementations: scripted.py (fake), hf.py, vllm.py.
 Suite: tests/conformance/engine.py.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from ..weights.state import Changed, State
-from .adjustment import Adjustment
-
-Likeliest = list[tuple[int, float]]
-"""Token ids and their log-probabilities under softmax(logits / temperature), the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +38,12 @@ class GenerateRequest:
     top_p: float = 1.0
     """Draw from the likeliest tokens that hold this probability together (at least one). No lease
     asks for it."""
-    top: int = 0
-    """Tell so many of the likeliest tokens beside each that is drawn. No lease asks for it, and engines of a
-    pipeline tell none."""
-    adjustment: Adjustment | None = None
-    """How its logits are changed before. No lease asks for it, and engines of a pipeline refuse it."""
 
 
 @dataclass(frozen=True)
 class Completion:
     """What was sampled: `logprobs[i]` is the log-probability of `token_ids[i]` under
-    softmax(logits / temperature) over the whole vocabulary, whatever top_k and top_p left out
-    and however an adjustment changed logits for the draw."""
+    softmax(logits / temperature) over the whole vocabulary, whatever top_k and top_p left out."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -70,8 +59,6 @@ class Completion:
     on, 8 bytes a token (pipeline/boundaries.py). Empty is allowed: nobody but stage 0 answers for it then."""
     plan: bytes = b""
     """The sealed plan that these stages worked by; without boundaries only the last of several."""
-    likeliest: Sequence[Likeliest] = ()
-    """Beside each token, if `top` was asked for."""
 
 
 @dataclass(frozen=True)

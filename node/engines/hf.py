@@ -248,7 +248,6 @@ class HfEngine:
             policy_first=version,
             policy_last=version,
             proof=self._prove(reply),
-            likeliest=reply.likeliest or (),
         )
 
     def _prove(self, reply: "Reply") -> bytes:

@@ -23,6 +23,7 @@ from .host_frames import (
     LOST,
     USAGE,
     Answer,
+    ApiOptions,
     Busy,
     Check,
     Checked,
@@ -82,6 +83,19 @@ class Rejoining(Protocol):
 
 Make = Callable[..., Core]
 """make(config), or make(config, place) for a stage of a pipeline."""
+
+
+@runtime_checkable
+class Serving(Protocol):
+    """A core with an OpenAI server of its own."""
+
+    def prepare_api(self, options: ApiOptions) -> None:
+        """Start with what the server needs; before start()."""
+        ...
+
+    async def serve_api(self, sleeper: Sleeper) -> None:
+        """Serve until close(). Raises EngineError, UsageError."""
+        ...
 
 
 class Host:
@@ -161,8 +175,12 @@ class Host:
         config = EngineConfig.model_validate_json(request.config)
         place = (decode_place(request.place),) if request.place else ()
         core = self._core = self._make(config, *place)  # close() ends it also after half a start
+        if request.api is not None and isinstance(core, Serving):
+            core.prepare_api(request.api)
         await core.start(Path(request.model_dir), fingerprint=request.fingerprint)
         self._sleeper = Sleeper(core, config.sleep_after_s)
+        if request.api is not None and isinstance(core, Serving):
+            await core.serve_api(self._sleeper)
         self._sleeper.start()
         self._telling = asyncio.create_task(self._tell(core), name="busy")
         return Done(request.number)

@@ -4,15 +4,25 @@ Many requests are under way at once: an answer bears the number of what it answe
 ready. Weights never travel here, only paths of files that both can read (handover.py).
 """
 
-from collections.abc import Sequence
-
 import msgspec
 
-from .adjustment import Adjustment
-from .engine import Completion, GenerateRequest, Likeliest
+from .engine import Completion, GenerateRequest
 
 USAGE, LOST, FAULT = "usage", "lost", "fault"
 """Kinds of Failed: the config is wrong; vLLM is of no use any more; only this request failed."""
+
+
+class ApiOptions(msgspec.Struct, frozen=True):
+    """How vLLM's own OpenAI server is started over an engine; see vllm_api.py."""
+
+    served_name: str
+    """Id of the model in requests."""
+    tool_call_parser: str = ""
+    """vLLM's name of the parser of tool calls; empty for none."""
+    reasoning_parser: str = ""
+    """The same for reasoning."""
+    socket: str = ""
+    """Path of the Unix socket to listen on; HostedEngine gives each engine its own."""
 
 
 class SetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
@@ -25,6 +35,8 @@ class SetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     fingerprint: str
     place: bytes = b""
     """Of a stage of a pipeline (pipelined/vllm_place.py); empty for a whole engine."""
+    api: ApiOptions | None = None
+    """Serve vLLM's OpenAI routes; None: do not."""
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True, tag="check"):
@@ -67,8 +79,6 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, tag="draw"):
     stop_token_ids: tuple[int, ...]
     top_k: int
     top_p: float
-    top: int = 0
-    adjustment: Adjustment | None = None
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
@@ -127,7 +137,6 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):
     """(index of a token, version that drew from it on); the first is (0, ...)."""
     proof: bytes
     boundaries: tuple[bytes, ...] = ()
-    likeliest: Sequence[Likeliest] = ()
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
@@ -188,8 +197,6 @@ def as_draw(number: int, request: GenerateRequest) -> Draw:
         request.stop_token_ids,
         request.top_k,
         request.top_p,
-        request.top,
-        request.adjustment,
     )
 
 
@@ -203,8 +210,6 @@ def as_request(draw: Draw) -> GenerateRequest:
         draw.stop_token_ids,
         top_k=draw.top_k,
         top_p=draw.top_p,
-        top=draw.top,
-        adjustment=draw.adjustment,
     )
 
 
@@ -220,7 +225,6 @@ def as_drawn(number: int, found: Completion) -> Drawn:
         spans,
         found.proof,
         found.boundaries,
-        found.likeliest,
     )
 
 
@@ -235,5 +239,4 @@ def as_completion(drawn: Drawn) -> Completion:
         spans=tuple(drawn.spans) if len(drawn.spans) > 1 else (),
         proof=drawn.proof,
         boundaries=drawn.boundaries,
-        likeliest=drawn.likeliest or (),
     )

@@ -7,11 +7,15 @@ waited for it gets EngineLost; the others go on. All of them are fed from one fi
 import asyncio
 import logging
 import os
+import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, UsageError, first_cause
@@ -21,6 +25,7 @@ from ..planning.refusal import refuse_here
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import Changed, State
 from .engine import Completion, EngineStats, GenerateRequest
+from .host_frames import ApiOptions
 from .hosted_child import PROGRAM, EngineChild, Patience
 from .hosted_seat import Pauses, Seat
 from .hosted_weights import Weights
@@ -70,6 +75,8 @@ class HostedEngine:
         self._gate = asyncio.Lock()
         self._moved = asyncio.Event()
         self._fault = UNSTARTED
+        self._api: ApiOptions | None = None
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def policy_version(self) -> int:
@@ -103,12 +110,13 @@ class HostedEngine:
         config = whole.model_copy(update={"dp": 1})
         place = encode_place(self._place) if self._place else b""
 
-        async def start(child: EngineChild) -> None:
-            await child.start(config, model_dir, fingerprint, place)
+        def starting(number: int) -> Callable[[EngineChild], Coroutine[Any, Any, None]]:
+            api = self._api and replace(self._api, socket=self._socket(number))
+            return lambda child: child.start(config, model_dir, fingerprint, place, api)
 
         self._require(STARTING)
         self._seats = [
-            self._seat(number, environment, start)
+            self._seat(number, environment, starting(number))
             for number, environment in enumerate(environments)
         ]
         await self._start_seats()
@@ -138,18 +146,55 @@ class HostedEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; see the seam. Raises EngineError, EngineLost."""
-        self._require("")
-        if self._weights.version < 0:
-            raise EngineError(f"the {self._title} engine holds no weights: call load() first")
+        self._require_weights()
         longest = self._config.max_model_len
-        check_request(request, self._vocab_size, longest, pipeline=self._place is not None)
-        seat = self._choose(request.group)
+        check_request(request, self._vocab_size, longest)
+        with self._working_seat(request.group) as (_, child):
+            return await child.generate(request)
+
+    # -- vLLM's own OpenAI server ------------------------------------------------------------------
+
+    def serve_api(self, options: ApiOptions) -> bool:
+        """Have every engine serve vLLM's OpenAI routes on a Unix socket; before start().
+
+        Returns False where the engine has no such server.
+        """
+        if self._config.type != "vllm" or self._place is not None:
+            return False
+        self._require(UNSTARTED)
+        self._api = options
+        # mode 0700: its owner alone reaches the sockets, which ask for no key
+        self._sockets = tempfile.TemporaryDirectory(prefix="primerl-api-")
+        return True
+
+    @contextmanager
+    def upstream(self) -> Generator[str]:
+        """Choose the least busy engine for one request: the path of its socket.
+
+        Raises EngineError, EngineLost.
+        """
+        self._require_weights()
+        with self._working_seat(b"") as (number, _):
+            yield self._socket(number)
+
+    def upstreams(self) -> list[str]:
+        """The sockets of all engines that work."""
+        return [self._socket(number) for number, seat in enumerate(self._seats) if seat.child]
+
+    def _socket(self, number: int) -> str:
+        assert self._sockets is not None  # serve_api() made it
+        return f"{self._sockets.name}/{number}.sock"
+
+    @contextmanager
+    def _working_seat(self, group: bytes) -> Generator[tuple[int, EngineChild]]:
+        """Count one request on the engine that is chosen for it. Raises EngineError, EngineLost."""
+        seat = self._choose(group)
         child = seat.child if seat else None
         if seat is None or child is None:
             raise EngineLost(f"the {self._title} engine is being started again: {self._down()}")
         seat.load += 1
         try:
-            return await child.generate(request)
+            yield self._seats.index(seat), child
         finally:
             seat.load -= 1
 
@@ -178,6 +223,8 @@ class HostedEngine:
             task.cancel()
         if self._pending:
             await asyncio.wait(self._pending)
+        if self._sockets is not None:
+            self._sockets.cleanup()
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -255,6 +302,11 @@ class HostedEngine:
     def _require(self, fault: str) -> None:
         if self._fault != fault:
             raise EngineError(f"the {self._title} engine {self._fault}")
+
+    def _require_weights(self) -> None:
+        self._require("")
+        if self._weights.version < 0:
+            raise EngineError(f"the {self._title} engine holds no weights: call load() first")
 
     def _down(self) -> str:
         """Why nobody can generate just now; empty if somebody can. Raises EngineError if nobody ever will."""

@@ -21,6 +21,7 @@ from .host_frames import (
     LOST,
     USAGE,
     Answer,
+    ApiOptions,
     Busy,
     Check,
     Checked,
@@ -140,9 +141,17 @@ class EngineChild(ChildProcess):
         """What it told last."""
 
     async def start(
-        self, config: EngineConfig, model_dir: Path, fingerprint: str, place: bytes = b""
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        fingerprint: str,
+        place: bytes = b"",
+        api: ApiOptions | None = None,
     ) -> None:
-        """Start it, with its engine; `place`: of a stage. Raises EngineError, UsageError; kill() it then."""
+        """Start the process and its engine; `place`: of a stage; `api`: serve vLLM's routes, too.
+
+        Raises EngineError, UsageError; kill() it then.
+        """
         await self.spawn()
         setup = SetUp(
             next(self._numbers),
@@ -150,6 +159,7 @@ class EngineChild(ChildProcess):
             str(model_dir),
             fingerprint,
             place,
+            api,
         )
         await self._ask(setup, Done, self._patience.start)
         self._ready = True

@@ -5,24 +5,14 @@ import numpy as np
 from ..errors import EngineError
 from ..fingerprints.fingerprint import Projection
 from ..weights.state import Changed, State
-from .adjustment import check_adjustment
 from .engine import GenerateRequest
 
-MOST_TOLD = 20
-"""Likeliest tokens that are told beside a drawn one."""
-NOT_IN_PIPELINE = (
-    "min_p, penalties, logit_bias and min_tokens cannot be had of a pipeline of several nodes: leave them "
-    "out, or ask a node that holds the whole model"
-)
 
-
-def check_request(
-    request: GenerateRequest, vocab_size: int, max_model_len: int, *, pipeline: bool = False
-) -> None:
+def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int) -> None:
     """Raise EngineError unless a model of `vocab_size` can answer within `max_model_len` tokens.
 
     A completion that would not fit is cut at `max_model_len`; a prompt that leaves no room for one
-    token is refused. `pipeline`: nodes with some layers each answer, and who draws knows no prompt.
+    token is refused.
     """
     prompt = request.prompt
     if not prompt:
@@ -41,14 +31,8 @@ def check_request(
         raise EngineError(f"top_k is {request.top_k}: give the number of tokens, or 0 for all")
     if not 0 < request.top_p <= 1:
         raise EngineError(f"top_p is {request.top_p}: give a number above 0 and at most 1")
-    if not 0 <= request.top <= MOST_TOLD:
-        raise EngineError(f"top is {request.top}: ask for at most {MOST_TOLD} tokens")
     if not 0 <= request.seed < 2**63:
         raise EngineError(f"seed {request.seed} is outside 0..2**63-1: reduce it")
-    if request.adjustment is not None:
-        if pipeline:
-            raise EngineError(NOT_IN_PIPELINE)
-        check_adjustment(request.adjustment, len(prompt), vocab_size)
 
 
 def narrowing(request: GenerateRequest) -> tuple[float, int, float]:

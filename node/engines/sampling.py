@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .adjusting import Adjusted
 from .compiling import compiles
 from .noise import chunk, gumbel
 from .noise import gumbel_at as gumbel_at
@@ -31,7 +30,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Narrowed:
-    """The rows of a batch that may draw from their likeliest tokens only, of logits as they are or not."""
+    """The rows of a batch that may draw from their likeliest tokens only."""
 
     rows: Tensor
     """[N] int64, ascending."""
@@ -39,8 +38,6 @@ class Narrowed:
     """[N] int64: so many; 0 is all."""
     top_p: Tensor
     """[N] fp32: those that hold this probability together, and one at least; 1 is all."""
-    adjusted: Adjusted | None = None
-    """What is done to their logits before."""
 
 
 def draw(
@@ -49,7 +46,6 @@ def draw(
     seeds: Tensor,
     positions: Tensor,
     narrowed: Narrowed | None = None,
-    adjusted: Narrowed | None = None,
 ) -> Drawn:
     """Draw one token a row from softmax(logits / temperature), without waiting for the device.
 
@@ -57,8 +53,7 @@ def draw(
     index in its sequence of the token to draw. The Gumbel-max trick: argmax(log p + Gumbel noise) is
     distributed as p (Gumbel 1954; Maddison et al. 2014); the lowest of equal ones wins. Logits that are
     not numbers show in `logprobs`. The rows of `narrowed` are drawn once more, by the same noise, from
-    fewer tokens, and then those of `adjusted`, some of which may be in both: what the others draw does
-    not depend on them. Logprobs and sums are of the logits as they are, whatever was done for a draw.
+    fewer tokens: what the others draw does not depend on them. Logprobs and sums are of all tokens.
     """
     if compiles(logits):
         from .noise_kernel import draw_on_gpu
@@ -68,20 +63,7 @@ def draw(
         drawn = draw_eager(logits, temperature, seeds, positions)
     if narrowed is not None:
         drawn = _draw_again(drawn, logits, temperature, seeds, positions, narrowed)
-    if adjusted is not None:
-        drawn = _draw_again(drawn, logits, temperature, seeds, positions, adjusted)
     return drawn
-
-
-def likeliest(
-    logits: Tensor, temperature: Tensor, logsumexp: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest tokens of each row [N, count], and their logprobs [N, count] fp32.
-
-    `logsumexp` [N] is draw()'s, of logits / temperature.
-    """
-    values, tokens = logits.float().topk(min(count, logits.shape[-1]))
-    return tokens, values / temperature[:, None] - logsumexp[:, None]
 
 
 def draw_eager(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Drawn:
@@ -121,12 +103,9 @@ def _draw_again(
         part = slice(first, first + step)
         rows = narrowed.rows[part]
         factor = temperature[rows].reciprocal()[:, None]
-        scaled = allowed = logits[rows].float() * factor
-        if (adjusted := narrowed.adjusted) is not None:
-            changed = adjusted.apply(logits[rows].float(), positions[rows], part)
-            allowed = adjusted.cut(changed * factor, part)
-        noisy = gumbel(seeds[rows], positions[rows], logits.shape[-1]).add_(allowed)
-        left_out = _left_out(allowed, narrowed.top_k[part], narrowed.top_p[part])
+        scaled = logits[rows].float() * factor
+        noisy = gumbel(seeds[rows], positions[rows], logits.shape[-1]).add_(scaled)
+        left_out = _left_out(scaled, narrowed.top_k[part], narrowed.top_p[part])
         tokens = noisy.masked_fill_(left_out, -torch.inf).argmax(-1, keepdim=True)
         logprobs = torch.log_softmax(scaled, -1).gather(1, tokens)
         sums = scaled.gather(1, tokens) - logprobs

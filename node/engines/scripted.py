@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import EngineError
 from ..fingerprints.fingerprint import Hidden, Projection
 from ..weights.state import Changed, State
-from .engine import Completion, EngineStats, GenerateRequest, Likeliest
+from .engine import Completion, EngineStats, GenerateRequest
 from .requests import check_request, check_update, find_fingerprint
 
 WIDTH = 256
@@ -119,14 +119,7 @@ def _cut(request: GenerateRequest, script: Sequence[int], first: int, last: int)
         said = said[: ends[0] + 1]
     logprobs = [-1.0 - _number(request, first, index) % 1000 / 1000 for index in range(len(said))]
     finish = "stop" if ends else "length"
-    told = [
-        _told(token, logprob, request.top) for token, logprob in zip(said, logprobs, strict=True)
-    ]
-    return Completion(said, logprobs, finish, first, last, likeliest=told if request.top else ())
-
-
-def _told(token: int, logprob: float, count: int) -> Likeliest:
-    return [(token + index, logprob - index) for index in range(count)]
+    return Completion(said, logprobs, finish, first, last)
 
 
 def scripted_hidden(version: int, token_ids: Sequence[int]) -> Hidden:

@@ -30,8 +30,11 @@ from typing import Any
 from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, UsageError, named_line
 from .engine import Completion, EngineStats, GenerateRequest
+from .host_frames import ApiOptions
 from .replica import Finding, Written
 from .requests import find_fingerprint
+from .sleeping import Sleeper
+from .vllm_api import ApiServer
 from .vllm_collector import Collector
 from .vllm_features import (
     NOT_INSTALLED,
@@ -69,6 +72,30 @@ class VllmCore:
         self._meter = Meter()
         self._serial = itertools.count()
         self._fault = ""
+        self._version = -1
+        self._api: ApiOptions | None = None
+        self._server: ApiServer | None = None
+
+    def prepare_api(self, options: ApiOptions) -> None:
+        """Start with what vLLM's own server needs; before start()."""
+        self._api = options
+
+    async def serve_api(self, sleeper: Sleeper) -> None:
+        """Serve vLLM's own OpenAI routes until close(). Raises EngineError, UsageError."""
+        collector, options = self._collector, self._api
+        assert collector is not None  # start() makes it
+        assert options is not None  # prepare_api() was told
+        self._server = ApiServer(
+            self._llm,
+            options,
+            meter=self._meter,
+            keys=self._serial,
+            spans=self._versions,
+            collector=collector,
+            version=lambda: self._version,
+        )
+        self._server.prepare()
+        await self._server.start(sleeper)
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM on the config of `model_dir` with dummy weights: 10-30 s on a CPU.
@@ -129,7 +156,6 @@ class VllmCore:
             raise
         token_ids = list(output.token_ids)
         drawn = await collector.collect(key, len(token_ids))
-        self._meter.drew(len(request.prompt), len(token_ids))
         return Completion(
             token_ids=token_ids,
             logprobs=drawn.logprobs,
@@ -139,7 +165,6 @@ class VllmCore:
             spans=drawn.spans if len(drawn.spans) > 1 else (),
             proof=drawn.proof,
             boundaries=drawn.boundaries,
-            likeliest=drawn.likeliest,
         )
 
     def stats(self) -> EngineStats:
@@ -162,6 +187,8 @@ class VllmCore:
     async def close(self) -> None:
         """End vLLM's processes, by force if need be."""
         self._fault = "was closed"
+        if self._server is not None:
+            await self._server.close()
         if self._llm is not None:
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # it would log the end of its engine as an error
@@ -178,10 +205,10 @@ class VllmCore:
         vllm = _library()
         arguments["disable_log_stats"] = False  # only what Meter wants of them
         self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
-        self._meter.watch(self._llm, vllm.preempted)
+        self._meter.watch(self._llm, vllm.preempted, served=self._api is not None)
 
     def _arguments(self, model_dir: Path, shape: dict[str, Any], *, proven: bool) -> dict[str, Any]:
-        return prepare_library(self._config, model_dir, shape, proven=proven)
+        return prepare_library(self._config, model_dir, shape, proven=proven, api=self._api)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -214,6 +241,7 @@ class VllmCore:
                 self._fault = self._fault or "was interrupted while its weights were replaced"
                 raise
             written = time.monotonic()
+            self._version = version
         return Written(time.monotonic() - started, written - paused)
 
     # -- talking to vLLM ---------------------------------------------------------------------------
@@ -227,7 +255,7 @@ class VllmCore:
             f"{key}",
         )
         final: Any = None
-        self._meter.begin()
+        self._meter.begin(len(request.prompt))
         try:
             async for output in stream:
                 final = output
@@ -243,6 +271,10 @@ class VllmCore:
         if output.finish_reason not in ("stop", "length"):
             raise self._lost(f"ended a request with {output.finish_reason!r}")
         return output
+
+    async def _versions(self, keys: Sequence[int]) -> list[list[int]]:
+        """Recorder.versions in the workers, of which one has something."""
+        return list(itertools.chain(*await self._rpc("primerl_versions", list(keys))))
 
     async def _ask(self, wanted: list[list[int]], forgotten: list[int]) -> list[list[Any]]:
         """Recorder.collect in the workers, of which one has something."""
@@ -304,7 +336,12 @@ def _library() -> _Library:
 
 
 def prepare_library(
-    config: EngineConfig, model_dir: Path, shape: dict[str, Any], *, proven: bool
+    config: EngineConfig,
+    model_dir: Path,
+    shape: dict[str, Any],
+    *,
+    proven: bool,
+    api: ApiOptions | None = None,
 ) -> dict[str, Any]:
     """Import vLLM, after everything that it reads from its environment is there: its engine arguments.
 
@@ -325,7 +362,7 @@ def prepare_library(
     if cpu:
         check_cpu(shape)
         _check_head_size(head_size(shape))
-    arguments = engine_arguments(config, model_dir, shape, cpu=cpu)
+    arguments = engine_arguments(config, model_dir, shape, cpu=cpu, api=api)
     if config.sleep_after_s:
         arguments["enable_sleep_mode"] = True
     check_names(arguments, frozenset(vllm.AsyncEngineArgs.__dataclass_fields__))

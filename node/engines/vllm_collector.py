@@ -6,7 +6,7 @@ freed by the worker: a caller that goes away in the middle loses nothing of the 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ..errors import EngineError
 from ..fingerprints.fingerprint import ProofFailed
-from .engine import Likeliest
 
 GATHER_S = 0.002
 """How long a question waits for company."""
@@ -39,7 +38,6 @@ class Drawn:
     proof: bytes
     boundaries: tuple[bytes, ...] = ()
     """Of a pipeline: the fingerprints at each boundary between stages."""
-    likeliest: Sequence[Likeliest] = ()
 
 
 class Collector:
@@ -97,7 +95,7 @@ class Collector:
         self._came |= {one[0]: one for one in answer if one[0] in self._wanted}
 
     def _made(self, came: list[Any], tokens: int) -> Drawn:
-        _, rows, spans, told, *crossed = came
+        _, rows, spans, *crossed = came
         numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
         logprobs = numbers[:, 0]
         if not np.isfinite(logprobs).all():
@@ -107,16 +105,7 @@ class Collector:
         except ProofFailed as error:
             raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
         versions = tuple((row, version) for row, version in spans)
-        return Drawn(logprobs.tolist(), versions, proof, tuple(*crossed), read_told(told, tokens))
-
-
-def read_told(told: bytes, tokens: int) -> Sequence[Likeliest]:
-    """What Told.collected() gave for so many tokens."""
-    if not told:
-        return ()
-    pairs = np.frombuffer(told, np.int32).reshape(tokens, 2, -1)
-    ids, logprobs = pairs[:, 0].tolist(), pairs[:, 1].view(np.float32).tolist()
-    return [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
+        return Drawn(logprobs.tolist(), versions, proof, tuple(*crossed))
 
 
 def projection_proof(projected: NDArray[np.float32]) -> bytes:

@@ -7,6 +7,7 @@ the engine core, and true for everything behind it.
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from .engine import EngineStats
@@ -25,16 +26,20 @@ class Meter:
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._pending = 0
+        self._unfinished: Callable[[], int] = lambda: self._pending
         self._moved = 0.0
         self._preempted: Any = None
 
-    def watch(self, llm: Any, preempted: Any) -> None:
-        """Catch what the engine core of `llm` tells; `preempted` is vLLM's type of that event."""
+    def watch(self, llm: Any, preempted: Any, *, served: bool = False) -> None:
+        """Catch what the engine core of `llm` tells; `preempted` is vLLM's type of that event. With `served`
+        vLLM's own statistics go on, for its /metrics."""
         cache = llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._preempted = preempted
-        llm.log_stats = llm.output_processor.log_stats = False
-        llm.logger_manager = None
+        if not served:
+            llm.log_stats = llm.output_processor.log_stats = False
+            llm.logger_manager = None
+        self._unfinished = llm.output_processor.get_num_unfinished_requests
         core = llm.engine_core
         get = core.get_output_async
 
@@ -51,12 +56,14 @@ class Meter:
         if outputs.scheduler_stats is not None:
             self._scheduler = outputs.scheduler_stats
         for one in outputs.outputs:
+            self._generated_tokens += len(one.new_token_ids)
             for event in one.events or ():
                 if event.type == self._preempted and not self._was_paused(event.timestamp):
                     self._preemptions += 1
 
-    def begin(self) -> None:
-        """A request goes to vLLM."""
+    def begin(self, prompt: int) -> None:
+        """A request with a prompt of so many tokens goes to vLLM."""
+        self._prompt_tokens += prompt
         if not self._pending:
             self._moved = time.monotonic()
         self._pending += 1
@@ -65,19 +72,15 @@ class Meter:
         """A request has left vLLM, however it ended."""
         self._pending -= 1
 
-    def drew(self, prompt: int, generated: int) -> None:
-        """A completion was made of so many tokens."""
-        self._prompt_tokens += prompt
-        self._generated_tokens += generated
-
     def paused(self, began: float, ended: float) -> None:
         """No step ran between these times; vLLM preempts all then, and not because its cache is full."""
         self._pauses.append((began, ended))
         self._moved = max(self._moved, ended)
 
     def stuck_s(self) -> float:
-        """How long nothing has come though there is work."""
-        return time.monotonic() - self._moved if self._pending else 0.0
+        """How long nothing has come though there is work; a reply that waits for its reader is none."""
+        working = self._pending and self._unfinished()
+        return time.monotonic() - self._moved if working else 0.0
 
     def stats(self) -> EngineStats:
         """As far as it is known."""

@@ -9,22 +9,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ..config import EngineConfig
 from ..errors import UsageError
 from ..planning.worker import rank_cache_bytes, tensor_parallel
 from .engine import GenerateRequest
+from .host_frames import ApiOptions
 from .requests import narrowing
 from .vllm_shape import has_experts, head_size, kv_heads
 
 SAMPLING = "primerl"
 """Key of SamplingParams.extra_args, which are read by vllm_sampling.py:
 [key of the request, seed, temperature, top_k, top_p]."""
-ADJUSTMENT = "primerl_adjustment"
-"""The same for an Adjustment (adjustment.py) of a request that has one, as msgspec makes a list of it."""
+
+SERVED = "primerl_served"
+"""Key of SamplingParams.extra_args for a request of vLLM's own server: vLLM's processors change its logits."""
+
+GREEDY_BELOW = 1e-5
+"""A temperature below it takes the likeliest token, as in vLLM."""
 
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
+
+NO_DOMAIN = "media.invalid"
+"""A client's messages must not make this machine fetch what they name, and no host has this name."""
 
 _CPU_STEP_TOKENS = 4096
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -101,11 +107,17 @@ def set_environment(*, cpu: bool) -> None:
 
 
 def engine_arguments(
-    config: EngineConfig, model_dir: Path, shape: Mapping[str, Any], *, cpu: bool
+    config: EngineConfig,
+    model_dir: Path,
+    shape: Mapping[str, Any],
+    *,
+    cpu: bool,
+    api: ApiOptions | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs, for one engine. `shape` is the model's config.json.
 
-    `engine.vllm` is laid over them: call check_overrides() first, and resolve_parallel().
+    With `api` vLLM serves text, too. `engine.vllm` is laid over them: call check_overrides() first, and
+    resolve_parallel().
     """
     arguments: dict[str, Any] = {
         "model": str(model_dir),
@@ -131,6 +143,14 @@ def engine_arguments(
         }
     elif has_experts(shape):
         arguments["moe_backend"] = "triton"  # others turn the weights into a form of their own
+    if api is not None:
+        arguments |= {
+            "skip_tokenizer_init": False,
+            "served_model_name": [api.served_name],
+            "reasoning_parser": api.reasoning_parser,
+            "logprobs_mode": "processed_logprobs",
+            "allowed_media_domains": [NO_DOMAIN],
+        }
     return arguments | config.vllm
 
 
@@ -139,17 +159,13 @@ def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
 
     For vLLM it is greedy, which is the least work: the worker's own sampler reads the extra arguments.
     """
-    told = [request.top] if request.top else []  # in a pipeline nobody knows it
-    extra: dict[str, Any] = {SAMPLING: [key, request.seed, *narrowing(request), *told]}
-    if request.adjustment is not None:
-        extra[ADJUSTMENT] = msgspec.to_builtins(request.adjustment)
     return {
         "max_tokens": request.max_tokens,
         "temperature": 0.0,
         "stop_token_ids": list(request.stop_token_ids),
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
         "detokenize": False,
-        "extra_args": extra,
+        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
     }
 
 

@@ -9,22 +9,18 @@ collected it.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..fingerprints.fingerprint import NUMBERS, signs
-from .adjusting import Adjusting
-from .adjustment import Adjustment
 from .sampling import Narrowed, draw
 from .transfers import upload_array
 from .vllm_sampling import Step
 from .vllm_slots import Ints, Slots
-from .vllm_told import Told
 
 MOST_PENDING = 64
 """Copies on their way to the host; vLLM itself is never more than a few steps ahead."""
@@ -42,9 +38,6 @@ class Batch:
     temperatures: Tensor
     positions: Tensor
     narrowed: Narrowed | None
-    adjusted: Narrowed | None
-    told: Ints
-    """Rows beside whose tokens others are told."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +70,6 @@ class Recorder:
         projects, kind = bool(fingerprint), dtype if self._exact else torch.float32
         self._signs = _padded_signs(width).to(device, kind) if projects else None
         self._scale = np.float32(1 / np.sqrt(width))
-        self._told_beside = Told(device)
-        self._adjusting = Adjusting(device, length)
         self._columns = 1 if self._signs is None else 1 + NUMBERS
         # never written before it is used: what is not used takes no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)
@@ -109,7 +100,6 @@ class Recorder:
         temperature: float,
         top_k: int = 0,
         top_p: float = 1.0,
-        top: int = 0,
     ) -> None:
         """See Recording."""
         slots = self._slots
@@ -121,17 +111,7 @@ class Recorder:
         slots.seeds[slot], slots.temperatures[slot] = seed, temperature
         slots.top_ks[slot], slots.top_ps[slot] = top_k, top_p
         slots.prompts[slot] = prompt
-        self._told_beside.start(slot, top)
-        self._adjusting.leave(slot)
         self._batch = None  # a new request may bear an old one's id
-
-    def adjust(self, request_id: str, prompt: Sequence[int], adjustment: Any) -> None:
-        """See Recording."""
-        slot = self._slots.of[request_id]
-        if self._adjusting.has(slot):
-            return  # it was preempted, and what it has said is known
-        with torch.inference_mode():  # as where it is written to
-            self._adjusting.start(slot, msgspec.convert(adjustment, Adjustment), prompt)
 
     def begin(self, step: Step) -> None:
         """See Recording."""
@@ -153,12 +133,7 @@ class Recorder:
             raise RuntimeError("vLLM sampled other rows than it computed: use vLLM 0.25 to 0.33")
         self._step = None
         with torch.inference_mode():
-            columns = batch.temperatures, batch.seeds, batch.positions
-            drawn = draw(logits, *columns, batch.narrowed, batch.adjusted)
-            if batch.adjusted is not None:
-                self._note(batch, batch.adjusted, step, drawn.tokens)
-            if len(batch.told) and self.collecting:
-                self._tell(batch, step, logits, drawn.logsumexp)
+            drawn = draw(logits, batch.temperatures, batch.seeds, batch.positions, batch.narrowed)
             self._record(batch, step, drawn.logprobs)
         return drawn.tokens
 
@@ -186,45 +161,17 @@ class Recorder:
             temperatures=temperatures.view(torch.float64).float(),
             positions=positions,
             narrowed=self._narrowed(where),
-            adjusted=self._adjusted(where),
-            told=self._told_beside.wanted(where),
         )
 
     def _narrowed(self, where: Ints) -> Narrowed | None:
         """The rows whose requests may not draw any token; no lease has such."""
         top_ks, top_ps = self._slots.top_ks[where], self._slots.top_ps[where]
         rows = np.flatnonzero((top_ks > 0) | (top_ps < 1))
-        return self._limits(where, rows) if len(rows) else None
-
-    def _adjusted(self, where: Ints) -> Narrowed | None:
-        """The rows whose logits are changed before; no lease has such."""
-        rows = self._adjusting.wanted(where)
         if not len(rows):
             return None
-        return replace(self._limits(where, rows), adjusted=self._adjusting.adjusted(where[rows]))
-
-    def _limits(self, where: Ints, rows: Ints) -> Narrowed:
-        top_ks, top_ps = self._slots.top_ks[where[rows]], self._slots.top_ps[where[rows]]
-        places, ks, ps = upload_array(np.stack([rows, top_ks, top_ps.view(np.int64)]), self._device)
+        columns = np.stack([rows, top_ks[rows], top_ps[rows].view(np.int64)])
+        places, ks, ps = upload_array(columns, self._device)
         return Narrowed(places, ks, ps.view(torch.float64).float())
-
-    def _note(self, batch: Batch, adjusted: Narrowed, step: Step, tokens: Tensor) -> None:
-        """What the rows of `adjusted` have said; a row that reads a part of its prompt says nothing."""
-        changes, rows = adjusted.adjusted, adjusted.rows
-        if changes is not None and changes.penalties is not None:
-            drawn = upload_array(step.sampling.astype(np.int64), self._device).bool()[rows]
-            changes.penalties.note(batch.positions[rows], tokens[rows], drawn)
-
-    def _tell(self, batch: Batch, step: Step, logits: Tensor, logsumexp: Tensor) -> None:
-        """What is told beside the tokens of this step; filed before their rows are, which end the wait."""
-        places = batch.told[step.sampling[batch.told]]
-        if not len(places):
-            return
-        where = batch.slots[places]
-        rows = step.positions[places] - self._slots.prompts[where]
-        self._told_beside.add(
-            logits, batch.temperatures, logsumexp, places, where, rows, self._later
-        )
 
     def _record(self, batch: Batch, step: Step, logprobs: Tensor) -> None:
         slots = self._slots
@@ -296,11 +243,17 @@ class Recorder:
 
     # -- collecting --------------------------------------------------------------------------------
 
+    def versions(self, keys: Sequence[int]) -> list[list[int]]:
+        """The policy versions that have drawn tokens for each of the requests `keys`, in turn."""
+        slots = self._slots
+        found = [slots.of[slots.ids[key]] for key in keys if key in slots.ids]
+        return [[version for _, version in slots.spans[slot]] for slot in found]
+
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """What was drawn for the requests of `wanted` [[key, tokens], ...], as far as it has come.
 
-        Each is [key, rows as bytes, [[token, version], ...], what is told beside as bytes]; it is kept until it
-        is in `forget`, so that an answer that was lost can be asked for again. Never waits.
+        Each is [key, rows as bytes, [[token, version], ...]]; it is kept until it is in `forget`, so that an
+        answer that was lost can be asked for again. Never waits.
         """
         slots = self._slots
         for key in forget:
@@ -319,8 +272,7 @@ class Recorder:
         spans = [span for span in self._slots.spans[slot] if span[0] < count]
         rows = self._rows[slot, :count].copy()
         rows[:, 1:] *= self._scale
-        told = self._told_beside.collected(slot, count)
-        return [key, rows.tobytes(), spans, told]
+        return [key, rows.tobytes(), spans]
 
 
 def _padded_signs(width: int) -> Tensor:

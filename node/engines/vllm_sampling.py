@@ -10,7 +10,6 @@ Nothing here imports vLLM, so tests drive it with a runner of their own.
 """
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .vllm_options import ADJUSTMENT, SAMPLING
+from .vllm_options import GREEDY_BELOW, SAMPLING, SERVED
 
 _WANTED = ("execute_model", "sample_tokens", "execute_model_state", "sampler")
 _WANTED_V1 = ("input_batch", "discard_request_mask")
@@ -49,13 +48,8 @@ class Recording(Protocol):
         temperature: float,
         top_k: int = 0,
         top_p: float = 1.0,
-        top: int = 0,
     ) -> None:
         """A request of `prompt` tokens starts, or goes on after it was preempted. `temperature` > 0."""
-        ...
-
-    def adjust(self, request_id: str, prompt: Sequence[int], adjustment: Any) -> None:
-        """It was admitted, and has an Adjustment, of which msgspec made a list."""
         ...
 
     def begin(self, step: Step) -> None:
@@ -78,6 +72,8 @@ class Hooks:
         self._runner = runner
         self._recording = recording
         self._inside = False
+        self._served: set[str] = set()
+        self._serves = False
         self._execute: Any = None
         self._sample_tokens: Any = None
         self._sample: Any = None
@@ -99,13 +95,15 @@ class Hooks:
         self._sample, runner.sampler.sample = runner.sampler.sample, self._drawn
 
     def _execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+        if self._served:
+            self._served.difference_update(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if SAMPLING not in extra:
                 continue  # of vLLM's own dummy runs; a real one is missed by begin()
             self._recording.admit(new.req_id, len(new.prompt_token_ids), *extra[SAMPLING])
-            if ADJUSTMENT in extra:
-                self._recording.adjust(new.req_id, new.prompt_token_ids, extra[ADJUSTMENT])
+            if SERVED in extra:
+                self._served.add(new.req_id)
         return self._execute(scheduler_output, *arguments, **named)
 
     def _wrapped_tokens(self, *arguments: Any, **named: Any) -> Any:
@@ -113,7 +111,9 @@ class Hooks:
         if state is None or state.hidden_states is None:
             return self._sample_tokens(*arguments, **named)
         with torch.inference_mode():
-            self._recording.begin(read_step(self._runner, state))
+            step = read_step(self._runner, state)
+            self._recording.begin(step)
+        self._serves = bool(self._served) and not self._served.isdisjoint(step.ids)
         self._inside = True
         try:
             result = self._sample_tokens(*arguments, **named)
@@ -125,9 +125,22 @@ class Hooks:
     def _drawn(self, logits: Tensor, *arguments: Any, **named: Any) -> Any:
         if not self._inside:  # one of vLLM's dummy runs
             return self._sample(logits, *arguments, **named)
-        tokens = self._recording.draw(logits)
-        # the second is what logprobs are read from: asked for by nobody, and of use for no other
-        return tokens, logits if _second(self._runner) else None
+        second = _second(self._runner)
+        if not self._serves:
+            # the latter is what logprobs are read from, which no request of the node asks for
+            return self._recording.draw(logits), logits if second else None
+        with torch.inference_mode():
+            if second:
+                named.pop("return_logprobs", None)
+                logits = self._runner.sampler.apply_sampling_params(
+                    logits, *arguments, **named, skip_top_k_top_p=True
+                )
+                return self._recording.draw(logits), logits
+            metadata = arguments[0] if arguments else named["sampling_metadata"]
+            logits = _scaled(logits, metadata)
+            tokens = self._recording.draw(logits)
+            told = metadata.max_num_logprobs is not None
+            return tokens, torch.log_softmax(logits, -1) if told else None
 
 
 def read_step(runner: Any, state: Any) -> Step:
@@ -155,6 +168,20 @@ def read_step(runner: Any, state: Any) -> Step:
     positions = np.fromiter((scheduled[one] for one in ids), np.int64, count)
     positions += batch.num_computed_tokens_cpu[:count]
     return Step(ids, positions, ~runner.discard_request_mask.np[:count], state.sample_hidden_states)
+
+
+def _scaled(logits: Tensor, metadata: Any) -> Tensor:
+    """What vLLM's own sample() of V1 draws from, but for top_k and top_p: logits / temperature after min_p.
+
+    Temperature 0 is left as it is: those rows take the likeliest token, or are the node's own.
+    """
+    scaled = logits.float()
+    if metadata.temperature is not None:
+        by = metadata.temperature.masked_fill(metadata.temperature < GREEDY_BELOW, 1.0)
+        scaled = scaled * by.reciprocal()[:, None]
+    for processor in metadata.logitsprocs.argmax_invariant:
+        scaled = processor.apply(scaled)
+    return scaled
 
 
 def _second(runner: Any) -> bool:

@@ -119,6 +119,11 @@ class WorkerExtension:
         found = self._primerl_recorder.collect(wanted, forget)
         return found if self._primerl_recorder.collecting else []
 
+    def primerl_versions(self, keys: list[int]) -> list[list[int]]:
+        """See Recorder.versions(); nothing on the ranks that keep nothing."""
+        recorder = self._primerl_recorder
+        return recorder.versions(keys) if recorder is not None and recorder.collecting else []
+
     def primerl_check(self, path: str) -> list[Any]:
         """What this rank finds in a safetensors file of weights; see judge(). Writes nothing."""
         if self._primerl_loaded:

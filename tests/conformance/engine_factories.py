@@ -26,10 +26,7 @@ class Factory:
     model: Callable[[Path, int], State]
     real: bool = True
     within: float = 1e-5
-    tells: bool = True
-    """It tells the likeliest tokens beside those that it draws."""
-    adjusts: bool = True
-    """It changes logits before it draws, for requests that ask for that."""
+    proofs: tuple[str, ...] = ()
 
 
 def _wide_qwen3(directory: Path, seed: int) -> State:

@@ -5,15 +5,13 @@ import itertools
 import logging
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
-from adjusted_cases import PLAIN, REQUESTS, by_definition
-from engine_cases import sharp
 from update_cases import blended
 
 from primerl.node import models
@@ -134,31 +132,6 @@ async def test_proofs_are_of_the_hidden_states_that_led_to_the_tokens(
             own = hidden[len(one.prompt) - 1 : -1].float().cpu().numpy()
             distance = Projection().compare(completion.proof, own).distance
             assert distance < DISTANCE if which == 0 else distance > 10 * DISTANCE
-
-
-async def test_penalties_biases_min_tokens_and_min_p_take_the_tokens_of_their_definition(
-    engine: HostedEngine, case: Case
-) -> None:
-    """Nearly all: in bfloat16 a near tie may turn."""
-    state = sharp(case.states[0])
-    await engine.load(7, state)
-    wanted = [*REQUESTS.values(), *PLAIN]
-    found = await generate_all(engine, wanted)
-    model: Any = models.model_from_state(case.model_dir, state, device="cuda")
-    drawn = list(zip(wanted, found, strict=True))
-    same = [same_tokens(model, one, completion) for one, completion in drawn]
-    assert sum(map(sum, same)) > 0.9 * sum(map(len, same))
-    plain = [same_tokens(model, replace(one, adjustment=None), it) for one, it in drawn]
-    assert not any(map(all, plain[: len(REQUESTS)])), "the test shows nothing of these"
-
-
-def same_tokens(model: Any, one: GenerateRequest, completion: Completion) -> list[bool]:
-    """Whether each is the one that its definition draws after those before it."""
-    tokens = torch.tensor([[*one.prompt, *completion.token_ids]], device="cuda")
-    with torch.inference_mode():
-        logits = model(input_ids=tokens).logits[0].float().cpu()[len(one.prompt) - 1 : -1]
-    wanted, _ = by_definition(logits, one, completion.token_ids)
-    return [a == b for a, b in zip(wanted, completion.token_ids, strict=True)]
 
 
 async def test_a_seed_gives_the_same_tokens_again(engine: HostedEngine, case: Case) -> None:

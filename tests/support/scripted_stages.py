@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from support.counting_environment import STOP
 
 from primerl.crypto.hashing import derive
 from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
@@ -32,7 +33,6 @@ from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.engines.pipelined.activations import pack, rounded, unpack
 from primerl.node.engines.pipelined.chain import Chain
 from primerl.node.engines.pipelined.hosted_stage import HostedLanes
-from primerl.node.environments.counting import STOP
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.fingerprints.fingerprint import Projection
 from primerl.node.pipeline import boundaries

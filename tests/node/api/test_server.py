@@ -1,15 +1,13 @@
 """The server around the routes: who may ask, how much, how long; and what it says of itself."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from api_cases import KEY, SayingEngine, api, chat_dir
+from api_cases import KEY, SayingEngine, api, chat_dir, until
 
-from primerl.node.api.server import serving
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.errors import BusyError, EngineError, EngineLost, UsageError
 from primerl.node.serve_config import ApiConfig
@@ -18,14 +16,6 @@ from primerl.node.serve_config import ApiConfig
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_dir(tmp_path_factory.mktemp("model"))
-
-
-async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
-    async with asyncio.timeout(timeout):
-        while True:
-            if true():
-                return
-            await asyncio.sleep(0.01)
 
 
 # -- who ---------------------------------------------------------------------------------------------
@@ -273,7 +263,6 @@ async def test_metrics_count_what_was_served_in_prometheus_words(model_dir: Path
     assert told["vllm:generation_tokens_total"] == 7
     assert told['vllm:request_success_total{finished_reason="stop"}'] == 2
     assert told['vllm:request_success_total{finished_reason="length"}'] == 1
-    assert told['vllm:e2e_request_latency_seconds_bucket{le="+Inf"}'] == 3
     assert told['primerl_http_requests_total{route="/v1/completions",code="200"}'] == 2
     assert told['primerl_http_requests_total{route="/v1/chat/completions",code="400"}'] == 1
     assert told["primerl_policy_version"] == 7
@@ -284,7 +273,7 @@ async def test_a_port_that_is_taken_is_said_and_a_free_one_is_freed(model_dir: P
     async with api(SayingEngine(), model_dir) as client:
         port = int(client.url.rsplit(":", 1)[1])
         with pytest.raises(BusyError, match=r"choose another --api\.port"):
-            async with serving(ApiConfig(port=port), None):  # type: ignore[arg-type]
+            async with api(SayingEngine(), model_dir, port=port):
                 pass
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)

@@ -25,12 +25,16 @@ def step(stats: Any, *events: tuple[int, float]) -> Any:
     found = [SimpleNamespace(type=kind, timestamp=when) for kind, when in events]
     return SimpleNamespace(
         scheduler_stats=stats,
-        outputs=[SimpleNamespace(events=found), SimpleNamespace(events=None)],
+        outputs=[
+            SimpleNamespace(events=found, new_token_ids=[1]),
+            SimpleNamespace(events=None, new_token_ids=[2, 3]),
+        ],
     )
 
 
 async def test_statistics_are_caught_and_vllm_makes_none_of_its_own() -> None:
     meter, now = Meter(), time.monotonic()
+    left = [1, 2]
     told = SimpleNamespace(
         num_running_reqs=2, num_waiting_reqs=3, num_skipped_waiting_reqs=1, kv_cache_usage=0.5
     )
@@ -43,7 +47,9 @@ async def test_statistics_are_caught_and_vllm_makes_none_of_its_own() -> None:
     llm: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16)),
         engine_core=Core(list(outputs)),
-        output_processor=SimpleNamespace(log_stats=True),
+        output_processor=SimpleNamespace(
+            log_stats=True, get_num_unfinished_requests=lambda: len(left)
+        ),
         log_stats=True,
         logger_manager=object(),
     )
@@ -54,16 +60,17 @@ async def test_statistics_are_caught_and_vllm_makes_none_of_its_own() -> None:
         None,
     )
     for _ in range(2):
-        meter.begin()
+        meter.begin(4)
     meter.paused(now - 6, now - 4)  # vLLM preempts all then, and that says nothing of its cache
     assert await llm.engine_core.get_output_async() is outputs[0]
     assert await llm.engine_core.get_output_async() is outputs[1]
-    meter.drew(7, 5)
-    assert meter.stats() == EngineStats(2, 4, 0.5, 160, 2, 7, 5)
+    assert meter.stats() == EngineStats(2, 4, 0.5, 160, 2, 8, 6)
     await llm.engine_core.get_output_async()
     assert (meter.stats().running, meter.stats().waiting) == (2, 1)  # no more than were sent
-    assert 0 <= meter.stuck_s() < 60
+    assert 0 < meter.stuck_s() < 60
+    left.clear()
+    assert meter.stuck_s() == 0  # vLLM has done it, and a client reads slowly
     for _ in range(2):
         meter.end()
-    assert meter.stats() == EngineStats(0, 0, 0.0, 160, 2, 7, 5)
+    assert meter.stats() == EngineStats(0, 0, 0.0, 160, 2, 8, 9)
     assert meter.stuck_s() == 0

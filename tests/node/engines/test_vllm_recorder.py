@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from primerl.node.engines.sampling import draw
-from primerl.node.engines.vllm_collector import projection_proof, read_told
-from primerl.node.engines.vllm_options import SAMPLING
+from primerl.node.engines.vllm_collector import projection_proof
+from primerl.node.engines.vllm_options import SAMPLING, SERVED
 from primerl.node.engines.vllm_recorder import Recorder
 from primerl.node.engines.vllm_sampling import Hooks
 from primerl.node.fingerprints.fingerprint import Projection
@@ -21,14 +21,44 @@ torch.set_num_threads(1)
 WIDTH, VOCABULARY, LENGTH = 16, 50, 256
 
 
+class Forbid:
+    """A processor of V1: one row asks for no last token."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        logits[1, -1] = -torch.inf
+        return logits
+
+
 class Sampler:
     """As vLLM's: sample() is looked up on the instance."""
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        return self.sample(logits, "metadata")[0]
+    def __init__(self, *, second: bool = False) -> None:
+        self.second = second
+        self.temperatures: dict[int, float] = {}
+        """Of rows, for requests of vLLM's own server; 0 for the others."""
+        self.told: Tensor | None = None
 
-    def sample(self, logits: Tensor, metadata: str) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, logits: Tensor) -> Tensor:
+        rows = len(logits)
+        temperature = torch.tensor([self.temperatures.get(row, 0.0) for row in range(rows)])
+        safe = temperature.masked_fill(temperature == 0, 1.0) if self.second else temperature
+        metadata = SimpleNamespace(
+            temperature=safe,
+            max_num_logprobs=1,
+            logitsprocs=SimpleNamespace(argmax_invariant=[Forbid()]),
+        )
+        tokens, self.told = self.sample(logits, metadata)
+        return tokens
+
+    def sample(self, logits: Tensor, metadata: Any) -> tuple[Tensor, Tensor | None]:
         return logits.argmax(-1), None
+
+    def apply_sampling_params(
+        self, logits: Tensor, metadata: Any, *, skip_top_k_top_p: bool
+    ) -> Tensor:
+        """V2's: what vLLM does to logits before it draws, temperature included."""
+        assert skip_top_k_top_p
+        return logits / metadata.temperature[:, None]
 
 
 @dataclass
@@ -54,7 +84,7 @@ class Runner:
     execute_model_state: Any = None
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler()
+        self.sampler = Sampler(second=self.second)
         if self.second:
             self.req_states = object()
         self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_computed_tokens_cpu=None)
@@ -119,8 +149,8 @@ class Engine:
     runner: Runner
     recorder: Recorder
     keys: dict[str, int] = field(default_factory=dict[str, int])
-    tops: dict[str, int] = field(default_factory=dict[str, int])
-    """How many of the likeliest tokens a request wants told."""
+    served: set[str] = field(default_factory=set[str])
+    """Requests of vLLM's own server."""
 
     def add(self, name: str, prompt: int) -> None:
         self.runner.requests[name] = Request(prompt, known=prompt)
@@ -130,8 +160,10 @@ class Engine:
         for name in counts:
             if name not in self.keys or (self.runner.second and not self.computed(name)):
                 key = self.keys.setdefault(name, ord(name[0]))
-                told = [0, 1.0, self.tops[name]] if name in self.tops else []
-                extra = {SAMPLING: [key, 2**63 - key, 0.5 + key / 100, *told]}
+                served = name in self.served
+                drawn_at = 1.0 if served else 0.5 + key / 100
+                extra = {SAMPLING: [key, 2**63 - key, drawn_at]}
+                extra |= {SERVED: True} if served else {}  # type: ignore[dict-item]
                 parameters = SimpleNamespace(extra_args=extra)
                 tokens = [0] * self.runner.requests[name].prompt
                 fresh.append(
@@ -140,7 +172,9 @@ class Engine:
                     )
                 )
         self.runner.execute_model(
-            SimpleNamespace(num_scheduled_tokens=counts, scheduled_new_reqs=fresh)
+            SimpleNamespace(
+                num_scheduled_tokens=counts, scheduled_new_reqs=fresh, finished_req_ids=set()
+            )
         )
         self.runner.sample_tokens(None)
 
@@ -359,22 +393,26 @@ def test_ranks_that_keep_nothing_draw_the_same_tokens() -> None:
     assert silent.recorder.collect([[silent.keys["a"], 1]], []) == []
 
 
-def test_who_asks_is_told_the_likeliest_tokens_and_who_does_not_costs_nothing(second: bool) -> None:
-    engine = make_engine(second=second, requests=2)
-    engine.tops = {"a": 3, "c": 30}
-    for name in "abc":  # the third makes the recorder grow
-        engine.add(name, 4)
-    engine.step({"a": 4, "b": 4, "c": 2})
-    engine.step({"c": 2, "b": 1, "a": 1})
-    engine.preempt("a", lost=1)
-    engine.step({"a": 5, "b": 1, "c": 1})
-    for name, most in (("a", 3), ("b", 0), ("c", VOCABULARY if VOCABULARY < 30 else 30)):
-        tokens = engine.runner.requests[name].tokens
-        found = read_told(engine.collect(name)[3], len(tokens))
-        assert len(found) == (len(tokens) if most else 0)
-        for index, row in enumerate(found):
-            logits = logits_of(name, 4 + index) / (0.5 + ord(name) / 100)
-            values, ids = torch.log_softmax(logits, -1).topk(most)
-            assert [token for token, _ in row] == ids.tolist()
-            assert [told for _, told in row] == pytest.approx(values.tolist(), abs=1e-5)
-        expect_record(engine, name, 4)
+def test_what_vllms_own_server_asks_for_is_drawn_by_seed_from_what_vllm_made_of_the_logits(
+    second: bool,
+) -> None:
+    engine = make_engine(second=second)
+    engine.served = {"b"}
+    engine.add("a", 4)
+    engine.add("b", 5)
+    sampler = engine.runner.sampler
+    sampler.temperatures = {1: 0.7}
+    key = ord("b")
+    for step in range(3):
+        engine.step({"a": 1, "b": 1} if step else {"a": 4, "b": 5})
+        made = logits_of("b", 5 + step) / 0.7
+        if not second:
+            made[-1] = -torch.inf
+        place = torch.tensor([2**63 - key]), torch.tensor([5 + step])
+        drawn = draw(made[None], torch.ones(1), *place)
+        assert engine.runner.requests["b"].tokens[-1] == int(drawn.tokens)
+        assert sampler.told is not None
+        told = torch.log_softmax(sampler.told[1], -1)[int(drawn.tokens)]
+        assert float(told) == pytest.approx(float(drawn.logprobs), abs=1e-5)
+    assert engine.recorder.versions([key, ord("x")]) == [[1]]
+    expect_record(engine, "a", 4)  # a request of the node beside it is what it is alone

@@ -1,22 +1,18 @@
 """Stages in processes of their own, without vLLM: what is asked of them, and what does not start."""
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
-import fake_engine_process as fake
 import msgspec
-import numpy as np
 import pytest
-from adjusted_cases import adjusted
 from engine_cases import SHAPE as MODEL
 from engine_cases import request
 from frame_cases import SHAPE, plan
 
 from primerl.node import models
 from primerl.node.engine_config import EngineConfig
-from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.engines.engine import Completion, EngineStats
 from primerl.node.engines.host import Host
 from primerl.node.engines.host_frames import (
     Draw,
@@ -27,14 +23,12 @@ from primerl.node.engines.host_frames import (
     as_draw,
     as_drawn,
 )
-from primerl.node.engines.hosted import HostedEngine
 from primerl.node.engines.pipelined.hosted_stage import HostedHead, HostedStage, Laned
 from primerl.node.engines.pipelined.vllm_place import encode_place
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.pipeline.place import Place
 from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, body_length
 from primerl.node.process.serve import Outbox
-from primerl.node.weights.state import Tensor
 
 WAIT_S = 60.0
 
@@ -134,24 +128,6 @@ async def test_a_later_stage_answers_no_requests() -> None:
     stage = HostedStage(EngineConfig(type="vllm"), place(1))
     with pytest.raises(EngineError, match="asked of stage 0"):
         await stage.generate(request())
-
-
-async def test_stage_0_refuses_penalties_and_answers_what_the_last_stage_can_draw(
-    tmp_path: Path,
-) -> None:
-    models.create(tmp_path, MODEL, 0)
-    state = {"w": Tensor("I64", (1,), np.array([1], "<u8"))}
-    config = EngineConfig(type="vllm", device="cpu", max_model_len=SHAPE.max_model_len)
-    engine = HostedEngine(config, (sys.executable, fake.__file__), place=place())
-    asked = GenerateRequest((fake.PID,), 4, 1.0, 1, ())
-    try:
-        await engine.start(tmp_path)
-        await engine.load(0, state)
-        with pytest.raises(EngineError, match="pipeline of several nodes"):
-            await engine.generate(adjusted(asked, presence=1.0))
-        assert (await engine.generate(asked)).token_ids == engine.pids
-    finally:
-        await engine.close()
 
 
 async def test_what_cannot_be_a_stage_does_not_start(tmp_path: Path) -> None:
