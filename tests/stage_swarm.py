@@ -81,6 +81,12 @@ class StageSwarm(Swarm):
         section = {"type": "vllm", "device": "cpu", "max_model_len": 64, "max_batch": 16, **engine}
         return self.add_worker(name, engine_section=section, pp=pp)
 
+    def learn_until(self, step: int = 2**31) -> None:
+        """Hold the trainer before a later step, so that the run does not end before the test is done."""
+        self.fakes.last_step = step
+        self.fakes.go.set()
+        self.fakes.go.clear()
+
     async def stage(self, rank: int) -> tuple[str, dict[str, Any]]:
         """Name and stage row of who holds that rank in a ring that is whole; waits for one."""
         async with asyncio.timeout(100.0):

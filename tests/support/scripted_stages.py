@@ -49,6 +49,8 @@ from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding, PipelineShape, Stage
 
 BEGIN_S = SWITCH_S = 20.0
+STEP_S = 0.005
+"""That a stage takes for a micro-batch at least: so that others are in flight when something happens."""
 AGAIN_S = 0.05
 """Between two tries to connect to the node's process."""
 WIDTH = 64
@@ -201,6 +203,7 @@ class ScriptedStage:
     def step(self, frame: Frame) -> Frame:
         """See StageCompute."""
         step = msgspec.msgpack.decode(frame.body, type=ScriptedStep)
+        time.sleep(STEP_S)
         states = self._received(frame, len(step.seeds))
         states = through(self._weights, self.place.stage, states)
         if self.place.last:
@@ -422,6 +425,7 @@ class ScriptedHead:
     def _send(self, rows: list[Drawing]) -> None:
         with self._order:
             began, version = time.monotonic(), self.policy_version
+            time.sleep(STEP_S)
             states = np.stack(
                 [embedded(self._weights, [*one.request.prompt, *one.tokens]) for one in rows]
             )

@@ -42,6 +42,7 @@ async def test_two_nodes_that_hold_half_a_model_each_do_the_work_of_one_worker(
 ) -> None:
     """The way between them is cut for a moment, too."""
     async with StageSwarm(tmp_path, tiny, **lasting(4)) as swarm:
+        swarm.learn_until(1)
         await swarm.start_trainer()
         first = swarm.add_stage("a", 2, rank=0)
         second = swarm.add_stage("b", 2, rank=1)
@@ -57,6 +58,7 @@ async def test_two_nodes_that_hold_half_a_model_each_do_the_work_of_one_worker(
         _, row = await swarm.stage(0)
         assert row["epoch"] > rows[0]["epoch"]
         assert row["breaks"] >= 1
+        swarm.learn_until()
         await ended_well(swarm, 4)
 
 
@@ -69,6 +71,7 @@ async def test_a_spare_takes_the_place_of_a_stage_that_dies(
     """
     on_small_machines(monkeypatch)
     async with StageSwarm(tmp_path, tiny, **lasting(3)) as swarm:
+        swarm.learn_until(1)
         await swarm.start_trainer()
         for name in ("a", "b", "c"):
             swarm.add_small(name)
@@ -76,11 +79,13 @@ async def test_a_spare_takes_the_place_of_a_stage_that_dies(
         leader, before = await swarm.stage(0)
         lost, _ = await swarm.stage(1)
         await swarm.crash_worker(lost)
+        swarm.learn_until(2)
         await swarm.wait_step(2)
         name, after = await swarm.stage(0)
         assert (name, after["group"]) == (leader, before["group"])
         assert after["generation"] > before["generation"]
         assert (await swarm.stage(1))[0] not in (leader, lost)
+        swarm.learn_until()
         await ended_well(swarm, 3)
 
 
@@ -89,6 +94,7 @@ async def test_the_first_of_three_stages_may_die(tmp_path: Path, tiny: Path) -> 
     """Somebody else takes its place, and its leases go to others though they would not run out for an hour."""
     rollouts = {"lease_timeout_s": 3600.0, "batch_timeout_s": 300.0}
     async with StageSwarm(tmp_path, tiny, **lasting(5, rollouts=rollouts)) as swarm:
+        swarm.learn_until(1)
         await swarm.start_trainer()
         for name in ("a", "b", "c", "d"):
             swarm.add_stage(name, 3)
@@ -98,12 +104,14 @@ async def test_the_first_of_three_stages_may_die(tmp_path: Path, tiny: Path) -> 
             while not (await swarm.trainer.status())["leases"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await swarm.crash_worker(lost)
+        swarm.learn_until()
         await ended_well(swarm, 5, timeout=180.0)
         assert swarm.metrics()[-1]["leases/expired"] > 0
 
 
 async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: Path) -> None:
     async with StageSwarm(tmp_path, tiny, **lasting(5)) as swarm:
+        swarm.learn_until(2)
         await swarm.start_trainer()
         swarm.add_stage("a", 2, rank=0)
         swarm.add_stage("b", 2, rank=1)
@@ -111,10 +119,12 @@ async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: 
         _, before = await swarm.stage(0)
         await swarm.crash_trainer()
         await asyncio.sleep(1.0)
+        swarm.learn_until(4)
         await swarm.start_trainer(resume=True)
         await swarm.wait_step(4)
         _, after = await swarm.stage(0)
         assert (after["group"], after["generation"]) == (before["group"], before["generation"])
+        swarm.learn_until()
         await ended_well(swarm, 5)
 
 
