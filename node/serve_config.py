@@ -46,11 +46,11 @@ class ApiConfig(BaseConfig):
     max_inflight: Positive = 1024
     """Most completions at once; who asks for more is told to come back (429)."""
     max_stop_strings: Positive = 16
-    """Most stop strings of one request."""
+    """Most stop strings of one request; vLLM's own routes take any number."""
     timeout_s: Seconds = 600.0
     """Longest time for one request; then it is given up (504)."""
     stream_tokens: Positive = 32
-    """Most tokens of one piece of a stream; the first pieces are shorter."""
+    """Most tokens of one piece of a stream, the first pieces are shorter; vLLM's own streams come token by token."""
     tool_call_parser: str = "auto"
     """With vLLM: its parser of the model's tool calls (`hermes`, `qwen3_coder`), or `none`; `auto` finds it by
     the chat template."""

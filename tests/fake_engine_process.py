@@ -15,7 +15,9 @@ from primerl.node.engine_config import EngineConfig
 from primerl.node.engines import host
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.engines.handover import POSITIONS, VALUES, WHOLE, read_spans
+from primerl.node.engines.host_frames import ApiOptions
 from primerl.node.engines.replica import Finding, Written
+from primerl.node.engines.sleeping import Sleeper
 from primerl.node.errors import EngineError, EngineLost, UsageError
 from primerl.node.pipeline.place import Place
 from primerl.node.weights.checkpoint import read_checkpoint, read_metadata
@@ -45,6 +47,19 @@ class Fake:
         self._asleep = False
         self._drawn = 0
         self._stuck_s = 0.0
+
+    def prepare_api(self, options: ApiOptions) -> None:
+        """See host.Serving."""
+        self._api = options
+
+    async def serve_api(self, sleeper: Sleeper) -> None:
+        """Tell the model's name and the process to who connects."""
+
+        async def tell(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(f"{self._api.served_name} {os.getpid()}".encode())
+            writer.close()
+
+        await asyncio.start_unix_server(tell, self._api.socket)
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """`fails`: a file; while it is there no start succeeds. `refuses`: the option is wrong.

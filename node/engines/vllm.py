@@ -113,7 +113,9 @@ class VllmCore:
                 f"vLLM did not start on {model_dir} ({named_line(error)}): see its log lines above"
             ) from error
         self._pids = await self._rpc("primerl_attach", os.getpid())
-        if fault := next(filter(None, await self._rpc("primerl_record", fingerprint)), ""):
+        served = () if self._api is None else (True,)
+        faults = await self._rpc("primerl_record", fingerprint, *served)
+        if fault := next(filter(None, faults), ""):
             raise EngineError(fault)
         self._collector = Collector(self._ask, fingerprint)
 

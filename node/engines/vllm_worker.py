@@ -5,6 +5,7 @@ else may import it, which is why it may import vLLM and torch at the top. All it
 `primerl_`: vLLM refuses an extension whose names meet its own worker's.
 """
 
+import itertools
 import logging
 import os
 import select
@@ -73,8 +74,9 @@ class WorkerExtension:
         threading.Thread(target=_end_with, args=(node_pid,), daemon=True).start()
         return os.getpid()
 
-    def primerl_record(self, fingerprint: str) -> str:
-        """Draw tokens with this node's sampler from now on, and keep what the fingerprint needs.
+    def primerl_record(self, fingerprint: str, served: bool = False) -> str:
+        """Draw tokens with this node's sampler from now on, and keep what the fingerprint needs. `served`: for
+        requests of vLLM's own server, too.
 
         Returns what speaks against it; "" if nothing. Of a pipeline only the last stage draws.
         """
@@ -103,10 +105,11 @@ class WorkerExtension:
             hooks.install()
         except RuntimeError as error:
             return one_line(error)
-        head = model.dtype if hooks.second else torch.float32
-        for rows in (1, 2, 16):  # triton compiles for each of these
+        kinds = {model.dtype if hooks.second else torch.float32}
+        kinds |= {torch.float32} if served else set()  # what vLLM makes of logits for those
+        for rows, kind in itertools.product((1, 2, 16), kinds):  # triton compiles for each of these
             recorder.warm_up(
-                torch.zeros((rows, model.get_vocab_size()), dtype=head, device=runner.device),
+                torch.zeros((rows, model.get_vocab_size()), dtype=kind, device=runner.device),
                 torch.zeros((rows, width), dtype=model.dtype, device=runner.device),
             )
         self._primerl_recorder = recorder

@@ -61,13 +61,13 @@ async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     shape = SHAPE.model_copy(update={"head_dim": 32})
     states = [make_qwen3(model_dir, 3, shape), make_qwen3(other, 4, shape)]
     (model_dir / "chat_template.jinja").write_text(TEMPLATE)
-    config = EngineConfig(type="vllm", max_model_len=512, max_batch=16, dp=2)
+    config = EngineConfig(type="vllm", max_model_len=1024, max_batch=16, dp=2)
     engine = HostedEngine(config)
     chat = ChatFormat.load(model_dir)
     try:
         assert engine.serve_api(api_options(ApiConfig(reasoning_parser="none"), chat, NAME))
         await started(engine, model_dir, states[0])
-        async with api(engine, model_dir, proxied=engine, max_length=512) as raw:
+        async with api(engine, model_dir, proxied=engine, max_length=1024) as raw:
             async with openai.AsyncOpenAI(
                 base_url=f"{raw.url}/v1", api_key="none", max_retries=0
             ) as user:
@@ -281,12 +281,12 @@ async def generated(client: Client) -> float:
 
 async def test_a_reply_names_the_versions_that_drew_it(serving: Serving) -> None:
     """The last test: other weights are there afterwards."""
-    fields: dict[str, Any] = {"seed": 1, "max_tokens": 400, "ignore_eos": True, "n": 4}
+    fields: dict[str, Any] = {"seed": 1, "max_tokens": 1000, "ignore_eos": True, "n": 4}
     fields |= {"return_token_ids": True}
     before = (await serving.raw.complete(**fields)).json["choices"]
     whole = asyncio.create_task(serving.raw.complete(**fields))
     stream = await serving.user.completions.create(
-        model=NAME, prompt="ab", stream=True, max_tokens=400, extra_body={"ignore_eos": True}
+        model=NAME, prompt="ab", stream=True, max_tokens=1000, extra_body={"ignore_eos": True}
     )
     events = aiter(stream)
     await anext(events)

@@ -18,6 +18,7 @@ from engine_cases import request as any_request
 
 from primerl.node.config import EngineConfig
 from primerl.node.engines.engine import GenerateRequest
+from primerl.node.engines.host_frames import ApiOptions
 from primerl.node.engines.hosted import HostedEngine, environments_of
 from primerl.node.engines.hosted_child import Patience
 from primerl.node.engines.hosted_seat import Pauses
@@ -67,11 +68,16 @@ def ask(kind: int, group: bytes = b"") -> GenerateRequest:
 
 @asynccontextmanager
 async def running(
-    model_dir: Path, config: EngineConfig, patience: Patience = PATIENCE, pauses: Pauses = QUICK
+    model_dir: Path,
+    config: EngineConfig,
+    patience: Patience = PATIENCE,
+    pauses: Pauses = QUICK,
+    api: ApiOptions | None = None,
 ) -> AsyncGenerator[HostedEngine]:
     """An engine that holds 1, 2, 3 as version 0; nothing of it is left afterwards."""
     engine = HostedEngine(config, PROGRAM, patience, pauses)
     try:
+        assert api is None or engine.serve_api(api)
         await engine.start(model_dir)
         await engine.load(0, state(1, 2, 3))
         yield engine
@@ -371,3 +377,40 @@ def test_engines_side_by_side_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPa
     for shape in ({"dp": 2, "tp": 2}, {"dp": 4}, {"dp": 4, "tp": "auto"}):
         with pytest.raises(UsageError, match="3 are visible"):
             shown("0 1 2", **shape)
+
+
+async def told(socket: str) -> str:
+    reader, writer = await asyncio.open_unix_connection(socket)
+    try:
+        return (await reader.read()).decode()
+    finally:
+        writer.close()
+
+
+async def test_each_engine_serves_on_a_socket_that_is_its_owners_alone(model_dir: Path) -> None:
+    async with running(model_dir, config(dp=2), api=ApiOptions("tiny")) as engine:
+        sockets = engine.upstreams()
+        folder = Path(sockets[0]).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with engine.upstream() as first, engine.upstream() as second:
+            assert sorted([first, second]) == sockets  # the other one is less busy
+        assert {await told(one) for one in sockets} == {f"tiny {pid}" for pid in engine.pids}
+        dead, alive = sockets[0], sockets[1]
+        await lost(engine, engine.generate(ask(fake.DIES)))
+        assert engine.upstreams() == [dead, alive]
+        assert {await told(one) for one in sockets} == {f"tiny {pid}" for pid in engine.pids}
+    assert not folder.exists()
+
+
+async def test_only_vllm_serves_by_itself_and_only_with_weights(model_dir: Path) -> None:
+    assert not HostedEngine(EngineConfig(type="hf", device="cuda")).serve_api(ApiOptions("tiny"))
+    engine = HostedEngine(config(), PROGRAM, PATIENCE)
+    assert engine.serve_api(ApiOptions("tiny"))
+    try:
+        with pytest.raises(EngineError, match="start"), engine.upstream():
+            pass
+        await engine.start(model_dir)
+        with pytest.raises(EngineError, match="holds no weights"), engine.upstream():
+            pass
+    finally:
+        await engine.close()

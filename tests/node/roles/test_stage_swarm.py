@@ -129,11 +129,12 @@ async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: 
 
 
 async def test_a_worker_of_another_engine_that_may_be_too_small_is_told_so_and_works_alone(
-    tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    on_small_machines(monkeypatch)
     async with Swarm(tmp_path, tiny, max_steps=1) as swarm:
         await swarm.start_trainer()
-        section = {"type": "hf", "device": "cpu", "max_model_len": 2**34}
+        section = {"type": "hf", "device": "cpu"}
         swarm.add_worker("a", engine_section=section, pp={"mode": "auto"})
         summary = await swarm.finished()
     assert summary["accepted"] >= BATCH
