@@ -3,7 +3,9 @@
 A round trip is what one micro-batch takes without queues: the compute time of every stage, and transfer
 and latency of every hop. With fewer micro-batches the slowest stage idles, with more they only queue.
 Smaller micro-batches compute faster, so the number is derived again from trips that were made with the
-number in force. Pure: time is an argument.
+number in force. The time on the way is measured with one micro-batch for each stage: with more of them frames
+also queue where nothing measures it, in nodes and between threads, and more would seem to be needed for ever.
+Pure: time is an argument.
 """
 
 from collections import deque
@@ -14,6 +16,8 @@ WINDOW = 32
 """Micro-batches over which the idle share of the slowest stage is measured."""
 LEAST = 4
 """Fewest trips that a number is derived from."""
+FASTER = 0.5
+"""The way has got faster if it takes less than this share of the time measured before."""
 SLACK = 0.25
 """Measurements vary: the number changes only if the ratio is this far outside the range in which it is right,
 and a ratio this little above a whole number counts as that number."""
@@ -33,18 +37,20 @@ def micro_batches(
 
 
 class MicroBatches:
-    """Measures the trips of one pipeline and derives the number, which begins with one for each stage."""
+    """Measures the trips of one pipeline and derives the number: at first, and at least, one for each stage."""
 
     def __init__(self, most: int, *, stages: int = 2, graph_rows: int = 0) -> None:
         """`most`: the bound of the plan; `graph_rows`: see micro_batches()."""
-        self._most, self._graph_rows = most, graph_rows
+        self._most, self._graph_rows, self._stages = most, graph_rows, stages
         self._number = stages
         """The number in force, before the bounds."""
+        self._hops_s: float | None = None
+        """Time of a trip beyond compute, if all stages take as long as the slowest; None: not measured yet."""
         self._changes = 0
         self._sent: dict[int, tuple[float, int]] = {}
         """Micro-batch -> (when it left stage 0, `_changes` at that time)."""
-        self._ratios: deque[float] = deque()
-        """Of trips that were made with the number in force."""
+        self._trips: list[tuple[float, float]] = []
+        """(trip, time of the slowest stage), both seconds, of trips made with the number in force."""
         self._busy: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """(came back at, time of the slowest stage) of the last micro-batches, without gaps between chains."""
         self._trip_s = 0.0
@@ -69,13 +75,15 @@ class MicroBatches:
         self._trip_s = max(busy_s, now - sent[0] - waited_s)
         self._busy.append((now, busy_s))
         if sent[1] == self._changes:
-            self._ratios.append(self._trip_s / busy_s)
+            self._trips.append((self._trip_s, busy_s))
             self._derive()
 
     def forget(self) -> None:
-        """A new chain begins: nothing in flight comes back, and the gap is no idle time."""
+        """Begin a new chain: nothing in flight comes back, and all is measured anew."""
         self._sent.clear()
         self._busy.clear()
+        self._hops_s = None
+        self._set(self._stages)
 
     @property
     def stall_share(self) -> float:
@@ -89,10 +97,21 @@ class MicroBatches:
     def _derive(self) -> None:
         """Derive the number anew once there are enough trips; the first round still has the old sizes."""
         lap = max(LEAST, min(self._number, self._most))
-        if len(self._ratios) < 2 * lap:
+        first = self._hops_s is None
+        if len(self._trips) < (WINDOW if first else 2 * lap):
             return
-        ratio = median(list(self._ratios)[lap:])
-        self._ratios.clear()
+        recent = self._trips[lap:]
+        self._trips.clear()
+        slowest_s = median(busy for _, busy in recent)
+        trip_s = median(trip for trip, _ in recent)
+        hops_s = max(0.0, trip_s - self._stages * slowest_s)
+        if self._hops_s is None or self._number == self._stages or hops_s < FASTER * self._hops_s:
+            self._hops_s = hops_s
+        ratio = self._stages + self._hops_s / slowest_s
         if not self._number - 1 - SLACK < ratio <= self._number + SLACK:
-            self._number = max(1, min(ceil(ratio - SLACK), self._most))
-            self._changes += 1
+            self._set(max(1, min(ceil(ratio - SLACK), self._most)))
+
+    def _set(self, number: int) -> None:
+        self._number = number
+        self._changes += 1
+        self._trips.clear()

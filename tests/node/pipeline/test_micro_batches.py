@@ -114,6 +114,25 @@ def test_small_variations_change_nothing() -> None:
         assert made.lanes == 2
 
 
+def test_queues_that_nothing_measures_do_not_raise_the_number_for_ever() -> None:
+    """Each micro-batch beyond one for each stage makes all of them 20 ms later, somewhere between the stages."""
+    made = Pipeline(2, 0.020, COSTS["mostly rows"], 64)
+    for _ in range(400):
+        made.hops_s = 0.020 + 0.020 * (made.lanes - 2)
+        made.trips(1)
+    assert made.lanes == 3
+
+
+def test_a_new_chain_is_measured_anew() -> None:
+    made = Pipeline(2, 0.100, COSTS["the same whatever is in it"], 512)
+    made.trips(200)
+    made.pace.forget()
+    assert made.lanes == 2
+    made.hops_s = 0.040
+    made.trips(200)
+    assert made.lanes == 4
+
+
 def test_a_pipeline_that_gets_faster_has_fewer_in_flight_again() -> None:
     made = Pipeline(2, 0.100, COSTS["the same whatever is in it"], 512)
     made.trips(200)
