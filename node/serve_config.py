@@ -50,7 +50,7 @@ class ApiConfig(BaseConfig):
     timeout_s: Seconds = 600.0
     """Longest time for one request; then it is given up (504)."""
     stream_tokens: Positive = 32
-    """Most tokens of one piece of a stream, the first pieces are shorter; vLLM's own streams come token by token."""
+    """Most tokens of one piece of a stream, the first pieces are shorter; vLLM's own come token by token."""
     tool_call_parser: str = "auto"
     """With vLLM: its parser of the model's tool calls (`hermes`, `qwen3_coder`), or `none`; `auto` finds it by
     the chat template."""

@@ -154,8 +154,7 @@ async def api(
 ) -> AsyncGenerator[Client]:
     """A running server and a client of it."""
     chat = ChatFormat.load(model_dir, needs_template=False)
-    config: dict[str, Any] = {"port": 0, **settings}
-    served = Served(name, VOCABULARY, max_length, ApiConfig(**config))
+    served = Served(name, VOCABULARY, max_length, ApiConfig.model_validate({"port": 0, **settings}))
     own = EngineRoutes(engine, chat, served)
     routes = (VllmProxy(proxied), own) if proxied else (own,)
     async with serving(HttpServer(engine, served, routes)) as url:
