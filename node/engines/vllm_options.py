@@ -13,7 +13,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..errors import UsageError
-from ..planning.worker import rank_cache_bytes, tensor_parallel
+from ..planning.memory import rank_cache_bytes, tensor_parallel
 from .engine import GenerateRequest
 from .requests import narrowing
 from .vllm_shape import has_experts, head_size, kv_heads
