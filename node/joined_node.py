@@ -21,7 +21,6 @@ from ..protocol.manifests import AdapterContract, RunManifest, Ticket
 from ..protocol.messages import (
     Accepted,
     GetHeads,
-    GetMerged,
     Goodbye,
     Hello,
     SyncRecords,
@@ -52,7 +51,6 @@ from .network.transport import Stream, TransportError
 from .network.waiting import LogBackoff
 from .parts import Parts
 from .roles.catchup import CatchUp
-from .roles.merging import MergeDesk
 from .roles.upstreams import Upstreams
 from .rows import peer_rows, total_bytes
 from .serving import Node
@@ -73,7 +71,7 @@ FOLLOWED_PEERS = 2
 GOODBYE_S = 2.0
 MAX_WORDS = 400
 """Characters of what a node says that it waits for."""
-Questions = WatchHeads | GetHeads | GetMerged | Hello
+Questions = WatchHeads | GetHeads | Hello
 
 
 @dataclass(frozen=True)
@@ -148,9 +146,7 @@ class JoinedNode(Node):
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(
-                        stack.router(
-                            Neighbour(stack, self._merges).handle, self._pipelines(stack)
-                        ).run()
+                        stack.router(Neighbour(stack).handle, self._pipelines(stack)).run()
                     ),
                     tasks.create_task(stack.watch_fraud()),
                 ]
@@ -294,10 +290,6 @@ class JoinedNode(Node):
             goal=goal,
         )
         return self._catchup
-
-    def _merges(self) -> MergeDesk | None:
-        """Who makes merged deltas, once there is a run to make them of."""
-        return self._catchup.merges if self._catchup else None
 
     # -- heads and peers ---------------------------------------------------------------------------
 
@@ -470,11 +462,10 @@ def _check_welcome(welcome: Welcome, now: int) -> None:
 
 
 class Neighbour:
-    """What such a node answers to its peers: heads and merged deltas, nothing that only a trainer may grant."""
+    """Answers the control requests of peers: heads, and nothing that only a trainer may grant."""
 
-    def __init__(self, stack: Stack, merges: Callable[[], MergeDesk | None]) -> None:
+    def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._merges = merges
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
         """Answer one control request (a router handler)."""
@@ -484,7 +475,5 @@ class Neighbour:
             await self._stack.head_server.watch(peer, stream, request)
         elif isinstance(request, GetHeads):
             await self._stack.head_server.get(stream, request)
-        elif isinstance(request, GetMerged) and (merges := self._merges()) is not None:
-            await merges.handle(peer, stream, request)
         else:
             raise RemoteProtocolError(Reason.NOT_FOUND, "this node is no trainer")

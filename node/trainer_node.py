@@ -279,7 +279,6 @@ class TrainerNode(Node):
             ledger=stack.ledger,
             peers=stack.peers,
             heads=stack.head_server,
-            merges=publisher.merges,
             environment=environment,
             capacity=lambda node: role.capacity(node),
             order=lambda: publisher.order,

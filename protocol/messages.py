@@ -11,7 +11,6 @@ from ..crypto.hashing import NO_DIGEST, Digest
 from ..crypto.keys import NodeId
 from .errors import Reason
 from .manifests import (
-    Artifact,
     Name,
     Role,
     UnixSeconds,
@@ -104,24 +103,6 @@ class Heads(Message, frozen=True):
     """At most MAX_HEADS of them; ask again from the last one."""
 
     notices: Annotated[tuple[HeadNotice, ...], msgspec.Meta(max_length=MAX_HEADS)]
-
-
-class GetMerged(Message, frozen=True):
-    """Make me one delta of several: from this state to that one, of which you hold the single deltas.
-
-    Any node answers. Nothing of the reply is believed: the state that it leads to is in a signed head.
-    """
-
-    base_version: Version
-    base_state: Digest
-    version: Version
-    state: Digest
-
-
-class Merged(Message, frozen=True):
-    """The merged delta; its chunks can be fetched from whoever answered."""
-
-    artifact: Artifact
 
 
 class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -384,7 +365,6 @@ ControlRequest = (
     Hello
     | WatchHeads
     | GetHeads
-    | GetMerged
     | LeaseRequest
     | SubmitOffer
     | GetVerdicts

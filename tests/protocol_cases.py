@@ -341,8 +341,6 @@ MESSAGES: tuple[m.Message, ...] = (
     m.RunEnded("40 steps are done", "stopped"),
     m.GetHeads(-1),
     m.Heads((NOTICE, m.HeadNotice(sealed_head(head(1))))),
-    m.GetMerged(3, digest(b"state 3"), 11, digest(b"state 11")),
-    m.Merged(Artifact("delta", 3, digest(b"state 3"), "xor-zstd-1", 5, (CHUNK,))),
     m.LeaseRequest(2, STATS),
     m.LeaseReply(
         (SEALED_LEASE,), (sealed(Purpose.VERDICT),), (SEALED_RECORD,), 500, (SEALED_RECORD,)

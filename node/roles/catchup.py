@@ -30,9 +30,7 @@ from ..weights.changed import Unwritten
 from ..weights.errors import WeightsError
 from ..weights.mirror import Mirror, Policy
 from ..weights.partial import Needed, Share, everything
-from .merging import MergeDesk
 from .retention import retain
-from .shortcuts import Shortcuts
 from .wayfinder import Wayfinder
 
 logger = logging.getLogger(__name__)
@@ -100,11 +98,6 @@ class CatchUp:
         self._announce = announce
         self._on_policy = on_policy
         self._way = self._make_way(links, on_fraud)
-        self.merges = MergeDesk(
-            store, chain=lambda: self._way.chain, pinned=keep_chunks, config=config
-        )
-        """Merged deltas for others."""
-        self._shortcuts = self._make_shortcuts(links)
         self._mirror = Mirror(threads=_threads(), share=share)
         self._unwritten = Unwritten()
         self._order = (0, NOTHING)
@@ -126,18 +119,6 @@ class CatchUp:
             on_fraud=on_fraud,
             needs=Needed(self._share),
             newest=self._target,
-        )
-
-    def _make_shortcuts(self, links: Links) -> Shortcuts:
-        return Shortcuts(
-            links=links,
-            fetch=self._fetcher.fetch,
-            store=self._store,
-            peers=self._peers,
-            desk=self.merges,
-            trainer=self._trainer,
-            upstreams=self._upstreams,
-            needed=self._way.needed,
         )
 
     @property
@@ -234,11 +215,10 @@ class CatchUp:
             waiting.cancel()
 
     async def _fetch_ahead(self, head: AdmittedHead) -> None:
-        """Have the chunks that lead to `head` in the store, but for those that a merged delta may spare us."""
+        """Fetch the chunks that lead to `head` into the store, and apply none."""
         try:
             head, steps = await self._way.plan(head, self._mirror.policy)
-            near = await self._shortcuts.begin(steps)
-            await self._fetch(steps[:near], head.order)
+            await self._fetch(steps, head.order)
             self.stored = head.order
         except (NetworkError, TransportError, Refused, WeightsError, RemoteProtocolError) as error:
             logger.info("version %d is not fetched ahead: %s", head.head.version, error)
@@ -288,13 +268,11 @@ class CatchUp:
         """Bring weights and engine to `head` or a newer one; returns its (term, version)."""
         start = time.monotonic()
         head, steps = await self._way.plan(head, self._mirror.policy)
-        near = await self._shortcuts.begin(steps)
-        await self._walk(steps[:near], head.order)
-        far = steps[near:]
-        merged = bool(far) and await self._shortcuts.take(far, head.head.state, self._apply)
-        if not merged:
-            await self._walk(far, head.order)
-            self._announce(*head.order, self._share is everything)
+        # All chunks first, so that no step waits for the one before it.
+        await self._fetch(steps, head.order)
+        for version, artifact in steps:
+            await self._apply(version, artifact)
+        self._announce(*head.order, self._share is everything)
         policy = self._mirror.policy
         self._writing = head.order
         await self._write(policy)
@@ -315,16 +293,8 @@ class CatchUp:
         await self._collect()
         return head.order
 
-    async def _walk(self, steps: Sequence[Step], order: tuple[int, int]) -> None:
-        """Fetch what all steps need, so that no step waits for the one before it, and apply them in order.
-
-        `order`: (term, version) of the head that they lead to.
-        """
-        await self._fetch(steps, order)
-        for version, artifact in steps:
-            await self._apply(version, artifact)
-
     async def _fetch(self, steps: Sequence[Step], order: tuple[int, int]) -> None:
+        """Fetch the chunks of `steps` that are missing; they lead to the head of (term, version) `order`."""
         chunks = self._way.needed(steps)
         if chunks:
             self._announce(*order, False)

@@ -30,7 +30,6 @@ from ...protocol.messages import (
     AuditRequest,
     ControlRequest,
     GetHeads,
-    GetMerged,
     GetVerdicts,
     Hello,
     LeaseReply,
@@ -57,7 +56,6 @@ from ..network.rpc import receive, send
 from ..network.transport import Stream
 from ..planning.stages import CutModel
 from .auditing import AuditDesk
-from .merging import MergeDesk
 from .stages.pipelines import PipelineDesk
 from .submissions import SubmissionDesk
 
@@ -150,7 +148,6 @@ class LeaseDesk:
         ledger: Ledger,
         peers: PeerTable,
         heads: HeadServer,
-        merges: MergeDesk,
         environment: Environment,
         capacity: Callable[[bytes | None], int],
         order: Callable[[], tuple[int, int]],
@@ -167,7 +164,6 @@ class LeaseDesk:
         self._ledger = ledger
         self._peers = peers
         self._heads = heads
-        self._merges = merges
         self._environment = environment
         self._digests: dict[int, bytes] = {}
         """Of the tasks that the next leases may name."""
@@ -266,9 +262,6 @@ class LeaseDesk:
                 return await self._heads.watch(peer, stream, request)
             case GetHeads():
                 return await self._heads.get(stream, request)
-            case GetMerged():
-                self._worker(peer)
-                return await self._merges.handle(peer, stream, request)
             case LeaseRequest():
                 reply = await self._lease(self._worker(peer), peer, request)
             case SubmitOffer():

@@ -39,7 +39,6 @@ from ..weights.mirror import EMPTY, Mirror, Policy, prove
 from ..weights.offsets import Offsets
 from ..weights.payload import layout_of
 from ..weights.state import State, state_bytes
-from .merging import MergeDesk
 from .retention import retain
 
 logger = logging.getLogger(__name__)
@@ -78,8 +77,6 @@ class Publisher:
         self._keep_chunks = keep_chunks
         self._encoders = encoders or Encoders(1)
         self._chain = Chain()
-        self.merges = MergeDesk(store, chain=lambda: self._chain, pinned=keep_chunks, config=config)
-        """Merged deltas for workers that come back."""
         self._policy: Policy = EMPTY
         self._term = 0
         self.states: OrderedDict[int, State] = OrderedDict()

@@ -87,19 +87,6 @@ class Chain:
         known = {held, *self._manifests} - {NOTHING}
         return max((v for v in known if v < below and v + 1 not in self._manifests), default=None)
 
-    def deltas(self, base: tuple[int, bytes], target: tuple[int, bytes]) -> list[Step]:
-        """The deltas, of the fewest bytes, that lead from one (version, state) to another.
-
-        Raises NoPath, also if `target` is not a version that is known, or not newer than `base`.
-        """
-        known = self._manifests.get(target[0])
-        route = None
-        if known is not None and known.state == target[1] and base[0] < target[0]:
-            route = self._cheapest(base, target[0], (), frozenset())
-        if route is None:
-            raise NoPath(f"no known deltas lead from version {base[0]} to {target[0]}")
-        return list(route)
-
     def live(self, keep: int) -> list[Step]:
         """What must stay so that every one of the `keep` newest versions can be reached.
 

@@ -2,7 +2,7 @@
 
 "How far" is counted in an order in which neighbouring floats differ by one, so that the typical
 change of one unit in the last place is a 1 or a 2. All arithmetic is on bits and wraps: lossless, and
-additive, so that the changes of several versions add up to one.
+additive.
 """
 
 from dataclasses import dataclass
@@ -109,12 +109,12 @@ def measure(base: Bits, new: Bits, dtype: str) -> Bits:
 
 def move(base: Bits, moves: Bits, dtype: str) -> Bits:
     """Inverse of measure(): `base` moved so far."""
-    ordered = unzigzag(moves).view(f"<i{base.itemsize}")
+    ordered = _unzigzag(moves).view(f"<i{base.itemsize}")
     ordered += _order(base, dtype)
     return _order(ordered, dtype).view(base.dtype)
 
 
-def unzigzag(moves: Bits) -> Bits:
+def _unzigzag(moves: Bits) -> Bits:
     """The wrapped differences, as unsigned integers."""
     sign = moves & 1
     np.negative(sign, out=sign)

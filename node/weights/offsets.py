@@ -1,7 +1,6 @@
 """Where every tensor begins in a payload: noted as it is made, so that others can fetch a part of it.
 
-What a manifest says of it is signed, what a peer's merged delta says is not: offsets that are wrong cost a
-download, for every tensor is proved by its own digest.
+Offsets stand in the signed manifest; wrong ones cost a download, for every tensor is proved by its own digest.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from .state import numel
 
 
 class Offsets:
-    """Watches one payload go by, block by block as codec.py and merge.py give it."""
+    """Watches one payload go by, block by block as codec.py gives it."""
 
     def __init__(self, layout: Sequence[Layout]) -> None:
         """`layout` of the state, by name."""

@@ -7,10 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 import weights_cases as cases
 from hostile import HostileTrainer
-from msgspec import structs
 from swarm import CONFIG, Running, Swarm, until
 from witness import written
 
@@ -19,7 +17,6 @@ from primerl.node.config import JoinConfig, WeightsConfig
 from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.joined_node import Joined, JoinedNode
 from primerl.node.network.arrivals import Arrivals
-from primerl.node.network.rpc import send
 from primerl.node.network.transport import Stream
 from primerl.node.pipeline.layers import share_of
 from primerl.node.roles.catchup import CatchUp, stand
@@ -27,8 +24,7 @@ from primerl.node.roles.publisher import Publisher
 from primerl.node.training.backend import Snapshot
 from primerl.node.weights.partial import Share, everything
 from primerl.node.weights.state import Changed, State, Tensor
-from primerl.protocol.manifests import Artifact
-from primerl.protocol.messages import ControlRequest, GetMerged, Hello, Merged
+from primerl.protocol.messages import ControlRequest, Hello
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from primerl.protocol.trust import AdmittedHead
 
@@ -163,9 +159,6 @@ class Model(HostileTrainer):
     def __init__(self, swarm: Swarm, rate: float = 0.05) -> None:
         super().__init__(swarm)
         self.rate = rate
-        self.lies = False
-        """Whether merged deltas say the wrong places."""
-        self.answered = 0
 
     async def __aenter__(self) -> "Model":
         await super().__aenter__()
@@ -203,20 +196,7 @@ class Model(HostileTrainer):
         """Answer what a node says."""
         if isinstance(request, Hello):
             self.upstreams.append(request.record)
-        if not isinstance(request, GetMerged):
-            return await super().reply(peer, stream, request)
-        self.answered += 1
-        artifact = await self.publisher.merges.answer(peer, request)
-        if self.lies:
-            artifact = lying(artifact)
-        await send(stream, Merged(artifact))
-        await stream.finish()
-
-
-def lying(artifact: Artifact) -> Artifact:
-    """Every tensor is said to be where the next one is."""
-    first, *others = artifact.offsets
-    return structs.replace(artifact, offsets=(first, *others[1:], artifact.size))
+        await super().reply(peer, stream, request)
 
 
 def add(swarm: Swarm, name: str, share: Share = everything, *, goal: Goal = None) -> Holder:
@@ -336,16 +316,13 @@ async def test_a_goal_is_not_passed(tmp_path: Path, model_dir: Path) -> None:
         assert trainer.held(node, 1, stage(1, 2))
 
 
-@pytest.mark.parametrize("lies", [False, True])
-async def test_a_stage_that_was_away_takes_its_part_of_one_delta(
-    tmp_path: Path, model_dir: Path, lies: bool
+async def test_a_stage_that_was_away_takes_its_part_of_the_deltas_that_it_missed(
+    tmp_path: Path, model_dir: Path
 ) -> None:
-    """Whose places, if the trainer's are lies, cost a download and nothing else."""
     async with (
         Swarm(tmp_path, model_dir, max_steps=LONG) as swarm,
         Model(swarm, rate=0.5) as trainer,
     ):
-        trainer.lies = lies
         await trainer.tell(0)
         share = stage(0, 2)
         node = add(swarm, "s0", share, goal=stand)
@@ -353,11 +330,10 @@ async def test_a_stage_that_was_away_takes_its_part_of_one_delta(
         assert await node.catchup.reach((0, 0), 10.0)
         before = await node.fetched()
         swarm.network.partition(trainer.key.node_id, node.key.node_id)
-        await trainer.tell(*range(1, 8))
+        await trainer.tell(1, 2, 3, 4)
         swarm.network.heal(trainer.key.node_id, node.key.node_id)
-        assert await node.catchup.reach((0, 7), 60.0)
-        assert trainer.held(node, 7, share)
-        assert trainer.answered >= 1
-        singles = sum(trainer.size(version, "delta") for version in range(1, 8))
+        assert await node.catchup.reach((0, 4), 60.0)
+        assert trainer.held(node, 4, share)
         got = await node.fetched() - before
-        assert (got < 0.3 * singles) == (not lies)
+        singles = sum(trainer.size(version, "delta") for version in range(1, 5))
+        assert 0 < got < 0.9 * singles  # the first of two chunks each

@@ -5,7 +5,7 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from merged_cases import LineTrainer, drifted
+from drift_cases import LineTrainer, drifted
 from swarm import Swarm, until
 
 from primerl.crypto.hashing import digest

@@ -1,4 +1,4 @@
-"""Whatever was published, merged and collected: what a trainer keeps leads to all that it promises."""
+"""Whatever was published and collected: what a trainer keeps leads to all that it promises."""
 
 import asyncio
 import tempfile
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import weights_cases as cases
+from drift_cases import drifted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merged_cases import drifted
 
-from primerl.crypto.hashing import NO_DIGEST, digest
+from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.config import WeightsConfig
 from primerl.node.ledger import Ledger
@@ -21,8 +21,6 @@ from primerl.node.store import MemoryStore, QuotaExceeded
 from primerl.node.training.backend import Snapshot
 from primerl.node.weights.chain import Chain
 from primerl.node.weights.mirror import EMPTY, Mirror, Policy
-from primerl.protocol.errors import RemoteProtocolError
-from primerl.protocol.messages import GetMerged
 from primerl.protocol.trust import TrustedRun
 
 KEY = SecretKey.from_seed(b"k" * 32)
@@ -53,15 +51,6 @@ class Kept:
         """The next version."""
         await self.publisher.publish(version, Snapshot(drifted(WORDS, share, version)))
 
-    async def merge(self, base: int, target: int) -> None:
-        """Somebody asks for a merged delta; no is an answer."""
-        states = {head.head.version: head.head.state for head in self.book.held()}
-        ends = GetMerged(base, states.get(base, NO_DIGEST), target, states.get(target, NO_DIGEST))
-        try:
-            await self.publisher.merges.answer(b"%d to %d" % (base, target), ends)
-        except RemoteProtocolError:
-            return
-
     def reach(self, target: int, held: Policy = EMPTY) -> Policy:
         """Go from what is held to a version by what is kept; proves every step."""
         chain = Chain()
@@ -86,21 +75,17 @@ class Kept:
     interval=st.integers(1, 7),
     share=st.sampled_from([0.01, 0.3, 0.9]),
     versions=st.integers(1, 16),
-    asked=st.lists(st.tuples(st.integers(0, 15), st.integers(1, 16)), max_size=12),
 )
 def test_every_version_that_is_promised_can_be_reached_from_nothing_and_from_any_other(
-    keep: int, interval: int, share: float, versions: int, asked: list[tuple[int, int]]
+    keep: int, interval: int, share: float, versions: int
 ) -> None:
-    """Dense deltas outweigh anchors, sparse ones do not; merged ones come and go between them."""
+    """Dense deltas outweigh anchors, sparse ones do not."""
 
     async def live(directory: Path) -> None:
         config = WeightsConfig(keep_versions=keep, anchor_interval=interval, keep_s=0)
         kept = Kept(directory, config)
         for version in range(versions):
             await kept.publish(version, share)
-            for base, target in asked:
-                if target == version:
-                    await kept.merge(base, target)
             promised = range(max(0, version - keep + 1), version + 1)
             policies = {one: kept.reach(one) for one in promised}
             for one in promised:
@@ -139,7 +124,6 @@ async def test_a_long_run_needs_no_more_room_than_what_it_keeps(tmp_path: Path) 
     sizes: list[int] = []
     for version in range(60):
         await kept.publish(version, 0.05)
-        await kept.merge(version - 3, version)
         sizes.append(kept.store.total_bytes())
     anchor = sizes[0]
     assert max(sizes) < 5 * anchor

@@ -300,7 +300,6 @@ class Front:
             ledger=self.ledger,
             peers=peers,
             heads=HeadServer(HeadBook(TrustedRun(RUN, TRAINER.node_id), self.ledger)),
-            merges=unused,
             environment=CountingEnvironment(),
             capacity=lambda node: 100,
             order=lambda: (0, 0),

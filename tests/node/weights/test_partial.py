@@ -16,7 +16,6 @@ from primerl.node.weights.chain import Chain
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.errors import CodecError, DigestMismatch, WeightsError
-from primerl.node.weights.merge import merge
 from primerl.node.weights.mirror import Mirror
 from primerl.node.weights.offsets import Offsets
 from primerl.node.weights.partial import Needed, Share, chunks_for, part_of
@@ -222,19 +221,6 @@ def test_every_way_to_make_a_delta_finds_the_same_places() -> None:
             assert b"".join(offsets.watch(payload)) == FIRST.payload
             found.add(offsets.found)
     assert found == {FIRST.artifact.offsets}
-
-
-def test_a_merged_delta_says_where_its_tensors_are() -> None:
-    offsets = Offsets(layout_of(V0))
-    merged = merge([[FIRST.payload], [SECOND.payload]], FIRST.manifest.tensors)
-    payload = b"".join(offsets.watch(merged))
-    base = state_digest(digests(V0))
-    artifact = structs.replace(cases.delta(0, base, payload), offsets=offsets.found)
-    mirror = grown(only("t1", "t2"), ANCHOR)
-    manifest = structs.replace(SECOND.manifest, artifacts=(artifact,))
-    assert cases.same(
-        mirror.prepare(manifest, artifact, [payload]).policy.state, part(V2, ["t1", "t2"])
-    )
 
 
 def test_offsets_count_empty_and_large_tensors() -> None:

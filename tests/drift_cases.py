@@ -1,4 +1,4 @@
-"""A line of versions that drift as training does, and a trainer that publishes it, for tests of merges."""
+"""Versions of weights that drift as training does, and a trainer that publishes them."""
 
 from collections.abc import Collection, Sequence
 from functools import cache
@@ -9,18 +9,15 @@ from hostile import HostileTrainer
 from swarm import Swarm
 
 from primerl.crypto.hashing import NO_DIGEST
-from primerl.node.config import WeightsConfig
 from primerl.node.network.transport import Stream
-from primerl.node.roles.merging import MergeDesk
-from primerl.node.store import MemoryStore, Store
+from primerl.node.store import Store
 from primerl.node.weights.chain import Chain
 from primerl.node.weights.chunking import cut
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.mirror import prove
 from primerl.node.weights.state import State, Tensor
-from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import Artifact, ChunkRef, PolicyManifest, encode
-from primerl.protocol.messages import ControlRequest, GetMerged, HeadNotice, Hello
+from primerl.protocol.messages import ControlRequest, HeadNotice, Hello
 
 CHUNK = 1 << 22
 
@@ -57,10 +54,6 @@ class Line:
             self.manifests.append(manifest)
             self.chain.add(manifest)
 
-    def ends(self, base: int, target: int) -> GetMerged:
-        """The question for one delta between two versions."""
-        return GetMerged(base, self.state(base), target, self.state(target))
-
     def state(self, version: int) -> bytes:
         """Digest of a version."""
         return self.manifests[version].state
@@ -68,10 +61,6 @@ class Line:
     def single_bytes(self, base: int, target: int) -> int:
         """Bytes of the deltas between two versions."""
         return sum(self.manifests[v].artifacts[0].size for v in range(base + 1, target + 1))
-
-    def payload(self, artifact: Artifact) -> list[bytes]:
-        """The chunks of an artifact, from the store."""
-        return [self.store.get(chunk.digest) or b"" for chunk in artifact.chunks]
 
     def delta(self, base: int, target: int) -> bytes:
         """The payload between two versions."""
@@ -131,26 +120,8 @@ def between(words: int, share: float, base: int, target: int) -> bytes:
     )
 
 
-def line(versions: int, words: int = 5000, share: float = 0.05) -> Line:
-    """A line in memory."""
-    made = Line(words, share, MemoryStore(max_bytes=1 << 30))
-    made.grow(versions)
-    return made
-
-
-def desk(of: Line, pinned: set[bytes] | None = None, max_disk_gib: float = 64.0) -> MergeDesk:
-    """A desk over a line, whose clock stands still."""
-    return MergeDesk(
-        of.store,
-        chain=lambda: of.chain,
-        pinned=set() if pinned is None else pinned,
-        config=WeightsConfig(max_disk_gib=max_disk_gib),
-        clock=lambda: 0.0,
-    )
-
-
 class LineTrainer(HostileTrainer):
-    """A trainer that publishes a Line, and merges its deltas unless `merges` is off."""
+    """A trainer that publishes a Line."""
 
     def __init__(
         self,
@@ -158,13 +129,11 @@ class LineTrainer(HostileTrainer):
         *,
         words: int = 2_000_000,
         share: float = 0.12,
-        merges: bool = True,
         anchors: Collection[int] = (),
     ) -> None:
         super().__init__(swarm)
         self._words = words
         self._share = share
-        self._merges = merges
         self._anchors = anchors
         self.records: dict[bytes, bytes] = {}
         """What workers said of themselves."""
@@ -172,7 +141,6 @@ class LineTrainer(HostileTrainer):
     async def __aenter__(self) -> "LineTrainer":
         await super().__aenter__()
         self.line = Line(self._words, self._share, self.store, self.run, self._anchors)
-        self.desk = desk(self.line)
         return self
 
     async def tell(self, count: int = 1) -> None:
@@ -196,9 +164,4 @@ class LineTrainer(HostileTrainer):
         """Answer what a worker says."""
         if isinstance(request, Hello):
             self.records[peer] = request.record
-        if isinstance(request, GetMerged) and self._merges:
-            await self.desk.handle(peer, stream, request)
-        elif isinstance(request, GetMerged):
-            raise RemoteProtocolError(Reason.NOT_FOUND, "this trainer merges nothing")
-        else:
-            await super().reply(peer, stream, request)
+        await super().reply(peer, stream, request)
