@@ -1,7 +1,7 @@
-"""Looks at this machine: what a node needs of it, and what to do where that is missing.
+"""Check this machine for what a node needs, and plan the memory of a worker and a trainer on it.
 
-Nothing heavy is imported and CUDA is never started: whether torch and vLLM are there is read from their files.
-Each check judges what it is given, so that tests give it; examine() asks.
+Nothing heavy is imported and CUDA is never started: the builds of torch and vLLM are read from their files.
+Each check judges its arguments, so that tests can pass them; examine() collects them from the machine.
 """
 
 import importlib.util
@@ -20,33 +20,45 @@ from typing import Any, Literal
 
 from . import gpu_memory
 from .architectures import untrainable
-from .config import NodeConfig
+from .config import NodeConfig, RunConfig
+from .engine_config import EngineConfig
 from .engines.vllm_features import check_release, installed_release
-from .errors import EngineError
+from .errors import EngineError, UsageError
 from .gpu_memory import GpuMemory
 from .machine_memory import Memory as Memory
 from .machine_memory import machine_memory as machine_memory
 from .network import libp2p
-from .planning.bill import GIB, MIB, gib
+from .planning.memory import (
+    GIB,
+    MIB,
+    UTILIZATION,
+    Device,
+    EngineMemory,
+    LearnerMemory,
+    MemoryBreakdown,
+    engine_flag,
+    gib,
+    learner_flag,
+    plan_engine,
+    plan_trainer,
+    worker_share,
+)
+from .planning.shape import ModelShape
 
 State = Literal["ok", "warning", "problem"]
 
 OLDEST_PYTHON = (3, 11)
-FILES_WANTED, FILES_NEEDED = 4096, 1024
-"""Of a busy trainer: streams, chunks and the sockets of up to 256 peers."""
+FILES_WANTED, FILES_NEEDED = 4096, 1024  # a busy trainer's streams, chunks and up to 256 peers
 DISK_WANTED, DISK_NEEDED = 10 * GIB, 1 * GIB
 SHARED_WANTED = 256 * MIB
-BUSY = 1.5
-"""Load by core from which others take the CPU."""
-FREE_GPU = 0.85
-"""Of a GPU: below this others are on it."""
-LEAP_S = 3600.0
-"""How far the clock may be behind a file before it is wrong."""
+BUSY_LOAD_PER_CORE = 1.5
+FREE_GPU_SHARE = 0.85  # with less, other programs use the GPU
+CLOCK_TOLERANCE_S = 3600.0  # before the installation of this file
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found of one thing, and what to do."""
+    """The result of one check, and what to do about it."""
 
     name: str
     state: State
@@ -55,7 +67,7 @@ class Check:
 
 
 def examine(config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0) -> list[Check]:
-    """Every check of this machine. `needed`: bytes of a state of the model that is asked about, if one is."""
+    """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
     found = gpu_memory.visible(environ)
     home = config.data_dir or Path.home() / ".primerl"
     shared = Path("/dev/shm")
@@ -80,7 +92,7 @@ def examine(config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0) 
 
 
 def check_python(version: Sequence[int]) -> Check:
-    """This interpreter."""
+    """Check the version of this interpreter."""
     text = f"{'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
     if tuple(version[:2]) < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
@@ -90,15 +102,14 @@ def check_python(version: Sequence[int]) -> Check:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What torch's own files say of it."""
+    """The torch that is installed."""
 
     version: str
-    cuda: str
-    """The CUDA that it was built with; empty for a CPU build."""
+    cuda: str  # empty for a CPU build
 
 
 def torch_build() -> TorchBuild | None:
-    """The torch that is installed here, without importing it."""
+    """Read which torch is installed, without importing it."""
     found = importlib.util.find_spec("torch")
     for place in (found.submodule_search_locations or ()) if found else ():
         text = Path(place, "version.py").read_text(encoding="utf-8")
@@ -109,7 +120,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def check_torch(build: TorchBuild | None, *, gpus: int, wanted: bool = True) -> Check:
-    """Whether there is a torch, and whether it can use the GPUs."""
+    """Check that torch is installed and can use the GPUs."""
     if build is None:
         advice = "pip install 'primerl-node[run]': a trainer or a worker computes with it"
         return Check("torch", "problem" if wanted else "warning", "not installed", advice)
@@ -121,7 +132,7 @@ def check_torch(build: TorchBuild | None, *, gpus: int, wanted: bool = True) -> 
 
 
 def check_vllm(release: str, *, wanted: bool) -> Check:
-    """Whether there is a vLLM that this package knows."""
+    """Check that vLLM is installed in a supported release."""
     if not release:
         if not wanted:
             return Check("vLLM", "ok", "not installed, and not asked for")
@@ -135,7 +146,7 @@ def check_vllm(release: str, *, wanted: bool) -> Check:
 
 
 def check_model(config: Mapping[str, Any], longest: int) -> Check:
-    """Whether the trainer computes the model of this config.json exactly."""
+    """Check that the trainer can train the model of this config.json."""
     text = f"{config.get('model_type', 'no model_type')}, sequences of up to {longest} tokens"
     if reason := untrainable(config, longest):
         return Check("model", "problem", f"{text}: cannot be trained", reason)
@@ -143,7 +154,7 @@ def check_model(config: Mapping[str, Any], longest: int) -> Check:
 
 
 def check_libp2p(installed: bool, *, wanted: bool) -> Check:
-    """Whether there is a libp2p; a node works without it."""
+    """Check that libp2p is installed; a node works without it."""
     if installed:
         return Check("libp2p", "ok", "installed")
     if not wanted:
@@ -156,13 +167,13 @@ def check_libp2p(installed: bool, *, wanted: bool) -> Check:
 
 
 def check_gpus(found: Sequence[GpuMemory], listed: str | None) -> Iterator[Check]:
-    """Each GPU that this process may use."""
+    """Check each GPU that this process may use for other users."""
     if not found:
         hidden = f" (CUDA_VISIBLE_DEVICES is {listed!r})" if listed is not None else ""
         yield Check("GPU", "ok", f"none{hidden}: everything runs on the CPU")
     for gpu in found:
         text = f"{gpu.name}, {gib(gpu.total)}, {gib(gpu.free)} free, driver {gpu.driver}"
-        if gpu.free < FREE_GPU * gpu.total:
+        if gpu.free < FREE_GPU_SHARE * gpu.total:
             advice = (
                 "others use it: vLLM starts only if engine.vllm.gpu_memory_utilization is below "
                 f"{int(100 * gpu.free / gpu.total) / 100:g}"
@@ -173,15 +184,15 @@ def check_gpus(found: Sequence[GpuMemory], listed: str | None) -> Iterator[Check
 
 
 def check_cpu(cores: int, load: float) -> Check:
-    """Cores that this process may use, and who else does."""
+    """Check that the cores are not busy with other programs."""
     text = f"{cores} cores, load {load:.1f}"
-    if load > BUSY * cores:
+    if load > BUSY_LOAD_PER_CORE * cores:
         return Check("CPU", "warning", text, "others are busy here: what is measured will be slow")
     return Check("CPU", "ok", text)
 
 
 def check_memory(memory: Memory) -> Check:
-    """The host's memory."""
+    """Check the available memory of the machine."""
     text = f"{gib(memory.total)}, {gib(memory.available)} available"
     if memory.available < 2 * GIB:
         return Check("memory", "warning", text, "close what else runs: a node needs some GiB")
@@ -189,7 +200,7 @@ def check_memory(memory: Memory) -> Check:
 
 
 def check_shared_memory(free: int, needed: int = 0) -> Check:
-    """Where weights are handed from process to process; twice their size, or they go to the disk."""
+    """Check that /dev/shm has room for twice the weights, which are passed on there."""
     text = f"{gib(free)} free in /dev/shm"
     if free <= max(SHARED_WANTED, 2 * needed):
         wanted = gib(max(SHARED_WANTED, 2 * needed))
@@ -199,7 +210,7 @@ def check_shared_memory(free: int, needed: int = 0) -> Check:
 
 
 def check_disk(home: Path, free: int, needed: int = 0) -> Check:
-    """Room for chunks, anchors and checkpoints at data_dir."""
+    """Check the room for chunks, snapshots and checkpoints at data_dir."""
     text = f"{gib(free)} free at {home}"
     wanted = max(DISK_WANTED, 4 * needed)
     if free < max(DISK_NEEDED, needed):
@@ -213,12 +224,12 @@ def check_disk(home: Path, free: int, needed: int = 0) -> Check:
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest directory above it that is there."""
+    """`path`, or the nearest directory above it that exists."""
     return next(one for one in (path, *path.absolute().parents) if one.is_dir())
 
 
 def check_open_files(soft: int) -> Check:
-    """Files and sockets that a process may have open."""
+    """Check the limit of open files and sockets."""
     text = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
     if soft != resource.RLIM_INFINITY and soft < FILES_WANTED:
         state: State = "problem" if soft < FILES_NEEDED else "warning"
@@ -227,7 +238,7 @@ def check_open_files(soft: int) -> Check:
 
 
 def check_ports(config: NodeConfig) -> Iterator[Check]:
-    """Whether the configured ports can be bound."""
+    """Check that the configured ports can be bound."""
     network = config.network
     wanted = [("UDP port", socket.SOCK_DGRAM, network.port, "--network.port")]
     if network.libp2p:
@@ -244,7 +255,7 @@ def check_ports(config: NodeConfig) -> Iterator[Check]:
 
 
 def bind_fault(host: str, port: int, kind: socket.SocketKind) -> str:
-    """Why it cannot be bound; empty if it can."""
+    """Try to bind a port; the reason if that fails, else empty."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, kind) as probe:
@@ -257,9 +268,89 @@ def bind_fault(host: str, port: int, kind: socket.SocketKind) -> str:
 
 
 def check_clock(now: float, installed: float) -> Check:
-    """Tickets, heads and leases carry times: a clock that is hours off has them refused."""
+    """Check the clock: with hours of error, tickets and leases are refused."""
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    if now < installed - LEAP_S:
+    if now < installed - CLOCK_TOLERANCE_S:
         advice = "it is earlier than this program was installed: set it, or switch NTP on"
         return Check("clock", "problem", text, advice)
     return Check("clock", "ok", text)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of a run's worker and trainer on one machine."""
+
+    engine: EngineConfig
+    """With a number in place of tp = "auto"."""
+    worker: EngineMemory
+    worker_flag: str
+    """The flag that helps where the worker does not fit, or ""."""
+    learner: LearnerMemory
+    beside: MemoryBreakdown
+    """Of the trainer, on its first device, beside the learner."""
+    room: int
+    """Bytes that the learner may take."""
+    learner_flag: str
+    share: float | None
+    """gpu_memory_utilization that the trainer leaves to a worker on its GPU; 0.0: nothing."""
+    notes: tuple[str, ...]
+
+
+def plan_run(
+    config: RunConfig, shape: ModelShape, device: Device, *, gpus: int = 1, shared: bool = False
+) -> RunMemory:
+    """Plan a run on `gpus` devices; `shared`: trainer and worker use the same one.
+
+    Raises UsageError for an engine that these GPUs cannot have.
+    """
+    gpu, proof = device.kind == "cuda", config.verification.fingerprint
+    tp = config.engine.tp
+    if not isinstance(tp, int):
+        tp = max(1, gpus // (config.engine.dp * config.engine.pp)) if gpu else 1
+    if shape.heads % tp:
+        raise UsageError(
+            f"{shape.heads} attention heads cannot be shared by {tp} GPUs: set --engine.tp to a divisor"
+        )
+    engine = config.engine.model_copy(update={"tp": tp})
+    learner, beside = plan_trainer(config, shape, gpu=gpu)
+    taken = device.taken + (learner.total + beside.total if shared else 0)
+    worker = plan_engine(
+        engine, shape, Device(device.kind, device.nbytes, taken), fingerprint=proof
+    )
+    room = device.nbytes - device.taken - beside.total
+    return RunMemory(
+        engine=engine,
+        worker=worker,
+        worker_flag=engine_flag(engine, worker),
+        learner=learner,
+        beside=beside,
+        room=room,
+        learner_flag=learner_flag(config.training, learner, room),
+        share=worker_share(config, shape, device.nbytes) if shared and gpu else None,
+        notes=tuple(_notes(engine, shape, worker, gpus)),
+    )
+
+
+def _notes(
+    engine: EngineConfig, shape: ModelShape, worker: EngineMemory, gpus: int
+) -> Iterator[str]:
+    if worker.device.kind == "cuda":
+        if engine.type == "hf":
+            yield "this is the embedded engine: on a GPU --engine vllm is many times as fast"
+        wanted = int(engine.tp) * engine.pp * engine.dp
+        if wanted > gpus:
+            yield f"tp x pp x dp is {wanted}, and here are {gpus} GPUs: this needs more"
+    if shape.longest and engine.max_model_len > shape.longest:
+        yield (
+            f"engine.max_model_len {engine.max_model_len} is beyond the model's own "
+            f"{shape.longest} positions"
+        )
+    chosen = worker.utilization
+    if "gpu_memory_utilization" not in engine.vllm and chosen not in (None, UTILIZATION):
+        share = f"--engine.vllm.gpu-memory-utilization {chosen:g}"
+        yield f"vLLM's own share and what is beside it are more than this GPU has left: it needs {share}"
+    if worker.tight and worker.fits:
+        yield "updates find no room beside the engine, and are loaded whole (a longer pause)"

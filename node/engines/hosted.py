@@ -21,7 +21,7 @@ from ..engine_config import EngineConfig
 from ..errors import EngineError, EngineLost, UsageError, first_cause
 from ..gpus import VARIABLE, shown, visible
 from ..pipeline.place import Place
-from ..planning.refusal import refuse_here
+from ..planning.memory import refuse_what_cannot_fit
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import Changed, State
 from .engine import Completion, EngineStats, GenerateRequest
@@ -103,7 +103,9 @@ class HostedEngine:
         self._vocab_size = int(shape["vocab_size"])
         whole = await asyncio.to_thread(resolve_parallel, self._config, shape)
         if self._place is None:
-            await asyncio.to_thread(refuse_here, whole, model_dir, fingerprint)
+            await asyncio.to_thread(
+                refuse_what_cannot_fit, whole, model_dir, fingerprint=fingerprint
+            )
         else:
             check_placed(whole, self._place, shape)
         environments = await asyncio.to_thread(environments_of, whole, os.environ)

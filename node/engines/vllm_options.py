@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..config import EngineConfig
 from ..errors import UsageError
-from ..planning.worker import rank_cache_bytes, tensor_parallel
+from ..planning.memory import rank_cache_bytes, tensor_parallel
 from .engine import GenerateRequest
 from .host_frames import ApiOptions
 from .requests import narrowing

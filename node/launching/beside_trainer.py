@@ -11,8 +11,8 @@ from ..config import ModelConfig, RunConfig
 from ..errors import EngineError, UsageError
 from ..gpu_memory import GpuMemory, visible
 from ..json_files import read_json
+from ..planning.memory import worker_share
 from ..planning.shape import ModelShape, read_shape
-from ..planning.shared import worker_share
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""The sizes of a model, read from its config.json: how many parameters, and what its cache holds of a token.
+"""Read the sizes of a model from its config.json: parameters, and elements of its KV cache per token.
 
-Nothing is loaded and torch is not needed. Counts are exact for the families in FAMILIES; of others the caller
-is told that they are not.
+Nothing is loaded and torch is not needed. Counts are exact for the families in FAMILIES; other models are
+counted as a llama, and `ModelShape.exact` is false.
 """
 
 from collections.abc import Mapping
@@ -11,24 +11,18 @@ from typing import Any
 
 from ..errors import EngineError
 
-VOCABULARY_MULTIPLE = 64
-"""vLLM pads embeddings to so many rows, divided by its ranks."""
+VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of embeddings to it, divided by its ranks
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a config.json does not say of a family's parameters."""
+    """Parameters of a model family that its config.json does not mention."""
 
-    qkv_bias: bool = False
-    """Biases of query, key and value whatever `attention_bias` says."""
-    head_norms: bool = False
-    """A norm over each head of queries and of keys."""
-    norms: int = 2
-    """Norms of a layer, over the hidden size."""
-    tied: bool = False
-    """Whether embeddings are tied where config.json does not say."""
-    sliding: bool = False
-    """Whether `sliding_window` alone switches windows on, for all layers."""
+    qkv_bias: bool = False  # biases of query, key and value whatever `attention_bias` says
+    head_norms: bool = False  # a norm over each head of queries and of keys
+    norms: int = 2  # per layer, over the hidden size
+    tied: bool = False  # embeddings, where config.json does not say
+    sliding: bool = False  # `sliding_window` alone switches windows on, for all layers
 
 
 FAMILIES: dict[str, Family] = {
@@ -59,17 +53,13 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool
-    longest: int
-    """Positions that the model was made for; 0: not said."""
+    longest: int  # positions that the model was made for; 0: not said
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
-    shared_width: int = 0
-    """Of an expert that every token visits."""
-    sparse_layers: int = 0
-    """Layers with experts."""
-    window: int = 0
-    """Tokens that a windowed layer sees."""
+    shared_width: int = 0  # of an expert that every token visits
+    sparse_layers: int = 0  # layers with experts
+    window: int = 0  # tokens that a windowed layer sees
     windowed_layers: int = 0
     qkv_biases: bool = False
     output_bias: bool = False
@@ -86,35 +76,29 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Heads times their size: what queries, and attention's output, have for each token."""
+        """Elements of a token's queries, and of attention's output: heads x head size."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """The same for keys, and for values."""
+        """Elements of a token's keys, and of its values, in one layer."""
         return self.kv_heads * self.head_dim
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and of a head of its own."""
+        """Parameters of the embedding, and of an untied head."""
         return self.vocabulary * self.hidden
 
     @cached_property
     def parameters(self) -> int:
-        """All of them; a tied embedding once."""
+        """All parameters; a tied embedding counts once."""
         tables = self.embedding * (1 if self.tied else 2)
-        dense = self.layers - self.sparse_layers
-        every = self.layers * (self._attention(1) + self._norms)
-        return (
-            tables
-            + self.hidden
-            + every
-            + dense * self._dense(1)
-            + self.sparse_layers * self._moe(1)
-        )
+        layers = self.layers * (self._attention(1) + self._norms)
+        layers += (self.layers - self.sparse_layers) * self._dense(1)
+        return tables + self.hidden + layers + self.sparse_layers * self._moe(1)
 
     def rank_parameters(self, tp: int = 1, pp: int = 1) -> int:
-        """Those of the largest rank of a vLLM that cuts layers into `tp` and stands `pp` stages in a row.
+        """Parameters of vLLM's largest rank with tensor parallel `tp` and pipeline parallel `pp`.
 
         A table of embeddings is on the first stage and one on the last, also where the two are tied.
         """
@@ -131,12 +115,12 @@ class ModelShape:
         )
 
     def layer_parameters(self) -> int:
-        """Those of the largest layer."""
+        """Parameters of the largest layer."""
         feed_forward = self._moe(1) if self.sparse_layers else self._dense(1)
         return self._attention(1) + self._norms + feed_forward
 
     def adapter_parameters(self, rank: int, modules: tuple[str, ...]) -> int:
-        """Of low-rank adapters on the linear layers with these names (those of llama's layers)."""
+        """Parameters of low-rank adapters on the linear layers with these names (llama's)."""
         d, q, kv, mlp = self.hidden, self.attention_width, self.kv_width, self.intermediate
         sizes = {"q_proj": d + q, "k_proj": d + kv, "v_proj": d + kv, "o_proj": q + d}
         sizes |= {"gate_proj": d + mlp, "up_proj": d + mlp, "down_proj": mlp + d}
@@ -148,7 +132,7 @@ class ModelShape:
         return self._family.norms * self.hidden + heads
 
     def _attention(self, tp: int) -> int:
-        """Projections of a layer; what cannot be cut any further is on several ranks."""
+        """Parameters of one rank's projections in a layer; a key head is not cut: ranks hold copies."""
         queries = self.attention_width // tp
         keys = max(1, self.kv_heads // tp) * self.head_dim
         biases = (queries + 2 * keys) * self.qkv_biases + self.hidden * self.output_bias
@@ -165,9 +149,9 @@ class ModelShape:
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a config.json describes; of a model with pictures, that of its text part.
+    """Read the shape of a model from its config.json; of a multimodal model, that of its text part.
 
-    Raises EngineError for what is no causal language model whose cache is made of keys and values.
+    Raises EngineError unless it is a causal language model whose cache is made of keys and values.
     """
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else config

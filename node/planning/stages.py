@@ -1,4 +1,4 @@
-"""What the stages of a model take, what a machine can give to one, and whether it could hold all of it."""
+"""Predict what the stages of a pipeline take, and what this machine can offer to one."""
 
 import json
 import logging
@@ -15,35 +15,36 @@ from ..gpu_memory import GpuMemory, visible
 from ..machine_memory import machine_memory
 from ..pipeline.planner import Costs, Terms
 from ..store import Store
-from .bill import GIB, Bill, gib
-from .shape import VOCABULARY_MULTIPLE, ModelShape, read_shape
-from .worker import (
+from .memory import (
     ELEMENT,
+    GIB,
     RESERVE,
     UTILIZATION,
     Device,
-    plan_worker,
+    gib,
+    plan_engine,
     tensor_parallel,
     uncounted,
 )
+from .shape import VOCABULARY_MULTIPLE, ModelShape, read_shape
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights", "the next weights"
-"""Lines of a worker's bill that a stage holds only its part of."""
+"""Items of an engine's memory of which a stage holds only its part."""
 CPU_PART = 0.8
-"""Of the machine's free memory that is offered: others live there too."""
+"""Share of the machine's free memory that is offered: other programs need some too."""
 
 
 @dataclass(frozen=True)
 class CutModel:
-    """A run's model, as its trainer plans pipelines of it."""
+    """A run's model, as its trainer cuts it into stages."""
 
     shape: ModelShape
     terms: Terms
 
     def costs(self, engine: str) -> Costs:
-        """Of a stage. Raises EngineError where this engine has no stages of the model."""
+        """Bytes of a stage. Raises EngineError where this engine has no stages of the model."""
         why = cannot_cut(self.shape, engine)
         if why:
             raise EngineError(why)
@@ -51,7 +52,7 @@ class CutModel:
 
 
 def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | None:
-    """The model of a run, whose files are in `store`; None where pipelines cannot have it.
+    """Read the model of a run from its files in `store`; None where it cannot be cut.
 
     At most `max_sequences` are in flight in a pipeline.
     """
@@ -76,9 +77,9 @@ def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | 
 
 
 def stage_costs(shape: ModelShape, dtype: Literal["float32", "bfloat16"]) -> Costs:
-    """Of a stage of vLLM, with an unquantized cache.
+    """Bytes of a stage of vLLM, with an unquantized cache.
 
-    Tables are on the first and on the last stage, also where they are tied.
+    Embedding tables are on the first and on the last stage, also where they are tied.
     """
     element = ELEMENT[dtype]
     rows = -(-shape.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -93,7 +94,7 @@ def stage_costs(shape: ModelShape, dtype: Literal["float32", "bfloat16"]) -> Cos
 
 
 def cannot_cut(shape: ModelShape, engine: str) -> str:
-    """Why this engine has no stages of the model; empty if it has."""
+    """Say why this engine has no stages of the model; empty if it has."""
     if engine != "vllm":
         return PIPELINES_NEED_VLLM
     return "" if shape.layers > 1 else "a model of one layer is not cut"
@@ -108,27 +109,28 @@ def memory_to_offer(
     there: Sequence[GpuMemory] | None = None,
     free: int | None = None,
 ) -> int:
-    """Bytes for weights, keys and values; what else the engine takes is off already. May be 0.
+    """Bytes that this machine offers for weights, keys and values, after all else that the engine takes.
 
-    Of all engine.tp GPUs together, as each holds its part. Where there are more GPUs than heads of keys and
-    values, some hold copies, and so much less is offered. `pp.memory_gib` is taken as it is said. `there` and
-    `free`: this machine's GPUs and memory, asked for if they are not given.
+    The sum over engine.tp GPUs, each of which holds its part. Where there are more GPUs than heads of keys
+    and values, some hold copies, and less is offered. A configured `pp.memory_gib` is taken as it is.
+    `there` and `free`: this machine's GPUs and memory, asked for if they are not given. May be 0.
     """
     if pp.memory_gib:
         return int(pp.memory_gib * GIB)
     device, ranks = _device(config, there, free)
     if device.kind == "cuda":
         share = float(config.vllm.get("gpu_memory_utilization") or UTILIZATION)
-        beyond = Bill.of(uncounted(config, shape)).total
+        beyond = uncounted(config, shape).total
         budget = min(int(share * device.nbytes), device.nbytes - device.taken - beyond - RESERVE)
     else:
         budget = int(CPU_PART * (device.nbytes - device.taken))
     config = config.model_copy(update={"tp": ranks})
-    plan = plan_worker(config, shape, device, fingerprint=fingerprint)
-    besides = sum(line.nbytes for line in plan.engine if line.name not in WEIGHTS)
+    plan = plan_engine(config, shape, device, fingerprint=fingerprint)
+    others = sum(item.nbytes for item in plan.engine if item.name not in WEIGHTS)
+    others += sum(item.nbytes for item in plan.beside if item.name == "proofs")
     devices = ranks if device.kind == "cuda" else 1  # without GPUs all ranks take of one memory
     copies = max(1, -(-ranks // shape.kv_heads))
-    return max(0, devices * (budget - besides - _beside(plan.beside)) // copies)
+    return max(0, devices * (budget - others) // copies)
 
 
 def cannot_hold(
@@ -139,10 +141,10 @@ def cannot_hold(
     there: Sequence[GpuMemory] | None = None,
     free: int | None = None,
 ) -> str:
-    """Why the whole model does not fit into this machine; empty where it does, by our estimates."""
+    """Say by how much the whole model does not fit into this machine; empty where it does, by estimate."""
     device, ranks = _device(config, there, free)
     config = config.model_copy(update={"tp": ranks})
-    plan = plan_worker(config, shape, device, fingerprint=fingerprint)
+    plan = plan_engine(config, shape, device, fingerprint=fingerprint)
     if plan.fits:
         return ""
     where = "a GPU" if device.kind == "cuda" else "a machine"
@@ -155,7 +157,7 @@ def cannot_hold(
 def _device(
     config: EngineConfig, there: Sequence[GpuMemory] | None, free: int | None
 ) -> tuple[Device, int]:
-    """What the engine would compute on, and how many ranks of it share each layer: of hf always one."""
+    """The smallest device that the engine would use, and its tensor-parallel ranks (of hf always one)."""
     if there is None:
         there = visible() if gpus.usable(os.environ) and config.device != "cpu" else ()
     ranks = max(1, len(there)) if config.tp == "auto" else tensor_parallel(config)
@@ -165,8 +167,3 @@ def _device(
         return Device("cpu", known), ranks
     smallest = min(there[:ranks], key=lambda gpu: gpu.free)
     return Device("cuda", smallest.total, smallest.total - smallest.free), ranks
-
-
-def _beside(bill: Bill) -> int:
-    """What is kept beside the engine, of which updates shrink with the stage: those are not counted."""
-    return sum(line.nbytes for line in bill if line.name == "proofs")

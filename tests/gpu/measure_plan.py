@@ -3,7 +3,7 @@
     bash tests/gpu/measure_plan.sh [--shapes 0.6b 4b] [--skip-trainer] [--json FILE]
 
 Engines: vLLM is started with a share of the GPU, and its cache in tokens is compared with the plan's; what
-nvidia-smi says is taken is compared with the whole bill. Learners: each row of scripts/bench/trainer.py in a
+nvidia-smi says is taken is compared with the whole plan. Learners: each row of scripts/bench/trainer.py in a
 process of its own (what an earlier row left behind would count), its peak beside the plan's. Nothing is
 judged by a plan that is a little careful: the goal is that it never promises more than there is, and wastes
 at most a tenth.
@@ -22,10 +22,8 @@ from primerl.node import gpu_memory, models
 from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.build import build_engine
 from primerl.node.json_files import read_json
-from primerl.node.planning.bill import GIB
+from primerl.node.planning.memory import GIB, Device, plan_engine, plan_learner, token_bytes
 from primerl.node.planning.shape import ModelShape, read_shape
-from primerl.node.planning.trainer import plan_learner
-from primerl.node.planning.worker import Device, plan_worker, token_bytes
 from primerl.node.training_config import TrainingConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
@@ -65,12 +63,12 @@ def engines(shape_name: str, directory: Path, shape: ModelShape, device: Device)
             max_model_len=2048,
             vllm={"gpu_memory_utilization": 0.5, "enforce_eager": eager},
         )
-        plan = plan_worker(config, shape, device, fingerprint=fingerprint)
+        plan = plan_engine(config, shape, device, fingerprint=fingerprint)
         tokens, taken = asyncio.run(started(config, directory, fingerprint))
         cache = tokens * token_bytes(config, shape) / GIB
         name = f"{shape_name} vLLM, {'eager' if eager else 'graphs'}, {fingerprint}"
-        close = plan.room / GIB <= cache * 1.001 and plan.room / GIB >= cache * (1 - WASTE)
-        rows.append(Row(f"{name}: cache", plan.room / GIB, cache, "<= found, 10 %", close))
+        close = plan.cache / GIB <= cache * 1.001 and plan.cache / GIB >= cache * (1 - WASTE)
+        rows.append(Row(f"{name}: cache", plan.cache / GIB, cache, "<= found, 10 %", close))
         # an update is not on its way
         beside = [one.nbytes for one in plan.beside if "update" not in one.name]
         most = (plan.budget + sum(beside)) / GIB
@@ -103,7 +101,7 @@ def learners(shape_name: str, shape: ModelShape) -> list[Row]:
             gpu=True,
             exports=False,
         )
-        lines = {line.name: line.nbytes for line in plan.peak}
+        lines = {item.name: item.nbytes for item in plan.peak}
         # torch's allocator does not see the context
         planned = (plan.total - lines.get("CUDA context, libraries", 0)) / GIB
         good = found <= planned <= found * (1 + WASTE)

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from primerl.node import doctor
-from primerl.node.config import NodeConfig
-from primerl.node.doctor import GIB, Check, Memory, TorchBuild
+from primerl.node.config import NodeConfig, RunConfig
+from primerl.node.doctor import GIB, Check, Memory, RunMemory, TorchBuild, plan_run
+from primerl.node.errors import UsageError
 from primerl.node.gpu_memory import COMMAND, FIELDS, GpuMemory, parse, visible
+from primerl.node.planning.memory import Device
+from primerl.node.planning.shape import read_shape
 
 LISTING = """\
 0, GPU-aaaa, NVIDIA H200, 143771, 143000, 575.57.08
@@ -169,3 +172,70 @@ def test_everything_is_asked_of_this_machine(tmp_path: Path) -> None:
     assert names[:5] == ["Python", "torch", "vLLM", "libp2p", "GPU"]
     assert {"memory", "disk", "open files", "UDP port", "clock"} < set(names)
     assert not (tmp_path / "node").exists()  # it only looks
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+SHAPE = read_shape(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    }
+)
+"""Qwen3-1.7B's."""
+ENGINE: dict[str, Any] = {"type": "vllm", "dtype": "bfloat16", "max_model_len": 4096}
+
+
+def planned(gib: float, *, gpus: int = 1, shared: bool = False, **engine: Any) -> RunMemory:
+    config = RunConfig.model_validate({"engine": {**ENGINE, **engine}})
+    return plan_run(config, SHAPE, Device("cuda", int(gib * GIB)), gpus=gpus, shared=shared)
+
+
+def test_worker_and_trainer_are_planned_apart_on_gpus_of_their_own() -> None:
+    plan = planned(80)
+    assert plan.worker.device.taken == 0
+    assert plan.share is None
+    assert not plan.notes
+    assert plan.learner.total <= plan.room
+
+
+def test_on_a_shared_gpu_each_leaves_room_for_the_other() -> None:
+    plan = planned(80, shared=True)
+    both = plan.learner.total + plan.beside.total
+    assert plan.worker.device.taken == both
+    assert plan.share is not None
+    assert both + plan.worker.budget <= 80 * GIB
+    assert plan.worker.fits
+    chosen = f"it needs --engine.vllm.gpu-memory-utilization {plan.worker.utilization:g}"
+    assert any(note.endswith(chosen) for note in plan.notes)
+    assert not planned(24, shared=True).worker.fits
+    said = planned(80, shared=True, vllm={"gpu_memory_utilization": 0.3})
+    assert not any("it needs" in note for note in said.notes)
+
+
+def test_auto_takes_the_gpus_that_there_are() -> None:
+    assert planned(80, gpus=4, tp="auto", pp=2).engine.tp == 2
+
+
+def test_more_gpus_than_there_are_is_said() -> None:
+    assert any("needs more" in note for note in planned(80, tp=4).notes)
+
+
+def test_heads_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(UsageError, match="16 attention heads cannot be shared by 3"):
+        planned(80, tp=3)
+
+
+def test_what_helps_is_named_on_both_sides() -> None:
+    plan = planned(16, max_model_len=40960)
+    assert plan.worker_flag.startswith("--engine.max-batch")
+    assert plan.learner.total > plan.room
+    assert plan.learner_flag.startswith("--training.")

@@ -10,7 +10,7 @@ from typing import Any
 from ...engine_config import EngineConfig
 from ...errors import EngineError
 from ...pipeline.place import Place
-from ...planning.worker import tensor_parallel
+from ...planning.memory import tensor_parallel
 from ..engine import EngineStats
 from ..vllm import VllmCore
 from .vllm_place import START_SHARE, check_placed, environment_of, placed_arguments

@@ -22,7 +22,7 @@ from ...pipeline.place import Place
 from ...pipeline.port import Port, PortClosed
 from ...pipeline.socket_port import SocketPort
 from ...pipeline.stage_loop import LoopStats, serve
-from ...planning.worker import tensor_parallel
+from ...planning.memory import tensor_parallel
 from ..engine import Completion, EngineStats, GenerateRequest
 from ..replica import Finding, Written
 from ..requests import find_fingerprint

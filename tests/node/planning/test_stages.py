@@ -13,7 +13,7 @@ from primerl.node.engine_config import EngineConfig, PipelineConfig
 from primerl.node.errors import EngineError
 from primerl.node.gpu_memory import GpuMemory
 from primerl.node.pipeline.planner import Offered, Terms, make_plan
-from primerl.node.planning.bill import GIB
+from primerl.node.planning.memory import GIB
 from primerl.node.planning.shape import read_shape
 from primerl.node.planning.stages import (
     CutModel,

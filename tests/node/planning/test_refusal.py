@@ -4,15 +4,12 @@ from typing import Any
 
 import pytest
 
-from primerl.node.config import EngineConfig, RunConfig
+from primerl.node.config import EngineConfig
 from primerl.node.engines.build import build_engine
 from primerl.node.errors import UsageError
 from primerl.node.gpu_memory import GpuMemory
-from primerl.node.planning.bill import GIB
-from primerl.node.planning.refusal import refuse_here, refuse_what_cannot_fit
+from primerl.node.planning.memory import GIB, refuse_what_cannot_fit
 from primerl.node.planning.shape import read_shape
-from primerl.node.planning.whole import Asked, as_json, describe, plan_whole
-from primerl.node.planning.worker import Device
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -29,74 +26,6 @@ CONFIG: dict[str, Any] = {
 """Qwen3-1.7B's."""
 SHAPE = read_shape(CONFIG)
 ENGINE: dict[str, Any] = {"type": "vllm", "dtype": "bfloat16", "max_model_len": 4096}
-
-
-def asked(gib: float, *, gpus: int = 1, shared: bool = False, **more: Any) -> Asked:
-    config = RunConfig.model_validate({"engine": {**ENGINE, **more.pop("engine", {})}, **more})
-    return Asked(config, SHAPE, Device("cuda", int(gib * GIB)), gpus=gpus, shared=shared)
-
-
-def test_worker_and_trainer_are_planned_apart_on_gpus_of_their_own() -> None:
-    whole = plan_whole(asked(80))
-    assert whole.worker.device.taken == 0
-    assert whole.share is None
-    assert whole.must_be_told is None
-    assert whole.learner_fits
-
-
-def test_on_a_shared_gpu_each_leaves_room_for_the_other() -> None:
-    whole = plan_whole(asked(80, shared=True))
-    both = whole.learner.total + whole.companions.total
-    assert whole.worker.device.taken == both
-    assert whole.share is not None
-    assert both + whole.worker.budget <= 80 * GIB
-    assert whole.worker.fits
-    assert whole.must_be_told == whole.worker.utilization
-    assert not plan_whole(asked(24, shared=True)).worker.fits
-    said = plan_whole(asked(80, shared=True, engine={"vllm": {"gpu_memory_utilization": 0.3}}))
-    assert said.must_be_told is None
-
-
-def test_auto_takes_the_gpus_that_there_are() -> None:
-    whole = plan_whole(asked(80, gpus=4, engine={"tp": "auto", "pp": 2}))
-    assert whole.engine.tp == 2
-    assert any("tp auto is 2" in note for note in whole.notes)
-
-
-def test_more_gpus_than_there_are_is_said() -> None:
-    assert any("needs more" in note for note in plan_whole(asked(80, engine={"tp": 4})).notes)
-
-
-def test_heads_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(UsageError, match="16 attention heads cannot be shared by 3"):
-        plan_whole(asked(80, engine={"tp": 3}))
-
-
-def test_the_table_of_lengths_goes_down_and_ends_at_the_models_own() -> None:
-    grid = plan_whole(asked(24)).grid
-    assert grid.lengths == [1024, 2048, 4096, 8192, 16384, 32768]
-    for row in grid.rows.values():
-        assert row == sorted(row, reverse=True)
-    half, whole = grid.rows["bfloat16"], grid.rows["float32"]
-    assert all(a > b for a, b in zip(half, whole, strict=True))
-
-
-def test_the_plan_is_told_to_programs() -> None:
-    one = asked(24, shared=True)
-    told = json.loads(json.dumps(as_json(one, plan_whole(one))))
-    assert told["model"]["parameters"] == SHAPE.parameters
-    assert told["worker"]["fits"] is False
-    assert sum(told["trainer"]["bytes"].values()) <= told["trainer"]["total"]
-    assert told["shared"]["gpu_memory_utilization"] == 0.0
-
-
-def test_a_model_in_a_line() -> None:
-    assert describe(SHAPE).startswith(
-        "qwen3, 1,720.6 M parameters (3.2 GiB in bfloat16), 28 layers"
-    )
-
-
-# -- before an engine starts -----------------------------------------------------------------------
 
 
 def card(gib: float) -> GpuMemory:
@@ -184,10 +113,10 @@ async def test_an_engine_asks_the_gpus_and_refuses_before_it_starts_anything(
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UsageError, match=r"on a GPU of 4\.0 GiB"):
-        refuse_here(engine(max_model_len=40960), model)
+        refuse_what_cannot_fit(engine(max_model_len=40960), model)
     hosted = build_engine(engine(max_model_len=40960))
     with pytest.raises(UsageError, match=r"on a GPU of 4\.0 GiB"):
         await hosted.start(model)
     await hosted.close()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    refuse_here(engine(max_model_len=40960), model)  # nothing is known of it
+    refuse_what_cannot_fit(engine(max_model_len=40960), model)  # nothing is known of it

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 
 from primerl.node.config import ModelCreateConfig, RunConfig
-from primerl.node.planning.bill import GIB
+from primerl.node.planning.memory import (
+    GIB,
+    LearnerMemory,
+    learner_flag,
+    plan_learner,
+    plan_trainer,
+    worker_share,
+)
 from primerl.node.planning.shape import ModelShape, read_shape
-from primerl.node.planning.shared import companions, plan_trainer, worker_share
-from primerl.node.planning.trainer import LearnerPlan, plan_learner
-from primerl.node.planning.trainer_fit import learner_ways
 from primerl.node.training_config import LoraConfig, TrainingConfig
 
 
@@ -35,7 +39,7 @@ SMALL, LARGE = qwen(1024, 28, 16, 3072), qwen(2560, 36, 32, 9728)
 TINY = read_shape({"model_type": "qwen3", **ModelCreateConfig().model_dump()})
 
 
-def counted(plan: LearnerPlan) -> float:
+def counted(plan: LearnerMemory) -> float:
     """GiB that torch's allocator sees: without a context, and without slack."""
     return sum(line.nbytes for line in plan.peak if not line.estimate) / GIB
 
@@ -86,7 +90,7 @@ def test_what_stays_is_torchs_own_masters_and_moments() -> None:
         for one in parameters
         for name in ("exp_avg", "exp_avg_sq")
     )
-    lines = {line.name: line.nbytes for line in plan_learner(config(), TINY, gpu=False).stays}
+    lines = {line.name: line.nbytes for line in plan_learner(config(), TINY, gpu=False).resident}
     assert moments == 8 * 1024
     assert lines == {
         "masters": 4 * TINY.parameters,
@@ -132,7 +136,7 @@ def test_a_layer_that_is_not_compiled_keeps_what_autograd_keeps() -> None:
     real = kept_by_torch(3, tokens) - kept_by_torch(2, tokens)
     two = config(seq_len=tokens, compile=False, dtype="bfloat16")
     one = [
-        next(line.nbytes for line in plan.backward if line.name == "kept for backward")
+        next(line.nbytes for line in plan.backward_start if line.name == "kept for backward")
         for plan in (plan_learner(two, shape_of(layers), gpu=False) for layers in (2, 3))
     ]
     assert one[1] - one[0] == pytest.approx(real, rel=0.15)
@@ -149,17 +153,19 @@ def shape_of(layers: int) -> ModelShape:
 def test_ranks_share_what_stays() -> None:
     alone = plan_learner(config(), LARGE, gpu=True)
     four = plan_learner(config(), LARGE, gpu=True, ranks=4)
-    stays = {line.name: line.nbytes for line in four.stays}
+    stays = {line.name: line.nbytes for line in four.resident}
     assert stays["Adam's moments"] == 8 * LARGE.parameters // 4
     assert four.total < alone.total
     whole = config(fsdp={"reshard_after_forward": False})
-    kept = {line.name: line.nbytes for line in plan_learner(whole, LARGE, gpu=True, ranks=4).stays}
+    kept = {
+        line.name: line.nbytes for line in plan_learner(whole, LARGE, gpu=True, ranks=4).resident
+    }
     assert kept["weights, gathered"] == 2 * LARGE.parameters > stays["weights, gathered"]
 
 
 def test_adapters_need_moments_of_their_own_only() -> None:
     lora = plan_learner(config(lora=LoraConfig(rank=16)), LARGE, gpu=True)
-    lines = {line.name: line.nbytes for line in lora.stays}
+    lines = {line.name: line.nbytes for line in lora.resident}
     adapters = LARGE.adapter_parameters(16, LoraConfig().target_modules)
     assert lines["weights"] == 2 * LARGE.parameters
     assert lines["Adam's moments"] == 8 * adapters < LARGE.parameters
@@ -182,14 +188,18 @@ def test_what_saves_memory_is_planned_to(more: dict[str, Any]) -> None:
     )
 
 
-def test_what_is_proposed_fits_and_the_mildest_comes_first() -> None:
-    ways = list(learner_ways(config(), SMALL, 24 * GIB))
-    assert ways[0].flags == "--training.activation-checkpointing selective"
-    assert ways[0].plan.total <= 24 * GIB
-    far = list(learner_ways(config(), LARGE, 24 * GIB))
-    assert far
-    assert far[0].gpus > 1
-    assert all(way.plan.total <= 24 * GIB for way in far)
+def test_the_flag_that_helps_a_learner_follows_what_is_too_large() -> None:
+    def flag(shape: ModelShape, room: int, **more: Any) -> str:
+        asked = config(**more)
+        return learner_flag(asked, plan_learner(asked, shape, gpu=True), room)
+
+    assert flag(SMALL, 80 * GIB) == ""
+    assert flag(SMALL, 24 * GIB) == "--training.activation-checkpointing full"
+    full = {"activation_checkpointing": "full", "head_chunk": 8192}
+    assert plan_learner(config(**full), SMALL, gpu=True).total <= 24 * GIB
+    assert flag(SMALL, 16 * GIB, **full) == "--training.head-chunk 1024"
+    assert flag(LARGE, 24 * GIB).startswith("--training.lora.rank 16, or more GPUs")
+    assert flag(LARGE, 8 * GIB, lora={"rank": 16}).startswith("more GPUs: --training.backend fsdp")
 
 
 # -- beside a worker -------------------------------------------------------------------------------
@@ -201,10 +211,10 @@ def run(**more: Any) -> RunConfig:
 
 
 def test_a_trainer_also_evaluates_and_audits() -> None:
-    names = {line.name for line in companions(run(), SMALL, gpu=True)}
+    names = {line.name for line in plan_trainer(run(), SMALL, gpu=True)[1]}
     assert {"evaluation's network", "evaluation's CUDA context", "the auditor's networks"} < names
     quiet = run(evaluation={"prompts": 0})
-    assert names - {line.name for line in companions(quiet, SMALL, gpu=True)} == {
+    assert names - {line.name for line in plan_trainer(quiet, SMALL, gpu=True)[1]} == {
         "evaluation's network",
         "evaluation's CUDA context",
     }
@@ -212,7 +222,7 @@ def test_a_trainer_also_evaluates_and_audits() -> None:
 
 def test_the_auditor_keeps_several_small_networks_and_one_large_one() -> None:
     def audited(shape: ModelShape) -> int:
-        lines = companions(run(), shape, gpu=True)
+        lines = plan_trainer(run(), shape, gpu=True)[1]
         return next(line.nbytes for line in lines if line.name == "the auditor's networks")
 
     assert audited(LARGE) == 2 * LARGE.parameters

@@ -1,21 +1,23 @@
 """Plans of engines: their arithmetic by hand, and against what this package really allocates on a CPU."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from primerl.node.config import EngineConfig, ModelCreateConfig
 from primerl.node.errors import UsageError
-from primerl.node.planning.bill import GIB, Bill, Line, gib
-from primerl.node.planning.fit import advise, longest
-from primerl.node.planning.shape import read_shape
-from primerl.node.planning.worker import (
+from primerl.node.planning.memory import (
+    GIB,
     Device,
-    plan_worker,
+    MemoryBreakdown,
+    MemoryItem,
+    engine_flag,
+    gib,
+    plan_engine,
     sequence_bytes,
     token_bytes,
 )
+from primerl.node.planning.shape import read_shape
 
 Q8B = read_shape(
     {
@@ -80,140 +82,129 @@ def test_a_layer_with_a_window_holds_the_window_only() -> None:
 
 
 def test_what_is_left_of_the_budget_is_the_cache() -> None:
-    plan = plan_worker(vllm(), Q8B, CARD)
+    plan = plan_engine(vllm(), Q8B, CARD)
     assert plan.budget == int(0.92 * 24 * GIB)
-    assert plan.room == plan.budget - plan.engine.total
-    assert plan.engine.lines[0] == Line("weights", 2 * Q8B.parameters, "8,191 M x 2 bytes")
-    assert plan.at_once == plan.room // (8192 * token_bytes(vllm(), Q8B)) == 5
+    assert plan.cache == plan.budget - plan.engine.total
+    assert plan.engine.items[0] == MemoryItem("weights", 2 * Q8B.parameters, "8,191 M x 2 bytes")
+    assert plan.at_once == plan.cache // (8192 * token_bytes(vllm(), Q8B)) == 5
     assert plan.fits
     assert not plan.holds_all
 
 
 def test_a_share_that_is_set_is_the_budget() -> None:
-    plan = plan_worker(vllm(vllm={"gpu_memory_utilization": 0.5}), Q8B, CARD)
+    plan = plan_engine(vllm(vllm={"gpu_memory_utilization": 0.5}), Q8B, CARD)
     assert plan.budget == 12 * GIB
     assert not plan.fits
-    assert plan.missing == plan.sequence - plan.room > 0
+    assert plan.missing == plan.sequence - plan.cache > 0
 
 
 def test_a_cache_that_is_set_is_taken_as_it_is() -> None:
-    plan = plan_worker(vllm(vllm={"kv_cache_memory_bytes": 3 * GIB}), Q8B, CARD)
-    assert plan.room == 3 * GIB
+    plan = plan_engine(vllm(vllm={"kv_cache_memory_bytes": 3 * GIB}), Q8B, CARD)
+    assert plan.cache == 3 * GIB
     assert plan.fits
-    assert not plan_worker(vllm(vllm={"kv_cache_memory_bytes": 9 * GIB}), Q8B, CARD).fits
+    assert not plan_engine(vllm(vllm={"kv_cache_memory_bytes": 9 * GIB}), Q8B, CARD).fits
 
 
 def test_beside_others_vllm_gets_what_they_leave() -> None:
     taken = Device("cuda", 24 * GIB, taken=4 * GIB)
-    plan = plan_worker(vllm(), TINY, taken)
+    plan = plan_engine(vllm(), TINY, taken)
     assert plan.utilization is not None
     assert 0.77 < plan.utilization < 20 / 24
     assert plan.fits
-    few = plan_worker(vllm(), TINY, Device("cuda", 24 * GIB, taken=GIB))
+    few = plan_engine(vllm(), TINY, Device("cuda", 24 * GIB, taken=GIB))
     assert few.utilization == 0.92  # vLLM's own, as long as so much is free
-    more = plan_worker(vllm(), TINY, Device("cuda", 24 * GIB, taken=3 * GIB // 2))
+    more = plan_engine(vllm(), TINY, Device("cuda", 24 * GIB, taken=3 * GIB // 2))
     assert more.utilization is not None
     assert more.utilization < 0.92
-    greedy = plan_worker(vllm(vllm={"gpu_memory_utilization": 0.9}), TINY, taken)
+    greedy = plan_engine(vllm(vllm={"gpu_memory_utilization": 0.9}), TINY, taken)
     assert not greedy.fits  # vLLM refuses to start where less is free than it may take
     assert greedy.missing == greedy.overdrawn > 0
-    assert plan_worker(vllm(), TINY, Device("cuda", 24 * GIB, 24 * GIB)).utilization == 0
+    assert plan_engine(vllm(), TINY, Device("cuda", 24 * GIB, 24 * GIB)).utilization == 0
 
 
 def test_a_small_gpu_leaves_room_for_what_vllm_does_not_count() -> None:
     """Its context and graphs: 0.97 GiB of 12, of which vLLM's own share would leave 0.96."""
-    plan = plan_worker(vllm(pp=2, max_model_len=1024), Q8B, Device("cuda", 12 * GIB))
+    plan = plan_engine(vllm(pp=2, max_model_len=1024), Q8B, Device("cuda", 12 * GIB))
     assert plan.utilization == 0.89
     assert plan.fits
     assert plan.tight
 
 
-def test_proofs_take_what_the_recorder_keeps() -> None:
-    """The signs of the projection in bf16, and one fp32 row a request."""
-    plan = plan_worker(vllm(max_batch=64), Q8B, CARD, fingerprint="projection")
-    (kept,) = [line.nbytes for line in plan.beside if line.name == "proofs"]
-    import torch
-
-    from primerl.node.engines.vllm_recorder import Recorder
-
-    real: Any = Recorder(
-        torch.device("cpu"),
-        width=4096,
-        dtype=torch.bfloat16,
-        fingerprint="projection",
-        requests=64,
-        length=1,
-    )
-    assert kept == 2 * real._signs.numel() + real._rows.nbytes  # pyright: ignore[reportPrivateUsage]
-    none = plan_worker(vllm(), Q8B, CARD, fingerprint="")
-    assert "proofs" not in [line.name for line in none.beside]
+def test_proofs_are_planned_where_the_run_has_some() -> None:
+    proofs = [item.name for item in plan_engine(vllm(), Q8B, CARD).beside]
+    none = [item.name for item in plan_engine(vllm(), Q8B, CARD, fingerprint="").beside]
+    assert set(proofs) - set(none) == {"proofs"}
 
 
 def test_a_large_update_finds_no_room_beside_a_full_gpu() -> None:
-    assert plan_worker(vllm(), Q8B, CARD).tight
-    assert not plan_worker(vllm(), Q8B, CARD, changed=0.001).tight
+    assert plan_engine(vllm(), Q8B, CARD).tight
+    assert not plan_engine(vllm(), Q8B, CARD, changed=0.001).tight
 
 
 def test_auto_has_to_be_a_number_first() -> None:
     with pytest.raises(UsageError, match="auto"):
-        plan_worker(vllm(tp="auto"), Q8B, CARD)
+        plan_engine(vllm(tp="auto"), Q8B, CARD)
 
 
 # -- advice ----------------------------------------------------------------------------------------
 
 
-def test_what_fits_is_said_without_advice() -> None:
-    advice = advise(vllm(max_batch=5), Q8B, CARD)
-    assert advice.verdict == "fits: 5 sequences of 8192 tokens at once"
-    assert advice.ways == ()
-
-
-def test_every_way_that_is_proposed_fits() -> None:
-    for gpu in (8, 12, 16, 20, 24, 40, 80):
-        for dtype in ("float32", "bfloat16"):
-            config = vllm(dtype=dtype, max_model_len=32768)
-            advice = advise(config, Q8B, Device("cuda", gpu * GIB))
-            assert all(way.plan.fits for way in advice.ways), (gpu, dtype, advice)
-            assert advice.ways, (gpu, dtype)
+def test_what_fits_needs_no_flag() -> None:
+    plan = plan_engine(vllm(max_batch=5), Q8B, CARD)
+    assert plan.verdict == "fits: 5 sequences of 8192 tokens at once"
+    assert engine_flag(vllm(max_batch=5), plan) == ""
 
 
 @pytest.mark.parametrize(
-    ("gpu", "config", "flags"),
+    ("gpu", "config", "flag"),
     [
         (24, vllm(), "--engine.max-batch 5"),
-        (24, vllm(dtype="float32"), "--engine.dtype bfloat16 --engine.max-batch 5"),
-        (20, vllm(max_model_len=32768), "--engine.max-model-len"),
+        (24, vllm(dtype="float32"), "--engine.dtype bfloat16"),
+        (20, vllm(max_model_len=32768), "--engine.max-model-len 15120"),
         (16, vllm(), "--engine.tp 2"),
+        (
+            24,
+            vllm(vllm={"gpu_memory_utilization": 1.1}),
+            "--engine.vllm.gpu-memory-utilization 0.98",
+        ),
     ],
 )
-def test_the_nearest_that_fits_comes_first(gpu: int, config: EngineConfig, flags: str) -> None:
-    advice = advise(config, Q8B, Device("cuda", gpu * GIB))
-    assert advice.ways[0].flags.startswith(flags)
+def test_the_flag_that_helps_is_named(gpu: int, config: EngineConfig, flag: str) -> None:
+    assert engine_flag(config, plan_engine(config, Q8B, Device("cuda", gpu * GIB))) == flag
 
 
-def test_stages_are_proposed_where_heads_cannot_be_shared() -> None:
-    odd = dataclasses.replace(Q8B, heads=33, kv_heads=11)
-    advice = advise(vllm(), odd, Device("cuda", 16 * GIB))
-    assert advice.ways[-1].flags.startswith("--engine.pp 2")
-    assert advice.ways[-1].gpus == 2
+def test_following_the_flags_ends_in_an_engine_that_holds_its_sequences() -> None:
+    for gpu in (8, 12, 16, 20, 24, 40, 80):
+        for dtype in ("float32", "bfloat16"):
+            config = vllm(dtype=dtype, max_model_len=32768)
+            for _ in range(6):
+                plan = plan_engine(config, Q8B, Device("cuda", gpu * GIB))
+                if not (flag := engine_flag(config, plan)):
+                    break
+                name, value = flag.removeprefix("--engine.").replace("-", "_").split()
+                value = value if name == "dtype" else int(value)
+                config = config.model_copy(update={name: value})
+            assert plan_engine(config, Q8B, Device("cuda", gpu * GIB)).holds_all, (gpu, dtype)
 
 
-def test_the_longest_length_is_the_last_that_fits() -> None:
-    plan = plan_worker(vllm(), Q8B, CARD)
-    length = longest(vllm(), Q8B, CARD, plan.room, 4)
-    assert 4 * sequence_bytes(vllm(), Q8B, length, "cuda") <= plan.room
-    assert 4 * sequence_bytes(vllm(), Q8B, length + 16, "cuda") > plan.room
-    assert longest(vllm(), Q8B, CARD, 0, 1) == 0
+def test_the_length_that_is_named_is_the_longest_that_fits() -> None:
+    device = Device("cuda", 20 * GIB)
+    config = vllm(max_model_len=32768)
+    plan = plan_engine(config, Q8B, device)
+    length = int(engine_flag(config, plan).split()[1])
+    assert sequence_bytes(config, Q8B, length, "cuda") <= plan.cache
+    assert sequence_bytes(config, Q8B, length + 16, "cuda") > plan.cache
 
 
 # -- the embedded engine ---------------------------------------------------------------------------
 
 
 def test_the_embedded_engine_needs_room_for_two_networks() -> None:
-    plan = plan_worker(EngineConfig(), Q8B, Device("cpu", 96 * GIB))
-    assert [line.nbytes for line in plan.engine][:2] == [4 * Q8B.parameters] * 2
+    plan = plan_engine(EngineConfig(), Q8B, Device("cpu", 96 * GIB))
+    items = {item.name: item.nbytes for item in plan.engine}
+    assert items["weights"] == items["the next weights"] == 4 * Q8B.parameters
     assert plan.fits
-    assert not plan_worker(EngineConfig(), Q8B, Device("cpu", 60 * GIB)).fits
+    assert not plan_engine(EngineConfig(), Q8B, Device("cpu", 60 * GIB)).fits
 
 
 def test_the_embedded_engines_cache_is_what_a_session_holds() -> None:
@@ -239,18 +230,18 @@ def test_the_embedded_engines_cache_is_what_a_session_holds() -> None:
             before = session._keys.nbytes + session._values.nbytes
             session._grow(max(64, used // 2))
             peak = before // 2 + session._keys.nbytes + session._values.nbytes
-            plan = plan_worker(EngineConfig(max_model_len=used + 1), TINY, Device("cpu", GIB))
+            plan = plan_engine(EngineConfig(max_model_len=used + 1), TINY, Device("cpu", GIB))
             assert peak <= 3 * plan.sequence * 1.02
         used += 1
 
 
-# -- bills -----------------------------------------------------------------------------------------
+# -- breakdowns -----------------------------------------------------------------------------------------
 
 
-def test_a_bill_adds_up_and_leaves_out_what_is_nothing() -> None:
-    bill = Bill.of([Line("a", 3), Line("b", 0), Line("c", 4)])
-    assert [line.name for line in bill] == ["a", "c"]
-    assert (bill + bill).total == 14
+def test_a_breakdown_adds_up_and_leaves_out_what_is_nothing() -> None:
+    items = MemoryBreakdown.of([MemoryItem("a", 3), MemoryItem("b", 0), MemoryItem("c", 4)])
+    assert [item.name for item in items] == ["a", "c"]
+    assert (items + items).total == 14
 
 
 def test_sizes_are_said_in_people_s_units() -> None:
