@@ -6,12 +6,24 @@ from pathlib import Path
 
 import pytest
 
+from primerl.node.engines.vllm_features import is_installed
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "pipeline.py"
 TOY = "--quick --shape tiny --batch 3 --lanes 1 --rates 4 --tokens 5 --prompt 4".split()
 
 
+@pytest.mark.skipif(is_installed(), reason="vLLM is installed")
+def test_without_vllm_the_bench_of_pipelines_says_what_it_needs() -> None:
+    found = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick"], capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 2
+    assert "pipelines run vLLM: vLLM is not installed" in found.stderr
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.skipif(not is_installed(), reason="vLLM is not installed")
+@pytest.mark.timeout(900)
 def test_the_bench_of_pipelines_runs_at_toy_size_and_every_way_draws_the_same_tokens(
     tmp_path: Path,
 ) -> None:
@@ -21,7 +33,7 @@ def test_the_bench_of_pipelines_runs_at_toy_size_and_every_way_draws_the_same_to
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=800,
     )
     assert report.is_file(), found.stdout + found.stderr
     told = json.loads(report.read_text())
