@@ -15,8 +15,8 @@ from .configured import arguments, environment, options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..node.calibration.calibrator import Noise, Report, Wanted
-    from ..node.config import RunConfig
+    from ..node.config.run import RunConfig
+    from ..node.verification.calibrator import Noise, Report, Wanted
 
 
 class EngineType(Enum):
@@ -70,9 +70,9 @@ def run(
       primerl-node calibrate @ run.toml --out c.json --against hf --against vllm --rollouts 2000
       primerl-node train @ run.toml --verification.calibration calibration.json
     """
-    from ..node.calibration.calibrator import Wanted
-    from ..node.config import RunConfig
-    from ..node.load import load
+    from ..node.config.loader import load
+    from ..node.config.run import RunConfig
+    from ..node.verification.calibrator import Wanted
     from .signals import run as run_to_end
 
     longest = options(**{"sampling.max_tokens": str(tokens) if tokens else None})
@@ -92,17 +92,18 @@ def run(
 
 
 async def _measure(config: "RunConfig", wanted: "Wanted", weights: Path | None) -> "Report":
-    from ..node import models, rundir, tensors
-    from ..node.calibration.calibrator import Calibrator
+    from ..node.app import rundir
+    from ..node.app.factories import Parts
     from ..node.environments.environment import EnvironmentFailed
-    from ..node.errors import UsageError
-    from ..node.parts import Parts
+    from ..node.models import huggingface, tensors
+    from ..node.ops.errors import UsageError
+    from ..node.verification.calibrator import Calibrator
 
     parts = Parts()
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
         model_dir = await rundir.prepare_model(config, Path(directory))
         source = weights or model_dir
-        found = await asyncio.to_thread(models.read_state, source)
+        found = await asyncio.to_thread(huggingface.read_state, source)
         state = tensors.bf16_state((name, tensors.to_torch(one)) for name, one in found.items())
         sampling = config.sampling
         tasks = parts.environment(
@@ -181,7 +182,7 @@ def _table(*columns: str) -> "Table":
 def _write(report: "Report", path: Path) -> None:
     import msgspec
 
-    from ..node.errors import StorageError
+    from ..node.ops.errors import StorageError
 
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     encoded = msgspec.json.format(msgspec.json.encode(report.calibration(day)), indent=2)

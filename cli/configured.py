@@ -1,6 +1,6 @@
 """Commands that take a config: `@ file` and `--a.b value` beside typer's own options.
 
-Config arguments pass through typer untouched, in their order, and are read by node/load.py alone.
+Config arguments pass through typer untouched, in their order, and are read by node/config/loader.py alone.
 """
 
 import json
@@ -14,9 +14,9 @@ import typer.core
 if TYPE_CHECKING:
     from pydantic_config import BaseConfig
 
-    from ..node.config import NodeConfig, RunConfig
-    from ..node.eval_config import EvalConfig
-    from ..node.sft_config import SftConfig
+    from ..node.config.evaluation import EvalConfig
+    from ..node.config.run import NodeConfig, RunConfig
+    from ..node.config.sft import SftConfig
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the resolved config as TOML, and do nothing.")
@@ -50,10 +50,10 @@ class ConfigCommand(typer.core.TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         """typer's help, then the keys."""
-        from ..node.config import JoinConfig, RunConfig
-        from ..node.eval_config import EvalConfig
-        from ..node.serve_config import ServeConfig
-        from ..node.sft_config import SftConfig
+        from ..node.config.evaluation import EvalConfig
+        from ..node.config.run import JoinConfig, RunConfig
+        from ..node.config.serving import ServeConfig
+        from ..node.config.sft import SftConfig
         from .keys import keys_help
 
         others = {
@@ -68,8 +68,8 @@ class ConfigCommand(typer.core.TyperCommand):
 
 def show_config(config: "BaseConfig", *, as_json: bool) -> None:
     """Print a config so that it can be read back. Raises UsageError for what TOML cannot hold."""
-    from ..node import toml
-    from ..node.errors import UsageError
+    from ..node.config import toml
+    from ..node.ops.errors import UsageError
 
     values = config.model_dump(mode="json")
     if as_json:
@@ -91,8 +91,8 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 
     `proven` is False for a command whose completions nobody audits.
     """
-    from ..node.config import RunConfig
-    from ..node.engine_check import check_config
+    from ..node.app.engine_check import check_config
+    from ..node.config.run import RunConfig
 
     model = config.model if isinstance(config, RunConfig) else None
     check_config(config.engine, model, proven=proven)
@@ -100,14 +100,14 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 
 def check_engine_present(config: "NodeConfig") -> None:
     """Raise EngineError if the engine of a node that is about to start is not installed here."""
-    from ..node.engine_check import check_present
+    from ..node.app.engine_check import check_present
 
     check_present(config.engine)
 
 
 def check_model(config: "RunConfig | SftConfig") -> None:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run."""
-    from ..node.architectures import check_trainable
+    from ..node.models.architectures import check_trainable
 
     check_trainable(config.model, config.training.seq_len)
 

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from ..node.config import RunConfig
-    from ..node.doctor import Check, RunMemory
-    from ..node.planning.memory import Device, MemoryBreakdown
-    from ..node.planning.shape import ModelShape
+    from ..node.config.run import RunConfig
+    from ..node.memory_plan.memory import Device, MemoryBreakdown
+    from ..node.memory_plan.shape import ModelShape
+    from ..node.ops.doctor import Check, RunMemory
 
 GpuGib = Annotated[
     float | None,
@@ -49,9 +49,9 @@ def run(
       primerl-node doctor @ run.toml --gpu-memory 24 --gpus 2   a machine that is elsewhere
       primerl-node doctor @ run.toml --shared                   trainer and worker on one GPU
     """
-    from ..node import doctor
-    from ..node.config import RunConfig
-    from ..node.load import load
+    from ..node.config.loader import load
+    from ..node.config.run import RunConfig
+    from ..node.ops import doctor
 
     variables = environment()
     config = load(RunConfig, arguments(ctx), variables)
@@ -78,9 +78,9 @@ def run(
 
 def _model(config: "RunConfig") -> "tuple[Mapping[str, Any] | None, ModelShape | None, str]":
     """The config.json of the configured model, its shape, and why one of them is missing."""
-    from ..node.architectures import read_config
-    from ..node.errors import EngineError
-    from ..node.planning.shape import read_shape
+    from ..node.memory_plan.shape import read_shape
+    from ..node.models.architectures import read_config
+    from ..node.ops.errors import EngineError
 
     if config.model.create is None and "name" not in config.model.model_fields_set:
         return None, None, "give a model, --model.name DIR or a hub id, or @ a run's config"
@@ -96,9 +96,9 @@ def _device(
     variables: "Mapping[str, str]", gpu_memory: float | None, *, cpu: bool
 ) -> "tuple[Device, int]":
     """The GPU with the least free memory, or this machine's memory; and how many GPUs there are."""
-    from ..node.gpu_memory import visible
-    from ..node.machine_memory import machine_memory
-    from ..node.planning.memory import GIB, Device
+    from ..node.memory_plan.memory import GIB, Device
+    from ..node.ops.gpu_memory import visible
+    from ..node.ops.machine_memory import machine_memory
 
     there = [] if cpu else visible(variables)
     count = max(1, len(there))
@@ -151,7 +151,7 @@ def _show_checks(checks: "Sequence[Check]") -> None:
 
 def _show_plan(config: "RunConfig", shape: "ModelShape", plan: "RunMemory") -> None:
     """Print what the worker and the trainer take, and whether they fit."""
-    from ..node.planning.memory import gib
+    from ..node.memory_plan.memory import gib
     from .screen import write
 
     sort = f"{shape.experts} experts" if shape.experts else "dense"
@@ -216,7 +216,7 @@ def _add_total(table: "Table", name: str, nbytes: int, detail: str = "") -> None
 
 
 def _amount(nbytes: int) -> str:
-    from ..node.planning.memory import GIB, gib
+    from ..node.memory_plan.memory import GIB, gib
 
     return f"{nbytes / GIB:.2f} GiB" if abs(nbytes) >= GIB // 10 else gib(nbytes)
 

@@ -66,8 +66,8 @@ def run(
       primerl-node eval --models Qwen/Qwen3-0.6B --environments '[{"id": "reverse-text", "samples": 8}]'
       primerl-node eval @ eval_api            endpoints: a base URL, and the variable that holds the key
     """
-    from ..node.eval_config import EvalConfig
-    from ..node.load import load
+    from ..node.config.evaluation import EvalConfig
+    from ..node.config.loader import load
 
     where = None if weights_dir is None else str(weights_dir)
     flags = options(**{"weights-dir": where, "steps": steps})
@@ -78,7 +78,7 @@ def run(
     if dry_run:
         show_config(config, as_json=as_json)
         return
-    from ..node.eval_run import evaluate
+    from ..node.app.eval import evaluate
     from .signals import run as run_to_end
 
     with EvalView() as view:
@@ -147,7 +147,7 @@ def _progress_bar() -> Any:
 def _print(cells: Sequence["Cell"], directory: Path, *, as_json: bool) -> None:
     import msgspec
 
-    from ..node.errors import NodeError
+    from ..node.ops.errors import NodeError
     from .screen import write
 
     if as_json:

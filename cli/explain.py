@@ -38,19 +38,19 @@ def run(
     """
     import msgspec
 
-    from ..node import explaining
+    from ..node.ops import explain
     from .screen import write
     from .verdict_tables import explanation, verdict_list
 
     directory = find_directory(data_dir)
     if everything:
-        lines = explaining.listed(directory, last)
+        lines = explain.listed(directory, last)
         if as_json:
             typer.echo(msgspec.json.format(msgspec.json.encode(lines)).decode())
         else:
             write(verdict_list(lines))
         return
-    found = explaining.explain(directory, verdict.strip())
+    found = explain.explain(directory, verdict.strip())
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
@@ -61,7 +61,7 @@ def run(
 
 def find_directory(data_dir: Path | None) -> Path:
     """Whose ledger to read: the named one, else the running node's, else the default. Raises UsageError."""
-    from ..node.errors import NetworkError, UsageError
+    from ..node.ops.errors import NetworkError, UsageError
     from .target import find_node
 
     if data_dir is not None:

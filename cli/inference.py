@@ -20,7 +20,7 @@ from .configured import (
 from .join import checked_ticket, ticket_text
 
 if TYPE_CHECKING:
-    from ..node.serve_config import ServeConfig
+    from ..node.config.serving import ServeConfig
 
 
 def run(
@@ -52,8 +52,8 @@ def run(
       primerl-node inference --model.name Qwen/Qwen3-0.6B --api.host 0.0.0.0 --api.key-variable API_KEY
       curl http://127.0.0.1:8000/v1/models
     """
-    from ..node.load import load
-    from ..node.serve_config import ServeConfig
+    from ..node.config.loader import load
+    from ..node.config.serving import ServeConfig
 
     given = options(ticket=ticket) + parallel(tp=tp, pp=pp, dp=dp)
     config = load(ServeConfig, arguments(ctx, given), environment())
@@ -64,7 +64,7 @@ def run(
         show_config(config, as_json=as_json)
         return
     config = checked(config)
-    from ..node.daemon import serve
+    from ..node.app.daemon import serve
     from .signals import run as run_to_end
 
     def announce(url: str, name: str) -> None:
@@ -76,7 +76,7 @@ def run(
 def checked(config: "ServeConfig") -> "ServeConfig":
     """The config with the ticket's text in it. Raises UsageError, TicketError; needs no network."""
     from ..node.api.server import read_key
-    from ..node.errors import UsageError
+    from ..node.ops.errors import UsageError
 
     read_key(config.api)
     if config.ticket:

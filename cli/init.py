@@ -28,7 +28,7 @@ def run(
     The key is the node's identity everywhere: keep key.pem, and keep it to yourself.
     """
     from ..crypto.keys import SecretKey
-    from ..node.errors import BusyError
+    from ..node.ops.errors import BusyError
 
     path = key_path(data_dir)
     if path.exists():

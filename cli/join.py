@@ -26,7 +26,7 @@ from .configured import (
 from .target import default_data_dir
 
 if TYPE_CHECKING:
-    from ..node.config import JoinConfig
+    from ..node.config.run import JoinConfig
     from ..node.environments.allowed import EnvironmentNotAllowed
     from .live import OpenView
 
@@ -95,8 +95,8 @@ def run(
       primerl-node join --ticket run.ticket --engine.type vllm --pp.rank 0 --pp.world-size 2
       primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
-    from ..node.config import JoinConfig
-    from ..node.load import load
+    from ..node.config.loader import load
+    from ..node.config.run import JoinConfig
 
     waits = {"wait": "true", "wait_for_trainer_s": "inf"} if wait else {}
     given = options(ticket=ticket, role=role, data_dir=data_dir, **waits) + parallel(
@@ -133,8 +133,8 @@ def work(config: "JoinConfig") -> None:
 
 async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
     """Join, with our own node in the view, and what its work came to at the end."""
-    from ..node.daemon import join
-    from ..node.watch import NodeState, watched
+    from ..node.app.daemon import join
+    from ..node.ops.watch import NodeState, watched
     from .live import plain_line
 
     data_dir = config.data_dir or default_data_dir()
@@ -152,7 +152,7 @@ async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
 
 def with_allowed(config: "JoinConfig", names: Sequence[str] | None) -> "JoinConfig":
     """The config with further environments that may be played."""
-    from ..node.config import AllowedConfig
+    from ..node.config.run import AllowedConfig
 
     allowed = AllowedConfig(allow=[*config.environments.allow, *(names or ())])
     return config.model_copy(update={"environments": allowed})
@@ -186,14 +186,14 @@ def with_checked_ticket(config: "JoinConfig") -> "JoinConfig":
 def checked_ticket(given: str, data_dir: Path) -> str:
     """The text of the ticket to join with: `given`, a file that holds it, or the one that a directory was
     admitted with. Raises TicketError, StorageError; needs no network."""
-    from ..node.tickets import usable_ticket
+    from ..node.app.tickets import usable_ticket
 
     return usable_ticket(ticket_text(given) if given else "", data_dir, int(time.time()))
 
 
 def ticket_text(given: str) -> str:
     """The ticket itself, where a file or - was given. Raises TicketError."""
-    from ..node.errors import TicketError
+    from ..node.ops.errors import TicketError
     from ..protocol.tickets import PREFIX
 
     if given == "-":

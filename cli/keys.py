@@ -1,6 +1,6 @@
 """The keys of a config as help text: flag, kind, meaning, default.
 
-The docstring below a field in node/config.py is its meaning; there is no second place to keep in step.
+The docstring below a field in node/config/run.py is its meaning; there is no second place to keep in step.
 """
 
 import ast

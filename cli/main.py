@@ -12,7 +12,7 @@ import typer
 
 from .. import __version__
 from ..crypto.keys import KeyFileError
-from ..node.errors import NodeError, StorageError, file_error, is_of_file
+from ..node.ops.errors import NodeError, StorageError, file_error, is_of_file
 from ..protocol.errors import RemoteProtocolError
 from . import (
     calibrate,

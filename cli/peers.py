@@ -43,7 +43,7 @@ def run(
     """
     import msgspec
 
-    from ..node.control import PeerRow
+    from ..node.ops.control import PeerRow
     from .screen import listing
     from .tables import PEER_COLUMNS, named, peers_table
 

@@ -20,7 +20,7 @@ from .configured import (
 )
 
 if TYPE_CHECKING:
-    from ..node.launching.placement import Placement
+    from ..node.launch.placement import Placement
 
 TrainerGpus = Annotated[
     str | None,
@@ -61,11 +61,11 @@ def run(
       primerl-node rl @ demo --launch.workers 4 --max-steps 50
       primerl-node rl @ run.toml --trainer-gpus 2 --inference-gpus 6 --dry-run
     """
-    from ..node.config import RunConfig
-    from ..node.gpus import usable
-    from ..node.launching.beside_trainer import planned_share
-    from ..node.launching.placement import place
-    from ..node.load import load
+    from ..node.config.loader import load
+    from ..node.config.run import RunConfig
+    from ..node.launch.beside_trainer import planned_share
+    from ..node.launch.placement import place
+    from ..node.ops.gpus import usable
 
     chosen = {"launch.trainer_gpus": trainer_gpus, "launch.inference_gpus": inference_gpus}
     args = arguments(ctx, options(**chosen) + parallel(tp=tp, pp=pp, dp=dp))
@@ -77,7 +77,7 @@ def run(
         show_config(placement.applied(config), as_json=as_json)
         show_placement(placement, as_json=as_json)
         return
-    from ..node.launching.launcher import launch
+    from ..node.launch.launcher import launch
     from .live import open_view
     from .signals import run as run_to_end
     from .summary import print_summary

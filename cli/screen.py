@@ -42,7 +42,7 @@ def listing(
 
     As JSON it is one object, in several lines or, when watched, in one line each time.
     """
-    from ..node.control import ask
+    from ..node.ops.control import ask
 
     wide = wide or not sys.stdout.isatty()
 
@@ -69,7 +69,7 @@ def listing(
 
 def enveloped(node: Path, command: str) -> dict[str, Any]:
     """A node's answer, with the run that it is of and the time (Unix seconds) of the answer."""
-    from ..node.control import ask
+    from ..node.ops.control import ask
 
     answer = ask(node, command)
     status = answer if command == "status" else ask(node, "status")

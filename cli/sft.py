@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .configured import (
-    AsJson,
-    DryRun,
-    arguments,
-    check_model,
-    environment,
-    show_config,
-)
+from .configured import AsJson, DryRun, arguments, check_model, environment, show_config
 
 if TYPE_CHECKING:
     from ..node.sft.loop import SftProgress
@@ -38,15 +31,15 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
       primerl-node sft @ sft_demo --resume        go on where it was interrupted
       primerl-node train @ demo --no-warmup --model.name outputs/sft-demo/weights/step_100
     """
-    from ..node.load import load
-    from ..node.sft_config import SftConfig
+    from ..node.config.loader import load
+    from ..node.config.sft import SftConfig
 
     config = load(SftConfig, arguments(ctx), environment())
     check_model(config)
     if dry_run:
         show_config(config, as_json=as_json)
         return
-    from ..node.sft_run import sft
+    from ..node.app.sft import sft
     from .signals import run as run_to_end
 
     with SftView(f"primerl-node sft  {config.name}") as view:

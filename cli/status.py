@@ -10,7 +10,7 @@ def run(data_dir: DataDir = None, as_json: AsJson = False, watch: Watch = False)
     """Show how a running node is doing: phase, step, policy version, rollouts, bytes."""
     import msgspec
 
-    from ..node.control import Status
+    from ..node.ops.control import Status
     from .screen import listing
     from .tables import status_table
 

@@ -19,8 +19,8 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Stop a running node in order: it finishes what must not be lost, and leaves."""
-    from ..node.control import ask, socket_path
-    from ..node.errors import NodeError
+    from ..node.ops.control import ask, socket_path
+    from ..node.ops.errors import NodeError
 
     node = find_node(data_dir)
     ask(node, "stop")

@@ -11,15 +11,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..node.report import points, smooth, terminal_curve
+from ..node.ops.report import points, smooth, terminal_curve
 from .screen import console
-from .tables import (
-    passes,
-    rejected,
-    seconds,
-    size,
-    sources,
-)
+from .tables import passes, rejected, seconds, size, sources
 
 CURVE_HEIGHT = 14
 Summary = Mapping[str, Any]

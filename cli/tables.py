@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
-from ..node.control import EngineRow, GroupRow, PeerRow, StageRow, Status
-from ..node.errors import UsageError
+from ..node.ops.control import EngineRow, GroupRow, PeerRow, StageRow, Status
+from ..node.ops.errors import UsageError
 
 T = TypeVar("T")
 

@@ -25,9 +25,9 @@ def default_data_dir() -> Path:
 
 def find_node(data_dir: Path | None) -> Path:
     """The data directory of the node to ask. Raises NetworkError when none runs."""
-    from ..node.control import socket_path
-    from ..node.errors import NetworkError
-    from ..node.registry import running
+    from ..node.ops.control import socket_path
+    from ..node.ops.errors import NetworkError
+    from ..node.ops.registry import running
 
     if data_dir is not None:
         return data_dir.expanduser()

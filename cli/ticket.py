@@ -54,7 +54,7 @@ def show(
     """Print a ticket."""
     if ctx.invoked_subcommand is not None:
         return
-    from ..node.control import ask
+    from ..node.ops.control import ask
 
     asked = {"expires_s": seconds(expires) if expires else None, "uses": uses, "label": label}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -65,7 +65,7 @@ def show(
 @app.command("list", short_help="The tickets that the trainer issued.")
 def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List the tickets that the trainer of this run issued, and how many nodes each admitted."""
-    from ..node.control import ask
+    from ..node.ops.control import ask
 
     rows = ask(find_node(data_dir), "tickets")
     if as_json:
@@ -87,7 +87,7 @@ def revoke(
     as_json: AsJson = False,
 ) -> None:
     """Let a ticket, or all of a label, admit nobody any more. Nodes that it admitted stay."""
-    from ..node.control import ask
+    from ..node.ops.control import ask
 
     rows = ask(find_node(data_dir), "revoke", name=name)
     if as_json:
@@ -111,7 +111,7 @@ def state(row: dict[str, object], now: float) -> str:
 
 def seconds(text: str) -> int:
     """A duration like 30d in seconds. Raises UsageError."""
-    from ..node.errors import UsageError
+    from ..node.ops.errors import UsageError
 
     found = re.fullmatch(r"(\d{1,9})([smhdw])", text.strip())
     if found is None:

@@ -5,17 +5,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from .configured import (
-    AsJson,
-    DryRun,
-    arguments,
-    check_model,
-    environment,
-    show_config,
-)
+from .configured import AsJson, DryRun, arguments, check_model, environment, show_config
 
 if TYPE_CHECKING:
-    from ..node.config import RunConfig
+    from ..node.config.run import RunConfig
     from .live import OpenView
 
 
@@ -31,8 +24,8 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
       primerl-node train @ demo --name b --resume.dir outputs/demo        a new run from another one
       primerl-node train @ demo --dry-run      show the whole config, start nothing
     """
-    from ..node.config import RunConfig
-    from ..node.load import load
+    from ..node.config.loader import load
+    from ..node.config.run import RunConfig
 
     config = load(RunConfig, arguments(ctx), environment())
     check_model(config)
@@ -51,8 +44,8 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
 
 async def train_and_show(config: "RunConfig", view: "OpenView") -> Path:
     """Train, with our own node in the view."""
-    from ..node.daemon import train
-    from ..node.watch import NodeState, watched
+    from ..node.app.daemon import train
+    from ..node.ops.watch import NodeState, watched
 
     def announce(ticket: str) -> None:
         view.say(f"join this run from anywhere:\n  primerl-node join --ticket {ticket}")

@@ -10,13 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..node.explaining import (
-    AuditedRollout,
-    Explanation,
-    Finding,
-    Line,
-    Stages,
-)
+from ..node.ops.explain import AuditedRollout, Explanation, Finding, Line, Stages
 from .tables import NONE
 
 SHORT = 10

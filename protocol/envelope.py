@@ -12,12 +12,7 @@ import msgspec
 
 from .. import __version__
 from ..crypto.hashing import Digest
-from ..crypto.keys import (
-    NodeId,
-    SecretKey,
-    Signature,
-    verify,
-)
+from ..crypto.keys import NodeId, SecretKey, Signature, verify
 from .errors import Reason, RemoteProtocolError
 from .session import decode
 from .version import CLOCK_SKEW_S, MAX_SUBMISSION, WIRE_VERSION

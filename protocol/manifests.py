@@ -10,12 +10,7 @@ import msgspec
 from ..crypto.hashing import DIGEST_BYTES, Digest, digest
 from ..crypto.keys import NodeId
 from .errors import LocalProtocolError
-from .version import (
-    MAX_ADDRESSES,
-    MAX_CHUNK,
-    MAX_MANIFEST,
-    MAX_NAME,
-)
+from .version import MAX_ADDRESSES, MAX_CHUNK, MAX_MANIFEST, MAX_NAME
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]

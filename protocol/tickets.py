@@ -8,13 +8,7 @@ import binascii
 
 from ..crypto.hashing import digest
 from ..crypto.keys import SecretKey
-from .envelope import (
-    Purpose,
-    check_age,
-    read_envelope,
-    seal,
-    unseal,
-)
+from .envelope import Purpose, check_age, read_envelope, seal, unseal
 from .errors import Reason, RemoteProtocolError
 from .manifests import Ticket, encode
 

@@ -130,7 +130,7 @@ FAULTS = (
     Fault(
         "unknown key in the environment is ignored",
         "config",
-        "node/load.py",
+        "node/config/loader.py",
         'raise UsageError(f"unknown config key in the environment, {variable}{hint}")',
         "continue",
         ("test_a_mistake_names_the_key_and_the_way_out",),
@@ -147,7 +147,7 @@ FAULTS = (
     Fault(
         "work of a lease that is over is taken",
         "trainer: submissions",
-        "node/roles/submissions.py",
+        "node/trainer/submissions.py",
         "if lease.deadline + LATE_GRACE_S < now:",
         "if False:",
         ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
@@ -155,7 +155,7 @@ FAULTS = (
     Fault(
         "receipt is given before the submission is durable",
         "trainer: submissions",
-        "node/roles/submissions.py",
+        "node/trainer/submissions.py",
         "arrival = self._ledger.receive(offer.digest, lease.lease_id, peer, data, receipt)",
         "arrival = self._ledger.last_arrival() + 1",
         ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
@@ -163,7 +163,7 @@ FAULTS = (
     Fault(
         "audit is drawn before the receipt",
         "trainer: audits",
-        "node/roles/inbox.py",
+        "node/trainer/submission_queue.py",
         "challenge = secrets.token_bytes(CHALLENGE_BYTES)",
         "challenge = arrived.digest",
         ("test_what_is_audited_cannot_be_told_from_the_bundle",),
@@ -171,7 +171,7 @@ FAULTS = (
     Fault(
         "bound on the states kept for audits is dropped",
         "trainer: publisher",
-        "node/roles/publisher.py",
+        "node/trainer/publisher.py",
         "while len(self.states) > self._keep_states:",
         "while False:",
         ("test_only_the_newest_states_stay_in_memory",),
@@ -180,7 +180,7 @@ FAULTS = (
     Fault(
         "upload is given up when the trainer is busy",
         "worker: upload",
-        "node/roles/spooling.py",
+        "node/worker/upload.py",
         "if refusal.reason not in FINAL_REASONS:",
         "if False:",
         ("test_what_failed_is_kept_and_tried_again",),
@@ -188,7 +188,7 @@ FAULTS = (
     Fault(
         "receipt for another submission is believed",
         "worker: upload",
-        "node/roles/spooling.py",
+        "node/worker/upload.py",
         "if opened.body.submission != name:",
         "if False:",
         ("test_a_receipt_for_something_else_is_none",),
@@ -205,7 +205,7 @@ FAULTS = (
     Fault(
         "validator audits other bytes than those of its job",
         "validator",
-        "node/roles/validator.py",
+        "node/validator/loop.py",
         "if digest(data) != job.submission:",
         "if False:",
         ("test_the_bytes_behind_a_job_must_be_those_that_it_names",),
@@ -213,7 +213,7 @@ FAULTS = (
     Fault(
         "report on another challenge is taken",
         "validator",
-        "node/roles/auditing.py",
+        "node/trainer/audit_queue.py",
         "if report.challenge != job.call.challenge:",
         "if False:",
         ("test_a_report_counts_only_as_its_validator_signed_it_for_this_job",),
@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "log-probability ignores the temperature",
         "inference: sampling",
-        "node/engines/sampling.py",
+        "node/inference/sampling.py",
         "scores = noisy.gather(1, tokens)\nlogprobs = torch.log_softmax(scaled, -1).gather(1, tokens)",
         "scores = noisy.gather(1, tokens)\nlogprobs = torch.log_softmax(logits.float(), -1).gather(1, tokens)",
         ("test_logprobs_are_those_of_a_plain_forward_pass_at_the_request_temperature",),
@@ -279,7 +279,7 @@ FAULTS = (
     Fault(
         "new version is announced and its weights are not written",
         "inference: weights in place",
-        "node/engines/hf.py",
+        "node/inference/hf.py",
         "written = loaded is not None and loaded.network.update(state, changed)",
         "written = loaded is not None",
         ("test_after_updates_an_engine_equals_a_fresh_one_that_loaded_the_new_state",),
@@ -288,7 +288,7 @@ FAULTS = (
     Fault(
         "stage accepts a peer that the plan does not put before it",
         "pipeline",
-        "node/lines/door.py",
+        "node/pipeline/door.py",
         "if rank is None or plan.before(rank) != peer:",
         "if rank is None:",
         ("test_a_stage_opens_a_line_only_to_the_one_after_it",),
@@ -296,7 +296,7 @@ FAULTS = (
     Fault(
         "stage writes to a cache block that does not exist",
         "pipeline",
-        "node/engines/pipelined/step_codec.py",
+        "node/pipeline/step_codec.py",
         "if part.blocks and not 0 < min(part.blocks) <= max(part.blocks) <= self._most_blocks:",
         "if False:",
         (
@@ -308,7 +308,7 @@ FAULTS = (
     Fault(
         "digest of a tensor is not compared",
         "weights: replica",
-        "node/weights/mirror.py",
+        "node/weights/replica.py",
         "if hashes.get(info.name, info.digest) != info.digest:",
         "if False:",
         ("test_any_tensor_that_differs_from_the_manifest_is_refused",),
@@ -316,7 +316,7 @@ FAULTS = (
     Fault(
         "delta is applied to the wrong base",
         "weights: replica",
-        "node/weights/mirror.py",
+        "node/weights/replica.py",
         "if artifact.base_state != held.digest:",
         "if False:",
         ("test_delta_on_another_base_is_refused",),
@@ -341,7 +341,7 @@ FAULTS = (
     Fault(
         "bound on the requests of one peer is dropped",
         "p2p: transport",
-        "node/network/router.py",
+        "node/p2p/router.py",
         "crowded = self._streams[peer] >= self._max_streams",
         "crowded = False",
         ("test_more_streams_at_once_than_allowed_are_refused_and_the_others_answered",),
@@ -349,7 +349,7 @@ FAULTS = (
     Fault(
         "request has no deadline",
         "p2p: rpc",
-        "node/network/rpc.py",
+        "node/p2p/rpc.py",
         "async with asyncio.timeout(deadline):\nstream = await connection.open_stream()",
         "async with asyncio.timeout(None):\n    stream = await connection.open_stream()",
         ("test_a_request_that_is_not_answered_costs_its_deadline",),
@@ -357,7 +357,7 @@ FAULTS = (
     Fault(
         "chunk is kept and served before it is verified",
         "p2p: download",
-        "node/network/job.py",
+        "node/p2p/job.py",
         "if len(data) != chunk.size or digest(data) != chunk.digest:",
         "if len(data) != chunk.size:",
         ("test_a_corrupting_neighbour_costs_one_chunk_and_is_left_out_of_the_next_fetch",),
@@ -365,7 +365,7 @@ FAULTS = (
     Fault(
         "byte limit of an upload is lifted",
         "p2p: upload",
-        "node/network/uploads.py",
+        "node/p2p/uploads.py",
         "if offer.size > min(limit, MAX_SUBMISSION):",
         "if False:",
         ("test_an_upload_that_drips_is_cut_off_and_an_honest_one_is_not",),
@@ -373,7 +373,7 @@ FAULTS = (
     Fault(
         "rate limit of gossip is lifted",
         "p2p: gossip",
-        "node/network/gossip_limits.py",
+        "node/p2p/gossip_limits.py",
         "if not self._neighbours.take(neighbour, now):",
         "if False:",
         ("test_a_neighbour_may_hand_over_its_burst_and_then_its_rate",),
@@ -382,7 +382,7 @@ FAULTS = (
     Fault(
         "rollout of an older policy than its lease asks for is accepted",
         "verification: checks",
-        "node/proofs/checks.py",
+        "node/verification/checks.py",
         "if branch.policy_first < lease.min_version:",
         "if False:",
         ("test_a_lease_cannot_be_answered_for_a_policy_before_it",),
@@ -390,7 +390,7 @@ FAULTS = (
     Fault(
         "measurement that is not a number passes an audit",
         "verification: audits",
-        "node/proofs/judgement.py",
+        "node/verification/judgement.py",
         "if not getattr(evidence, name) <= getattr(bounds, name):",
         "if getattr(evidence, name) > getattr(bounds, name):",
         ("test_a_measurement_that_is_no_number_is_above_every_bound",),
@@ -398,7 +398,7 @@ FAULTS = (
     Fault(
         "fault found in an audit does not extend it to the whole submission",
         "verification: audits",
-        "node/proofs/verifier.py",
+        "node/verification/verifier.py",
         "places = {one.place for one in drawn}",
         "places = {one.place for one in passed}",
         ("test_where_an_audit_fails_what_was_not_picked_is_not_accepted_either",),
@@ -406,7 +406,7 @@ FAULTS = (
     Fault(
         "reputation is not persisted",
         "verification: reputation",
-        "node/ledger.py",
+        "node/storage/ledger.py",
         "for peer, snapshot in (reputations or {}).items():",
         "for peer, snapshot in dict[bytes, bytes]().items():",
         ("test_a_verdict_is_kept_together_with_the_reputations_that_it_changed_or_not_at_all",),
@@ -433,7 +433,7 @@ FAULTS = (
     Fault(
         "chunk that was damaged on the disk is handed out",
         "storage: chunk store",
-        "node/store.py",
+        "node/storage/chunk_store.py",
         "if data is not None and digest(data) == name:",
         "if data is not None:",
         ("test_corrupt_file_is_deleted_and_can_be_put_again",),
@@ -441,7 +441,7 @@ FAULTS = (
     Fault(
         "file is renamed before its bytes are on the disk",
         "storage: chunk store",
-        "node/store.py",
+        "node/storage/chunk_store.py",
         "disk.write(temporary, parts)\ndisk.rename(temporary, path)",
         "disk.write(path, parts)",
         (
@@ -452,7 +452,7 @@ FAULTS = (
     Fault(
         "lock of the ledger is not taken",
         "storage: ledger",
-        "node/ledger.py",
+        "node/storage/ledger.py",
         "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         ("test_a_second_node_is_told_to_go_away_and_a_reader_is_not",),
@@ -469,7 +469,7 @@ FAULTS = (
     Fault(
         "control socket is open to every user",
         "ops",
-        "node/control.py",
+        "node/ops/control.py",
         "self._path.chmod(0o600)",
         "self._path.chmod(0o666)",
         ("test_a_control_socket_is_its_owners_alone_whatever_the_umask",),

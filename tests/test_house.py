@@ -10,37 +10,47 @@ import sys
 import tomllib
 
 import pytest
-from house import ROOMS, ROOT, TEXT, House, Source, calls, reachable, sources, switches, walk
+from support.house import (
+    ROOMS,
+    ROOT,
+    TEXT,
+    House,
+    Source,
+    calls,
+    reachable,
+    sources,
+    switches,
+    walk,
+)
 
 PACKAGE = [*sources(*ROOMS), Source("__init__.py", (ROOT / "__init__.py").read_text())]
 HOUSE = House(PACKAGE)
 EVERYTHING = sources()
 
-# Floors from the ground up. On one floor, rooms (inner lists) do not know each other.
-PLUMBING = """config control engine_config errors eval_config gpu_memory gpus json_files ledger load
-    logs looplag machine_memory metrics process own_run_config registry report run_files sft_config store toml
-    threads training_config watch serve_config"""
-MODELS = "architectures model_files models tensors"
-COMPOSITION = """base_weights contests daemon doctor engine_check eval_run explaining joined_node
-    launching leasing opening parts restarts rows rundir serving sft_run
-    stack stage_node summary tickets trainer_node validator_node verification worker_node inference_node"""
-FLOORS: list[list[list[str]]] = [
+# Layers from the bottom up; the modules of one layer's lists do not import those of another list of it.
+OPERATING = "doctor explain summary"
+LOW_PIPELINE = """boundaries frame frame_codec layers outbox packets place planner port shaper socket_port
+    stage_loop
+    together"""
+LAYERS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],
-    [[f"node.{name}" for name in PLUMBING.split()]],
-    [["node.weights"], ["node.network"], ["node.pipeline"]],
-    [["node.lines"]],
-    [[f"node.{name}" for name in MODELS.split()]],
-    [["node.fingerprints"]],
-    [["node.planning"]],
-    [["node.engines"]],
-    [["node.environments"], ["node.training"]],
-    [["node.api"], ["node.audits"], ["node.sft"]],
-    [["node.proofs"]],
-    [["node.calibration"]],
+    [["node.ops", "node.config", "node.process", "node.storage"]],
+    [["node.weights"], ["node.p2p"]],
+    [
+        ["node.weights.retention"],
+        ["node.models"],
+        ["node.inference.fingerprint"],
+        [f"node.pipeline.{name}" for name in LOW_PIPELINE.split()],
+    ],
+    [["node.memory_plan"]],
+    [["node.inference", "node.pipeline.vllm_place"]],
+    [["node.environments"], ["node.training"], ["node.pipeline"]],
+    [["node.api"], ["node.sft"], ["node.verification"]],
     [["node.evaluation"]],
-    [["node.roles"]],
-    [[f"node.{name}" for name in COMPOSITION.split()]],
+    [["node.trainer"], ["node.worker"]],
+    [["node.validator"]],
+    [["node.app", "node.launch", *(f"node.ops.{name}" for name in OPERATING.split())]],
     [["cli"]],
 ]
 FREE = {"__init__", "node", "configs"}
@@ -53,12 +63,15 @@ def within(module: str, *rooms: str) -> bool:
 
 
 def place(module: str) -> tuple[int, int] | None:
-    """(floor, room) of a module."""
-    for floor, rooms in enumerate(FLOORS):
-        for number, room in enumerate(rooms):
-            if within(module, *room):
-                return floor, number
-    return None
+    """(layer, list in it) of a module: a module that is named itself goes before its folder."""
+    found = [
+        (len(name), layer, number)
+        for layer, lists in enumerate(LAYERS)
+        for number, names in enumerate(lists)
+        for name in names
+        if within(module, name)
+    ]
+    return max(found)[1:] if found else None
 
 
 def arrows_between(left: tuple[str, ...], right: tuple[str, ...]) -> list[str]:
@@ -81,14 +94,14 @@ def outside(module: str) -> set[str]:
 
 def test_the_house_was_found() -> None:
     assert len(HOUSE.files) > 100
-    assert {"crypto.keys", "protocol.leases", "node.roles.trainer", "cli.main"} <= set(HOUSE.files)
+    assert {"crypto.keys", "protocol.leases", "node.trainer.loop", "cli.main"} <= set(HOUSE.files)
     assert len(list(HOUSE.arrows())) > 400
 
 
 def test_every_module_has_its_place() -> None:
     lost = [name for name in HOUSE.files if place(name) is None and name not in FREE]
-    assert lost == [], "give each a floor in FLOORS"
-    named = [name for floor in FLOORS for room in floor for name in room]
+    assert lost == [], "give each a layer in LAYERS"
+    named = [name for layer in LAYERS for names in layer for name in names]
     assert [name for name in named if not any(within(one, name) for one in HOUSE.files)] == []
 
 
@@ -135,42 +148,42 @@ def test_crypto_imports_nothing_of_ours() -> None:
 
 
 HEAVY = {
-    "aiohttp": {"node.network.seeds", "node.api"},
+    "aiohttp": {"node.p2p.seeds", "node.api"},
     "openai": {"node.evaluation.endpoint"},
-    "iroh": {"node.network.iroh"},
-    "libp2p": {"node.network.libp2p"},
-    "multiaddr": {"node.network.libp2p"},
+    "iroh": {"node.p2p.iroh"},
+    "libp2p": {"node.p2p.libp2p"},
+    "multiaddr": {"node.p2p.libp2p"},
     "trio": {
-        "node.network.libp2p",
-        "node.network.trio_dialling",
-        "node.network.trio_discovery",
-        "node.network.trio_streams",
-        "node.network.trio_thread",
+        "node.p2p.libp2p",
+        "node.p2p.trio_dialling",
+        "node.p2p.trio_discovery",
+        "node.p2p.trio_streams",
+        "node.p2p.trio_thread",
     },
     "triton": {
-        "node.engines.boundary_kernel",
-        "node.engines.noise_kernel",
-        "node.engines.qwen3_kernel",
+        "node.inference.boundary_kernel",
+        "node.inference.noise_kernel",
+        "node.inference.qwen3_kernel",
     },
     "vllm": {
-        "node.engines.vllm",
-        "node.engines.vllm_api",
-        "node.engines.vllm_worker",
-        "node.engines.pipelined.vllm_head_executor",
-        "node.engines.pipelined.vllm_rank",
-        "node.engines.pipelined.vllm_stage",
-        "node.engines.pipelined.vllm_stage_worker",
+        "node.inference.vllm",
+        "node.inference.vllm_api",
+        "node.inference.vllm_worker",
+        "node.pipeline.vllm_head_executor",
+        "node.pipeline.vllm_rank",
+        "node.pipeline.vllm_stage",
+        "node.pipeline.vllm_stage_worker",
     },
-    "transformers": {"node.models"},
-    "huggingface_hub": {"node.models"},
+    "transformers": {"node.models.huggingface"},
+    "huggingface_hub": {"node.models.huggingface"},
     "datasets": {"node.sft.data"},
     "renderers": {"node.sft.renderers"},
-    "uvicorn": {"node.engines.vllm_api"},
+    "uvicorn": {"node.inference.vllm_api"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},
     "jinja2": {"node.environments.chat"},
-    "tokenizers": {"node.environments.chat", "node.models"},
-    "matplotlib": {"node.report"},
-    "plotext": {"node.report"},
+    "tokenizers": {"node.environments.chat", "node.models.huggingface"},
+    "matplotlib": {"node.ops.report"},
+    "plotext": {"node.ops.report"},
     "zstandard": {"node.weights.streams"},
     "typer": {"cli"},
     "rich": {"cli"},
@@ -189,21 +202,20 @@ def test_a_foreign_library_is_known_by_few_files(library: str) -> None:
 
 def test_torch_is_where_models_are() -> None:
     users = {name for name in HOUSE.files if "torch" in outside(name)}
-    files = ("node.models", "node.tensors", "node.model_files")
-    rooms = ("node.engines", "node.training", "node.calibration.forging")
-    audits = ("node.audits.replay", "node.audits.crossings")
-    allowed = (*files, *rooms, *audits)
+    folders = ("node.models", "node.inference", "node.training", "node.pipeline")
+    audits = ("node.verification.replay", "node.verification.crossings")
+    allowed = (*folders, *audits, "node.verification.forging")
     assert {name for name in users if not within(name, *allowed)} == set()
 
 
 LOADED_LAZILY = {
-    "torch": """node.audits.crossings node.audits.replay node.engines.boundary_states
-        node.engines.boundary_kernel node.engines.compiling
-        node.engines.taps node.engines.causal node.engines.decoding node.engines.network
-        node.engines.noise node.engines.noise_kernel node.engines.output node.engines.packed
-        node.engines.placement node.engines.qwen3 node.engines.qwen3_kernel node.engines.sampling
-        node.engines.transfers node.engines.vllm_recorder
-        node.engines.vllm_sampling node.engines.vllm_worker node.training.export.collecting
+    "torch": """node.verification.crossings node.verification.replay node.inference.boundary_states
+        node.inference.boundary_kernel node.inference.compiling
+        node.inference.taps node.inference.causal node.inference.decoding node.inference.network
+        node.inference.noise node.inference.noise_kernel node.inference.output node.inference.packed
+        node.inference.placement node.inference.qwen3 node.inference.qwen3_kernel node.inference.sampling
+        node.inference.transfers node.inference.vllm_recorder
+        node.inference.vllm_sampling node.inference.vllm_worker node.training.export.collecting
         node.training.export.device node.training.export.gathering node.training.learner
         node.training.losses.by_name node.training.losses.custom node.training.losses.formulas
         node.training.meter node.training.model.attention node.training.model.expert_parallel
@@ -212,14 +224,14 @@ LOADED_LAZILY = {
         node.training.model.masters node.training.model.trained_model node.training.optimizer
         node.training.rank node.training.ranks.share node.training.ranks.wire
         node.training.saving.agreement node.training.saving.saved node.training.saving.shards
-        node.training.saving.staging node.training.world node.engines.pipelined.vllm_head_executor
-        node.engines.pipelined.vllm_rank node.engines.pipelined.vllm_recorders
-        node.engines.pipelined.vllm_stage_worker node.engines.pipelined.vllm_runner
-        node.engines.pipelined.activations""",
-    "triton": "node.engines.boundary_kernel node.engines.noise_kernel node.engines.qwen3_kernel",
+        node.training.saving.staging node.training.world node.pipeline.vllm_head_executor
+        node.pipeline.vllm_rank node.pipeline.vllm_recorders
+        node.pipeline.vllm_stage_worker node.pipeline.vllm_runner
+        node.pipeline.activations""",
+    "triton": "node.inference.boundary_kernel node.inference.noise_kernel node.inference.qwen3_kernel",
     "verifiers": "node.environments.playing node.environments.tasksets",
-    "vllm": """node.engines.pipelined.vllm_head_executor node.engines.pipelined.vllm_rank
-        node.engines.pipelined.vllm_stage_worker""",
+    "vllm": """node.pipeline.vllm_head_executor node.pipeline.vllm_rank
+        node.pipeline.vllm_stage_worker""",
 }
 """The files that may load a heavy library when they are imported: they are imported lazily themselves."""
 LIGHT = {"typer", "rich", "blake3", "cryptography", "zstandard"}
@@ -237,48 +249,41 @@ def test_a_heavy_library_is_loaded_by_nobodys_import(library: str) -> None:
 
 def test_the_command_line_and_the_lower_floors_load_no_numbers() -> None:
     for name in HOUSE.files:
-        if within(name, "cli", "crypto", "protocol", "node.network") or name in FREE:
+        if within(name, "cli", "crypto", "protocol", "node.p2p") or name in FREE:
             assert HOUSE.eager(name).isdisjoint({"numpy", "torch", "safetensors"}), name
 
 
 @pytest.mark.parametrize(
     ("left", "right"),
     [
-        (("node.network",), ("node.engines", "node.weights", "node.training", "node.environments")),
-        (("node.training",), ("node.network",)),
-        (("node.engines",), ("node.network",)),
-        (("node.environments",), ("node.network", "node.weights", "node.training")),
-        (("node.weights",), ("node.network",)),
-        (("node.proofs",), ("node.network",)),
-        (("node.audits",), ("node.network", "node.environments", "node.training")),
-        (("node.fingerprints",), ("node.network", "node.weights")),
-        (("node.roles.inference",), ("node.roles.trainer", "node.roles.desk")),
-        (("node.roles.trainer",), ("node.roles.inference", "node.roles.catchup")),
-        (
-            ("node.roles.desk", "node.roles.publisher"),
-            ("node.roles.inference", "node.roles.trainer"),
-        ),
-        (("node.roles.catchup", "node.evaluation"), ("node.roles.inference",)),
-        (
-            ("node.roles.validator",),
-            ("node.roles.inference", "node.roles.trainer", "node.roles.desk", "node.roles.inbox"),
-        ),
-        (("node.roles.catchup", "node.evaluation"), ("node.roles.trainer",)),
-        (("cli",), ("node.roles", "node.network.iroh", "node.training", "node.engines")),
+        (("node.training", "node.inference", "node.verification", "node.api"), ("node.p2p",)),
+        (("node.environments",), ("node.p2p", "node.weights", "node.training")),
+        (("node.trainer",), ("node.worker", "node.validator")),
+        (("node.worker",), ("node.trainer", "node.validator")),
+        (("node.validator",), ("node.worker.loop", "node.trainer.loop", "node.trainer.scheduler")),
+        (("node.worker.weight_sync", "node.evaluation"), ("node.worker.loop",)),
+        (("node.trainer.scheduler", "node.trainer.publisher"), ("node.trainer.loop",)),
+        (("cli",), ("node.trainer", "node.worker", "node.training", "node.inference")),
     ],
     ids=str,
 )
-def test_strangers_stay_strangers(left: tuple[str, ...], right: tuple[str, ...]) -> None:
+def test_these_do_not_import_each_other(left: tuple[str, ...], right: tuple[str, ...]) -> None:
     for side in (left, right):
-        for room in side:
-            assert any(within(name, room) for name in HOUSE.files), f"{room} has moved"
+        for folder in side:
+            assert any(within(name, folder) for name in HOUSE.files), f"{folder} has moved"
     assert arrows_between(left, right) == []
 
 
-def test_only_the_composition_knows_the_roles() -> None:
-    users = {name for name, target, _ in HOUSE.arrows() if within(target, "node.roles")}
-    composition = [f"node.{name}" for name in COMPOSITION.split()]
-    assert {name for name in users if not within(name, "node.roles", *composition)} == set()
+def test_only_the_composition_imports_roles() -> None:
+    roles = ("node.trainer", "node.worker", "node.validator")
+    users = {name for name, target, _ in HOUSE.arrows() if within(target, *roles)}
+    assert {
+        name for name in users if not within(name, *roles, "node.app", "node.ops.summary")
+    } == set()
+
+
+def test_no_module_lies_loose_in_node() -> None:
+    assert [path.name for path in (ROOT / "node").glob("*.py")] == ["__init__.py"]
 
 
 def test_imports_inside_the_package_are_relative() -> None:

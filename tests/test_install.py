@@ -11,9 +11,9 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-from house import ROOT
+from support.house import ROOT
 
-from primerl.node.network.libp2p import INSTALL, OPTIONAL
+from primerl.node.p2p.libp2p import INSTALL, OPTIONAL
 
 NEVER_IMPORTED = {"grpcio", "lru-dict", "mypy-protobuf", "rpcudp", "types-requests"}
 """What libp2p requires and no part of it that a node uses imports."""

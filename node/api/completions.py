@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ..engines.engine import Engine, GenerateRequest
 from ..environments.chat import UNREADABLE, ChatFormat
 from ..environments.environment import EnvironmentFailed
-from ..errors import first_cause
+from ..inference.engine import Engine, GenerateRequest
+from ..ops.errors import first_cause
 from .server import ID_HEADER, VERSION_HEADER, ApiError, Body, Served, Stream, metric_family
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ... import __version__
-from ..engines.engine import Engine, EngineStats
-from ..errors import BusyError, EngineError, EngineLost, UsageError
-from ..serve_config import ApiConfig, is_loopback
+from ..config.serving import ApiConfig, is_loopback
+from ..inference.engine import Engine, EngineStats
+from ..ops.errors import BusyError, EngineError, EngineLost, UsageError
 
 if TYPE_CHECKING:
     from aiohttp import web

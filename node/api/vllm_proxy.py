@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ..engines.host_frames import ApiOptions
+from ..config.serving import ApiConfig
 from ..environments.chat import ChatFormat
 from ..environments.environment import EnvironmentFailed
-from ..errors import EngineLost
-from ..serve_config import ApiConfig
+from ..inference.host_frames import ApiOptions
+from ..ops.errors import EngineLost
 from .server import ID_HEADER, VERSION_HEADER, Body, Stream
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from pathlib import Path
 from ...crypto.hashing import digest
 from ...protocol.manifests import EnvironmentContract
 from ...protocol.version import MAX_NAME
-from ..config import EnvironmentConfig
-from ..errors import StorageError, UsageError, one_line, printable
-from ..run_files import write_private
+from ..config.run import EnvironmentConfig
+from ..ops.errors import StorageError, UsageError, one_line, printable
+from ..storage.run_files import write_private
 
 BUNDLED = {"reverse-text": "reverse_text", "arithmetic": "arithmetic"}
 """Environments that come with this package, and their modules in tasksets/."""

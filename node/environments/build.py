@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..config import EnvironmentConfig
+from ..config.run import EnvironmentConfig
 from .environment import Environment
 from .hosted import HostedEnvironment
 

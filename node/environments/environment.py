@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ..engines.engine import Completion
-from ..errors import NodeError
+from ..inference.engine import Completion
+from ..ops.errors import NodeError
 
 Split = Literal["train", "eval"]
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
-from ..engines.engine import Completion
+from ..inference.engine import Completion
 from .environment import Policy
 from .replay import PlayFailed, check_completion
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import EnvironmentConfig
-from ..engines.engine import Completion
-from ..errors import named_line
+from ..config.run import EnvironmentConfig
+from ..inference.engine import Completion
+from ..ops.errors import named_line
 from ..process.serve import Outbox, serve_parent
 from .environment import (
     Environment,

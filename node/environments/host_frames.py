@@ -6,7 +6,7 @@ as long as the policy has to speak; the Reply to that bears the same number, and
 
 import msgspec
 
-from ..engines.engine import Completion
+from ..inference.engine import Completion
 from .environment import Branch, Episode, Score, Split, Task
 
 FAILED, STUCK, MISMATCH = "failed", "stuck", "mismatch"

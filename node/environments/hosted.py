@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from ..config import EnvironmentConfig
-from ..engines.engine import Completion
-from ..errors import NodeError
+from ..config.run import EnvironmentConfig
+from ..inference.engine import Completion
+from ..ops.errors import NodeError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.spawn import PARENT_VARIABLE

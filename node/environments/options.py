@@ -7,7 +7,7 @@ machine are refused.
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from ..config import EnvironmentConfig
+from ..config.run import EnvironmentConfig
 from .allowed import NAME
 from .environment import EnvironmentFailed, Split
 

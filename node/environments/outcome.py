@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engines.engine import Completion
+from ..inference.engine import Completion
 from .environment import Branch, Score
 from .replay import PlayFailed
 

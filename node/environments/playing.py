@@ -34,8 +34,8 @@ from verifiers.v1.utils import loaders
 from verifiers.v1.utils.decorators import discover_decorated, invoke
 from verifiers.v1.utils.generic import concrete_type
 
-from ..config import EnvironmentConfig
-from ..engines.engine import Completion
+from ..config.run import EnvironmentConfig
+from ..inference.engine import Completion
 from . import outcome
 from .allowed import BUNDLED
 from .chat import Chat

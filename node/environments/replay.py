@@ -6,7 +6,7 @@ that the environment would have said the same.
 
 from collections.abc import Sequence
 
-from ..engines.engine import Completion
+from ..inference.engine import Completion
 from .environment import Branch, ScoreMismatch
 
 

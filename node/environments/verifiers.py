@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import EnvironmentConfig
-from ..errors import NodeError, named_line
+from ..config.run import EnvironmentConfig
+from ..ops.errors import NodeError, named_line
 from .chat import Chat, ChatFormat
 from .environment import (
     Branch,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ...crypto.hashing import digest_parts
-from ..errors import UsageError
-from ..eval_config import EvalConfig
-from ..model_files import contract_files, read_json, read_state
-from ..tensors import bf16_state, to_torch
+from ..config.evaluation import EvalConfig
+from ..models.model_files import contract_files, read_json, read_state
+from ..models.tensors import bf16_state, to_torch
+from ..ops.errors import UsageError
 from ..weights.adapters import merge
 from ..weights.state import State
 
@@ -101,9 +101,9 @@ def candidate(name: str, directory: Path, step: int | None = None, base: str = "
 
 
 def _resolve(name: str) -> Path:
-    from .. import models
+    from ..models import huggingface
 
-    return models.resolve(name)
+    return huggingface.resolve(name)
 
 
 def _base(config: EvalConfig, weights_dir: Path) -> Path:
@@ -164,9 +164,9 @@ def contract(candidate: Candidate) -> str:
 
 def read(candidate: Candidate) -> State:
     """Its weights as engines take them, adapters merged into their base. Raises EngineError."""
-    from .. import models
+    from ..models import huggingface
 
-    whole = models.policy_state(models.load_model(candidate.model_dir, dtype="bfloat16"))
+    whole = huggingface.policy_state(huggingface.load_model(candidate.model_dir, dtype="bfloat16"))
     if candidate.base is None:
         return whole
     found = read_state(candidate.directory)

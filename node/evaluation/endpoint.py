@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..engines.engine import Completion
+from ..config.evaluation import EndpointConfig, EvalSamplingConfig
 from ..environments.replay import PlayFailed
 from ..environments.transcript import CUT, Transcript
-from ..errors import NetworkError, UsageError
-from ..eval_config import EndpointConfig, EvalSamplingConfig
+from ..inference.engine import Completion
+from ..ops.errors import NetworkError, UsageError
 from .evaluator import Turn, TurnRequest
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from ...crypto.hashing import derive
-from ..config import EvaluatedEnvironment
+from ..config.evaluation import EvalConfig
+from ..config.run import EvaluatedEnvironment
 from ..environments.environment import Environment, EnvironmentFailed
-from ..errors import StorageError, UsageError
-from ..eval_config import EvalConfig
+from ..ops.errors import StorageError, UsageError
 from .evaluator import PolicyClient, Rollout, held_out, run_rollouts
 from .statistics import Figures, summarize
 

@@ -13,10 +13,10 @@ from typing import Protocol
 import msgspec
 
 from ...crypto.hashing import derive
-from ..engines.engine import Completion, Engine, GenerateRequest
 from ..environments.environment import Environment, Episode, Split, Task
 from ..environments.replay import PlayFailed
-from ..errors import EngineError, EngineLost, first_cause
+from ..inference.engine import Completion, Engine, GenerateRequest
+from ..ops.errors import EngineError, EngineLost, first_cause
 from ..weights.state import State
 
 MAX_TEXT = 20_000

@@ -15,8 +15,8 @@ from typing import Self
 import msgspec
 
 from ..environments.environment import EnvironmentFailed
-from ..errors import NodeError, StorageError
-from ..metrics import MetricsLog
+from ..ops.errors import NodeError, StorageError
+from ..ops.metrics import MetricsLog
 from ..weights.state import State
 from .evaluator import EvalTask, Evaluator
 from .statistics import Figures, summarize

@@ -1,1 +1,1 @@
-"""Stages of one model: what travels between them. Knows no network and no models."""
+"""One model over several nodes: plans, the ring, links, and the vLLM engines of the stages."""

@@ -5,7 +5,7 @@ row order; stage 0 gets all of them back with the tokens. It holds bytes of stra
 """
 
 ROW = 8
-"""Bytes of one state's fingerprint (node/fingerprints/fingerprint.py)."""
+"""Bytes of one state's fingerprint (node/inference/fingerprint.py)."""
 
 
 class BadTrail(Exception):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...protocol.errors import LocalProtocolError, RemoteProtocolError
-from ..errors import EngineError
+from ..ops.errors import EngineError
 from ..process.unix_sockets import connected
 from .frame import Array, Frame
 from .frame_codec import (

@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from ..errors import EngineError
+from ..ops.errors import EngineError
 from .frame import Frame, Kind
 from .frame_codec import MAX_WORDS
 from .place import Later, StageCompute

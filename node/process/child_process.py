@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ..errors import NodeError
+from ..ops.errors import NodeError
 from .exit_reason import LOOK, exit_reason
 from .frames import MAX_FRAME, frame, read_frame
 from .spawn import LogTail, kill_group, start_at_socket, start_piped, to_the_end

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
-from ..errors import EngineError
+from ..ops.errors import EngineError
 from .frames import HEAD_BYTES, MAX_FRAME, body_length, frame, read_frame
 from .spawn import EXIT_ORPHANED, leave_with_parent
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, Hello, connected

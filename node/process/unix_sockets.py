@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import NodeError
+from ..ops.errors import NodeError
 from .frames import read_frame
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...crypto.hashing import derive, digest_parts
+from ..config.sft import DataConfig, SftConfig
 from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, Split
-from ..errors import NetworkError, RunFailed, StorageError, UsageError, one_line
-from ..sft_config import DataConfig, SftConfig
+from ..ops.errors import NetworkError, RunFailed, StorageError, UsageError, one_line
 from ..training.backend import Sample
 from .rows import BadRow, Conversation, RawText, read_row
 from .template import TemplateTokenizer, Tokens

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import RunFailed, StorageError, UsageError
-from ..metrics import MetricsLog, PhaseClock
-from ..own_run_config import ResumeConfig
-from ..run_files import CHECKPOINTS, METRICS, weights_dir
-from ..sft_config import SftConfig
+from ..config.common import ResumeConfig
+from ..config.sft import SftConfig
+from ..ops.errors import RunFailed, StorageError, UsageError
+from ..ops.metrics import MetricsLog, PhaseClock
+from ..storage.run_files import CHECKPOINTS, METRICS, weights_dir
 from ..training.backend import Batch, TrainBackend
 from ..training.saving.checkpoints import Checkpoints
 from .data import BatchReader, Data, DataBatch, DataCursor

@@ -6,9 +6,9 @@ A renderer says of every token whether the model would have sampled it, which a 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import models
 from ..environments.chat import ChatFormat
-from ..errors import UsageError, one_line
+from ..models import huggingface
+from ..ops.errors import UsageError, one_line
 from .rows import BadRow, Conversation, RawText
 from .template import TemplateTokenizer, Tokens
 
@@ -93,7 +93,7 @@ def open_renderer(name: str, model_name: str, model_dir: Path) -> "Renderer | No
         name = known
     if name in OPAQUE:
         raise UsageError(f'data.renderer = "{name}" masks no better than "template": use that')
-    tokenizer: Any = models.load_tokenizer(model_dir)
+    tokenizer: Any = huggingface.load_tokenizer(model_dir)
     try:
         config: Any = config_from_name(name)
         return create_renderer(tokenizer, config)

@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 
 from ..environments.chat import ChatFormat
 from ..environments.environment import EnvironmentFailed
-from .rows import (
-    BadRow,
-    Conversation,
-    Message,
-    RawText,
-    tool_names,
-)
+from .rows import BadRow, Conversation, Message, RawText, tool_names
 
 _MARK = "primerl-body-{}-is-here"
 TextOf = Callable[[Sequence[Message]], str]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..training_config import LengthPenaltyConfig, TrainingConfig
+from ..config.training import LengthPenaltyConfig, TrainingConfig
 from .backend import Sample
 from .buffer import Group, ScoredRollout
 

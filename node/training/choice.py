@@ -7,8 +7,8 @@ Python's interpreter, and whoever compiles or launches kernels beside it keeps t
 import logging
 from collections.abc import Callable, Sequence
 
-from ..gpus import is_on_gpu
-from ..training_config import TrainingConfig
+from ..config.training import TrainingConfig
+from ..ops.gpus import is_on_gpu
 
 logger = logging.getLogger(__name__)
 

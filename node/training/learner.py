@@ -15,23 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .. import model_files
-from ..tensors import bf16_state
-from ..training_config import TrainingConfig
+from ..config.training import TrainingConfig
+from ..models import model_files
+from ..models.tensors import bf16_state
 from ..weights.state import State
-from .backend import (
-    Batch,
-    Sample,
-    Snapshot,
-    StepMetrics,
-)
+from .backend import Batch, Sample, Snapshot, StepMetrics
 from .export.device import DeviceExporter
-from .export.gathering import (
-    Source,
-    named_sources,
-    policy_sources,
-    whole_tensors,
-)
+from .export.gathering import Source, named_sources, policy_sources, whole_tensors
 from .flops import Cost, cost_of
 from .losses.by_name import cross_entropy, formula, policy_loss
 from .losses.formulas import TokenInputs
@@ -42,19 +32,13 @@ from .model.trained_model import MULTIPLE, TrainedModel, compute_dtype
 from .optimizer import Optimizer
 from .packing import MicroBatch, Packed, pack
 from .saving.agreement import ALONE, Ranks
-from .saving.saved import (
-    CutLearner,
-    SavedLearner,
-    read_saved,
-    rng_state,
-    set_rng_state,
-)
+from .saving.saved import CutLearner, SavedLearner, read_saved, rng_state, set_rng_state
 from .saving.staging import HostRoom
 from .schedule import learning_rate
 from .world import World, pick_device
 
 if TYPE_CHECKING:
-    from ..models import PreTrainedModel
+    from ..models.huggingface import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import EngineError, one_line
-from ..training_config import TrainingConfig
+from ..config.training import TrainingConfig
+from ..ops.errors import EngineError, one_line
 from ..weights.state import State
-from .backend import (
-    Batch,
-    Sample,
-    Snapshot,
-    StepMetrics,
-)
+from .backend import Batch, Sample, Snapshot, StepMetrics
 
 if TYPE_CHECKING:
     from .learner import Example, Learner

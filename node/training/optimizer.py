@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..training_config import TrainingConfig
+from ..config.training import TrainingConfig
 
 BUCKET = 1 << 26
 """Elements whose moments are on the device at once where they live in the host's memory: 512 MiB of them."""

@@ -16,11 +16,11 @@ from typing import NoReturn, Protocol
 
 import msgspec
 
-from ..errors import EngineError, StorageError
+from ..config.training import TrainingConfig
+from ..ops.errors import EngineError, StorageError
 from ..process.frames import Message
 from ..process.serve import ParentGone, ParentSocket
 from ..process.spawn import die_with_parent
-from ..training_config import TrainingConfig
 from .backend import Batch, Sample, StepMetrics
 from .ranks.calls import (
     ENDED,
@@ -54,12 +54,7 @@ from .ranks.calls import (
     failed,
     read_call,
 )
-from .ranks.wire import (
-    Missing,
-    Wire,
-    hand_out_config,
-    lost_the_others,
-)
+from .ranks.wire import Missing, Wire, hand_out_config, lost_the_others
 from .world import World
 
 logger = logging.getLogger(__name__)

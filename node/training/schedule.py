@@ -2,7 +2,7 @@
 
 import math
 
-from ..training_config import TrainingConfig
+from ..config.training import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig, step: int, max_steps: int) -> float:

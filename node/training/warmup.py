@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ..config import WarmupConfig
+from ..config.run import WarmupConfig
 from ..weights.state import State
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import EngineError
-from ..training_config import TrainingConfig
+from ..config.training import TrainingConfig
+from ..ops.errors import EngineError
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import EngineError
+from ..ops.errors import EngineError
 from .moves import where
-from .state import (
-    BITS,
-    Changed,
-    State,
-    Tensor,
-)
+from .state import BITS, Changed, State, Tensor
 
 PREFIX = "base_model.model."
 """Before a module's name, in PEFT's files and so in ours."""

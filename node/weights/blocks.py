@@ -13,24 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CodecError
-from .moves import (
-    Bits,
-    Changes,
-    apply,
-    find,
-    find_few,
-    measure,
-    move,
-    where,
-)
+from .moves import Bits, Changes, apply, find, find_few, measure, move, where
 from .places import read_places, write_places
 from .streams import MAX_STREAM, StreamReader, StreamWriter
-from .values import (
-    read_moves,
-    read_values,
-    write_moves,
-    write_values,
-)
+from .values import read_moves, read_values, write_moves, write_values
 
 BLOCK = MAX_STREAM
 """Elements of a block. 128 Ki costs 8 % in ratio, 4 Mi gains nothing and streams worse."""

@@ -11,14 +11,9 @@ from typing import Annotated, BinaryIO
 import msgspec
 import numpy as np
 
-from ..errors import StorageError
-from ..store import Disk, write_atomic
-from .state import (
-    BITS,
-    State,
-    Tensor,
-    numel,
-)
+from ..ops.errors import StorageError
+from ..storage.chunk_store import Disk, write_atomic
+from .state import BITS, State, Tensor, numel
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000

@@ -38,13 +38,7 @@ from .payload import (
     layout_of,
     ordered,
 )
-from .state import (
-    BITS,
-    Changed,
-    State,
-    Tensor,
-    numel,
-)
+from .state import BITS, Changed, State, Tensor, numel
 
 CODEC = "planes/2"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""

@@ -15,28 +15,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import (
-    BLOCK,
-    SKIP,
-    SMALL,
-    encode_block,
-    is_large,
-)
+from .blocks import BLOCK, SKIP, SMALL, encode_block, is_large
 from .codec import encode_delta
 from .encoder_process import Coded, EncoderProcess, code_all
 from .errors import CodecError
-from .moves import (
-    Bits,
-    measure,
-)
-from .payload import (
-    DELTA,
-    blocks_of,
-    framed,
-    header,
-    layout_of,
-    ordered,
-)
+from .moves import Bits, measure
+from .payload import DELTA, blocks_of, framed, header, layout_of, ordered
 from .state import Changed, State
 
 logger = logging.getLogger(__name__)

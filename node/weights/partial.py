@@ -9,12 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import accumulate
 
-from ...protocol.manifests import (
-    Artifact,
-    ChunkRef,
-    PolicyManifest,
-    TensorInfo,
-)
+from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest, TensorInfo
 from .offsets import regions
 from .payload import (
     DELTA,

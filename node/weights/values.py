@@ -15,13 +15,7 @@ from numpy.typing import NDArray
 from .errors import CodecError
 from .moves import Bits, where
 from .places import read_places, write_places
-from .streams import (
-    SHORTEST,
-    Bytes,
-    Flags,
-    StreamReader,
-    StreamWriter,
-)
+from .streams import SHORTEST, Bytes, Flags, StreamReader, StreamWriter
 
 PLANES, GAMMA, NIBBLES, BYTES = range(4)
 

@@ -27,15 +27,15 @@ import torch
 from update import PROMPT, SHAPES, make_model, moved
 
 from primerl.crypto.hashing import digest
-from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Reply
-from primerl.node.audits.hf_auditor import HfAuditor
-from primerl.node.audits.replay import BATCH_TOKENS
-from primerl.node.config import EngineConfig, RunConfig
-from primerl.node.engines.engine import GenerateRequest
-from primerl.node.engines.hf import HfEngine
-from primerl.node.engines.network import build_network
-from primerl.node.engines.sampling import draw
-from primerl.node.proofs.thresholds import FIELDS, proof_contract
+from primerl.node.config.run import EngineConfig, RunConfig
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.hf import HfEngine
+from primerl.node.inference.network import build_network
+from primerl.node.inference.sampling import draw
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Reply
+from primerl.node.verification.hf_auditor import HfAuditor
+from primerl.node.verification.replay import BATCH_TOKENS
+from primerl.node.verification.thresholds import FIELDS, proof_contract
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import (
     EnvironmentContract,

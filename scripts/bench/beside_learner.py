@@ -24,12 +24,12 @@ from typing import Any
 from trainer_rows import fake_batch, make_model
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.config import RunConfig
-from primerl.node.model_files import vocab_size
-from primerl.node.network.iroh import IrohTransport
-from primerl.node.network.transport import Connection, Stream, TransportError
-from primerl.node.parts import make_backend
-from primerl.node.threads import share_python
+from primerl.node.app.factories import make_backend
+from primerl.node.config.run import RunConfig
+from primerl.node.models.model_files import vocab_size
+from primerl.node.p2p.iroh import IrohTransport
+from primerl.node.p2p.transport import Connection, Stream, TransportError
+from primerl.node.process.threads import share_python
 from primerl.node.training.backend import Batch
 
 ALPN = b"bench/1"

@@ -5,7 +5,7 @@
 
 A model is trained a little (trained_model.py) and decoded token by token by what the stages of a pipeline
 compute, one of which may hold other weights than it should; then each rollout is measured by a prefill and laid
-to stages by the rules of a run. `built in` are the bounds of node/proofs/thresholds.py; `calibrated` are 1.2
+to stages by the rules of a run. `built in` are the bounds of verification/thresholds.py; `calibrated` are 1.2
 times the largest distance of half of the honest rollouts to reject, and their 99 % quantile to suspect.
 --massive makes one channel of the residual stream so many times larger than the others, as trained models do.
 """
@@ -22,22 +22,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from primerl.node import models
-from primerl.node.audits.auditor import AuditItem, Boundary, Measured, Reply
-from primerl.node.audits.replay import Replay
-from primerl.node.audits.terms import Terms
-from primerl.node.engines.boundary_states import pack_projected, project
-from primerl.node.engines.decoding import decode
-from primerl.node.engines.engine import GenerateRequest
-from primerl.node.engines.network import pick_device
-from primerl.node.engines.packed import Attend
-from primerl.node.engines.qwen3 import Qwen3Network
-from primerl.node.engines.taps import Taps
-from primerl.node.fingerprints.fingerprint import signs
-from primerl.node.proofs.blame import Blame, blame
-from primerl.node.proofs.judgement import judge
-from primerl.node.proofs.thresholds import BUILT_IN
-from primerl.node.tensors import from_torch, to_torch
+from primerl.node.inference.boundary_states import pack_projected, project
+from primerl.node.inference.decoding import decode
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.fingerprint import signs
+from primerl.node.inference.network import pick_device
+from primerl.node.inference.packed import Attend
+from primerl.node.inference.qwen3 import Qwen3Network
+from primerl.node.inference.taps import Taps
+from primerl.node.models import huggingface
+from primerl.node.models.tensors import from_torch, to_torch
+from primerl.node.verification.auditor import AuditItem, Boundary, Measured, Reply
+from primerl.node.verification.blame import Blame, blame
+from primerl.node.verification.judgement import judge
+from primerl.node.verification.replay import Replay
+from primerl.node.verification.terms import Terms
+from primerl.node.verification.thresholds import BUILT_IN
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
@@ -141,7 +141,7 @@ def with_massive_channel(state: State, factor: float) -> State:
 
 def play(setting: Setting, state: State, raw: bool = False) -> list[AuditItem]:
     """Rollouts drawn by stages that hold `state` together."""
-    config = models.load_config(setting.model_dir)
+    config = huggingface.load_config(setting.model_dir)
     device = pick_device(setting.device)
     network = Watched(config, state, dtype=setting.dtype, device=device)
     requests = [
@@ -290,7 +290,7 @@ def report(setting: Setting, quick: bool) -> dict[str, Any]:
         late = honest[len(honest) // 2 :]
         rows[f"honest by {name}"] = shares(laid(late, one), -1)
         print("  honest", rows[f"honest by {name}"])
-    edges = (0, *setting.cuts, models.load_config(setting.model_dir).num_hidden_layers)
+    edges = (0, *setting.cuts, huggingface.load_config(setting.model_dir).num_hidden_layers)
     for cheat, make in cheats(setting, quick).items():
         for liar in range(len(edges) - 1):
             found = measure(setting, play(setting, make(range(edges[liar], edges[liar + 1]))))

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from boundaries import PROMPT, REPLY, TEMPERATURE, contract, laid, outputs, shares
 
-from primerl.node.audits.auditor import AuditItem, Boundary, Measured, Reply
-from primerl.node.audits.replay import Replay
-from primerl.node.audits.terms import Terms
-from primerl.node.engines.engine import Completion, GenerateRequest
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.verification.auditor import AuditItem, Boundary, Measured, Reply
+from primerl.node.verification.replay import Replay
+from primerl.node.verification.terms import Terms
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from crossing_cases import coarse  # pyright: ignore
-from vllm_pipeline_cases import Pipeline, pipeline, plan_of, shape_of  # pyright: ignore
+from support.crossing_cases import coarse  # pyright: ignore
+from support.vllm_pipeline_cases import Pipeline, pipeline, plan_of, shape_of  # pyright: ignore
 
 ENDS = [2, 5, 8]
 

@@ -18,17 +18,13 @@ from cheats_measure import Sample, play_cheats, play_honestly, start_auditors
 from cheats_report import as_json, cheat_rows, honest_row, judge, show
 from cheats_store import Setting, load, save
 
-from primerl.node.config import EngineConfig
-from primerl.node.engines.build import build_engine
-from primerl.node.engines.engine import Engine
-from primerl.node.fingerprints.fingerprint import Projection
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Engine
+from primerl.node.inference.fingerprint import Projection
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 from primerl.tests.attacks.cheat_book import BOOK, Cheat
-from primerl.tests.attacks.cheat_run import (
-    learning_material,
-    new_world,
-    with_updates,
-)
+from primerl.tests.attacks.cheat_run import learning_material, new_world, with_updates
 from primerl.tests.attacks.cheat_world import World
 
 COMPANY = ((1, 0.01), (8, 0.09), (256, 0.9))

@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Unreadable
-from primerl.node.audits.replay import Replay
-from primerl.node.audits.terms import terms
-from primerl.node.engines.compute import ComputeThread
-from primerl.node.engines.engine import Engine
-from primerl.node.proofs.judgement import judge
+from primerl.node.inference.compute import ComputeThread
+from primerl.node.inference.engine import Engine
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
+from primerl.node.verification.judgement import judge
+from primerl.node.verification.replay import Replay
+from primerl.node.verification.terms import terms
 from primerl.node.weights.state import State
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import ProofContract, RunManifest

@@ -12,8 +12,8 @@ from cheats_measure import Sample, evidence_of, rejudged
 from cheats_store import Setting
 from cheats_trust import Stopped, caught_within, false_bans, until_ban
 
-from primerl.node.calibration.bands import FalsePositives, bands, false_positives, upper_bound
-from primerl.node.proofs.thresholds import FIELDS
+from primerl.node.verification.bands import FalsePositives, bands, false_positives, upper_bound
+from primerl.node.verification.thresholds import FIELDS
 from primerl.protocol.manifests import ProofContract
 from primerl.tests.attacks.cheat_book import BOOK
 from primerl.tests.attacks.cheat_court import Outcome

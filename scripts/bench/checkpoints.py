@@ -18,10 +18,10 @@ from statistics import median
 import torch
 from trainer_rows import fake_batch, make_model
 
+from primerl.node.config.training import TrainingConfig
 from primerl.node.training.backend import Batch
 from primerl.node.training.learner import Learner
 from primerl.node.training.saving.durable import sync_tree
-from primerl.node.training_config import TrainingConfig
 
 ON_CUDA = torch.cuda.is_available()
 WARM_STEPS, STEPS = 3, 5

@@ -25,8 +25,8 @@ from codec_formats import ANCHOR, FULL, SPARSE, XOR, Format, ours
 from codec_report import judge, show
 
 from primerl.node.weights.encoders import Encoders
-from primerl.node.weights.mirror import Policy, prove
 from primerl.node.weights.moves import find
+from primerl.node.weights.replica import Policy, prove
 from primerl.node.weights.state import State, state_bytes
 
 T = TypeVar("T")

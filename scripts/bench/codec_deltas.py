@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl.node.config import ModelCreateConfig
-from primerl.node.models import create, load_model, policy_state
+from primerl.node.config.run import ModelCreateConfig
+from primerl.node.models.huggingface import create, load_model, policy_state
 from primerl.node.weights.state import State, Tensor
 
 DEVIATION = 0.02

@@ -17,8 +17,8 @@ from primerl.crypto.hashing import NO_DIGEST
 from primerl.node.weights.blocks import BLOCK
 from primerl.node.weights.codec import CODEC, encode_full
 from primerl.node.weights.encoders import Encoders
-from primerl.node.weights.mirror import Mirror, Policy
 from primerl.node.weights.payload import ordered
+from primerl.node.weights.replica import Mirror, Policy
 from primerl.node.weights.state import State, Tensor, state_digest, tensor_digest
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
-from primerl.node import models
-from primerl.node.config import EnvironmentConfig, ModelCreateConfig
-from primerl.node.engines.engine import Completion
+from primerl.node.config.run import EnvironmentConfig, ModelCreateConfig
 from primerl.node.environments.build import build_environment
 from primerl.node.environments.environment import Branch, Environment
 from primerl.node.environments.verifiers import VerifiersEnvironment
+from primerl.node.inference.engine import Completion
+from primerl.node.models import huggingface
 
 ROUNDS = 5
 
@@ -35,7 +35,7 @@ async def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[8, 128])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        models.create(Path(directory), ModelCreateConfig(), 0)
+        huggingface.create(Path(directory), ModelCreateConfig(), 0)
         environments: dict[str, Environment] = {}
         for name, make in (("in process", VerifiersEnvironment), ("hosted", build_environment)):
             environments[name] = make(

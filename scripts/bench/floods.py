@@ -31,14 +31,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from swarm import Swarm, make_model
-from witness import Fakes
+from support.swarm import Swarm, make_model
+from support.witness import Fakes
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.config import NetworkConfig
-from primerl.node.network.iroh import IrohTransport
-from primerl.node.network.rpc import Refused, ask
-from primerl.node.network.transport import Connection, Transport, TransportError
+from primerl.node.config.run import NetworkConfig
+from primerl.node.p2p.iroh import IrohTransport
+from primerl.node.p2p.rpc import Refused, ask
+from primerl.node.p2p.transport import Connection, Transport, TransportError
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.manifests import PeerRecord, Ticket

@@ -37,10 +37,10 @@ from pipeline_goals import judge, show
 from shapes import SHAPES
 
 from primerl.crypto.keys import SecretKey
-from primerl.node import models
-from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.engines.vllm_features import NOT_INSTALLED, is_installed
-from primerl.node.roles.stages.offers import software
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.vllm_features import NOT_INSTALLED, is_installed
+from primerl.node.models import huggingface
+from primerl.node.worker.stage_offers import software
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.pipelines import (
     MAX_MICRO_BATCHES,
@@ -297,7 +297,7 @@ def make_model(directory: Path, shape: str, length: int) -> dict[str, Any]:
     config = ModelCreateConfig.model_validate({**ALL_SHAPES[shape], **changes})
     if not (directory / "config.json").exists():
         making = directory.with_suffix(".part")
-        models.create(making, config, seed=0)
+        huggingface.create(making, config, seed=0)
         making.rename(directory)
     return json.loads((directory / "config.json").read_text())
 

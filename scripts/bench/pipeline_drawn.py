@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from primerl.node.engines.engine import Completion
+from primerl.node.inference.engine import Completion
 
 
 def keep(path: Path, done: Sequence[Completion]) -> None:

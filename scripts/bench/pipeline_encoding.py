@@ -18,10 +18,10 @@ import torch
 from boundaries import with_massive_channel
 from torch import Tensor
 
-from primerl.node import models
-from primerl.node.engines.network import pick_device
-from primerl.node.engines.pipelined.activations import pack, rounded
-from primerl.node.engines.qwen3 import Qwen3Network
+from primerl.node.inference.network import pick_device
+from primerl.node.inference.qwen3 import Qwen3Network
+from primerl.node.models import huggingface
+from primerl.node.pipeline.activations import pack, rounded
 from primerl.protocol.pipelines import Encoding
 from primerl.scripts.bench.trained_model import recipe, trained_model
 
@@ -100,7 +100,7 @@ def main() -> None:
     for massive in map(float, asked.massive.split(",")):
         state = with_massive_channel(made.state, massive)
         network = Qwen3Network(
-            models.load_config(made.directory), state, dtype=asked.dtype, device=device
+            huggingface.load_config(made.directory), state, dtype=asked.dtype, device=device
         )
         for stages in map(int, asked.stages.split(",")):
             cuts = tuple(asked.layers * rank // stages for rank in range(1, stages))

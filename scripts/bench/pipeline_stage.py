@@ -26,23 +26,23 @@ from children import Event, Wire, cpu_seconds
 from pipeline_drawn import keep
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.config import EngineConfig, NetworkConfig
-from primerl.node.engines.build import build_engine
-from primerl.node.engines.engine import Completion, Engine, GenerateRequest
-from primerl.node.engines.pipelined.hosted_stage import HostedHead, HostedStage
-from primerl.node.lines.door import Door
-from primerl.node.lines.local_end import LocalEnd
-from primerl.node.lines.ring import Ring
-from primerl.node.lines.shaper import Shaper
-from primerl.node.model_files import read_state
-from primerl.node.network.links import Links
-from primerl.node.network.peers import PeerTable
-from primerl.node.network.router import Router
-from primerl.node.parts import start_iroh
+from primerl.node.app.factories import start_iroh
+from primerl.node.config.run import EngineConfig, NetworkConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.models.model_files import read_state
+from primerl.node.p2p.links import Links
+from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.router import Router
+from primerl.node.pipeline.door import Door
 from primerl.node.pipeline.frame_codec import FrameLimits
+from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
 from primerl.node.pipeline.layers import share_of
+from primerl.node.pipeline.local_end import LocalEnd
 from primerl.node.pipeline.place import Place
-from primerl.node.threads import share_python
+from primerl.node.pipeline.ring import Ring
+from primerl.node.pipeline.shaper import Shaper
+from primerl.node.process.threads import share_python
 from primerl.protocol.version import ALPN_PIPELINE
 
 STALL_S, START_S, LOOK_S = 60.0, 300.0, 0.05

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.arrivals import Arrivals
-from primerl.node.network.blobs import BlobServer
-from primerl.node.network.exchange import BlobFetcher
-from primerl.node.network.iroh import IrohTransport
-from primerl.node.network.limits import Pacer
-from primerl.node.network.links import Links
-from primerl.node.network.peers import PeerTable
-from primerl.node.network.router import Router
-from primerl.node.store import MemoryStore
+from primerl.node.p2p.arrivals import Arrivals
+from primerl.node.p2p.blobs import BlobServer
+from primerl.node.p2p.exchange import BlobFetcher
+from primerl.node.p2p.iroh import IrohTransport
+from primerl.node.p2p.limits import Pacer
+from primerl.node.p2p.links import Links
+from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.router import Router
+from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import ALPN_BLOBS
 
@@ -162,7 +162,7 @@ async def serve(node: Node) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    handlers = {"meet": node.meet, "hold": node.hold, "report": node.report}
+    handlers = {"meet": node.meet, "hold": node.hold, "report": node.ops.report}
     while line := await reader.readline():
         command = json.loads(line)
         name = command["do"]

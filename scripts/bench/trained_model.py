@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl.node import models
-from primerl.node.config import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.models import huggingface
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.weights.state import State
 
@@ -195,7 +195,9 @@ def trained_model(
     if not directory.exists():
         with tempfile.TemporaryDirectory(dir=_made(cache)) as name:
             work = Path(name) / "model"
-            models.create(work, ModelCreateConfig.model_validate(dict(wanted.shape)), wanted.seed)
+            huggingface.create(
+                work, ModelCreateConfig.model_validate(dict(wanted.shape)), wanted.seed
+            )
             (work / LOSS).write_text(json.dumps(_train(work, wanted, device, say)))
             if not directory.exists():  # another process may have been faster
                 work.rename(directory)
@@ -217,7 +219,7 @@ def corpus_of(wanted: Recipe, directory: Path) -> Corpus:
 @lru_cache
 def stop_token(directory: Path) -> int:
     """The token that ends a completion."""
-    return models.stop_token_ids(directory)[0]
+    return huggingface.stop_token_ids(directory)[0]
 
 
 def _train(directory: Path, wanted: Recipe, device: str, say: Callable[[str], None]) -> float:
@@ -225,7 +227,7 @@ def _train(directory: Path, wanted: Recipe, device: str, say: Callable[[str], No
     import torch
 
     torch.manual_seed(wanted.seed)
-    model: Any = models.load_model(directory, device=device).train()
+    model: Any = huggingface.load_model(directory, device=device).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=wanted.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -268,7 +270,7 @@ def _backward(head: Any, hidden: Any, targets: Any, coarse: bool) -> float:
 
 
 def _bf16(directory: Path) -> State:
-    return models.policy_state(models.load_model(directory))
+    return huggingface.policy_state(huggingface.load_model(directory))
 
 
 # -- policy updates --------------------------------------------------------------------------------

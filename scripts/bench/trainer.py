@@ -31,11 +31,11 @@ from trainer_goals import judge
 from trainer_plain import PlainLoop
 from trainer_rows import ROWS, Row, fake_batch, make_model
 
+from primerl.node.config.training import TrainingConfig
 from primerl.node.training.backend import Batch
 from primerl.node.training.flops import cost_of, peak_flops
 from primerl.node.training.learner import Learner
 from primerl.node.training.world import World
-from primerl.node.training_config import TrainingConfig
 
 ON_CUDA = torch.cuda.is_available()
 GIB = 1 << 30

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from primerl.node import models
+from primerl.node.models import huggingface
 
 CHUNK = 8192
 
@@ -28,7 +28,7 @@ class PlainLoop:
     def __init__(self, model_dir: Path, *, recompute: bool, tuned: bool) -> None:
         self._cuda = torch.cuda.is_available()
         device, dtype = ("cuda", "bfloat16") if self._cuda else ("cpu", "float32")
-        self._model: Any = models.load_model(model_dir, dtype=dtype, device=device).train()
+        self._model: Any = huggingface.load_model(model_dir, dtype=dtype, device=device).train()
         for layer in self._model.base_model.layers:
             forward: Callable[..., Any] = layer.forward
             if recompute:

@@ -8,10 +8,10 @@ from typing import Any
 
 from shapes import SHAPES
 
-from primerl.node import models
-from primerl.node.config import ModelCreateConfig
+from primerl.node.config.run import ModelCreateConfig
+from primerl.node.config.training import FsdpConfig
+from primerl.node.models import huggingface
 from primerl.node.training.backend import Objective, Sample
-from primerl.node.training_config import FsdpConfig
 
 LONG_CONTEXT = 32768
 """From here on rows are long: what is only told about short ones is left out, and the other way round."""
@@ -56,7 +56,7 @@ ROWS = [
 def make_model(directory: Path, shape: str) -> None:
     """A model directory of a shape with random weights."""
     sizes = SHAPES[shape]
-    models.create(
+    huggingface.create(
         directory,
         ModelCreateConfig(**{"max_position_embeddings": 131072, **sizes}),  # pyright: ignore[reportArgumentType]
         seed=0,

@@ -27,15 +27,15 @@ import numpy as np
 import torch
 from shapes import SHAPES
 
-from primerl.node import models
-from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.hf import HfEngine
-from primerl.node.engines.hosted_weights import Weights
-from primerl.node.engines.network import build_network
-from primerl.node.engines.qwen3 import shapes
-from primerl.node.engines.vllm import VllmCore
-from primerl.node.engines.vllm_options import sampling_arguments
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.hf import HfEngine
+from primerl.node.inference.hosted_weights import Weights
+from primerl.node.inference.network import build_network
+from primerl.node.inference.qwen3 import shapes
+from primerl.node.inference.vllm import VllmCore
+from primerl.node.inference.vllm_options import sampling_arguments
+from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State, Tensor
 
 PAUSE_MS, RATIO = 40.0, 8.0
@@ -58,7 +58,7 @@ Frozens = list[tuple[float, float]]
 
 def make_model(directory: Path, shape: str) -> State:
     """Config and tokenizer of a Qwen3 in `directory`, and a random bf16 state for it."""
-    models.create(directory, ModelCreateConfig(), 0)
+    huggingface.create(directory, ModelCreateConfig(), 0)
     (directory / "model.safetensors").unlink()
     path = directory / "config.json"
     config = json.loads(path.read_text()) | SHAPES[shape]
@@ -66,7 +66,7 @@ def make_model(directory: Path, shape: str) -> State:
     pool = np.random.default_rng(0).normal(0, 0.02, (1 << 22) + 7).astype(np.float32)
     bits = (pool.view(np.uint32) >> 16).astype("<u2")
     state: dict[str, Tensor] = {}
-    for name, size in shapes(models.load_config(directory)).items():
+    for name, size in shapes(huggingface.load_config(directory)).items():
         data = np.full(size, 0x3F80, "<u2") if len(size) == 1 else np.resize(bits, size)
         state[name] = Tensor("BF16", size, data.reshape(-1))
     return state
@@ -225,7 +225,7 @@ def make_bench(options: argparse.Namespace) -> Bench:
         engine: Any = HfEngine(EngineConfig(**common), build=build)
     else:
         engine = Here(EngineConfig(type="vllm", **common, vllm=ON_CUDA if cuda else {}))
-        log = logging.getLogger("primerl.node.engines.hosted_weights")
+        log = logging.getLogger("primerl.node.inference.hosted_weights")
         log.addHandler(Frozen(frozen))
         log.setLevel(logging.INFO)
     return Bench(engine, options.requests, options.length, [steps], frozen)

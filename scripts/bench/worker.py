@@ -29,8 +29,8 @@ from worker_goals import FULL, MODES, judge, rates
 from worker_settings import RUN, engine, join_settings, make_model, run_settings
 from worker_watch import cores, follow
 
-from primerl.node import control
-from primerl.node.errors import NetworkError
+from primerl.node.ops import control
+from primerl.node.ops.errors import NetworkError
 
 HERE = Path(__file__).parent
 START_S = 400.0

@@ -17,8 +17,8 @@ from typing import Any
 
 from children import Event, Wire, cpu_seconds
 
-from primerl.node.config import EngineConfig
-from primerl.node.engines.vllm_options import engine_arguments, set_environment
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.vllm_options import engine_arguments, set_environment
 
 
 class Bare:

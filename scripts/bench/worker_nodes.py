@@ -19,21 +19,21 @@ from typing import Any
 from children import Event, Wire, cpu_seconds
 from worker_watch import Sampler, cpu_by_process
 
-from primerl.node import rundir
-from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
-from primerl.node.config import EngineConfig, JoinConfig, RunConfig
-from primerl.node.daemon import load_key
-from primerl.node.engines.build import build_engine
-from primerl.node.engines.engine import Completion, Engine, EngineStats, GenerateRequest
-from primerl.node.engines.scripted import ScriptedEngine
-from primerl.node.ledger import Ledger
-from primerl.node.logs import configure
-from primerl.node.model_files import read_state
-from primerl.node.parts import Parts
-from primerl.node.trainer_node import TrainerNode
+from primerl.node.app import rundir
+from primerl.node.app.daemon import load_key
+from primerl.node.app.factories import Parts
+from primerl.node.app.trainer import TrainerNode
+from primerl.node.app.worker import WorkerNode
+from primerl.node.config.run import EngineConfig, JoinConfig, RunConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine, EngineStats, GenerateRequest
+from primerl.node.inference.scripted import ScriptedEngine
+from primerl.node.models.model_files import read_state
+from primerl.node.ops.logs import configure
+from primerl.node.storage.ledger import Ledger
 from primerl.node.training.backend import Batch, Sample, Snapshot, StepMetrics
+from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.weights.state import Changed, State
-from primerl.node.worker_node import WorkerNode
 from primerl.protocol.manifests import RunManifest
 
 PROMPTS = 512

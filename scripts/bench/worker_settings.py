@@ -7,8 +7,8 @@ from typing import Any
 
 from shapes import SHAPES
 
-from primerl.node import models
-from primerl.node.config import ModelCreateConfig
+from primerl.node.config.run import ModelCreateConfig
+from primerl.node.models import huggingface
 
 RUN = "w"
 LIKELY = 10.0
@@ -91,7 +91,7 @@ def make_model(directory: Path, shape: str, length: int, tokens: int) -> None:
     # a head of its own: a tied one would repeat the last token, the likelier the larger its rows
     changes |= {"tie_word_embeddings": False, "max_position_embeddings": length}
     config = ModelCreateConfig.model_validate({**SHAPES[shape], **changes})
-    models.create(directory, config, seed=0)
+    huggingface.create(directory, config, seed=0)
     path = directory / "model.safetensors"
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
     tensors["lm_head.weight"][:TOKENIZER] *= LIKELY

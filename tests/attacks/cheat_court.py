@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from primerl.crypto.hashing import derive
-from primerl.node.audits.auditor import Auditor
-from primerl.node.proofs.calls import OwnAudits
-from primerl.node.proofs.copies import Copies
-from primerl.node.proofs.verifier import Arrival, Verified, Verifier, refuse_all
+from primerl.node.verification.auditor import Auditor
+from primerl.node.verification.calls import OwnAudits
+from primerl.node.verification.copies import Copies
+from primerl.node.verification.verifier import Arrival, Verified, Verifier, refuse_all
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease
 from primerl.protocol.rollouts import Evidence, Submission

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primerl.node import models
-from primerl.node.engines.network import Network, pick_device
-from primerl.node.engines.qwen3 import Attend, Qwen3Network
-from primerl.node.engines.taps import Taps
+from primerl.node.inference.network import Network, pick_device
+from primerl.node.inference.qwen3 import Attend, Qwen3Network
+from primerl.node.inference.taps import Taps
+from primerl.node.models import huggingface
 from primerl.node.weights.state import State
 
 
@@ -59,17 +59,17 @@ def _through_float8(values: Tensor) -> Tensor:
 
 def build_rounded_cache(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
     """A NetworkBuilder."""
-    config: Any = models.load_config(model_dir)
+    config: Any = huggingface.load_config(model_dir)
     return RoundedCache(config, state, dtype=dtype, device=pick_device(device))
 
 
 def build_best_only(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
     """A NetworkBuilder."""
-    config: Any = models.load_config(model_dir)
+    config: Any = huggingface.load_config(model_dir)
     return BestOnly(config, state, dtype=dtype, device=pick_device(device))
 
 
 def build_nucleus(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
     """A NetworkBuilder."""
-    config: Any = models.load_config(model_dir)
+    config: Any = huggingface.load_config(model_dir)
     return Nucleus(config, state, dtype=dtype, device=pick_device(device))

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from primerl.node import models
-from primerl.node.calibration.honest import trial_run
-from primerl.node.config import EngineConfig, RunConfig
+from primerl.node.config.run import EngineConfig, RunConfig
+from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample
+from primerl.node.verification.honest import trial_run
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.rollouts import GroupRecord, unpack_f32, unpack_u32
 from primerl.scripts.bench.trained_model import Trained, policy_updates, stop_token
@@ -48,7 +48,7 @@ def manifest(model_dir: Path, engine: EngineConfig, max_tokens: int) -> RunManif
     return trial_run(
         config,
         config_file=(model_dir / "config.json").read_bytes(),
-        vocab_size=models.vocab_size(model_dir),
+        vocab_size=huggingface.vocab_size(model_dir),
         stop_token_ids=(stop_token(model_dir),),
     )
 

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primerl.crypto.hashing import derive
-from primerl.node.config import EngineConfig
-from primerl.node.engines.engine import Completion, Engine, GenerateRequest
-from primerl.node.engines.hf import HfEngine
+from primerl.node.config.run import EngineConfig
 from primerl.node.environments.environment import Environment, Task
-from primerl.node.fingerprints.fingerprint import Projection
-from primerl.node.roles.generating import rollout_record
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.hf import HfEngine
 from primerl.node.weights.state import State
+from primerl.node.worker.rollouts import rollout_record
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
 from primerl.protocol.manifests import RunManifest, encode, run_id
 from primerl.protocol.rollouts import GroupRecord, RolloutRecord
 
 if TYPE_CHECKING:
-    from primerl.node.engines.network import Network, NetworkBuilder
+    from primerl.node.inference.network import Network, NetworkBuilder
 
 Sampler = Callable[[GenerateRequest], Awaitable[Completion]]
 Groups = list[GroupRecord]
@@ -206,7 +206,7 @@ class Workshop:
         )
 
     def _right_network(self) -> "Network":
-        from primerl.node.engines.network import build_network
+        from primerl.node.inference.network import build_network
 
         if self._network is None:
             world, config = self.world, self.world.engine

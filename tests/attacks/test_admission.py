@@ -5,11 +5,11 @@ import time
 
 import msgspec
 import pytest
-from rogue import Rogue, reason_of, soon
-from swarm import Swarm
+from support.rogue import Rogue, reason_of, soon
+from support.swarm import Swarm
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.rpc import Refused
+from primerl.node.p2p.rpc import Refused
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from support.prefill_core import PrefillCore
-from swarm import Running, Swarm
+from support.swarm import Running, Swarm
 
-from primerl.node.config import EngineConfig, EnvironmentConfig
-from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.hf import HfEngine
-from primerl.node.parts import MakeLedger, Parts, make_backend
+from primerl.node.app.factories import MakeLedger, Parts, make_backend
+from primerl.node.config.run import EngineConfig, EnvironmentConfig
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.hf import HfEngine
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Audited, Reputation, ban_test
@@ -31,11 +31,7 @@ from primerl.scripts.bench.trained_model import (
 from primerl.tests.attacks.cheat_book import BOOK, honest_work
 from primerl.tests.attacks.cheat_court import Court, Outcome, reasons_of
 from primerl.tests.attacks.cheat_groups import sampled
-from primerl.tests.attacks.cheat_run import (
-    learning_material,
-    new_world,
-    with_updates,
-)
+from primerl.tests.attacks.cheat_run import learning_material, new_world, with_updates
 from primerl.tests.attacks.cheat_samplers import nucleus, shifted_logprobs, telling, temperature
 from primerl.tests.attacks.cheat_world import Workshop, World
 from primerl.tests.attacks.corpus_environment import CorpusEnvironment

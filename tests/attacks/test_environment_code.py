@@ -7,15 +7,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import fake_environment_process as fake
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
+from support import fake_environment_process as fake
 from support.counting_environment import STOP
 
-from primerl.node.config import EnvironmentConfig
-from primerl.node.engines.engine import Completion
+from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import EnvironmentFailed, EnvironmentStuck
 from primerl.node.environments.hosted import HostedEnvironment
+from primerl.node.inference.engine import Completion
 
 PROGRAM = (sys.executable, fake.__file__)
 DEADLINE_S = 120.0

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from installed import install
-from swarm import Swarm
+from support.installed import install
+from support.swarm import Swarm
 
-from primerl.node import rundir
+from primerl.node.app import rundir
 from primerl.node.environments.allowed import EnvironmentNotAllowed
-from primerl.node.errors import UsageError
+from primerl.node.ops.errors import UsageError
 from primerl.protocol.manifests import EnvironmentContract
 
 

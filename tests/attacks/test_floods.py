@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from rogue import Rogue
-from swarm import Swarm, until
+from support.rogue import Rogue
+from support.swarm import Swarm, until
 
-from primerl.node.network.rpc import Refused
-from primerl.node.network.transport import Connection, TransportError
+from primerl.node.p2p.rpc import Refused
+from primerl.node.p2p.transport import Connection, TransportError
 
 SOON = 60.0
 HOLD_S = 3600.0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rogue import Rogue, altered, altered_branch, reason_of, say
 from support.counting_environment import ASK, STOP
-from swarm import VOCABULARY, Swarm
+from support.rogue import Rogue, altered, altered_branch, reason_of, say
+from support.swarm import VOCABULARY, Swarm
 
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import PolicyHead

@@ -5,16 +5,16 @@ import time
 
 import msgspec
 import pytest
-from rogue import Rogue, reason_of
-from swarm import Swarm, until
+from support.rogue import Rogue, reason_of
+from support.swarm import Swarm, until
 
-from primerl.node.network.router import (
+from primerl.node.p2p.router import (
     CONNECTIONS_PER_PEER,
     UNPROVEN_BURST,
     UNPROVEN_PER_SECOND,
 )
-from primerl.node.network.rpc import Refused, receive_reply, send
-from primerl.node.network.transport import TransportError
+from primerl.node.p2p.rpc import Refused, receive_reply, send
+from primerl.node.p2p.transport import TransportError
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import (
     Accepted,

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import fill, small_disk
-from rogue import Rogue, reason_of
-from swarm import Swarm, until
-from witness import WitnessEngine
+from support.disks import fill, small_disk
+from support.rogue import Rogue, reason_of
+from support.swarm import Swarm, until
+from support.witness import WitnessEngine
 
-from primerl.node.errors import EngineError, StorageError
-from primerl.node.ledger import Ledger
+from primerl.node.ops.errors import EngineError, StorageError
+from primerl.node.storage.ledger import Ledger
 from primerl.protocol.errors import Reason
 
 

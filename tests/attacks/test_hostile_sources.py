@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import zstandard
-from hostile import HostileTrainer, policy, tensor_table
 from msgspec.structs import replace
-from rogue import Rogue
-from swarm import Swarm, side_by_side, until
+from support.hostile import HostileTrainer, policy, tensor_table
+from support.rogue import Rogue
+from support.swarm import Swarm, side_by_side, until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.errors import RunFailed
-from primerl.node.network.rpc import receive, send
-from primerl.node.network.transport import Stream
+from primerl.node.ops.errors import RunFailed
+from primerl.node.p2p.rpc import receive, send
+from primerl.node.p2p.transport import Stream
 from primerl.node.weights.codec import encode_full
-from primerl.node.weights.mirror import prove
+from primerl.node.weights.replica import prove
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import TensorInfo

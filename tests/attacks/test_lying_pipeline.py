@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from auditor_cases import item_of, make_run, measured
 from msgspec import structs
-from pipeline_cases import LAYERS, LocalPipeline, plan_of, shape_of
+from support.auditor_cases import item_of, make_run, measured
+from support.pipeline_cases import LAYERS, LocalPipeline, plan_of, shape_of
 from support.scripted_stages import ScriptedAuditor
 
-from primerl.node.audits.auditor import AuditItem, Boundary, Measured
-from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.proofs.blame import Blame, blame
-from primerl.node.proofs.checks import CheckedRollout
-from primerl.node.proofs.items import evidence
-from primerl.node.proofs.judgement import judge
-from primerl.node.proofs.thresholds import BUILT_IN
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.verification.auditor import AuditItem, Boundary, Measured
+from primerl.node.verification.blame import Blame, blame
+from primerl.node.verification.checks import CheckedRollout
+from primerl.node.verification.items import evidence
+from primerl.node.verification.judgement import judge
+from primerl.node.verification.thresholds import BUILT_IN
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.pipelines import Encoding, PipelinePlan
 

@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from auditor_cases import OWN, Case, item_of, make_case
-from crossing_cases import CUTS, coarse, make_deep, staged
-from engine_cases import FP32
 from msgspec import structs
-from protocol_cases import LEASE, NOW, PLAN, TRAINER
+from support.auditor_cases import OWN, Case, item_of, make_case
+from support.crossing_cases import CUTS, coarse, make_deep, staged
+from support.engine_cases import FP32
 from support.prefill_core import PrefillCore
+from support.protocol_cases import LEASE, NOW, PLAN, TRAINER
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.audits.auditor import AuditItem
-from primerl.node.engines.engine import GenerateRequest
-from primerl.node.engines.hf import HfEngine
 from primerl.node.environments.environment import Branch, Episode, Score, Task
-from primerl.node.proofs.calls import OwnAudits
-from primerl.node.proofs.copies import Copies
-from primerl.node.proofs.thresholds import BUILT_IN
-from primerl.node.proofs.verifier import Arrival, Verified, Verifier
-from primerl.node.roles.generating import branch_record, crossed
-from primerl.node.roles.stages.faults import StageFaults
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.hf import HfEngine
+from primerl.node.trainer.pipeline_faults import StageFaults
+from primerl.node.verification.auditor import AuditItem
+from primerl.node.verification.calls import OwnAudits
+from primerl.node.verification.copies import Copies
+from primerl.node.verification.thresholds import BUILT_IN
+from primerl.node.verification.verifier import Arrival, Verified, Verifier
+from primerl.node.worker.rollouts import branch_record, crossed
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef, sample_seed

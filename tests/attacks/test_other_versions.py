@@ -7,15 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hostile import HostileTrainer
-from protocol_cases import head
-from rogue import Rogue
-from swarm import Swarm
+from support.hostile import HostileTrainer
+from support.protocol_cases import head
+from support.rogue import Rogue
+from support.swarm import Swarm
 
-from primerl.node.errors import NodeError, StorageError, TicketError, UsageError
-from primerl.node.ledger import Ledger, LedgerView
-from primerl.node.network.rpc import Refused, receive_reply
-from primerl.node.network.transport import Stream
+from primerl.node.ops.errors import NodeError, StorageError, TicketError, UsageError
+from primerl.node.p2p.rpc import Refused, receive_reply
+from primerl.node.p2p.transport import Stream
+from primerl.node.storage.ledger import Ledger, LedgerView
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError

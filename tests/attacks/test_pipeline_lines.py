@@ -5,18 +5,18 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from frame_cases import SHAPE, plan, step
-from ring_cases import LIMITS, RUN, TRAINER, Chain, Node, chain, key_of, sealed, soon
+from support.frame_cases import SHAPE, plan, step
 from support.memory_transport import MemoryNetwork
-from swarm import until
+from support.ring_cases import LIMITS, RUN, TRAINER, Chain, Node, chain, key_of, sealed, soon
+from support.swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.lines import door as door_module
-from primerl.node.network.peers import PeerTable
-from primerl.node.network.router import Router, no_pipelines
-from primerl.node.network.rpc import Refused, ask, receive_reply, send
-from primerl.node.network.transport import Connection, Stream, TransportError
+from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.router import Router, no_pipelines
+from primerl.node.p2p.rpc import Refused, ask, receive_reply, send
+from primerl.node.p2p.transport import Connection, Stream, TransportError
+from primerl.node.pipeline import door as door_module
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.frame_codec import MAX_HEAD, FrameLimits, encode
 from primerl.protocol.envelope import Purpose, seal

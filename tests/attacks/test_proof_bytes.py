@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fingerprint_cases import model, text
+from support.fingerprint_cases import model, text
 
-from primerl.node.fingerprints.fingerprint import FURTHEST, BadProof, Projection
+from primerl.node.inference.fingerprint import FURTHEST, BadProof, Projection
 
 TOKENS = 40
 FAR = 0.5

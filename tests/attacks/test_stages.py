@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from offer_cases import CONFIG, offer, record
-from rogue import Rogue, reason_of
-from swarm import VOCABULARY, Swarm
+from support.offer_cases import CONFIG, offer, record
+from support.rogue import Rogue, reason_of
+from support.swarm import VOCABULARY, Swarm
 
 from primerl.crypto.keys import SecretKey
 from primerl.protocol.envelope import Purpose, unseal

@@ -8,19 +8,19 @@ from typing import cast
 
 import msgspec
 import pytest
-from protocol_cases import LEASE, RUN, TRAINER, WORKER
-from rogue import Rogue, altered, reason_of, soon
 from support.memory_transport import MemoryNetwork
-from swarm import Swarm
+from support.protocol_cases import LEASE, RUN, TRAINER, WORKER
+from support.rogue import Rogue, altered, reason_of, soon
+from support.swarm import Swarm
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.ledger import Ledger
-from primerl.node.network.rpc import Refused, receive_reply, send
-from primerl.node.network.transport import Stream
-from primerl.node.network.uploads import PARTIALS_PER_PEER, UploadReceiver
-from primerl.node.roles.submissions import SubmissionDesk
-from primerl.node.roles.terms import LEASES_PER_BOOT
+from primerl.node.p2p.rpc import Refused, receive_reply, send
+from primerl.node.p2p.transport import Stream
+from primerl.node.p2p.uploads import PARTIALS_PER_PEER, UploadReceiver
+from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.epochs import LEASES_PER_BOOT
+from primerl.node.trainer.submissions import SubmissionDesk
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from rogue import Rogue, say
 from support.counting_environment import STOP, counting_task, question, right_reply
-from swarm import Swarm
+from support.rogue import Rogue, say
+from support.swarm import Swarm
 
-from primerl.node.network.rpc import Refused
+from primerl.node.p2p.rpc import Refused
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primerl.cli.main import execute
-from primerl.node.control import Command, ControlServer
+from primerl.node.ops.control import Command, ControlServer
 
 
 @dataclass

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from primerl.cli import calibrate
-from primerl.node.calibration.bands import FalsePositives
-from primerl.node.calibration.calibrator import Noise, Report, Wanted
-from primerl.node.calibration.separation import Separated
-from primerl.node.config import RunConfig
-from primerl.node.proofs.thresholds import BUILT_IN, FIELDS, read_calibration
+from primerl.node.config.run import RunConfig
+from primerl.node.verification.bands import FalsePositives
+from primerl.node.verification.calibrator import Noise, Report, Wanted
+from primerl.node.verification.separation import Separated
+from primerl.node.verification.thresholds import BUILT_IN, FIELDS, read_calibration
 
 from .conftest import Ran
 

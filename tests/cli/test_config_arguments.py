@@ -11,14 +11,14 @@ from pydantic_config import BaseConfig
 
 from primerl.cli.keys import model_in
 from primerl.cli.main import CONFIGURED, PLAIN
-from primerl.node import toml
-from primerl.node.config import JoinConfig, RunConfig
-from primerl.node.errors import UsageError
-from primerl.node.eval_config import EvalConfig
-from primerl.node.load import load
-from primerl.node.own_run_config import ResumeConfig
-from primerl.node.serve_config import ServeConfig
-from primerl.node.sft_config import SftConfig
+from primerl.node.config import toml
+from primerl.node.config.common import ResumeConfig
+from primerl.node.config.evaluation import EvalConfig
+from primerl.node.config.loader import load
+from primerl.node.config.run import JoinConfig, RunConfig
+from primerl.node.config.serving import ServeConfig
+from primerl.node.config.sft import SftConfig
+from primerl.node.ops.errors import UsageError
 
 from .conftest import Ran
 

@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import make_qwen3
+from support.engine_cases import make_qwen3
 
 from primerl.cli.evaluate import EvalView, estimate, remarks, results_table
 from primerl.cli.screen import console
 from primerl.cli.summary import summary_lines
 from primerl.cli.tables import status_lines
-from primerl.node import model_files, models
-from primerl.node.config import ModelCreateConfig
-from primerl.node.control import Status
-from primerl.node.eval_config import EvalConfig
+from primerl.node.config.evaluation import EvalConfig
+from primerl.node.config.loader import load
+from primerl.node.config.run import ModelCreateConfig
+from primerl.node.config.training import LoraConfig
 from primerl.node.evaluation.candidates import Candidate, contract, identity, read
 from primerl.node.evaluation.eval_suite import Cell, Progress
 from primerl.node.evaluation.evaluator import Rollout
 from primerl.node.evaluation.statistics import Estimate, summarize
-from primerl.node.load import load
+from primerl.node.models import huggingface, model_files
+from primerl.node.ops.control import Status
 from primerl.node.training.model import lora
-from primerl.node.training_config import LoraConfig
 from primerl.node.weights.adapters import adapter_shapes, merge
 from primerl.node.weights.state import Tensor, digests
 
@@ -98,7 +98,7 @@ def test_other_weights_under_the_same_name_are_another_model(weights: Path) -> N
 
 def test_adapters_are_merged_into_their_base(tmp_path: Path, weights: Path) -> None:
     base_dir = weights.parent / "trainer" / "model"
-    base = models.policy_state(models.load_model(base_dir, dtype="bfloat16"))
+    base = huggingface.policy_state(huggingface.load_model(base_dir, dtype="bfloat16"))
     told = LoraConfig(rank=2, alpha=8.0, target_modules=("q_proj", "down_proj"))
     shapes = adapter_shapes({name: one.shape for name, one in base.items()}, told)
     generator = torch.Generator().manual_seed(1)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from protocol_cases import LEASE, STRANGER, SUBMITTED, TRAINER, WORKER
-from verdict_cases import (
+from support.protocol_cases import LEASE, STRANGER, SUBMITTED, TRAINER, WORKER
+from support.verdict_cases import (
     CHALLENGE,
     CLEAN,
     GUILTY,
@@ -19,8 +19,8 @@ from verdict_cases import (
     tampered,
 )
 
-from primerl.node.ledger import MANIFEST
-from primerl.node.proofs.meanings import MEANINGS, meaning
+from primerl.node.storage.ledger import MANIFEST
+from primerl.node.verification.meanings import MEANINGS, meaning
 from primerl.protocol.errors import Reason
 
 from .conftest import Ran

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from protocol_cases import PLAN, STRANGER, WORKER
-from verdict_cases import CLEAN, VERDICT, fill, signed
+from support.protocol_cases import PLAN, STRANGER, WORKER
+from support.verdict_cases import CLEAN, VERDICT, fill, signed
 
 from primerl.protocol.rollouts import Blamed, PipelineVerdict
 

@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import structs
 
 from primerl.cli.tables import group, peers_table, status_lines
-from primerl.node.control import GroupRow, PeerRow, Status
+from primerl.node.ops.control import GroupRow, PeerRow, Status
 
 ROW = GroupRow(
     group="ab12",

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from primerl.cli.keys import keys_help
-from primerl.node.load import COMMANDS as COMMANDS_WITH_CONFIG
+from primerl.node.config.loader import COMMANDS as COMMANDS_WITH_CONFIG
 
 from .conftest import Ran
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primerl.cli.join import asked, with_allowed
-from primerl.node.config import JoinConfig
+from primerl.node.config.run import JoinConfig
 from primerl.node.environments.allowed import EnvironmentNotAllowed, Package
 
 REFUSED = EnvironmentNotAllowed(Package("sort-digits", "sort-digits 0.1.0", bytes(range(32))))

@@ -10,11 +10,11 @@ import pytest
 
 from primerl.cli.join import ticket_text, with_checked_ticket
 from primerl.crypto.keys import SecretKey
-from primerl.node.config import JoinConfig
-from primerl.node.engines.vllm_features import is_installed
-from primerl.node.errors import TicketError
-from primerl.node.ledger import Ledger
-from primerl.node.tickets import remember, run_directory
+from primerl.node.app.tickets import remember, run_directory
+from primerl.node.config.run import JoinConfig
+from primerl.node.inference.vllm_features import is_installed
+from primerl.node.ops.errors import TicketError
+from primerl.node.storage.ledger import Ledger
 from primerl.protocol.manifests import Ticket
 from primerl.protocol.tickets import issue
 

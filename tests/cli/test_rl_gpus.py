@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node import gpus
-from primerl.node.config import RunConfig
-from primerl.node.load import load
+from primerl.node.config.loader import load
+from primerl.node.config.run import RunConfig
+from primerl.node.ops import gpus
 
 from .conftest import Ran
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from primerl.cli.sft import SftView, figures, print_summary
-from primerl.node.load import load
+from primerl.node.config.loader import load
+from primerl.node.config.sft import SftConfig
 from primerl.node.sft.loop import SftProgress
-from primerl.node.sft_config import SftConfig
 
 from .conftest import Ran
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from primerl.cli.ticket import seconds
-from primerl.node.errors import NodeError, UsageError
+from primerl.node.ops.errors import NodeError, UsageError
 
 from .conftest import Ran
 

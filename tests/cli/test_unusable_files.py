@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disks import fill, make_read_only, small_disk
+from support.disks import fill, make_read_only, small_disk
 
 from .conftest import Ran
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from engine_cases import FP32
+from support.engine_cases import FP32
 from support.prefill_core import PrefillCore
 
-from primerl.node.audits.auditor import Auditor
-from primerl.node.audits.hf_auditor import HfAuditor
+from primerl.node.verification.auditor import Auditor
+from primerl.node.verification.hf_auditor import HfAuditor
 
 AUDITORS: dict[str, Callable[[], Auditor]] = {
     "core": lambda: PrefillCore(FP32),

@@ -13,18 +13,18 @@ from typing import Literal
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.arrivals import Arrivals
-from primerl.node.network.blobs import BlobServer
-from primerl.node.network.chunk_source import ChunkSource, PeerPaths
-from primerl.node.network.discovery import Discovery
-from primerl.node.network.libp2p import Libp2pDiscovery
-from primerl.node.network.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
-from primerl.node.network.limits import Pacer
-from primerl.node.network.peers import PeerTable
-from primerl.node.network.rpc import receive, send
-from primerl.node.network.seeds import open_seeds
-from primerl.node.network.transport import Stream
-from primerl.node.store import MemoryStore
+from primerl.node.p2p.arrivals import Arrivals
+from primerl.node.p2p.blobs import BlobServer
+from primerl.node.p2p.chunk_source import ChunkSource, PeerPaths
+from primerl.node.p2p.discovery import Discovery
+from primerl.node.p2p.libp2p import Libp2pDiscovery
+from primerl.node.p2p.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
+from primerl.node.p2p.limits import Pacer
+from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.rpc import receive, send
+from primerl.node.p2p.seeds import open_seeds
+from primerl.node.p2p.transport import Stream
+from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.messages import ChunkFollows, GetChunk
 

@@ -2,9 +2,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from conformance.engine_factories import Case
-from engine_cases import started
+from support.engine_cases import started
 
-from primerl.node.engines.engine import Engine
+from primerl.node.inference.engine import Engine
 
 
 @pytest.fixture

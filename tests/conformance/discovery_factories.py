@@ -12,8 +12,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.discovery import Discovery
-from primerl.node.network.libp2p import Libp2pDiscovery
+from primerl.node.p2p.discovery import Discovery
+from primerl.node.p2p.libp2p import Libp2pDiscovery
 
 Factory = Callable[[int], AbstractAsyncContextManager[list[Discovery]]]
 

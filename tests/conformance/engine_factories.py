@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import FP32, MAX_LENGTH, SHAPE, make_llama, make_qwen3
+from support.engine_cases import FP32, MAX_LENGTH, SHAPE, make_llama, make_qwen3
 
-from primerl.node.config import EngineConfig
-from primerl.node.engines.engine import Engine
-from primerl.node.engines.hf import HfEngine
-from primerl.node.engines.scripted import ScriptedEngine
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.engine import Engine
+from primerl.node.inference.hf import HfEngine
+from primerl.node.inference.scripted import ScriptedEngine
 from primerl.node.weights.state import State
 
 
@@ -36,7 +36,7 @@ def _wide_qwen3(directory: Path, seed: int) -> State:
 
 def _vllm() -> Engine:
     pytest.importorskip("vllm")
-    from primerl.node.engines.hosted import HostedEngine
+    from primerl.node.inference.hosted import HostedEngine
 
     return HostedEngine(EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=32))
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from frame_cases import SHAPE
 from support import memory_port
+from support.frame_cases import SHAPE
 
 from primerl.node.pipeline.frame_codec import FrameLimits
 from primerl.node.pipeline.port import Port

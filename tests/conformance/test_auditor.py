@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 import torch
-from auditor_cases import (
+from conformance.auditor_factories import AUDITORS
+from support.auditor_cases import (
     FAR,
     NEAR,
     OWN,
@@ -17,10 +18,9 @@ from auditor_cases import (
     measured,
     with_token,
 )
-from conformance.auditor_factories import AUDITORS
 
-from primerl.node.audits.auditor import AuditItem, Auditor, Measured, Unreadable
-from primerl.node.errors import EngineError
+from primerl.node.ops.errors import EngineError
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

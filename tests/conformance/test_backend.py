@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from support.counting_backend import CountingBackend
-from training_cases import DEVICE, FAST, batch, make_model
+from support.training_cases import DEVICE, FAST, batch, make_model
 
-from primerl.node.errors import EngineError, StorageError
-from primerl.node.model_files import contract_files, read_state
+from primerl.node.config.training import FsdpConfig
+from primerl.node.models.model_files import contract_files, read_state
+from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import Batch, TrainBackend
 from primerl.node.training.local import LocalBackend
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.ranks.group import RankGroup
-from primerl.node.training_config import FsdpConfig
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import digests
 

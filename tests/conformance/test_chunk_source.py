@@ -10,8 +10,8 @@ import pytest_asyncio
 from conformance.chunk_source_factories import FACTORIES, Mood, Place
 
 from primerl.crypto.hashing import digest
-from primerl.node.network.rpc import Refused, TooSlow
-from primerl.node.network.transport import StreamClosed, TransportError
+from primerl.node.p2p.rpc import Refused, TooSlow
+from primerl.node.p2p.transport import StreamClosed, TransportError
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import MAX_CHUNK

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 from conformance.discovery_factories import FACTORIES, Factory
 
-from primerl.node.network.discovery import Discovery, Fact
+from primerl.node.p2p.discovery import Discovery, Fact
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
 

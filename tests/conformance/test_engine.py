@@ -7,10 +7,10 @@ from math import isfinite
 
 import pytest
 from conformance.engine_factories import PARAMS, Case, make_case
-from engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, varied_requests
+from support.engine_cases import MAX_LENGTH, STOP, reference_logprobs, request, varied_requests
 
-from primerl.node.engines.engine import Completion, Engine, GenerateRequest
-from primerl.node.errors import EngineError
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.ops.errors import EngineError
 
 DEADLINE_S = 240.0
 
@@ -212,6 +212,6 @@ async def test_a_bad_request_is_refused_and_fails_nobody_else(engine: Engine, fa
 
 
 def test_the_stop_token_of_these_cases_is_the_tokenizer_s(case: Case) -> None:
-    from primerl.node.models import stop_token_ids
+    from primerl.node.models.huggingface import stop_token_ids
 
     assert stop_token_ids(case.model_dir) == (STOP,)

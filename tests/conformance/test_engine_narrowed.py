@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conformance.engine_factories import DRAWING_PARAMS, Case, make_case
-from engine_cases import request
+from support.engine_cases import request
 
-from primerl.node import models
-from primerl.node.engines.engine import Engine, GenerateRequest
-from primerl.node.engines.requests import narrowing
-from primerl.node.engines.sampling import Narrowed, draw
+from primerl.node.inference.engine import Engine, GenerateRequest
+from primerl.node.inference.requests import narrowing
+from primerl.node.inference.sampling import Narrowed, draw
+from primerl.node.models import huggingface
 
 REQUESTS = [
     request("abc", seed=1, stop=()),
@@ -43,7 +43,7 @@ async def test_tokens_are_those_that_the_definition_draws_from_the_models_logits
                 for one, half in zip(REQUESTS, halves, strict=True)
             )
         )
-    model: Any = models.model_from_state(case.model_dir, case.states[0])
+    model: Any = huggingface.model_from_state(case.model_dir, case.states[0])
     for index, (one, whole) in enumerate(zip(REQUESTS, made, strict=True)):
         tokens, logprobs = by_definition(model, one, whole.token_ids)
         assert whole.token_ids == tokens

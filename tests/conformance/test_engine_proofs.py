@@ -8,13 +8,13 @@ import pytest
 import pytest_asyncio
 import torch
 from conformance.engine_factories import PARAMS, Case, make_case
-from engine_cases import request, started, varied_requests
+from support.engine_cases import request, started, varied_requests
 
-from primerl.node.engines.engine import Completion, Engine, GenerateRequest
-from primerl.node.engines.network import build_network
-from primerl.node.engines.scripted import scripted_hidden
-from primerl.node.errors import EngineError
-from primerl.node.fingerprints.fingerprint import Hidden, Projection
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.inference.fingerprint import Hidden, Projection
+from primerl.node.inference.network import build_network
+from primerl.node.inference.scripted import scripted_hidden
+from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 DEADLINE_S = 240.0

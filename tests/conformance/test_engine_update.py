@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from conformance.engine_factories import PARAMS, Case, make_case
-from engine_cases import request, started, varied_requests
-from update_cases import blended
+from support.engine_cases import request, started, varied_requests
+from support.update_cases import blended
 
-from primerl.node.engines.engine import Completion, Engine, GenerateRequest
-from primerl.node.errors import EngineError
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor
 
 DEADLINE_S = 240.0

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import pytest_asyncio
-from chat_model import make_chat_model
+from support.chat_model import make_chat_model
 from support.counting_environment import STOP, CountingEnvironment
 
-from primerl.node.config import EnvironmentConfig
-from primerl.node.engines.engine import Completion
+from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.build import build_environment
 from primerl.node.environments.environment import Branch, Environment, Policy, ScoreMismatch
 from primerl.node.environments.verifiers import VerifiersEnvironment
+from primerl.node.inference.engine import Completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

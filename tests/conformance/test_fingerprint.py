@@ -21,9 +21,9 @@ a part that all tokens share):
 
 import numpy as np
 import pytest
-from fingerprint_cases import changed, measured, model, noisy, ratio, text
+from support.fingerprint_cases import changed, measured, model, noisy, ratio, text
 
-from primerl.node.fingerprints.fingerprint import BadProof, Projection, ProofFailed
+from primerl.node.inference.fingerprint import BadProof, Projection, ProofFailed
 
 LENGTHS = (1, 2, 31, 32, 33, 64, 71)
 HONEST = 0.02

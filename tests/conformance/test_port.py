@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conformance.port_factories import FACTORIES
-from frame_cases import said, same, step
+from support.frame_cases import said, same, step
 
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.port import Port, PortClosed, PortTimeout

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primerl.crypto.hashing import digest
-from primerl.node.errors import StorageError
-from primerl.node.store import (
+from primerl.node.ops.errors import StorageError
+from primerl.node.storage.chunk_store import (
     TEMPORARY,
     Disk,
     FileStore,

@@ -17,7 +17,7 @@ from conformance.transport_pairs import (
     streams,
 )
 
-from primerl.node.network.transport import Stream, StreamClosed
+from primerl.node.p2p.transport import Stream, StreamClosed
 
 
 @pytest.fixture(params=sorted(FACTORIES))

@@ -18,7 +18,7 @@ from conformance.transport_pairs import (
 )
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.transport import ConnectionLost, Unreachable
+from primerl.node.p2p.transport import ConnectionLost, Unreachable
 
 
 @pytest.fixture(params=sorted(FACTORIES))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.iroh import IrohTransport
-from primerl.node.network.transport import Transport
+from primerl.node.p2p.iroh import IrohTransport
+from primerl.node.p2p.transport import Transport
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from conformance.transport_factories import World
 
-from primerl.node.network.transport import Connection, Stream, Transport
+from primerl.node.p2p.transport import Connection, Stream, Transport
 
 ALPN = b"primerl-test/1"
 OTHER_ALPN = b"primerl-test-bulk/1"

@@ -10,13 +10,12 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import fingerprint_cases
-import frame_cases
 import msgspec
 import numpy as np
-import weights_cases as cases
 from msgspec import structs
-from protocol_cases import (
+from support import fingerprint_cases, frame_cases
+from support import weights_cases as cases
+from support.protocol_cases import (
     LEASE,
     MESSAGES,
     POLICY_MANIFEST,
@@ -25,9 +24,9 @@ from protocol_cases import (
     VERDICT,
     sealed_head,
 )
-from protocol_cases import head as policy_head
+from support.protocol_cases import head as policy_head
 
-from primerl.node.fingerprints.fingerprint import BadProof, Projection
+from primerl.node.inference.fingerprint import BadProof, Projection
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.frame_codec import (
     PREFIX_BYTES,
@@ -48,11 +47,11 @@ from primerl.node.weights.codec import (
     read_changes,
 )
 from primerl.node.weights.errors import CodecError, DigestMismatch
-from primerl.node.weights.mirror import Mirror, Policy, prove
 from primerl.node.weights.moves import find
 from primerl.node.weights.offsets import Offsets
 from primerl.node.weights.partial import chunks_for
 from primerl.node.weights.payload import DELTA, FULL, blocks_of, check_layout, header, layout_of
+from primerl.node.weights.replica import Mirror, Policy, prove
 from primerl.node.weights.state import BITS, Changed, State, numel
 from primerl.protocol.envelope import Envelope, read_envelope
 from primerl.protocol.errors import RemoteProtocolError

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from primerl.node import models
-from primerl.node.config import EngineConfig, ModelCreateConfig, TrainingConfig
-from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.hf import HfEngine
+from primerl.node.config.run import EngineConfig, ModelCreateConfig, TrainingConfig
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.hf import HfEngine
+from primerl.node.models import huggingface
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.local import LocalBackend
 from primerl.node.weights.state import State
@@ -60,9 +60,9 @@ async def main() -> None:
     """Print the table."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        models.create(directory, ModelCreateConfig(hidden_size=256, num_hidden_layers=4), 0)
-        model = models.load_model(directory, dtype="float32", device="cpu")
-        state = models.policy_state(model)
+        huggingface.create(directory, ModelCreateConfig(hidden_size=256, num_hidden_layers=4), 0)
+        model = huggingface.load_model(directory, dtype="float32", device="cpu")
+        state = huggingface.policy_state(model)
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         runs = {device: await generate(directory, state, device) for device in devices}
         for device, (done, speed) in runs.items():

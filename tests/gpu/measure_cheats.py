@@ -22,15 +22,11 @@ from typing import Any
 
 import torch
 
-from primerl.node.audits.auditor import Auditor
-from primerl.node.config import EngineConfig
-from primerl.node.engines.hosted import HostedEngine
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.verification.auditor import Auditor
 from primerl.tests.attacks.cheat_book import BOOK, audited_by_content
-from primerl.tests.attacks.cheat_run import (
-    learning_material,
-    new_world,
-    with_updates,
-)
+from primerl.tests.attacks.cheat_run import learning_material, new_world, with_updates
 from primerl.tests.attacks.cheat_world import Workshop, World
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))

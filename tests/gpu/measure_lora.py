@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from primerl.node import model_files, models
-from primerl.node.config import ModelCreateConfig, TrainingConfig
-from primerl.node.tensors import bf16_state, to_torch
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.config.training import LoraConfig
+from primerl.node.models import huggingface, model_files
+from primerl.node.models.tensors import bf16_state, to_torch
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.learner import Learner
-from primerl.node.training_config import LoraConfig
 from primerl.node.weights.adapters import Merged, changes, merge
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import State, state_bytes
@@ -110,7 +110,7 @@ def main() -> None:
     print("  trained   tokens/s  peak GiB  snapshot ms  state MiB  delta MiB  encode ms")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        models.create(directory, SMALL if small else SHAPE, seed=0)
+        huggingface.create(directory, SMALL if small else SHAPE, seed=0)
         config = TrainingConfig(lr=lr, seq_len=4 * length)
         measure(directory, config, tokens, length)
         states = measure(directory, config.model_copy(update={"lora": lora}), tokens, length)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from training_cases import sample
+from support.training_cases import sample
 
-from primerl.node import models
-from primerl.node.config import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.models import huggingface
 from primerl.node.training.backend import Batch
 from primerl.node.training.learner import Learner
 from primerl.node.training.model import experts
@@ -88,7 +88,7 @@ def main() -> None:
     config = TrainingConfig(seq_len=arguments.tokens, device="cuda")
     world = World.join(config) if ranks > 1 else None
     if first and not (arguments.dir / "config.json").is_file():
-        models.create(arguments.dir, shape(arguments.layers), 0)
+        huggingface.create(arguments.dir, shape(arguments.layers), 0)
     if world is not None:
         torch.distributed.barrier()
     for name, changes in (ON_RANKS if ranks > 1 else ROWS).items():

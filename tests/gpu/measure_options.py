@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from engine_cases import sharp
-from update_cases import blended
+from support.engine_cases import sharp
+from support.update_cases import blended
 
-from primerl.node import models
-from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.engines.build import build_engine
-from primerl.node.engines.engine import Completion, Engine, GenerateRequest
-from primerl.node.errors import NodeError
-from primerl.node.fingerprints.fingerprint import Projection
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import NodeError
 from primerl.node.weights.state import Changed, State
 
 DENSE = ModelCreateConfig(
@@ -104,8 +104,8 @@ class Case:
         """Random weights, as sharp as a trained model's; a fifth of the second policy is new."""
         states: list[State] = []
         for seed in (1, 0):  # the directory keeps the last
-            models.create(directory, shape, seed)
-            states.append(sharp(models.policy_state(models.load_model(directory))))
+            huggingface.create(directory, shape, seed)
+            states.append(sharp(huggingface.policy_state(huggingface.load_model(directory))))
         new, changed = blended(states[1], states[0], 0.2)
         return cls(directory, states[1], new, changed)
 
@@ -131,7 +131,7 @@ class Judge:
 
     def __init__(self, case: Case, state: State, device: str, dtype: str) -> None:
         exact, rounded = (
-            models.model_from_state(case.directory, state, dtype=one, device=device)
+            huggingface.model_from_state(case.directory, state, dtype=one, device=device)
             for one in ("float32", dtype)
         )
         self._exact: Any = exact

@@ -12,13 +12,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from primerl.node.config import RunConfig
-from primerl.node.errors import UsageError
-from primerl.node.gpus import installed, usable
-from primerl.node.launching.beside_trainer import planned_share
-from primerl.node.launching.commands import with_gpus
-from primerl.node.launching.placement import Placement, place
-from primerl.node.load import load
+from primerl.node.config.loader import load
+from primerl.node.config.run import RunConfig
+from primerl.node.launch.beside_trainer import planned_share
+from primerl.node.launch.commands import with_gpus
+from primerl.node.launch.placement import Placement, place
+from primerl.node.ops.errors import UsageError
+from primerl.node.ops.gpus import installed, usable
 
 SEES = (
     "import json, torch; c = torch.cuda; print(json.dumps("

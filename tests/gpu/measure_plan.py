@@ -18,13 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from primerl.node import gpu_memory, models
-from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.engines.build import build_engine
-from primerl.node.json_files import read_json
-from primerl.node.planning.memory import GIB, Device, plan_engine, plan_learner, token_bytes
-from primerl.node.planning.shape import ModelShape, read_shape
-from primerl.node.training_config import TrainingConfig
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.training import TrainingConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.memory_plan.memory import GIB, Device, plan_engine, plan_learner, token_bytes
+from primerl.node.memory_plan.shape import ModelShape, read_shape
+from primerl.node.models import huggingface
+from primerl.node.models.json_files import read_json
+from primerl.node.ops import gpu_memory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 from shapes import SHAPES  # pyright: ignore
@@ -82,7 +83,7 @@ async def started(config: EngineConfig, directory: Path, fingerprint: str) -> tu
     engine = build_engine(config)
     try:
         await engine.start(directory, fingerprint=fingerprint)
-        await engine.load(0, models.policy_state(models.load_model(directory)))
+        await engine.load(0, huggingface.policy_state(huggingface.load_model(directory)))
         return engine.stats().kv_tokens, before - gpu_memory.visible()[0].free
     finally:
         await engine.close()
@@ -154,7 +155,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as where:
             directory = Path(where)
             sizes: dict[str, Any] = {"max_position_embeddings": 131072, **SHAPES[name]}
-            models.create(directory, ModelCreateConfig(**sizes), seed=0)
+            huggingface.create(directory, ModelCreateConfig(**sizes), seed=0)
             shape = read_shape(read_json(directory / "config.json"))
             if not options.skip_engines:
                 rows += engines(name, directory, shape, device)

@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from primerl.node import models
-from primerl.node.config import EngineConfig
-from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.hosted import HostedEngine
-from primerl.node.engines.vllm_options import engine_arguments
-from primerl.node.engines.vllm_recorder import Recorder
-from primerl.node.engines.vllm_sampling import Step
-from primerl.node.engines.vllm_shape import read_shape
-from primerl.node.fingerprints.fingerprint import Projection
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.inference.vllm_options import engine_arguments
+from primerl.node.inference.vllm_recorder import Recorder
+from primerl.node.inference.vllm_sampling import Step
+from primerl.node.inference.vllm_shape import read_shape
+from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
@@ -270,7 +270,7 @@ async def correctness(
     own, other = [], []
     prefilled: list[list[Any]] = []
     for which, policy in enumerate((state, new)):
-        model = models.model_from_state(directory, policy, dtype="bfloat16", device="cuda")
+        model = huggingface.model_from_state(directory, policy, dtype="bfloat16", device="cuda")
         hidden = hidden_states(model, list(zip(requests, first, strict=True)))
         sink = own if which == 0 else other
         sink += [

@@ -16,13 +16,13 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
 
-from primerl.node import models
-from primerl.node.config import ModelCreateConfig, TrainingConfig
-from primerl.node.errors import RankFailed
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.config.training import FsdpConfig
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import RankFailed
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.ranks.group import RankGroup
-from primerl.node.training_config import FsdpConfig
 from primerl.node.weights.state import digests, state_bytes
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> None:
     """Steps, copies, checkpoints; a killed rank; and again from the checkpoint."""
     shape, ranks = SHAPES[arguments.shape], arguments.ranks
     model_dir = directory / "model"
-    await asyncio.to_thread(models.create, model_dir, shape, 1)
+    await asyncio.to_thread(huggingface.create, model_dir, shape, 1)
     config = TrainingConfig(
         backend="fsdp",
         seq_len=arguments.tokens,

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from primerl.node.tensors import from_torch
+from primerl.node.config.training import FsdpConfig, TrainingConfig
+from primerl.node.models.tensors import from_torch
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.export.device import SnapshotWriter
 from primerl.node.training.export.files import SnapshotReader, exchange_directory
 from primerl.node.training.export.gathering import Source, named_sources, whole_tensors
 from primerl.node.training.world import World
-from primerl.node.training_config import FsdpConfig, TrainingConfig
 from primerl.node.weights.state import State, state_bytes
 
 T = TypeVar("T")

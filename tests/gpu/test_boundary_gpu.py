@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from gpu_cases import no_waiting
+from support.gpu_cases import no_waiting
 
-from primerl.node.engines.boundary_kernel import project_on_gpu
-from primerl.node.engines.boundary_states import LIMIT, agrees, evened, pack_projected, project
-from primerl.node.fingerprints.fingerprint import signs
+from primerl.node.inference.boundary_kernel import project_on_gpu
+from primerl.node.inference.boundary_states import LIMIT, agrees, evened, pack_projected, project
+from primerl.node.inference.fingerprint import signs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -15,13 +15,13 @@ from typing import Any
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 import torch
-from update_cases import blended
+from support.update_cases import blended
 
-from primerl.node import models
-from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.engines.engine import GenerateRequest
-from primerl.node.engines.hosted import HostedEngine
-from primerl.node.errors import EngineError
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -49,10 +49,10 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
     states: list[State] = []
     for seed in range(2):
         full = tmp_path_factory.mktemp("full")
-        models.create(full, SHAPE, seed)
-        for name in models.contract_files(full):
+        huggingface.create(full, SHAPE, seed)
+        for name in huggingface.contract_files(full):
             shutil.copyfile(full / name, contract / name)
-        states.append(models.policy_state(models.load_model(full)))
+        states.append(huggingface.policy_state(huggingface.load_model(full)))
     return contract, states[0], states[1]
 
 

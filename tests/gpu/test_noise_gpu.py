@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from gpu_cases import no_waiting
+from support.gpu_cases import no_waiting
 
-from primerl.node.engines.noise import gumbel
-from primerl.node.engines.noise_kernel import gumbel_on_gpu
-from primerl.node.engines.sampling import Drawn, draw, draw_eager
+from primerl.node.inference.noise import gumbel
+from primerl.node.inference.noise_kernel import gumbel_on_gpu
+from primerl.node.inference.sampling import Drawn, draw, draw_eager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import SHAPE, make_qwen3
-from gpu_cases import no_waiting
+from support.engine_cases import SHAPE, make_qwen3
+from support.gpu_cases import no_waiting
 
-from primerl.node.engines.network import build_network
-from primerl.node.engines.qwen3 import Plain, Qwen3Network
-from primerl.node.engines.qwen3_kernel import Kernels, differ
+from primerl.node.inference.network import build_network
+from primerl.node.inference.qwen3 import Plain, Qwen3Network
+from primerl.node.inference.qwen3_kernel import Kernels, differ
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

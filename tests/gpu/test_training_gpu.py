@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from primerl.node import models
-from primerl.node.config import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.models import huggingface
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.learner import Learner
 from primerl.node.training.model import attention
@@ -140,7 +140,7 @@ def test_the_operator_is_sound(name: str) -> None:
 @pytest.fixture(scope="module", params=sorted(KINDS))
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    models.create(directory, KINDS[request.param], 3)
+    huggingface.create(directory, KINDS[request.param], 3)
     return directory
 
 
@@ -203,7 +203,7 @@ def test_a_gpu_says_what_a_cpu_says(directory: Path) -> None:
 
 
 def test_experts_are_counted_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> None:
-    models.create(tmp_path, KINDS["experts"], 3)
+    huggingface.create(tmp_path, KINDS["experts"], 3)
     batch = Batch(1, samples([500, 524]))  # a whole row: no padding is counted
     loads: list[list[float]] = []
     for changes in ({"device": "cpu"}, {"compile": True}, {"activation_checkpointing": "full"}):

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from update_cases import blended
+from support.update_cases import blended
 
-from primerl.node import models
-from primerl.node.config import EngineConfig, ModelCreateConfig
-from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.hosted import HostedEngine
-from primerl.node.errors import EngineError
-from primerl.node.fingerprints.fingerprint import Projection
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -65,10 +65,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     states: list[State] = []
     for seed in range(2):
         full = tmp_path_factory.mktemp("full")
-        models.create(full, SHAPE, seed)
-        for name in models.contract_files(full):
+        huggingface.create(full, SHAPE, seed)
+        for name in huggingface.contract_files(full):
             shutil.copyfile(full / name, contract / name)
-        states.append(models.policy_state(models.load_model(full)))
+        states.append(huggingface.policy_state(huggingface.load_model(full)))
     return Case(contract, (states[0], states[1]))
 
 
@@ -98,7 +98,7 @@ async def generate_all(engine: HostedEngine, wanted: list[GenerateRequest]) -> l
 
 def differences(case: Case, which: int, one: GenerateRequest, completion: Completion) -> Any:
     """|logprob of vLLM - logprob of transformers| of every token."""
-    model: Any = models.model_from_state(case.model_dir, case.states[which], device="cuda")
+    model: Any = huggingface.model_from_state(case.model_dir, case.states[which], device="cuda")
     tokens = torch.tensor([[*one.prompt, *completion.token_ids]], device="cuda")
     with torch.inference_mode():
         logits = model(input_ids=tokens).logits[0].float() / one.temperature
@@ -124,7 +124,7 @@ async def test_proofs_are_of_the_hidden_states_that_led_to_the_tokens(
     await engine.load(5, case.states[0])
     found = await generate_all(engine, requests())
     for which in range(2):
-        model: Any = models.model_from_state(case.model_dir, case.states[which], device="cuda")
+        model: Any = huggingface.model_from_state(case.model_dir, case.states[which], device="cuda")
         for one, completion in zip(requests(), found, strict=True):
             tokens = torch.tensor([[*one.prompt, *completion.token_ids]], device="cuda")
             with torch.inference_mode():
@@ -170,7 +170,7 @@ async def test_after_updates_in_place_logprobs_are_those_of_a_whole_load(
     await engine.load(100, case.states[0])
     state = case.states[0]
     before = [await engine.generate(one) for one in requests()]
-    with caplog.at_level(logging.INFO, "primerl.node.engines.hosted_weights"):
+    with caplog.at_level(logging.INFO, "primerl.node.inference.hosted_weights"):
         for seed in range(4):
             state, changed = blended(state, case.states[1], 0.05, seed)
             await engine.update(104, state, changed)

@@ -2,7 +2,7 @@ import random
 from collections import Counter
 
 import pytest
-from protocol_cases import NOW
+from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
 from primerl.protocol.audits import (

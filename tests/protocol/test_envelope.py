@@ -1,7 +1,7 @@
 import msgspec
 import pytest
-from protocol_cases import NOW, OTHER_RUN, RUN, STRANGER, TRAINER, WORKER, head, refuses
-from protocol_cases import sealed as sealed_for
+from support.protocol_cases import NOW, OTHER_RUN, RUN, STRANGER, TRAINER, WORKER, head, refuses
+from support.protocol_cases import sealed as sealed_for
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import verify

@@ -1,8 +1,8 @@
 import pytest
-from lease_cases import STRANGER, A, B, C, grant, granted, policy
-from protocol_cases import NOW
+from support.lease_cases import STRANGER, A, B, C, grant, granted, policy
+from support.protocol_cases import NOW
 
-from primerl.node.config import RolloutsConfig
+from primerl.node.config.run import RolloutsConfig
 from primerl.protocol.leases import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, Share
 from primerl.protocol.reputation import Reputation
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from lease_cases import SEED, A, B, C, D, E, grant, granted, indices, policy, task_digest
-from protocol_cases import LEASE, NOW, RUN, refuses
+from support.lease_cases import SEED, A, B, C, D, E, grant, granted, indices, policy, task_digest
+from support.protocol_cases import LEASE, NOW, RUN, refuses
 
 from primerl.crypto.hashing import digest
 from primerl.protocol.errors import Reason

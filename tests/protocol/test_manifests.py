@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_cases import (
+from support.protocol_cases import (
     ADAPTED,
     CHUNK,
     MANIFEST,

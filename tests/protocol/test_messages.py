@@ -6,7 +6,15 @@ from typing import Any
 import msgspec
 import msgspec.inspect
 import pytest
-from protocol_cases import LEASE, MESSAGES, POLICY_MANIFEST, SUBMISSION, VERDICT, head, refuses
+from support.protocol_cases import (
+    LEASE,
+    MESSAGES,
+    POLICY_MANIFEST,
+    SUBMISSION,
+    VERDICT,
+    head,
+    refuses,
+)
 
 from primerl.protocol import messages as m
 from primerl.protocol.envelope import Envelope

@@ -1,7 +1,7 @@
 """What newcomers are leased: a bounded pool beside proven nodes, in turns over tickets and networks."""
 
-from lease_cases import A, B, C, D, granted, policy, task_digest
-from protocol_cases import NOW
+from support.lease_cases import A, B, C, D, granted, policy, task_digest
+from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
 from primerl.protocol.leases import Lease, LeaseBook, Share

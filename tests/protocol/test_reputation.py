@@ -4,7 +4,7 @@ from collections import Counter
 import msgspec
 import numpy as np
 import pytest
-from protocol_cases import NOW, PROOFS
+from support.protocol_cases import NOW, PROOFS
 
 from primerl.protocol.audits import audit_rate
 from primerl.protocol.errors import Reason

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_cases import BRANCH, SUBMISSION, VERDICT, refuses
+from support.protocol_cases import BRANCH, SUBMISSION, VERDICT, refuses
 
 from primerl.protocol.errors import LocalProtocolError, Reason
 from primerl.protocol.manifests import encode

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_cases import NOW, OTHER_RUN, RUN, STRANGER, TICKET, TRAINER, refuses
+from support.protocol_cases import NOW, OTHER_RUN, RUN, STRANGER, TICKET, TRAINER, refuses
 
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, seal

@@ -2,7 +2,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from protocol_cases import (
+from support.protocol_cases import (
     NOW,
     OTHER_RUN,
     POLICY_MANIFEST,

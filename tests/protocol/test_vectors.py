@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from protocol_cases import (
+from support.protocol_cases import (
     ADAPTED,
     ENVELOPES,
     LEASE,

@@ -13,14 +13,9 @@ import msgspec
 import numpy as np
 
 from primerl.crypto.hashing import digest
-from primerl.node.errors import EngineError, StorageError
-from primerl.node.model_files import contract_files
-from primerl.node.training.backend import (
-    Batch,
-    Sample,
-    Snapshot,
-    StepMetrics,
-)
+from primerl.node.models.model_files import contract_files
+from primerl.node.ops.errors import EngineError, StorageError
+from primerl.node.training.backend import Batch, Sample, Snapshot, StepMetrics
 from primerl.node.training.saving.durable import whole_directory
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Changed, State, Tensor

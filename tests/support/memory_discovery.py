@@ -11,9 +11,9 @@ from typing import Protocol, TypeVar
 from support.memory_streams import MemoryConnection, Uplink, connect_ends
 
 from primerl.crypto.hashing import digest
-from primerl.node.network.discovery import Fact
-from primerl.node.network.transport import ConnectionLost, Stream, Unreachable
-from primerl.node.network.waiting import Inbox, Signal
+from primerl.node.p2p.discovery import Fact
+from primerl.node.p2p.transport import ConnectionLost, Stream, Unreachable
+from primerl.node.p2p.waiting import Inbox, Signal
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
 

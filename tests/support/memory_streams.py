@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from primerl.node.network.transport import (
+from primerl.node.p2p.transport import (
     ConnectionLost,
     PathInfo,
     StreamClosed,
     TransportError,
 )
-from primerl.node.network.waiting import Inbox, Signal
+from primerl.node.p2p.waiting import Inbox, Signal
 
 STREAM_BACKLOG = 256
 """Streams of one connection that may wait for accept_stream()."""

@@ -12,8 +12,8 @@ from support.memory_discovery import MemoryDiscovery
 from support.memory_streams import MemoryConnection, Uplink, connect_ends
 
 from primerl.crypto.hashing import short
-from primerl.node.network.transport import Connection, ConnectionLost, Unreachable
-from primerl.node.network.waiting import Inbox, Signal
+from primerl.node.p2p.transport import Connection, ConnectionLost, Unreachable
+from primerl.node.p2p.waiting import Inbox, Signal
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB
 
 DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)

@@ -1,22 +1,22 @@
 """An auditor in this process, for tests and benchmarks, where nothing hostile is audited.
 
-A node audits with node/audits/hf_auditor.py, which survives a crash in here.
+A node audits with node/verification/hf_auditor.py, which survives a crash in here.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
-from primerl.node.audits.portions import first_portion
-from primerl.node.config import EngineConfig
-from primerl.node.engines.compute import ComputeThread
-from primerl.node.errors import EngineError, one_line
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.compute import ComputeThread
+from primerl.node.ops.errors import EngineError, one_line
+from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
+from primerl.node.verification.portions import first_portion
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest
 
 if TYPE_CHECKING:
-    from primerl.node.audits.replay import Replay
+    from primerl.node.verification.replay import Replay
 
 
 class PrefillCore:
@@ -62,8 +62,8 @@ class PrefillCore:
             await self._thread.close()
 
     def _open(self, model_dir: Path, run: RunManifest) -> "Replay":
-        from primerl.node.audits.replay import Replay
-        from primerl.node.audits.terms import terms
+        from primerl.node.verification.replay import Replay
+        from primerl.node.verification.terms import terms
 
         replay = Replay(terms(model_dir, run, self._config.device))
         replay.prepare()

@@ -25,25 +25,25 @@ from numpy.typing import NDArray
 from support.counting_environment import STOP
 
 from primerl.crypto.hashing import derive
-from primerl.node.audits.auditor import AuditItem, Measured, Unreadable
-from primerl.node.audits.crossings import distances
-from primerl.node.config import EngineConfig
-from primerl.node.engines.boundary_states import agrees, crossing, project
-from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.engines.pipelined.activations import pack, rounded, unpack
-from primerl.node.engines.pipelined.chain import Chain
-from primerl.node.engines.pipelined.hosted_stage import HostedLanes
-from primerl.node.errors import EngineError, EngineLost
-from primerl.node.fingerprints.fingerprint import Projection
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.boundary_states import agrees, crossing, project
+from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.pipeline import boundaries
+from primerl.node.pipeline.activations import pack, rounded, unpack
+from primerl.node.pipeline.chain import Chain
 from primerl.node.pipeline.frame import Array, Frame, Kind
 from primerl.node.pipeline.frame_codec import FrameLimits
+from primerl.node.pipeline.hosted_stage import HostedLanes
 from primerl.node.pipeline.layers import layer_of
 from primerl.node.pipeline.micro_batches import MicroBatches
 from primerl.node.pipeline.place import Place
 from primerl.node.pipeline.port import Port, PortClosed
 from primerl.node.pipeline.socket_port import SocketPort
 from primerl.node.pipeline.stage_loop import LoopStats, serve
+from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
+from primerl.node.verification.crossings import distances
 from primerl.node.weights.state import Changed, State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding, PipelineShape, Stage

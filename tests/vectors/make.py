@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import protocol_cases as cases
-import weights_cases
+from support import protocol_cases as cases
+from support import weights_cases
 
 from primerl.crypto.hashing import derive, digest
 from primerl.node.weights.codec import encode_delta, encode_full

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ...errors import EngineError
+from ...ops.errors import EngineError
 from ...weights.state import BITS, numel
 from .gathering import Source
 from .host import HostPiece, Ready

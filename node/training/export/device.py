@@ -10,23 +10,13 @@ from pathlib import Path
 
 import torch
 
-from ...errors import StorageError
-from ...tensors import torch_dtype
+from ...models.tensors import torch_dtype
+from ...ops.errors import StorageError
 from ...weights.state import BITS, numel
 from ..backend import Snapshot
-from .collecting import (
-    Collector,
-    Difference,
-    OneRank,
-    host_pieces,
-)
+from .collecting import Collector, Difference, OneRank, host_pieces
 from .files import SnapshotFiles, StateFile
-from .gathering import (
-    Policy,
-    Run,
-    Source,
-    named_sources,
-)
+from .gathering import Policy, Run, Source, named_sources
 from .host import Found, HostPiece, HostState
 
 CHUNK = 1 << 25

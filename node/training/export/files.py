@@ -20,15 +20,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import EngineError, StorageError
+from ...ops.errors import EngineError, StorageError
 from ...weights.state import BITS, State, numel
 from ..backend import Snapshot
-from .host import (
-    Found,
-    HostPiece,
-    HostState,
-    Positions,
-)
+from .host import Found, HostPiece, HostState, Positions
 
 MEMORY = Path("/dev/shm")
 MAGIC = b"prl-snp1"

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ... import models
-from ...tensors import bf16_state, dtype_name, torch_dtype
+from ...models import huggingface
+from ...models.tensors import bf16_state, dtype_name, torch_dtype
 from ...weights.state import State, numel
 
 if TYPE_CHECKING:
-    from ...models import PreTrainedModel
+    from ...models.huggingface import PreTrainedModel
 
 LAYER = re.compile(r"^.*?\.\d+(?=\.)")
 """The part of a tensor's name that says which layer it is of."""
@@ -77,7 +77,7 @@ def policy_sources(model: "PreTrainedModel", rank: int) -> list[Source]:
     its group, a layer where that suffices, and turned back by transformers. The sources stay good as
     long as the model has the same parameters: build them once.
     """
-    held = models.unique_tensors(model)
+    held = huggingface.unique_tensors(model)
     runs, outputs = _checkpoint_layout(model, held)
     sources = [_source(name, held[name], found, rank) for name, found in runs.items()]
     rest = {name: tensor for name, tensor in held.items() if name not in runs}
@@ -195,7 +195,7 @@ def _checkpoint_layout(
     hollow = _hollow(held)
     owners = {id(tensor.untyped_storage()): name for name, tensor in hollow.items()}
     runs: dict[str, list[Run]] = {name: [] for name in held}
-    made = models.checkpoint_tensors(model, hollow)
+    made = huggingface.checkpoint_tensors(model, hollow)
     for name, tensor in made.items():
         owner = owners.get(id(tensor.untyped_storage()))
         if owner is not None and torch.Tensor.is_contiguous(tensor):
@@ -240,7 +240,7 @@ def _groups(
 
 
 def _become(model: "PreTrainedModel", tensors: Mapping[str, torch.Tensor]) -> Outputs:
-    made = models.checkpoint_tensors(model, _hollow(tensors))
+    made = huggingface.checkpoint_tensors(model, _hollow(tensors))
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()}
 
 
@@ -275,5 +275,7 @@ class _Group:
         """The tensor, kept no longer; what the first rank alone makes is empty elsewhere."""
         if name == next(iter(self._outputs)):
             whole = {one: _whole(tensor.detach()) for one, tensor in self._tensors.items()}
-            self._made = models.checkpoint_tensors(self._model, whole) if not self._rank else {}
+            self._made = (
+                huggingface.checkpoint_tensors(self._model, whole) if not self._rank else {}
+            )
         return self._made.pop(name) if not self._rank else torch.empty(0)

@@ -13,13 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import EngineError
-from ...weights.state import (
-    BITS,
-    State,
-    Tensor,
-    numel,
-)
+from ...ops.errors import EngineError
+from ...weights.state import BITS, State, Tensor, numel
 from ..backend import Snapshot
 
 Positions = NDArray[np.int64]

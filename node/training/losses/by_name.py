@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...training_config import LossConfig
+from ...config.training import LossConfig
 from . import formulas as policy_losses
 from .custom import load_custom
 from .formulas import TokenInputs, TokenLoss

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UsageError
+from ...ops.errors import UsageError
 from .formulas import TokenInputs, TokenLoss
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...training_config import LossConfig
+from ...config.training import LossConfig
 
 MAX_LOG_RATIO = 20.0
 """Beyond e**20 a ratio is a lie or a broken sampler: the clamp keeps exp() finite and its gradient is 0,

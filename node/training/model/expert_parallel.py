@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ...errors import EngineError
+from ...ops.errors import EngineError
 from ..world import World
 
 

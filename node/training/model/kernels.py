@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ...errors import named_line
+from ...ops.errors import named_line
 from . import attention
 
 logger = logging.getLogger(__name__)

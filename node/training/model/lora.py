@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....crypto.hashing import derive
-from ... import model_files
-from ...errors import EngineError
-from ...tensors import bf16_state, to_torch
-from ...training_config import LoraConfig
+from ...config.training import LoraConfig
+from ...models import model_files
+from ...models.tensors import bf16_state, to_torch
+from ...ops.errors import EngineError
 from ...weights.adapters import PREFIX, merge
 from ...weights.checkpoint import write_checkpoint
 from ...weights.state import State
 from ..saving.durable import whole_directory
 
 if TYPE_CHECKING:
-    from ...models import PreTrainedModel
+    from ...models.huggingface import PreTrainedModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED = (
     "adapter_config.json",

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ... import models
-from ...architectures import untrainable
-from ...errors import EngineError
-from ...json_files import read_json
-from ...tensors import torch_dtype
-from ...training_config import TrainingConfig
+from ...config.training import TrainingConfig
+from ...models import huggingface
+from ...models.architectures import untrainable
+from ...models.json_files import read_json
+from ...models.tensors import torch_dtype
+from ...ops.errors import EngineError
 from ..losses.formulas import TokenInputs
 from ..packing import MicroBatch
 from ..world import World
@@ -35,7 +35,7 @@ from .head import head_logprobs
 from .masters import Masters
 
 if TYPE_CHECKING:
-    from ...models import PreTrainedModel
+    from ...models.huggingface import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,11 @@ class TrainedModel(nn.Module):
             raise EngineError(f"the model cannot be trained: {reason}")
         dtype = compute_dtype(config, world) if frozen else torch.float32
         kernels.use_flash_attention_3(world.device)
-        models.register_attention(attention.NAME, attention.attend)
-        check_context(models.load_config(model_dir), config)
-        causal = models.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
+        huggingface.register_attention(attention.NAME, attention.attend)
+        check_context(huggingface.load_config(model_dir), config)
+        causal = huggingface.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
         check_head(causal)
-        models.use_attention(causal, attention.NAME)
+        huggingface.use_attention(causal, attention.NAME)
         if attach is not None:
             attach(causal)
         causal.train(not frozen).requires_grad_(False) if frozen else causal.train()

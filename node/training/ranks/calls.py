@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...errors import EngineError, NodeError, StorageError
+from ...ops.errors import EngineError, NodeError, StorageError
 from ...process.frames import Message
 from ..backend import Batch, Sample
 

@@ -10,15 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ...config import TrainingConfig
-from ...errors import EngineError
+from ...config.run import TrainingConfig
+from ...ops.errors import EngineError
 from ...weights.state import State
-from ..backend import (
-    Batch,
-    Sample,
-    Snapshot,
-    StepMetrics,
-)
+from ..backend import Batch, Sample, Snapshot, StepMetrics
 from ..export.files import SnapshotReader, exchange_directory
 from .calls import (
     Ask,

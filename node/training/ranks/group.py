@@ -18,12 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import EngineError, RankFailed
+from ...config.training import TrainingConfig
+from ...ops.errors import EngineError, RankFailed
 from ...process.child_process import ChildProcess
 from ...process.exit_reason import signal_name
 from ...process.frames import Message, frame
 from ...process.spawn import end_process, kill_group
-from ...training_config import TrainingConfig
 from .calls import (
     ENDED,
     EXIT_LOST,

@@ -5,7 +5,7 @@ Every method is collective: all ranks call it with the same arguments.
 
 from pathlib import Path
 
-from ...training_config import TrainingConfig
+from ...config.training import TrainingConfig
 from ..backend import Batch, Sample, StepMetrics
 from ..export.device import SnapshotWriter
 from ..learner import Learner

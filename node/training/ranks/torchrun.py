@@ -9,8 +9,8 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from ...errors import UsageError
-from ...training_config import TrainingConfig
+from ...config.training import TrainingConfig
+from ...ops.errors import UsageError
 
 TORCHRUN = ("-m", "torch.distributed.run")
 SHUTDOWN_S = 2

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ...errors import one_line
+from ...ops.errors import one_line
 from .calls import MAX_FRAME
 
 CONFIG_KEY = "primerl/config"

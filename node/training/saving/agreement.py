@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from ...errors import StorageError
+from ...ops.errors import StorageError
 
 logger = logging.getLogger(__name__)
 

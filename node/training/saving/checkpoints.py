@@ -15,15 +15,9 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from ....crypto.hashing import digest_parts
-from ...errors import NodeError, StorageError
+from ...ops.errors import NodeError, StorageError
 from ..backend import TrainBackend
-from .durable import (
-    PARTIAL,
-    REPLACED,
-    sync,
-    sync_tree,
-    whole_directory,
-)
+from .durable import PARTIAL, REPLACED, sync, sync_tree, whole_directory
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...errors import StorageError
+from ...ops.errors import StorageError
 
 PARTIAL = ".partial"
 """Suffix of a directory that is still being written, or was when the node died."""

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 
-from ...errors import StorageError
+from ...ops.errors import StorageError
 from . import shards
 from .agreement import ALONE, Ranks
 from .durable import partial_of, whole_directory

@@ -7,10 +7,10 @@ from typing import Any
 
 import openai
 import pytest
-from api_cases import KEY, NAME, api
-from engine_cases import FP32, STOP, make_qwen3, request, started
+from support.api_cases import KEY, NAME, api
+from support.engine_cases import FP32, STOP, make_qwen3, request, started
 
-from primerl.node.engines.hf import HfEngine
+from primerl.node.inference.hf import HfEngine
 from primerl.node.weights.state import State
 
 USER, ASSISTANT = 259, 260

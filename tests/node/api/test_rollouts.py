@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
-from api_cases import NAME, api
-from engine_cases import FP32, make_qwen3, reference_logprobs, started
+from support.api_cases import NAME, api
+from support.engine_cases import FP32, make_qwen3, reference_logprobs, started
 
-from primerl.node.engines.hf import HfEngine
+from primerl.node.inference.hf import HfEngine
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,11 +6,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from api_cases import KEY, SayingEngine, api, chat_dir, until
+from support.api_cases import KEY, SayingEngine, api, chat_dir, until
 
-from primerl.node.engines.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.errors import BusyError, EngineError, EngineLost, UsageError
-from primerl.node.serve_config import ApiConfig
+from primerl.node.config.serving import ApiConfig
+from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.ops.errors import BusyError, EngineError, EngineLost, UsageError
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
-from api_cases import KEY, NAME, api
-from engine_cases import FP32, STOP, make_qwen3, reference_logprobs, started
+from support.api_cases import KEY, NAME, api
+from support.engine_cases import FP32, STOP, make_qwen3, reference_logprobs, started
 from verifiers.v1.clients.client import Client, resolve_client
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.errors import ProviderError
 
-from primerl.node.engines.hf import HfEngine
+from primerl.node.inference.hf import HfEngine
 from primerl.node.weights.state import State
 
 PROMPT = [259, *b"abc", STOP, 260]

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from api_cases import KEY, Client, SayingEngine, api, chat_dir, until
-from chat_model import COMPACT
-from tool_cases import tool_dir
+from support.api_cases import KEY, Client, SayingEngine, api, chat_dir, until
+from support.chat_model import COMPACT
+from support.tool_cases import tool_dir
 
 from primerl.node.api.vllm_proxy import PATHS, api_options, merge_metrics
-from primerl.node.engines.host_frames import ApiOptions
+from primerl.node.config.serving import ApiConfig
 from primerl.node.environments.chat import ChatFormat
-from primerl.node.errors import EngineLost
-from primerl.node.serve_config import ApiConfig
+from primerl.node.inference.host_frames import ApiOptions
+from primerl.node.ops.errors import EngineLost
 
 CHAT = "/v1/chat/completions"
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from installed import install
 from msgspec import structs
+from support.installed import install
 
 from primerl.node.environments.allowed import (
     EnvironmentNotAllowed,
@@ -16,7 +16,7 @@ from primerl.node.environments.allowed import (
     find_package,
     remember,
 )
-from primerl.node.errors import StorageError, UsageError
+from primerl.node.ops.errors import StorageError, UsageError
 from primerl.protocol.manifests import EnvironmentContract
 
 Site = Callable[..., Package]

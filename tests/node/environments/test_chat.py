@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_model import (
+from support.chat_model import (
     ASSISTANT,
     CHATML,
     END_OF_TEXT,

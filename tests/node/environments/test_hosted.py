@@ -7,14 +7,14 @@ from pathlib import Path
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
-from chat_model import IM_END, make_chat_model
+from support.chat_model import IM_END, make_chat_model
 
-from primerl.node.config import EnvironmentConfig
-from primerl.node.engines.engine import Completion
+from primerl.node.app.startup import demonstrations
+from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.build import build_environment
 from primerl.node.environments.environment import Environment
 from primerl.node.environments.hosted import PROGRAM
-from primerl.node.opening import demonstrations
+from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"
 

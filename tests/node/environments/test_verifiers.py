@@ -6,10 +6,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from chat_model import IM_END, UNDEFINED, USER, make_chat_model
+from support.chat_model import IM_END, UNDEFINED, USER, make_chat_model
 
-from primerl.node.config import EnvironmentConfig
-from primerl.node.engines.engine import Completion
+from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import (
     Environment,
     EnvironmentFailed,
@@ -17,6 +16,7 @@ from primerl.node.environments.environment import (
     ScoreMismatch,
 )
 from primerl.node.environments.verifiers import VerifiersEnvironment
+from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"
 

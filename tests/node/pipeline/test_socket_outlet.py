@@ -7,9 +7,9 @@ from collections.abc import Generator
 
 import numpy as np
 import pytest
-from frame_cases import SHAPE, step
+from support.frame_cases import SHAPE, step
 
-from primerl.node.errors import EngineError
+from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline.frame import Array, Frame, Kind
 from primerl.node.pipeline.frame_codec import FrameLimits
 from primerl.node.pipeline.port import DEPTH, PortClosed

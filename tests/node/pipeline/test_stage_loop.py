@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from frame_cases import step
 from support import memory_port
+from support.frame_cases import step
 from support.memory_port import MemoryPort
 
-from primerl.node.errors import EngineError
+from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline import stage_loop
 from primerl.node.pipeline.frame import Frame, Kind
 from primerl.node.pipeline.place import Later

@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import echo_process as echo
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
+from support import echo_process as echo
 
-from primerl.node.errors import EngineError, EngineLost
+from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.process.child_process import ChildProcess
 from primerl.node.process.frames import Message
 from primerl.node.process.spawn import PARENT_VARIABLE

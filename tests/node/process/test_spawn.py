@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
-from disks import fill, small_disk
+from support.disks import fill, small_disk
 
 from primerl.node.process.spawn import LoggedProcess, kill_group, signal_process
 

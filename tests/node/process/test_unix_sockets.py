@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.control import ControlServer, ask, socket_path
-from primerl.node.errors import BusyError
+from primerl.node.ops.control import ControlServer, ask, socket_path
+from primerl.node.ops.errors import BusyError
 from primerl.node.process.unix_sockets import LONGEST, short
 
 

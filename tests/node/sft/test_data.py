@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sft_cases import pairs, write_rows
-from training_cases import TINY
+from support.sft_cases import pairs, write_rows
+from support.training_cases import TINY
 
-from primerl.node import models
-from primerl.node.errors import NetworkError, RunFailed, StorageError, UsageError
+from primerl.node.config.sft import DataConfig, SftConfig
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import NetworkError, RunFailed, StorageError, UsageError
 from primerl.node.sft.data import (
     BLANK,
     HELD_OUT,
@@ -30,7 +31,6 @@ from primerl.node.sft.data import (
 )
 from primerl.node.sft.rows import BadRow
 from primerl.node.sft.template import Tokens
-from primerl.node.sft_config import DataConfig, SftConfig
 from primerl.node.training.backend import Sample
 
 
@@ -212,7 +212,7 @@ def test_blank_lines_and_bad_rows_cost_themselves(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [*pairs(5), {"prompt": 1}])
     path.write_text(path.read_text().replace("\n", "\n \n"))
     config = SftConfig.model_validate({"data": {"files": [str(path)], "max_bad_rows": 1}})
-    models.create(tmp_path / "model", TINY, seed=0)
+    huggingface.create(tmp_path / "model", TINY, seed=0)
     data = open_rows(config, tmp_path / "model", tmp_path / "cache")
     batch = BatchReader(data.training, seed=0, shuffle=True, max_bad_rows=1, max_epochs=1).batch(
         DataCursor(), size=99

@@ -1,11 +1,11 @@
 from pathlib import Path
 
 import pytest
-from sft_cases import REPLIES, WEATHER, qwen_chat, trained_texts
-from training_cases import make_model
+from support.sft_cases import REPLIES, WEATHER, qwen_chat, trained_texts
+from support.training_cases import make_model
 
 from primerl.node.environments.chat import ChatFormat
-from primerl.node.errors import UsageError
+from primerl.node.ops.errors import UsageError
 from primerl.node.sft.renderers import RendererTokenizer, open_renderer
 from primerl.node.sft.rows import BadRow, Conversation, RawText
 from primerl.node.sft.template import TemplateTokenizer

@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sft_cases import pairs, write_rows
 from support.counting_backend import CountingBackend
-from training_cases import FAST, TINY
+from support.sft_cases import pairs, write_rows
+from support.training_cases import FAST, TINY
 
 from primerl.crypto.keys import SecretKey
-from primerl.node import models, rundir
-from primerl.node.config import EnvironmentConfig, ModelConfig, RunConfig
-from primerl.node.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
-from primerl.node.ledger import Ledger
-from primerl.node.own_run_config import ResumeConfig
+from primerl.node.app import rundir
+from primerl.node.app.sft import SftParts, sft
+from primerl.node.config.common import ResumeConfig
+from primerl.node.config.run import EnvironmentConfig, ModelConfig, RunConfig
+from primerl.node.config.sft import SftConfig, SftTrainingConfig
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
 from primerl.node.sft.loop import SftProgress
-from primerl.node.sft_config import SftConfig, SftTrainingConfig
-from primerl.node.sft_run import SftParts, sft
-from primerl.node.store import MemoryStore
+from primerl.node.storage.chunk_store import MemoryStore
+from primerl.node.storage.ledger import Ledger
 from primerl.node.training.backend import Batch, Sample, StepMetrics
 from primerl.node.training.local import LocalBackend
 
@@ -349,7 +350,9 @@ async def test_an_environment_teaches_and_its_weights_begin_a_run(
         )
     finally:
         ledger.close()
-    assert documents.manifest.model.stop_token_ids == models.stop_token_ids(directory / "model")
+    assert documents.manifest.model.stop_token_ids == huggingface.stop_token_ids(
+        directory / "model"
+    )
     learned = await measured(model_dir, config)
     assert learned == pytest.approx(summary["validation_loss_after"], abs=0.02)  # bf16
 
@@ -358,7 +361,7 @@ async def measured(model_dir: Path, config: SftConfig) -> float:
     """Loss of the weights in `model_dir` on one held-out string of the environment."""
     from contextlib import AsyncExitStack
 
-    from primerl.node.parts import make_environment
+    from primerl.node.app.factories import make_environment
     from primerl.node.sft.data import open_tasks
 
     assert config.data.environment is not None

@@ -2,8 +2,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_model import CHATML, COMPACT, IM_END, make_chat_model
-from sft_cases import QWEN, REPLIES, TALK, WEATHER, qwen_chat, trained_texts
+from support.chat_model import CHATML, COMPACT, IM_END, make_chat_model
+from support.sft_cases import QWEN, REPLIES, TALK, WEATHER, qwen_chat, trained_texts
 
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.sft.rows import BadRow, Conversation, RawText

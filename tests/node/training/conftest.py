@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from training_cases import make_model
+from support.training_cases import make_model
 
 
 @pytest.fixture(scope="session")

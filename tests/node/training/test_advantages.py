@@ -3,11 +3,11 @@ import random
 
 import pytest
 from pydantic import ValidationError
-from training_cases import group
+from support.training_cases import group
 
+from primerl.node.config.training import LengthPenaltyConfig, LossConfig, TrainingConfig
 from primerl.node.training.advantages import Size, credit, grpo, grpo_length, grpo_std, max_rl
 from primerl.node.training.buffer import BranchTokens, Group, ScoredRollout
-from primerl.node.training_config import LengthPenaltyConfig, LossConfig, TrainingConfig
 
 KINDS = ["grpo", "grpo_std", "grpo_length", "max_rl"]
 OUTPUT_ONLY = LengthPenaltyConfig(num_input_tokens_weight=0.0, num_turns_weight=0.0)

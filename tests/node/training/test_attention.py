@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from primerl.node import models
-from primerl.node.config import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample
 from primerl.node.training.learner import Learner
 from primerl.node.training.model import attention
@@ -151,7 +151,7 @@ MADE = {"dense": SHAPE, "experts": SHAPE.model_copy(update={"num_experts": 4})}
 @pytest.fixture(scope="module", params=sorted(MADE))
 def learner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("model")
-    models.create(directory, MADE[request.param], 3)
+    huggingface.create(directory, MADE[request.param], 3)
     config = TrainingConfig(threads=1, device="cpu", seq_len=64)
     return Learner.build(directory, config, max_steps=1, seed=0, temperature=1.0)
 
@@ -210,7 +210,7 @@ def test_the_model_s_own_attention_says_the_same(learner: Any) -> None:
     """Positions restart in each sequence, and nobody else is seen: as if read by transformers itself."""
     row = samples([9, 7])
     logprobs, _ = read(learner, row, [0])
-    plain: Any = models.load_model(learner._model_dir)
+    plain: Any = huggingface.load_model(learner._model_dir)
     wanted: list[Tensor] = []
     for one in row:
         ids = torch.tensor([one.token_ids])

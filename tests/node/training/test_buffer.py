@@ -2,7 +2,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_cases import group
+from support.training_cases import group
 
 from primerl.node.training.buffer import BufferSnapshot, RolloutBuffer, peer_cap, peer_room
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.counting_backend import CountingBackend
-from training_cases import batch
+from support.training_cases import batch
 
-from primerl.node.errors import EngineError, StorageError
+from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.saving.checkpoints import COMPLETE, Checkpoints
 from primerl.node.weights.state import digests
 

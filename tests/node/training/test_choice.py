@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from primerl.node.config import RunConfig
-from primerl.node.gpus import is_on_gpu
-from primerl.node.parts import make_backend
+from primerl.node.app.factories import make_backend
+from primerl.node.config.run import RunConfig
+from primerl.node.config.training import TrainingConfig
+from primerl.node.ops.gpus import is_on_gpu
 from primerl.node.training.choice import resolve_backend
 from primerl.node.training.local import LocalBackend
 from primerl.node.training.ranks.fsdp import FsdpBackend
-from primerl.node.training_config import TrainingConfig
 
 ONE = ("0",)
 

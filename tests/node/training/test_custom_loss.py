@@ -2,14 +2,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import loss_cases
 import pytest
 import torch
 from pydantic import ValidationError
+from support import loss_cases
 
-from primerl.node.errors import UsageError
+from primerl.node.config.training import LossConfig
+from primerl.node.ops.errors import UsageError
 from primerl.node.training.losses.by_name import formula, policy_loss
-from primerl.node.training_config import LossConfig
 
 torch.set_num_threads(1)
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-import weights_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import weights_cases as cases
 
-from primerl.node.errors import EngineError
-from primerl.node.tensors import bf16_state
+from primerl.node.models.tensors import bf16_state
+from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.export import host as host_state
 from primerl.node.training.export.device import DeviceExporter

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.errors import StorageError
+from primerl.node.ops.errors import StorageError
 from primerl.node.training.saving.durable import whole_directory
 
 

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks_cases as ranks
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
+from support import ranks_cases as ranks
+from support.training_cases import FAST, TINY, batch
+from support.weights_cases import same
 from torch import Tensor
-from training_cases import FAST, TINY, batch
-from weights_cases import same
 
-from primerl.node import models
-from primerl.node.config import ModelCreateConfig
+from primerl.node.config.run import ModelCreateConfig
+from primerl.node.models import huggingface
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.learner import Learner
 from primerl.node.training.model.experts import ExpertLoad, count_chosen
@@ -28,7 +28,7 @@ LAYERS = 2
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("experts")
-    models.create(directory, SHAPE, 7)
+    huggingface.create(directory, SHAPE, 7)
     return directory
 
 
@@ -47,9 +47,11 @@ def routers(of: Any) -> list[Any]:
 
 
 def test_the_same_seed_makes_the_same_experts(directory: Path, tmp_path: Path) -> None:
-    models.create(tmp_path / "again", SHAPE, 7)
-    models.create(tmp_path / "other", SHAPE, 8)
-    read = [models.read_state(one) for one in (directory, tmp_path / "again", tmp_path / "other")]
+    huggingface.create(tmp_path / "again", SHAPE, 7)
+    huggingface.create(tmp_path / "other", SHAPE, 8)
+    read = [
+        huggingface.read_state(one) for one in (directory, tmp_path / "again", tmp_path / "other")
+    ]
     assert same(read[0], read[1])
     assert not same(read[0], read[2])
     assert "model.layers.1.mlp.experts.5.gate_proj.weight" in read[0]
@@ -59,8 +61,8 @@ def test_the_same_seed_makes_the_same_experts(directory: Path, tmp_path: Path) -
 
 
 def test_a_dense_model_knows_nothing_of_experts(tmp_path: Path) -> None:
-    models.create(tmp_path / "one", TINY, 7)
-    models.create(tmp_path / "two", TINY.model_copy(update={"num_experts_per_tok": 5}), 7)
+    huggingface.create(tmp_path / "one", TINY, 7)
+    huggingface.create(tmp_path / "two", TINY.model_copy(update={"num_experts_per_tok": 5}), 7)
     text = (tmp_path / "one" / "config.json").read_text()
     assert "expert" not in text
     assert "moe" not in text
@@ -181,7 +183,7 @@ def test_the_operator_that_counts_is_sound() -> None:
 
 def recount(directory: Path, samples: list[Sample]) -> list[Tensor]:
     """How often each expert of each layer is chosen, as transformers' own model says."""
-    plain: Any = models.load_model(directory)
+    plain: Any = huggingface.load_model(directory)
     found = [torch.zeros(6, dtype=torch.int64) for _ in range(LAYERS)]
     for sample in samples:
         with torch.no_grad():
@@ -226,8 +228,8 @@ def test_an_export_is_a_checkpoint_of_single_experts(directory: Path, tmp_path: 
     assert second.changed_since(first.state) is not None
     assert same(second.state, mine.state())
     mine.export(tmp_path / "out")
-    assert same(models.read_state(tmp_path / "out"), second.state)
-    assert second.state.keys() == models.read_state(directory).keys()
+    assert same(huggingface.read_state(tmp_path / "out"), second.state)
+    assert second.state.keys() == huggingface.read_state(directory).keys()
     reloaded = learner(tmp_path / "out")
     one, other = (each.evaluate(batch(3).samples)["loss/mean"] for each in (mine, reloaded))
     assert one == pytest.approx(other, abs=0.02)  # bf16

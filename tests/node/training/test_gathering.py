@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sharded_ranks as ranks
 import torch
-import weights_cases as cases
 from hypothesis import given
 from hypothesis import strategies as st
-from training_cases import make_model
+from support import sharded_ranks as ranks
+from support import weights_cases as cases
+from support.training_cases import make_model
 
-from primerl.node import models
-from primerl.node.model_files import read_state
-from primerl.node.tensors import bf16_state
+from primerl.node.models import huggingface
+from primerl.node.models.model_files import read_state
+from primerl.node.models.tensors import bf16_state
 from primerl.node.training.export import gathering
 from primerl.node.training.export.device import DeviceExporter
 from primerl.node.training.export.gathering import policy_sources, whole_state
@@ -59,7 +59,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_experts_are_runs_of_the_tensor_that_they_are_fused_into(moe: Path) -> None:
     model = ranks.load(moe)
     sources = policy_sources(model, 0)
-    assert len(sources) == len(models.unique_tensors(model))
+    assert len(sources) == len(huggingface.unique_tensors(model))
     names = {run.name for source in sources for run in source.runs}
     assert names == read_state(moe).keys()
     fused = next(source for source in sources if source.name.endswith("1.mlp.experts.gate_up_proj"))
@@ -68,8 +68,8 @@ def test_experts_are_runs_of_the_tensor_that_they_are_fused_into(moe: Path) -> N
         "0.up_proj.weight",
         "1.gate_proj.weight",
     ]
-    assert cases.same(exported(model), models.policy_state(model))
-    assert cases.same(whole_state(sources), models.policy_state(model))
+    assert cases.same(exported(model), huggingface.policy_state(model))
+    assert cases.same(whole_state(sources), huggingface.policy_state(model))
 
 
 def test_a_tied_weight_comes_once(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_tied_weight_comes_once(tmp_path: Path) -> None:
     names = [source.name for source in policy_sources(model, 0)]
     assert len(names) == len(set(names)) == len(list(model.parameters()))
     assert "lm_head.weight" not in names
-    assert cases.same(exported(model), models.policy_state(model))
+    assert cases.same(exported(model), huggingface.policy_state(model))
 
 
 def layers(count: int = 3) -> Tensors:
@@ -95,14 +95,14 @@ def check(monkeypatch: pytest.MonkeyPatch, groups: list[list[str]]) -> None:
     """All that leaves the exporter is what the conversion makes of all at once."""
     model = bare(layers())
     asked: list[list[str]] = []
-    convert = models.checkpoint_tensors
+    convert = huggingface.checkpoint_tensors
 
     def watched(model: Any, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         if not next(iter(tensors.values())).is_meta:
             asked.append(list(tensors))
         return convert(model, tensors)
 
-    monkeypatch.setattr(models, "checkpoint_tensors", watched)
+    monkeypatch.setattr(huggingface, "checkpoint_tensors", watched)
     found = exported(model)
     assert asked == groups * 2  # two exports
     wanted = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -114,7 +114,7 @@ def check(monkeypatch: pytest.MonkeyPatch, groups: list[list[str]]) -> None:
 def test_what_is_transposed_or_joined_is_turned_back_by_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(models, "checkpoint_tensors", ranks.joined)
+    monkeypatch.setattr(huggingface, "checkpoint_tensors", ranks.joined)
     check(monkeypatch, [[f"layers.{at}.q", f"layers.{at}.k"] for at in range(3)])
 
 
@@ -125,7 +125,7 @@ def test_what_goes_over_layers_is_turned_back_at_once(monkeypatch: pytest.Monkey
         projections = [one for name, one in tensors.items() if name.endswith("q")]
         return made | ({"queries": torch.stack(projections)} if projections else {})
 
-    monkeypatch.setattr(models, "checkpoint_tensors", stacked)
+    monkeypatch.setattr(huggingface, "checkpoint_tensors", stacked)
     check(monkeypatch, [[f"layers.{at}.q" for at in range(3)]])
 
 

@@ -5,7 +5,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from training_cases import FAST, batch
+from support.training_cases import FAST, batch
 
 from primerl.node.training.learner import Learner
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_cases import FAST, TINY, batch, contents, sample
+from support.training_cases import FAST, TINY, batch, contents, sample
 
-from primerl.node import models
-from primerl.node.errors import EngineError, StorageError
+from primerl.node.config.training import LossConfig, TrainingConfig
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.learner import Learner
 from primerl.node.training.local import LocalBackend
-from primerl.node.training_config import LossConfig, TrainingConfig
 from primerl.node.weights.state import digests
 
 CLOCKED = ("time/", "perf/")
@@ -29,7 +29,7 @@ def masters(subject: Learner, directory: Path) -> dict[str, bytes]:
 
 
 def test_packed_logprobs_are_those_of_each_sample_alone(model_dir: Path) -> None:
-    model = models.load_model(model_dir)
+    model = huggingface.load_model(model_dir)
     rng = random.Random(0)
     samples = [sample(rng, prompt=rng.randint(1, 6), drawn=rng.randint(1, 9)) for _ in range(9)]
     samples[0] = replace(samples[0], mask=[True] * len(samples[0].mask))  # from the first token on
@@ -149,7 +149,7 @@ def test_a_torn_checkpoint_is_refused_and_changes_nothing(
 
 def test_a_checkpoint_of_another_model_is_refused(model_dir: Path, tmp_path: Path) -> None:
     other_dir = tmp_path / "other"
-    models.create(other_dir, TINY.model_copy(update={"num_hidden_layers": 1}), seed=1)
+    huggingface.create(other_dir, TINY.model_copy(update={"num_hidden_layers": 1}), seed=1)
     learner(other_dir).save(tmp_path / "saved")
     with pytest.raises(StorageError, match="another model"):
         learner(model_dir).load(tmp_path / "saved")
@@ -204,7 +204,9 @@ def test_trainer_logprobs_are_taken_at_the_sampling_temperature(model_dir: Path)
     samples = batch(1).samples
     cold, warm = learner(model_dir, temperature=0.5), learner(model_dir, temperature=1.0)
     for subject, temperature in ((cold, 0.5), (warm, 1.0)):
-        logits = models.load_model(model_dir)(input_ids=torch.tensor([samples[0].token_ids])).logits
+        logits = huggingface.load_model(model_dir)(
+            input_ids=torch.tensor([samples[0].token_ids])
+        ).logits
         last = (logits[0, -2].float() / temperature).log_softmax(-1)[samples[0].token_ids[-1]]
         assert subject.logprobs(samples[:1])[0][-1] == pytest.approx(float(last.detach()), abs=1e-5)
 

@@ -10,20 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from support.training_cases import FAST, batch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from training_cases import FAST, batch
 
-from primerl.node import model_files, models
-from primerl.node.errors import EngineError
-from primerl.node.tensors import bf16_state, to_torch
+from primerl.node.config.training import FsdpConfig, LoraConfig, TrainingConfig
+from primerl.node.models import huggingface, model_files
+from primerl.node.models.tensors import bf16_state, to_torch
+from primerl.node.ops.errors import EngineError
 from primerl.node.training.learner import Learner
 from primerl.node.training.model import lora
 from primerl.node.training.model.trained_model import TrainedModel, layers_of
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.world import World
-from primerl.node.training_config import FsdpConfig, LoraConfig, TrainingConfig
 from primerl.node.weights.adapters import adapter_shapes, merge
 from primerl.node.weights.state import State, digests
 
@@ -90,7 +90,7 @@ def spread(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def test_fresh_adapters_change_no_logit_of_the_bf16_base(model_dir: Path) -> None:
-    base = models.model_from_state(model_dir, base_of(model_dir))
+    base = huggingface.model_from_state(model_dir, base_of(model_dir))
     expected = logits(base)
     lora.attach(base, LORA, seed=3)
     assert torch.equal(logits(base), expected)
@@ -98,16 +98,16 @@ def test_fresh_adapters_change_no_logit_of_the_bf16_base(model_dir: Path) -> Non
 
 def test_the_merged_model_computes_what_the_adapted_one_does(model_dir: Path) -> None:
     """Up to the rounding of merged weights to bf16: merged in fp32 the two would agree to 1e-5."""
-    model = models.load_model(model_dir)
+    model = huggingface.load_model(model_dir)
     lora.attach(model, LORA, seed=3)
     plain = logits(model)
     spread(model)
     adapters = bf16_state(lora.adapter_tensors(model).items())
-    merged = models.model_from_state(model_dir, merge(base_of(model_dir), adapters, LORA))
+    merged = huggingface.model_from_state(model_dir, merge(base_of(model_dir), adapters, LORA))
     found, expected = logits(merged), logits(model)
     moved = (expected - plain).norm()
     assert (found - expected).norm() < 0.02 * moved
-    exact = models.load_model(model_dir)
+    exact = huggingface.load_model(model_dir)
     lora.attach(exact, LORA, seed=3)
     fold(exact, adapters)
     assert torch.allclose(logits(exact), expected, atol=1e-5)
@@ -198,7 +198,7 @@ def test_layers_that_are_computed_again_in_backward_train_the_same(model_dir: Pa
 
 
 def test_a_layer_compiles_without_a_break(model_dir: Path) -> None:
-    model = models.load_model(model_dir)
+    model = huggingface.load_model(model_dir)
     lora.attach(model, LORA, seed=3)
     spread(model)
     layer = model.get_submodule("model.layers.0.mlp")
@@ -210,7 +210,7 @@ def test_a_layer_compiles_without_a_break(model_dir: Path) -> None:
 def test_sharded_with_a_base_in_bf16_the_gradient_is_that_of_adapters(
     model_dir: Path, world: World
 ) -> None:
-    model = models.load_model(model_dir)
+    model = huggingface.load_model(model_dir)
     lora.attach(model, LORA, seed=3, dtype=torch.bfloat16)
     spread(model)
     assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
@@ -246,7 +246,7 @@ def test_an_export_is_read_as_pefts(model_dir: Path, tmp_path: Path) -> None:
     layer = "base_model.model.model.layers.1.mlp.down_proj"
     assert found[f"{layer}.lora_A.weight"].shape == (4, 64)
     assert found[f"{layer}.lora_B.weight"].shape == (32, 4)
-    models.load_tokenizer(tmp_path / "out")
+    huggingface.load_tokenizer(tmp_path / "out")
     assert not (tmp_path / "out" / "merged").exists()
 
 
@@ -254,9 +254,9 @@ def test_a_merged_export_is_a_model_of_its_own(model_dir: Path, tmp_path: Path) 
     one = trained(model_dir)
     config = LORA.model_copy(update={"export_merged": True})
     lora.export(one.state(), config, model_dir, tmp_path / "out")
-    merged = models.load_model(tmp_path / "out" / "merged")
+    merged = huggingface.load_model(tmp_path / "out" / "merged")
     expected = merge(base_of(model_dir), one.state(), LORA)
-    assert digests(models.policy_state(merged)) == digests(expected)
+    assert digests(huggingface.policy_state(merged)) == digests(expected)
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_a_merged_export_is_a_model_of_its_own(model_dir: Path, tmp_path: Path) 
 def test_targets_that_are_no_linear_layers_are_refused(
     model_dir: Path, targets: tuple[str, ...], reason: str
 ) -> None:
-    model = models.load_model(model_dir)
+    model = huggingface.load_model(model_dir)
     with pytest.raises(EngineError, match=reason):
         lora.attach(model, LORA.model_copy(update={"target_modules": targets}), seed=0)
     assert all(parameter.requires_grad for parameter in model.parameters())

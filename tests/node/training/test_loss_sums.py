@@ -1,14 +1,14 @@
 import math
 from dataclasses import replace
 
-import loss_cases
 import pytest
 import torch
-from loss_cases import exchange
+from support import loss_cases
+from support.loss_cases import exchange
 
+from primerl.node.config.training import LossConfig
 from primerl.node.training.losses.by_name import policy_loss
 from primerl.node.training.losses.sums import FIGURES, PEAKS, LossSums
-from primerl.node.training_config import LossConfig
 
 torch.set_num_threads(1)
 

@@ -1,13 +1,14 @@
 import math
 from dataclasses import replace
 
-import loss_cases
 import numpy as np
 import pytest
 import torch
-from loss_cases import CASES, Case, exchange
+from support import loss_cases
+from support.loss_cases import CASES, Case, exchange
 from torch import Tensor
 
+from primerl.node.config.training import LossConfig
 from primerl.node.training.losses.by_name import (
     TokenInputs,
     cross_entropy,
@@ -15,7 +16,6 @@ from primerl.node.training.losses.by_name import (
     token_logprobs,
 )
 from primerl.node.training.losses.sums import LossSums
-from primerl.node.training_config import LossConfig
 
 torch.set_num_threads(1)
 

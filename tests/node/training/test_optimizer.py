@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from primerl.node.config import TrainingConfig
+from primerl.node.config.run import TrainingConfig
 from primerl.node.training import optimizer as module
 from primerl.node.training.optimizer import Optimizer
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_cases import sample
+from support.training_cases import sample
 
 from primerl.node.training.backend import Sample
 from primerl.node.training.packing import MicroBatch, Packed, pack

@@ -5,15 +5,15 @@ import os
 import signal
 import sys
 
-import fake_rank as fake
 import pytest
+from support import fake_rank as fake
 
-from primerl.node.errors import EngineError, RankFailed
+from primerl.node.config.training import FsdpConfig, TrainingConfig
+from primerl.node.ops.errors import EngineError, RankFailed
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.ranks.calls import Start, Step
 from primerl.node.training.ranks.group import RankGroup
 from primerl.node.training.ranks.torchrun import command, environment
-from primerl.node.training_config import FsdpConfig, TrainingConfig
 
 FAKE = (fake.__file__,)
 CONFIG = TrainingConfig(

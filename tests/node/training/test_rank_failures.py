@@ -8,16 +8,16 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import fake_rank as fake
 import pytest
 import pytest_asyncio
+from support import fake_rank as fake
 
-from primerl.node.errors import EngineError, RankFailed, StorageError
+from primerl.node.config.training import FsdpConfig, TrainingConfig
+from primerl.node.ops.errors import EngineError, RankFailed, StorageError
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.ranks.calls import Start, Step
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.ranks.group import RankGroup
-from primerl.node.training_config import FsdpConfig, TrainingConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,15 +9,15 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-import fake_rank as fake
 import pytest
+from support import fake_rank as fake
 
-from primerl.node.errors import RankFailed, UsageError
+from primerl.node.config.training import FsdpConfig, TrainingConfig
+from primerl.node.ops.errors import RankFailed, UsageError
 from primerl.node.training.backend import Batch, Sample
 from primerl.node.training.ranks.calls import Figures, Start, Step
 from primerl.node.training.ranks.group import RankGroup
 from primerl.node.training.ranks.torchrun import command, environment
-from primerl.node.training_config import FsdpConfig, TrainingConfig
 
 FAKE = (fake.__file__,)
 

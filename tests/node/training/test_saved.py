@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from primerl.node.errors import StorageError
+from primerl.node.ops.errors import StorageError
 from primerl.node.training.saving.saved import HEADER, SavedLearner, read_saved, rng_state
 from primerl.node.training.saving.staging import HostRoom
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks_cases
 import torch
 import torch.distributed as dist
+from support import ranks_cases
+from support.training_cases import FAST, batch, make_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from training_cases import FAST, batch, make_model
 
 from primerl.crypto.hashing import digest
-from primerl.node.config import TrainingConfig
-from primerl.node.errors import StorageError
+from primerl.node.config.run import TrainingConfig
+from primerl.node.ops.errors import StorageError
 from primerl.node.training.learner import Learner
 from primerl.node.training.saving.agreement import ALONE, Ranks
 from primerl.node.training.saving.saved import (

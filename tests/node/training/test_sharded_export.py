@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sharded_ranks as ranks
-import weights_cases as cases
-from training_cases import make_model
+from support import sharded_ranks as ranks
+from support import weights_cases as cases
+from support.training_cases import make_model
 
-from primerl.node import models
-from primerl.node.tensors import bf16_state, from_torch
+from primerl.node.models import huggingface
+from primerl.node.models.tensors import bf16_state, from_torch
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.export.files import SnapshotReader
 from primerl.node.weights.codec import encode_delta
@@ -71,13 +71,13 @@ def test_the_ranks_write_what_one_process_has_and_what_changed(folder: Path, cas
     reader = SnapshotReader(threads=2)
     first = reader.snapshot(folder / case / "0")
     assert first.base is None
-    assert cases.same(first.state, models.policy_state(model))
+    assert cases.same(first.state, huggingface.policy_state(model))
     last = first.state
     sparse = 0
     for step in range(1, len(ranks.SHARES) + 1):
         ranks.move(parameters, step)
         found = reader.snapshot(folder / case / str(step))
-        check(found, last, models.policy_state(model))
+        check(found, last, huggingface.policy_state(model))
         sparse += sum(told is not None for told in found.changed.values())
         last = found.state
     assert sparse > 20
@@ -85,7 +85,7 @@ def test_the_ranks_write_what_one_process_has_and_what_changed(folder: Path, cas
     assert whole.base is None
     assert cases.same(whole.state, last)
     ranks.move(parameters, len(ranks.SHARES) + 1)
-    wanted = models.policy_state(model)
+    wanted = huggingface.policy_state(model)
     assert cases.same(reader.state(folder / case / "state"), wanted)
     check(reader.snapshot(folder / case / "after"), whole.state, wanted)
     from safetensors import safe_open
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_first_rank_and_the_nex
     for name in ("0", "2", "4"):
         found = reader.snapshot(folder / "faults" / name)
         assert found.base is None
-        assert cases.same(found.state, models.policy_state(model))
+        assert cases.same(found.state, huggingface.policy_state(model))
 
 
 def test_ranks_that_do_not_fit_together_are_told_so_on_all_of_them(folder: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import weights_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import weights_cases as cases
 
-from primerl.node.errors import EngineError, StorageError
+from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.export import files as state_file
 from primerl.node.training.export.files import SnapshotFiles, SnapshotReader, exchange_directory
 from primerl.node.training.export.host import Found, HostPiece, HostState

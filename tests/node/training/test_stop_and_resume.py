@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.counting_backend import CountingBackend
-from training_cases import FAST, batch, contents
+from support.training_cases import FAST, batch, contents
 
-from primerl.node.errors import EngineError
+from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import TrainBackend
 from primerl.node.training.local import LocalBackend
 from primerl.node.training.saving.checkpoints import Checkpoints

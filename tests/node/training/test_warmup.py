@@ -3,7 +3,7 @@ from itertools import count, islice
 
 import pytest
 
-from primerl.node.config import WarmupConfig
+from primerl.node.config.run import WarmupConfig
 from primerl.node.training.warmup import WarmupProgress, warm_up
 from primerl.node.weights.state import State
 

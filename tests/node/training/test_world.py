@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks_cases as ranks
 import torch
-from training_cases import FAST, TINY, batch
+from support import ranks_cases as ranks
+from support.training_cases import FAST, TINY, batch
 
-from primerl.node import models
-from primerl.node.config import TrainingConfig
-from primerl.node.errors import EngineError
+from primerl.node.config.run import TrainingConfig
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import Batch
 from primerl.node.training.learner import Learner
 from primerl.node.training.saving.agreement import Ranks
@@ -162,10 +162,10 @@ class Found:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     place = tmp_path_factory.mktemp("ranks")
-    models.create(place / "dense", DENSE, 7)
-    models.create(place / "experts", EXPERTS, 7)
-    models.create(place / "one-head", TINY, 7)
-    models.create(place / "five", EXPERTS.model_copy(update={"num_experts": 5}), 7)
+    huggingface.create(place / "dense", DENSE, 7)
+    huggingface.create(place / "experts", EXPERTS, 7)
+    huggingface.create(place / "one-head", TINY, 7)
+    huggingface.create(place / "five", EXPERTS.model_copy(update={"num_experts": 5}), 7)
     alone = World.alone(torch.device("cpu"))
     before = torch.get_rng_state()
     mine = {kind: learn(place / kind, CONFIG, alone) for kind in ("dense", "experts")}

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from adapter_cases import LAYERS, SHAPES, contract, make_adapters, make_base, random_tensor
+from support.adapter_cases import LAYERS, SHAPES, contract, make_adapters, make_base, random_tensor
 
-from primerl.node.errors import EngineError
-from primerl.node.tensors import to_torch
+from primerl.node.models.tensors import to_torch
+from primerl.node.ops.errors import EngineError
 from primerl.node.weights.adapters import (
     BLOCK,
     PREFIX,

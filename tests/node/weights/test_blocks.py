@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import weights_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
+from support import weights_cases as cases
 
 from primerl.node.weights.blocks import (
     BLOCK,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import weights_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import weights_cases as cases
 
 from primerl.node.weights.blocks import BLOCK, RAW
 from primerl.node.weights.codec import (

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import safetensors
-import weights_cases as cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import weights_cases as cases
 
-from primerl.node.errors import StorageError
-from primerl.node.store import Disk
+from primerl.node.ops.errors import StorageError
+from primerl.node.storage.chunk_store import Disk
 from primerl.node.weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
 from primerl.node.weights.state import BITS, State
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import weights_cases as cases
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from support import weights_cases as cases
 
 from primerl.node.weights.blocks import BLOCK
 from primerl.node.weights.codec import apply_delta, decode_full, encode_delta, encode_full

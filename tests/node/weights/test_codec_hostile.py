@@ -5,11 +5,11 @@ import tracemalloc
 import msgspec
 import numpy as np
 import pytest
-import weights_cases as cases
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support import weights_cases as cases
 
 from primerl.crypto.hashing import digest
 from primerl.node.weights.blocks import BLOCK, DENSE, RAW, SKIP, SPARSE, decode_block

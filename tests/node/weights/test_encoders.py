@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import weights_cases as cases
+from support import weights_cases as cases
 
 from primerl.node.weights import encoders
 from primerl.node.weights.blocks import BLOCK

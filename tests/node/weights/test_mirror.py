@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-import weights_cases as cases
+from support import weights_cases as cases
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.errors import CodecError, DigestMismatch, WrongBase
-from primerl.node.weights.mirror import EMPTY, Mirror, prove
+from primerl.node.weights.replica import EMPTY, Mirror, prove
 from primerl.node.weights.state import State, Tensor, digests, state_digest
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
 

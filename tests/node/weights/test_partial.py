@@ -6,20 +6,20 @@ from collections.abc import Set as AbstractSet
 from itertools import accumulate
 
 import pytest
-import weights_cases as cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from support import weights_cases as cases
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.chain import Chain
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.errors import CodecError, DigestMismatch, WeightsError
-from primerl.node.weights.mirror import Mirror
 from primerl.node.weights.offsets import Offsets
 from primerl.node.weights.partial import Needed, Share, chunks_for, part_of
 from primerl.node.weights.payload import layout_of
+from primerl.node.weights.replica import Mirror
 from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import Artifact, ChunkRef
 

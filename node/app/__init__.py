@@ -1,0 +1,1 @@
+"""Composition: each command's node is put together here, and nothing else is done."""

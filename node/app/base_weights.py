@@ -1,0 +1,129 @@
+"""The base model of a run with adapters: how its weights become chunks, and how they come to a node.
+
+Workers need nothing but the ticket: the run's manifest names a table, the table names tensors and chunks, and
+nothing is written before all of it was proved.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from ...crypto.hashing import NO_DIGEST, short
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import (
+    AdapterContract,
+    Artifact,
+    ChunkRef,
+    PolicyManifest,
+    RunManifest,
+    TensorInfo,
+    check_sizes,
+    encode,
+)
+from ...protocol.version import MAX_CHUNK, MIB
+from ..config.training import LoraConfig
+from ..ops.errors import EngineError, StorageError
+from ..storage.chunk_store import Store
+from ..weights.adapters import adapter_shapes
+from ..weights.checkpoint import write_checkpoint
+from ..weights.chunking import cut
+from ..weights.codec import CODEC, encode_full
+from ..weights.errors import WeightsError
+from ..weights.replica import Mirror, prove
+
+FILE = "model.safetensors"
+MAX_THREADS = 16
+
+
+def publish(
+    config: LoraConfig, store: Store, model_dir: Path, chunk_mib: float
+) -> tuple[bytes, AdapterContract]:
+    """Put the weights of a model, in bf16, into the store: their state digest, and how workers find them.
+
+    Raises EngineError if the model cannot have these adapters, StorageError.
+    """
+    from ..models import huggingface
+
+    # as an engine names and a policy holds them: files may repeat tied weights, or have others than the model
+    state = huggingface.policy_state(huggingface.load_model(model_dir, dtype="bfloat16"))
+    adapter_shapes({name: tensor.shape for name, tensor in state.items()}, config)
+    policy = prove(0, state, threads=_threads())
+    payload = encode_full(state, threads=_threads())
+    chunks = [ChunkRef(store.put(one), len(one)) for one in cut(payload, int(chunk_mib * MIB))]
+    size = sum(chunk.size for chunk in chunks)
+    tensors = [
+        TensorInfo(name, one.dtype, one.shape, policy.digests[name])
+        for name, one in sorted(state.items())
+    ]
+    anchor = Artifact("anchor", -1, NO_DIGEST, CODEC, size, tuple(chunks))
+    table = PolicyManifest(NO_DIGEST, 0, policy.digest, tuple(tensors), (anchor,))
+    document = check_sizes(encode(table), MAX_CHUNK)
+    return policy.digest, AdapterContract(
+        rank=config.rank,
+        alpha=config.alpha,
+        target_modules=config.target_modules,
+        base=ChunkRef(store.put(document), len(document)),
+    )
+
+
+def read_table(run: RunManifest, store: Store) -> PolicyManifest:
+    """What the base of `run` consists of; nothing of it is allocated yet.
+
+    Raises:
+        RemoteProtocolError: it is no such table, or its tensors cannot have the run's adapters.
+        StorageError: it is not in the store.
+    """
+    assert run.adapters is not None
+    document = store.get(run.adapters.base.digest)
+    if document is None:
+        raise StorageError("the table of the base model was lost from the store: start again")
+    try:
+        table = msgspec.msgpack.decode(document, type=PolicyManifest)
+        adapter_shapes({one.name: one.shape for one in table.tensors}, run.adapters)
+    except (msgspec.DecodeError, EngineError) as error:
+        raise RemoteProtocolError(Reason.MALFORMED, f"the base model: {error}") from error
+    kinds = [artifact.kind for artifact in table.artifacts]
+    if table.state != run.model.base_state or kinds != ["anchor"]:
+        raise RemoteProtocolError(
+            Reason.MALFORMED,
+            f"the base model is to be {short(run.model.base_state)}, its table is of "
+            f"{short(table.state)} in {', '.join(kinds)}",
+        )
+    return table
+
+
+def chunks(run: RunManifest, store: Store) -> list[ChunkRef]:
+    """All chunks of the base of `run`, its table first; none if it has no adapters. Raises as read_table()."""
+    if run.adapters is None:
+        return []
+    return [run.adapters.base, *read_table(run, store).artifacts[0].chunks]
+
+
+def write(run: RunManifest, store: Store, directory: Path) -> Path:
+    """Write the base of `run`, if it has one, as safetensors beside the model's files; returns `directory`.
+
+    Everything is hashed on the way. Raises as read_table(), and RemoteProtocolError for a base that is not
+    what its table says.
+    """
+    if run.adapters is None:
+        return directory
+    table = read_table(run, store)
+    payload = (_stored(store, chunk) for chunk in table.artifacts[0].chunks)
+    try:
+        base = Mirror(threads=_threads()).prepare(table, table.artifacts[0], payload).policy
+    except WeightsError as error:
+        raise RemoteProtocolError(Reason.MALFORMED, f"the base model: {error}") from error
+    write_checkpoint(directory / FILE, base.state, metadata={"format": "pt"})
+    return directory
+
+
+def _stored(store: Store, chunk: ChunkRef) -> bytes:
+    data = store.get(chunk.digest)
+    if data is None:
+        raise StorageError(f"chunk {short(chunk.digest)} of the base was lost: start again")
+    return data
+
+
+def _threads() -> int:
+    return min(MAX_THREADS, os.cpu_count() or 1)

@@ -1,0 +1,262 @@
+"""Compose `primerl-node eval`: every environment with every model; no node, no run.
+
+Models that differ in nothing but their weights share an engine, which starts only if a cell has to be measured.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.engine import EngineConfig
+from ..config.evaluation import EndpointConfig, EvalConfig
+from ..config.run import EnvironmentConfig, EvaluatedEnvironment
+from ..environments.build import build_environment
+from ..environments.chat import ChatFormat
+from ..environments.environment import Environment
+from ..evaluation.candidates import (
+    Candidate,
+    candidates,
+    contract,
+    identity,
+    read,
+    run_config,
+)
+from ..evaluation.endpoint import open_endpoint
+from ..evaluation.eval_suite import Cell, CellStore, EvalModel, EvalSuite, Watch, cell_key
+from ..evaluation.evaluator import EnginePolicy, PolicyClient
+from ..inference.build import build_engine
+from ..inference.engine import Engine
+from ..ops.errors import UsageError
+from ..ops.logs import configure
+from ..storage.run_files import CONFIG, held, make_directory, write
+from .factories import make_environment
+
+MAX_TOKENS = 512
+MAX_CHARACTERS = 1 << 22
+"""Of a reply of an API, whose own limit counts tokens."""
+BATCHES = 2
+"""Rollouts in flight, in batches of the engine: the next one waits while one is generated."""
+
+
+def make_text_environment(config: EnvironmentConfig, seed: int, temperature: float) -> Environment:
+    """An environment for models that take and give text, not started."""
+    return build_environment(
+        config,
+        model_dir=Path(),
+        seed=seed,
+        max_tokens=MAX_CHARACTERS,
+        temperature=temperature,
+        text=True,
+    )
+
+
+@dataclass(frozen=True)
+class EvalParts:
+    """Factories of what computes: the real ones by default, fakes in tests."""
+
+    engine: Callable[[EngineConfig], Engine] = build_engine
+    environment: Callable[[EnvironmentConfig, Path, int, int, float], Environment] = (
+        make_environment
+    )
+    text_environment: Callable[[EnvironmentConfig, int, float], Environment] = make_text_environment
+
+
+async def evaluate(
+    config: EvalConfig,
+    *,
+    watch: Watch,
+    parts: EvalParts | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[Cell]:
+    """Measure every cell, or find it on disk; results.json and the rollouts are in config.directory.
+
+    `environ` holds the keys of endpoints. Raises NodeError; what was finished before is kept.
+    """
+    variables = os.environ if environ is None else environ
+    keys = [_key(one, variables) for one in config.endpoints]
+    config = completed(config)
+    local = await asyncio.to_thread(candidates, config)
+    with held(config.directory):
+        _begin(config)
+        cells = CellStore(config.directory)
+        suite = EvalSuite(config, cells, watch, len(local) + len(keys))
+        evaluation = _Evaluation(config, suite, parts or EvalParts())
+        await evaluation.local(local)
+        for endpoint, key in zip(config.endpoints, keys, strict=True):
+            await evaluation.endpoint(endpoint, key)
+        return suite.found
+
+
+def completed(config: EvalConfig) -> EvalConfig:
+    """Fill what `config` leaves out from the run of weights_dir. Raises UsageError."""
+    run = run_config(config.weights_dir) if config.weights_dir else {}
+    environments = config.environments
+    if not environments:
+        told = run.get("environment")
+        if not isinstance(told, dict):
+            raise UsageError(
+                f"{config.weights_dir} is of no run that names an environment: add [[environments]]"
+            )
+        known = {name: told[name] for name in EnvironmentConfig.model_fields if name in told}
+        environments = [EvaluatedEnvironment.model_validate(known)]
+    sampled = run.get("sampling") or {}
+    length = config.sampling.max_tokens or sampled.get("max_tokens") or MAX_TOKENS
+    sampling = config.sampling.model_copy(update={"max_tokens": int(length)})
+    return config.model_copy(update={"environments": environments, "sampling": sampling})
+
+
+def _begin(config: EvalConfig) -> None:
+    directory = config.directory
+    make_directory(directory)
+    write(directory / CONFIG, config.model_dump_json(indent=2))
+    configure(config.log, directory / "logs" / "eval.jsonl")
+
+
+def _key(endpoint: EndpointConfig, environ: Mapping[str, str]) -> str:
+    name = endpoint.key_variable
+    key = environ.get(name, "").strip() if name else ""
+    if name and not (key and key.isascii() and key.isprintable()):
+        raise UsageError(
+            f"the key for {endpoint.url} is to be in the environment variable {name}, which holds none: "
+            f"export {name}=..."
+        )
+    return key
+
+
+class _Evaluation:
+    """Opens models and endpoints, and measures them."""
+
+    def __init__(self, config: EvalConfig, suite: EvalSuite, parts: EvalParts) -> None:
+        self._config = config
+        self._suite = suite
+        self._parts = parts
+
+    async def local(self, huggingface: Sequence[Candidate]) -> None:
+        """Measure local models: those that differ in weights alone share an engine."""
+        groups: dict[str, list[Candidate]] = {}
+        for one in huggingface:
+            groups.setdefault(await asyncio.to_thread(contract, one), []).append(one)
+        for group in groups.values():
+            async with AsyncExitStack() as open_things:
+                loader = _Loader(self._config, self._parts, group[0].model_dir, open_things)
+                environments = _Started(self._environment(group[0].model_dir), open_things)
+                for one in group:
+                    await self._suite.measure(await self._model(one, loader, environments))
+
+    async def _model(
+        self, one: Candidate, loader: "_Loader", environments: "_Started"
+    ) -> EvalModel:
+        engine = self._config.engine
+        return EvalModel(
+            name=one.name,
+            kind="local",
+            identity=await asyncio.to_thread(identity, one),
+            how=engine.model_dump(mode="json", include={"type", "dtype", "max_model_len", "vllm"}),
+            at_once=BATCHES * engine.max_batch * engine.dp,
+            policy=lambda: loader.policy(one),
+            environment=environments.get,
+            step=one.step,
+        )
+
+    def _environment(self, model_dir: Path) -> Callable[[EvaluatedEnvironment], Environment]:
+        sampling, make = self._config.sampling, self._parts.environment
+        limits = (self._config.seed, sampling.max_tokens, sampling.temperature)
+        return lambda one: make(one, model_dir, *limits)
+
+    async def endpoint(self, endpoint: EndpointConfig, key: str) -> None:
+        """Measure a model behind an API."""
+        config, make = self._config, self._parts.text_environment
+        sampling = config.sampling
+        asked = {"url", "model", "max_tokens_field", "send_seed", "options"}
+        how = endpoint.model_dump(mode="json", include=asked)
+        async with AsyncExitStack() as open_things:
+            opened = await open_things.enter_async_context(
+                open_endpoint(endpoint, sampling, sampling.max_tokens, key)
+            )
+
+            async def policy() -> PolicyClient:
+                return opened
+
+            environments = _Started(
+                lambda one: make(one, config.seed, sampling.temperature), open_things
+            )
+            model = EvalModel(
+                name=endpoint.name or endpoint.model,
+                kind="api",
+                identity=cell_key(endpoint=how),
+                how=how,
+                at_once=endpoint.concurrency,
+                policy=policy,
+                environment=environments.get,
+            )
+            await self._suite.measure(model)
+
+
+class _Started:
+    """Environments, started when first needed, open until the block ends."""
+
+    def __init__(
+        self, make: Callable[[EvaluatedEnvironment], Environment], open_things: AsyncExitStack
+    ) -> None:
+        self._make = make
+        self._open_things = open_things
+        self._held: dict[str, Environment] = {}
+
+    async def get(self, config: EvaluatedEnvironment) -> Environment:
+        """Start the environment of that title, or return it. Raises EnvironmentFailed."""
+        if config.title not in self._held:
+            environment = self._make(config)
+            self._open_things.push_async_callback(environment.close)
+            await environment.start()
+            self._held[config.title] = environment
+        return self._held[config.title]
+
+
+class _Loader:
+    """One engine that holds the weights of several models in turn."""
+
+    def __init__(
+        self, config: EvalConfig, parts: EvalParts, model_dir: Path, open_things: AsyncExitStack
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._model_dir = model_dir
+        self._open_things = open_things
+        self._engine: Engine | None = None
+        self._policy: tuple[Candidate, PolicyClient] | None = None
+        self._loads = 0
+
+    async def policy(self, candidate: Candidate) -> PolicyClient:
+        """Load the weights of `candidate`, unless they are the last loaded. Raises EngineError."""
+        if self._policy is None or self._policy[0] != candidate:
+            self._policy = (candidate, await self._load(candidate))
+        return self._policy[1]
+
+    async def _load(self, candidate: Candidate) -> PolicyClient:
+        from ..models import huggingface
+
+        engine = self._engine or await self._start()
+        self._loads += 1
+        await engine.load(self._loads, await asyncio.to_thread(read, candidate))
+        sampling = self._config.sampling
+        return EnginePolicy(
+            engine,
+            self._loads,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=await asyncio.to_thread(huggingface.stop_token_ids, self._model_dir),
+            max_model_len=self._config.engine.max_model_len,
+            decode=(await asyncio.to_thread(ChatFormat.load, self._model_dir)).text,
+        )
+
+    async def _start(self) -> Engine:
+        engine = self._parts.engine(self._config.engine)
+        self._open_things.push_async_callback(engine.close)
+        await engine.start(self._model_dir)
+        self._engine = engine
+        return engine

@@ -1,0 +1,145 @@
+"""The parts that a node is composed of, as factories: the real ones by default, fakes in tests.
+
+Nothing heavy is imported before a factory is called.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ...crypto.keys import SecretKey
+from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
+from ..config.run import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
+from ..config.sft import SftConfig
+from ..environments.build import build_environment
+from ..environments.environment import Environment
+from ..inference.build import build_engine
+from ..inference.engine import Engine
+from ..ops.gpus import usable_here
+from ..p2p.discovery import Discovery
+from ..p2p.transport import Transport
+from ..pipeline.hosted_stage import HeadEngine, HostedHead, HostedStage, StageEngine
+from ..pipeline.place import Place
+from ..storage.ledger import Ledger
+from ..training.backend import TrainBackend
+from ..training.choice import resolve_backend
+from ..verification.auditor import Auditor
+
+logger = logging.getLogger(__name__)
+
+
+async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
+    """A started iroh endpoint. Raises AddressInUse."""
+    from ..p2p.iroh import IrohTransport
+
+    transport = IrohTransport(
+        key,
+        host=network.host,
+        port=port,
+        alpns=(ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE),
+        relay_urls=network.relay_urls,
+    )
+    await transport.start()
+    return transport
+
+
+async def start_libp2p(
+    network: NetworkConfig, key: SecretKey, run_id: bytes, bootstrap: Sequence[str]
+) -> Discovery | None:
+    """A started libp2p discovery, or None where it is off or not installed. Raises AddressInUse."""
+    if not network.libp2p:
+        return None
+    from ..p2p.libp2p import INSTALL, Libp2pDiscovery, is_installed
+
+    if not is_installed():
+        logger.warning(
+            "libp2p is not installed, so peers are found through the trainer alone: `%s`, or say "
+            "--network.libp2p false",
+            INSTALL,
+        )
+        return None
+    discovery = Libp2pDiscovery(
+        key, run_id=run_id, host=network.host, port=network.libp2p_port, mdns=network.mdns
+    )
+    await discovery.start(bootstrap)
+    return discovery
+
+
+def make_environment(
+    config: EnvironmentConfig, model_dir: Path, seed: int, max_tokens: int, temperature: float
+) -> Environment:
+    """The environment of a run, not started."""
+    return build_environment(
+        config, model_dir=model_dir, seed=seed, max_tokens=max_tokens, temperature=temperature
+    )
+
+
+def make_backend(
+    config: RunConfig | SftConfig, gpus: Callable[[], Sequence[str]] = usable_here
+) -> TrainBackend:
+    """The trainer backend of a run, not started; `gpus` names those that may be used. Raises UsageError."""
+    temperature = config.sampling.temperature if isinstance(config, RunConfig) else 1.0
+    training = resolve_backend(config.training, gpus)
+    if training.backend == "fsdp":
+        from ..training.ranks.fsdp import FsdpBackend
+
+        return FsdpBackend(
+            training, max_steps=config.max_steps, seed=config.seed, temperature=temperature
+        )
+    from ..training.local import LocalBackend
+
+    return LocalBackend(
+        training, max_steps=config.max_steps, seed=config.seed, temperature=temperature
+    )
+
+
+def make_pipeline_head(config: EngineConfig, place: Place) -> HeadEngine:
+    """The engine of stage 0 of a pipeline, not started: vLLM."""
+    return HostedHead(config, place)
+
+
+def make_pipeline_stage(config: EngineConfig, place: Place) -> StageEngine:
+    """The engine of a later stage of a pipeline, not started: vLLM."""
+    return HostedStage(config, place)
+
+
+def make_evaluation_engine(config: EngineConfig) -> Engine:
+    """The trainer's own engine for evaluation: always the embedded one, whatever the workers use."""
+    return build_engine(config.model_copy(update={"type": "hf"}))
+
+
+def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
+    """What audits rollouts, not started; an audit takes at most `timeout_s`."""
+    from ..verification.hf_auditor import HfAuditor
+
+    return HfAuditor(config, timeout_s=timeout_s)
+
+
+class MakeLedger(Protocol):
+    """Opens a ledger."""
+
+    def __call__(self, path: Path, *, fsync: bool) -> Ledger:
+        """Raises BusyError, StorageError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Factories of everything that touches the world."""
+
+    transport: Callable[[NetworkConfig, SecretKey, int], Awaitable[Transport]] = start_iroh
+    discovery: Callable[
+        [NetworkConfig, SecretKey, bytes, Sequence[str]], Awaitable[Discovery | None]
+    ] = start_libp2p
+    environment: Callable[[EnvironmentConfig, Path, int, int, float], Environment] = (
+        make_environment
+    )
+    engine: Callable[[EngineConfig], Engine] = build_engine
+    pipeline_head: Callable[[EngineConfig, Place], HeadEngine] = make_pipeline_head
+    pipeline_stage: Callable[[EngineConfig, Place], StageEngine] = make_pipeline_stage
+    evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
+    auditor: Callable[[EngineConfig, float], Auditor] = make_auditor
+    backend: Callable[[RunConfig], TrainBackend] = make_backend
+    ledger: MakeLedger = Ledger

@@ -1,0 +1,229 @@
+"""`primerl-node inference`: an engine behind the HTTP server, with weights from a disk or those of a run.
+
+Two nodes share everything but where the weights come from: OwnPolicy loads a directory once, FollowedPolicy
+joins a run and serves its newest version. Both answer 503 until there is a policy.
+"""
+
+import asyncio
+import logging
+import math
+import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from ...crypto.keys import SecretKey
+from ...protocol.manifests import RunManifest
+from ..api.completions import EngineRoutes
+from ..api.server import HttpServer, Routes, Served, serving
+from ..api.vllm_proxy import Upstreams, VllmProxy, api_options
+from ..config.run import JoinConfig
+from ..config.serving import ApiConfig, ServeConfig
+from ..environments.chat import ChatFormat
+from ..environments.environment import EnvironmentFailed
+from ..evaluation.candidates import Candidate, candidate, read
+from ..inference.adapted import adapted
+from ..inference.engine import Engine
+from ..inference.hf import QUEUE_BATCHES
+from ..models.model_files import vocab_size
+from ..ops.control import EngineRow, Status
+from ..ops.errors import UsageError
+from ..worker.observer import ObserverRole
+from ..worker.weight_sync import CatchUp
+from .factories import Parts
+from .peer_node import Joined, JoinedNode
+from .running_node import Node
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Between two looks at whether the engine was given up."""
+LOOK_AGAIN_S = 30.0
+Announce = Callable[[str, str], None]
+"""Is told (base URL, name of the model) once a policy is served."""
+
+
+@asynccontextmanager
+async def open_server(
+    config: ServeConfig, engine: Engine, hosted: Engine, model_dir: Path, name: str
+) -> AsyncGenerator[tuple[HttpServer, str]]:
+    """Serve `engine` until the block ends, which starts it; gives the server and its base URL.
+
+    `hosted` is what `engine` holds where that merges adapters, else `engine` itself. Raises NodeError.
+    """
+    try:
+        chat = await asyncio.to_thread(ChatFormat.load, model_dir, needs_template=False)
+    except EnvironmentFailed as error:
+        raise UsageError(f"this model cannot be served: {error}") from error
+    api = bounded(config)
+    name = api.served_name or name
+    served = Served(name, vocab_size(model_dir), config.engine.max_model_len, api)
+    routes: tuple[Routes, ...] = (EngineRoutes(engine, chat, served),)
+    if isinstance(hosted, Upstreams) and hosted.serve_api(api_options(api, chat, name)):
+        routes = (VllmProxy(hosted), *routes)
+    server = HttpServer(engine, served, routes)
+    async with serving(server) as url:
+        logger.info("serving %s on %s", name, url)
+        yield server, url
+
+
+def bounded(config: ServeConfig) -> ApiConfig:
+    """The API's limits, no wider than what the engine lets wait."""
+    most = config.api.max_inflight
+    if config.engine.type == "hf":
+        most = min(most, QUEUE_BATCHES * config.engine.max_batch)
+    return config.api.model_copy(update={"max_inflight": most})
+
+
+async def watch_engine(engine: Engine) -> None:
+    """Never returns. Raises EngineError when the engine was given up."""
+    while True:
+        engine.stats()
+        await asyncio.sleep(POLL_S)
+
+
+class OwnPolicy(Node):
+    """Serves the weights of a directory."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        key: SecretKey,
+        announce: Announce,
+        parts: Parts | None = None,
+    ) -> None:
+        super().__init__(config, key, config.directory, "inference")
+        self._config = config
+        self._announce = announce
+        self._parts = parts or Parts()
+        self._server: HttpServer | None = None
+        self._url = ""
+
+    async def run(self) -> None:
+        """Serve until it is stopped. Raises NodeError."""
+        await self.serve(self._work, {"status": self._status}, "")
+
+    async def _work(self) -> None:
+        found = await asyncio.to_thread(find_policy, self._config)
+        engine = self._parts.engine(self._config.engine)
+        try:
+            await self._serve_from(engine, found)
+        finally:
+            await engine.close()
+
+    async def _serve_from(self, engine: Engine, found: Candidate) -> None:
+        opened = open_server(self._config, engine, engine, found.model_dir, found.name)
+        async with opened as (server, url):
+            self._server, self._url = server, url
+            self.phase = "loading"
+            await engine.start(found.model_dir)
+            await engine.load(found.step or 0, await asyncio.to_thread(read, found))
+            self.phase = "running"
+            self._announce(url, server.served.name)
+            await watch_engine(engine)
+
+    async def _status(self) -> Status:
+        return shown(self.base_status(), self._config, self._server, self._url)
+
+
+class FollowedPolicy(JoinedNode):
+    """Joins a run to serve what it learns; asks for no lease."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        key: SecretKey,
+        announce: Announce,
+        parts: Parts | None = None,
+    ) -> None:
+        shared = {name: getattr(config, name) for name in ("fsync", "network", "engine", "weights")}
+        joining = JoinConfig(
+            role="inference",
+            ticket=config.ticket,
+            log=config.log,
+            wait=True,  # what was fetched can be served without any trainer
+            wait_for_trainer_s=math.inf,
+            **shared,
+        )
+        super().__init__(joining, key, config.directory, parts)
+        self._serve_config = config
+        self._announce = announce
+        self._server: HttpServer | None = None
+        self._url = ""
+
+    async def _take_part(self, joined: Joined) -> None:
+        hosted = self._parts.engine(self._config.engine)
+        engine = adapted(hosted, joined.documents.manifest)
+        try:
+            await self._serve_from(engine, hosted, joined)
+        finally:
+            await engine.close()
+
+    async def _serve_from(self, engine: Engine, hosted: Engine, joined: Joined) -> None:
+        stack, name = joined.stack, joined.documents.manifest.name
+        opened = open_server(self._serve_config, engine, hosted, joined.model_dir, name)
+        async with opened as (self._server, self._url):
+            await engine.start(joined.model_dir)
+            catchup = self._make_catchup(joined, engine)
+            role = ObserverRole(
+                book=stack.heads,
+                links=stack.links,
+                trainer=stack.trainer,
+                catchup=catchup,
+                upstreams=joined.upstreams,
+                record=stack.record,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(watch_engine(engine))
+                tasks.create_task(self._say_when_ready(catchup))
+                await self._follow_while(joined, role.run)
+                self.phase = "serving the last version"
+
+    async def _say_when_ready(self, catchup: CatchUp) -> None:
+        while not await catchup.wait_order((0, 0), LOOK_AGAIN_S):
+            logger.info("waiting for the first policy")
+        assert self._server is not None  # it was made before
+        self._announce(self._url, self._server.served.name)
+
+    def _check_numerics(self, run: RunManifest) -> None:
+        """Nobody audits what is served: any dtype will do."""
+
+    async def _status(self) -> Status:
+        return shown(await super()._status(), self._serve_config, self._server, self._url)
+
+
+def find_policy(config: ServeConfig) -> Candidate:
+    """The weights that model.name means. Downloads what is on the hub. Raises UsageError, EngineError."""
+    from ..models import huggingface
+
+    name = config.model.name
+    if not name:
+        raise UsageError(
+            "nothing to serve: give --model.name with a directory or a hub id, or --ticket with a run's"
+        )
+    directory = huggingface.resolve(name)
+    step = re.fullmatch(r"step_(\d{1,9})", directory.name)
+    return candidate(name, directory, int(step[1]) if step else None, config.model.base)
+
+
+def shown(status: Status, config: ServeConfig, server: HttpServer | None, url: str) -> Status:
+    """`status` with what a server adds."""
+    if server is None:
+        return status
+    stats = server.stats()
+    status.version = server.policy_version
+    status.newest_version = max(status.newest_version, status.version)
+    status.detail = f"{server.served.name} on {url}/v1"
+    status.engine = EngineRow(
+        config.engine.type,
+        inflight=server.inflight,
+        cap=server.served.api.max_inflight,
+        running=stats.running,
+        waiting=stats.waiting,
+        kv_use=stats.kv_use,
+        preemptions=stats.preemptions,
+        generated_tokens=stats.generated_tokens,
+        restarts=stats.restarts,
+        fault=stats.fault,
+    )
+    return status

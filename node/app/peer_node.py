@@ -1,0 +1,484 @@
+"""What every node that joins by ticket does, whatever its role: ticket, hello, model files, heads, peers.
+
+The roles' own parts are in `worker.py` and `validator.py`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import __version__
+from ...crypto.hashing import short
+from ...crypto.keys import SecretKey
+from ...protocol import tickets
+from ...protocol.envelope import utc, wrong_version
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import AdapterContract, RunManifest, Ticket
+from ...protocol.messages import (
+    Accepted,
+    GetHeads,
+    Goodbye,
+    Hello,
+    SyncRecords,
+    WatchHeads,
+    Welcome,
+)
+from ...protocol.trust import AdmittedHead
+from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
+from ..config.run import JoinConfig
+from ..inference.engine import Engine
+from ..ops.control import PeerRow, Status
+from ..ops.errors import (
+    NetworkError,
+    NodeError,
+    RunFailed,
+    TicketError,
+    UsageError,
+    first_cause,
+    one_line,
+    printable,
+)
+from ..p2p.heads import HeadFollower
+from ..p2p.router import Handler, no_pipelines
+from ..p2p.rpc import Refused, receive
+from ..p2p.transport import Stream, TransportError
+from ..p2p.waiting import LogBackoff
+from ..storage.ledger import MANIFEST, Ledger
+from ..weights.partial import Share, everything
+from ..weights.replica import Policy
+from ..worker.upstreams import Upstreams
+from ..worker.weight_sync import CatchUp
+from . import base_weights, rundir
+from .factories import Parts
+from .running_node import Node
+from .services import RECORD_TTL_S, Stack, open_stack, open_store
+from .status_view import peer_rows, total_bytes
+from .tickets import remember, run_directory, usable_ticket
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 10.0
+LOOK_S = 1.0
+LEAST_SILENCE_S = 60.0
+"""A trainer that said nothing of stopping may be silent for this long, whatever wait_for_trainer_s is."""
+RETRY_S = 0.5
+RETRY_MAX_S = 5.0
+FOLLOWED_PEERS = 2
+GOODBYE_S = 2.0
+MAX_WORDS = 400
+"""Characters of what a node says that it waits for."""
+Questions = WatchHeads | GetHeads | Hello
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A run that admitted this node."""
+
+    stack: Stack
+    documents: rundir.RunDocuments
+    model_dir: Path
+    """The files of the model contract; no weights."""
+    upstreams: Upstreams
+
+
+class RunOver(Exception):
+    """The run has ended before this node could take part in it."""
+
+
+class JoinedNode(Node):
+    """A node that joined a run by its ticket."""
+
+    def __init__(
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Parts | None = None
+    ) -> None:
+        super().__init__(config, key, data_dir, config.role)
+        self._config = config
+        self._parts = parts or Parts()
+        self._ticket = ""
+        self._stack: Stack | None = None
+        self._catchup: CatchUp | None = None
+        self._name = ""
+        self._obstacle = ""
+        """What keeps this node from having joined; empty while nothing does."""
+        self.farewell = ""
+        """Why this node left, once the run has ended."""
+
+    async def run(self) -> None:
+        """Join and work until the run ends. Raises TicketError, NodeError; RunFailed where the run failed."""
+        self._ticket = usable_ticket(self._config.ticket, self.data_dir, int(time.time()))
+        ticket = tickets.read(self._ticket, now=0)
+        directory = run_directory(self.data_dir, ticket.run)
+        ledger = self._parts.ledger(directory / "ledger.db", fsync=self.config.fsync)
+        try:
+            commands = {"status": self._status, "peers": self._peers}
+            await self.serve(
+                lambda: self._work(ticket, ledger, directory), commands, ticket.run.hex()[:16]
+            )
+        finally:
+            ledger.close()
+
+    async def _take_part(self, joined: Joined) -> None:
+        """Do what the role does until the run ends."""
+        raise NotImplementedError
+
+    def _pipelines(self, stack: Stack) -> Handler:
+        """What answers those who share a model with this node."""
+        return no_pipelines
+
+    async def _work(self, ticket: Ticket, ledger: Ledger, directory: Path) -> None:
+        async with open_stack(
+            self._config,
+            self.key,
+            ledger,
+            open_store(self._config, directory),
+            run_id=ticket.run,
+            trainer=ticket.trainer,
+            role=self._config.role,
+            bootstrap=ticket.discovery,
+            parts=self._parts,
+        ) as stack:
+            self._stack = stack
+            stack.peers.hint(ticket.trainer, ticket.addresses)
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(
+                        stack.router(Neighbour(stack).handle, self._pipelines(stack)).run()
+                    ),
+                    tasks.create_task(stack.watch_fraud()),
+                ]
+                gossip = stack.gossip()
+                if gossip is not None:
+                    background.append(tasks.create_task(gossip.run()))
+                try:
+                    await self._take_part(await self._join(stack, ticket, directory))
+                    self.farewell = printable(f"the run has ended: {stack.heads.ended}", MAX_NAME)
+                    if stack.heads.outcome == "failed":
+                        raise RunFailed(printable(f"the run failed: {stack.heads.ended}", MAX_NAME))
+                except RunOver as over:
+                    self.farewell = printable(f"the run has ended: {over}", MAX_NAME)
+                except (NodeError, ExceptionGroup) as error:
+                    await self._say_why(stack, error)
+                    raise
+                finally:
+                    for task in background:
+                        task.cancel()
+
+    async def _join(self, stack: Stack, ticket: Ticket, directory: Path) -> Joined:
+        self.phase = "joining"
+        documents = await self._hello(stack, ticket)
+        run = documents.manifest
+        await asyncio.to_thread(self._check_environment, run)
+        self._name, self._obstacle = run.name, "fetching the files of the model"
+        remember(stack.ledger, self._ticket)
+        # `explain` checks verdicts by it when no trainer can be asked.
+        stack.ledger.set(MANIFEST, documents.sealed)
+        chunks = [file.chunk for file in run.model.files]
+        stack.keep_chunks.update(chunk.digest for chunk in chunks)
+        await stack.fetcher.fetch(chunks, (), ticket.trainer)
+        model_dir = rundir.write_model_files(run, stack.store, directory / "model")
+        self._check_numerics(run)
+        upstreams = Upstreams(documents.run_id, stack.peers, stack.fetcher)
+        joined = Joined(stack, documents, model_dir, upstreams)
+        if run.adapters is not None:
+            self._obstacle = "fetching the base weights"
+            await self._fetch_base(joined, run.adapters)
+        self._obstacle = ""
+        return joined
+
+    async def _fetch_base(self, joined: Joined, adapters: AdapterContract) -> None:
+        """Policies are adapters: get what they adapt, from other workers where it can be had."""
+        stack, run = joined.stack, joined.documents.manifest
+        await stack.fetcher.fetch([adapters.base], (), stack.trainer)
+        try:
+            chunks = await asyncio.to_thread(base_weights.chunks, run, stack.store)
+            stack.keep_chunks.update(chunk.digest for chunk in chunks)
+            await self._first_upstreams(joined)
+            await stack.fetcher.fetch(chunks, joined.upstreams.nodes, stack.trainer)
+            await asyncio.to_thread(base_weights.write, run, stack.store, joined.model_dir)
+        except RemoteProtocolError as error:
+            raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
+
+    async def _hello(self, stack: Stack, ticket: Ticket) -> rundir.RunDocuments:
+        """Say hello until the trainer answers; it may not be up yet. Raises RunOver, NodeError."""
+        pause, lines, start = RETRY_S, LogBackoff(), time.monotonic()
+        limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
+        while True:
+            hello = Hello(
+                WIRE_VERSION,
+                self._config.role,
+                __version__,
+                tickets.sealed_bytes(self._ticket),
+                stack.record(),
+                unix_time=int(time.time()),
+            )
+            try:
+                welcome = await stack.links.request(
+                    ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
+                )
+                _check_welcome(welcome, int(time.time()))
+                return rundir.read_documents(welcome.manifest, ticket.trainer, ticket.run)
+            except TransportError as error:
+                self._obstacle = f"the trainer is not reached: {error}"
+                waited = time.monotonic() - start
+                if waited > limit:
+                    raise NetworkError(
+                        f"the trainer did not answer for {waited:.0f} s ({error}): is it running, and are "
+                        f"the addresses in the ticket its own ({', '.join(ticket.addresses) or 'none'})?"
+                    ) from error
+                if lines.due():
+                    logger.info(
+                        "waiting for trainer %s for %.0f s: %s",
+                        short(ticket.trainer),
+                        waited,
+                        error,
+                    )
+            except Refused as refusal:
+                if refusal.reason == Reason.WRONG_CLOCK:
+                    raise NodeError(f"the trainer refuses us: {refusal.detail}") from refusal
+                if refusal.reason == Reason.RUN_ENDED:
+                    raise RunOver(refusal.detail) from refusal
+                if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
+                    raise TicketError(f"the trainer refuses us: {refusal}") from refusal
+                self._obstacle = f"the trainer is busy: {refusal}"
+            except RemoteProtocolError as error:
+                if error.reason == Reason.WRONG_VERSION:
+                    raise TicketError(error.detail) from error
+                raise TicketError(f"the trainer's run manifest is not genuine: {error}") from error
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, RETRY_MAX_S)
+
+    def _check_environment(self, run: RunManifest) -> None:
+        """Raise UsageError if this node would play an environment that its owner has not allowed."""
+
+    def _check_numerics(self, run: RunManifest) -> None:
+        """Another dtype would make proofs that no audit accepts: say so before any work is done."""
+        wanted, own = run.proofs.dtype, self._config.engine.dtype
+        if own != wanted:
+            raise UsageError(
+                f"this run is computed in {wanted}, engine.dtype is {own}: set --engine.dtype {wanted}"
+            )
+
+    def _make_catchup(
+        self,
+        joined: Joined,
+        engine: Engine,
+        on_policy: Callable[[Policy], None] = lambda policy: None,
+        share: Share = everything,
+        goal: Callable[[], AdmittedHead | None] | None = None,
+    ) -> CatchUp:
+        stack = joined.stack
+        self._catchup = CatchUp(
+            book=stack.heads,
+            links=stack.links,
+            fetcher=stack.fetcher,
+            store=stack.store,
+            ledger=stack.ledger,
+            engine=engine,
+            config=self._config.weights,
+            trainer=stack.trainer,
+            upstreams=lambda: joined.upstreams.nodes,
+            keep_chunks=stack.keep_chunks,
+            peers=stack.peers,
+            announce=stack.holdings.tell,
+            on_fraud=stack.report_fraud,
+            on_policy=on_policy,
+            share=share,
+            goal=goal,
+        )
+        return self._catchup
+
+    # -- heads and peers ---------------------------------------------------------------------------
+
+    async def _follow_while(self, joined: Joined, work: Callable[[], Awaitable[None]]) -> None:
+        """Do `work` while the heads of the trainer, and of a few peers, are watched."""
+        stack = joined.stack
+        trainer = HeadFollower(
+            stack.heads,
+            stack.links,
+            stack.trainer,
+            authority=True,
+            on_fraud=stack.report_fraud,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            watches = [
+                tasks.create_task(trainer.run()),
+                tasks.create_task(self._follow_peers(joined)),
+                tasks.create_task(self._stay_known(joined, trainer)),
+                tasks.create_task(self._leave_without(trainer)),
+            ]
+            try:
+                await self._first_upstreams(joined)
+                self.phase = "running"
+                await work()
+                self.phase = "ended"
+            finally:
+                for task in watches:
+                    task.cancel()
+
+    async def _stay_known(self, joined: Joined, trainer: HeadFollower) -> None:
+        """Tell the trainer our record whenever it comes back, and before the last one runs out."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RECORD_TTL_S / 3):
+                    await trainer.came_back.wait()
+            trainer.came_back.clear()
+            await self._first_upstreams(joined)
+
+    async def _leave_without(self, trainer: HeadFollower) -> None:
+        """End this node when its trainer was stopped, or is silent, for longer than the config waits.
+
+        Raises NetworkError.
+        """
+        silence, told = 0.0, ""
+        while True:
+            trainer.heard.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await trainer.heard.wait()
+            if trainer.heard.is_set():
+                if told:
+                    logger.info("the trainer is back")
+                    self._obstacle = ""
+                silence, told = 0.0, ""
+                continue
+            silence += LOOK_S  # by ticks: this process, or the machine, may have slept itself
+            limit = self._config.wait_for_trainer_s
+            if trainer.stopped and not told:
+                told = printable(trainer.stopped, MAX_NAME)
+                if not self._config.wait:
+                    raise NetworkError(
+                        f"{told}: `primerl-node join --data-dir {self.data_dir}` joins it again, "
+                        "--wait waits for it"
+                    )
+                self._obstacle = told
+                logger.warning("%s: waiting for it for up to %.0f s", told, limit)
+            if silence > (limit if told else max(limit, LEAST_SILENCE_S)):
+                why = told or "the trainer is silent"
+                raise NetworkError(
+                    f"{why}, and was not there for {silence:.0f} s: `primerl-node join --data-dir "
+                    f"{self.data_dir}` joins it again, --wait waits for ever"
+                )
+
+    async def _follow_peers(self, joined: Joined) -> None:
+        """Keep watches on the nearest upstream peers, as they come and go."""
+        stack = joined.stack
+        followed: dict[bytes, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while not stack.heads.ended:
+                wanted = joined.upstreams.nodes[:FOLLOWED_PEERS]
+                for peer in [peer for peer in followed if peer not in wanted]:
+                    followed.pop(peer).cancel()
+                for peer in [peer for peer in wanted if peer not in followed]:
+                    follower = HeadFollower(
+                        stack.heads,
+                        stack.links,
+                        peer,
+                        authority=False,
+                        on_fraud=stack.report_fraud,
+                    )
+                    followed[peer] = tasks.create_task(follower.run())
+                await asyncio.sleep(1.0)
+            for task in followed.values():
+                task.cancel()
+
+    async def _say_why(self, stack: Stack, error: Exception) -> None:
+        """Tell the trainer what ended this node, so that its operator sees it in the run's status."""
+        cause = first_cause(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(cause, TicketError | NetworkError | RunFailed):
+            return  # it never let us in, is not there, or knows
+        goodbye = Goodbye(printable(one_line(cause), MAX_NAME))
+        try:
+            await stack.links.request(
+                stack.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
+            )
+        except (TransportError, Refused, RemoteProtocolError) as refused:
+            logger.debug("goodbye was not heard: %s", refused)
+
+    async def _first_upstreams(self, joined: Joined) -> None:
+        """Who else holds weights: asked before the first catch-up, so that it goes to peers."""
+        stack = joined.stack
+        try:
+            reply = await stack.links.request(
+                stack.trainer,
+                ALPN_CONTROL,
+                SyncRecords((stack.record(),)),
+                SyncRecords,
+                deadline=HELLO_TIMEOUT_S,
+            )
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.info("no peer records yet: %s", error)
+            return
+        joined.upstreams.learn(reply.records)
+
+    # -- what the operator sees ----------------------------------------------------------------------
+
+    def _waits_for(self) -> str:
+        """What this node waits for, in words, others' words among them; empty while it works."""
+        return self._obstacle or (self._catchup.waits_for if self._catchup else "")
+
+    async def _status(self) -> Status:
+        status = self.base_status()
+        status.waiting_for = printable(self._waits_for(), MAX_WORDS)
+        stack, catchup = self._stack, self._catchup
+        if stack is None:
+            return status
+        status.run, status.run_name = stack.run_id.hex(), self._name
+        status.bytes_sent, status.bytes_received = total_bytes(stack.peers)
+        status.newest_version = stack.heads.order()[1]
+        status.peers = sum(1 for peer in stack.peers.rows() if peer.path() is not None)
+        status.neighbours = stack.discovery.neighbours() if stack.discovery else 0
+        if catchup is not None:
+            if catchup.version < 0 and self.phase == "running":
+                status.phase = "catching up"
+            status.version = catchup.version
+            status.chunk_bytes_by_source = stack.fetcher.by_source(stack.trainer)
+            if catchup.version >= 0:
+                status.detail = f"state {short(catchup.state_digest)}"
+        return status
+
+    async def _peers(self) -> list[PeerRow]:
+        stack = self._stack
+        if stack is None:
+            return []
+        return peer_rows(
+            stack.peers,
+            newest=stack.heads.order()[1],
+            leases={},
+            stats={},
+            reputations={},
+            own=self.key.node_id,
+        )
+
+
+def _check_welcome(welcome: Welcome, now: int) -> None:
+    """Raise if the trainer speaks another wire version than we do, or its clock and ours differ too much."""
+    if welcome.wire_version != WIRE_VERSION:
+        raise wrong_version("the trainer", welcome.wire_version)
+    ahead = now - welcome.unix_time
+    if welcome.unix_time and abs(ahead) > CLOCK_SKEW_S:
+        raise NodeError(
+            f"the clock of this machine ({utc(now)}) is {abs(ahead)} s "
+            f"{'ahead of' if ahead > 0 else 'behind'} the trainer's: set it"
+        )
+
+
+class Neighbour:
+    """Answers the control requests of peers: heads, and nothing that only a trainer may grant."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    async def handle(self, peer: bytes, stream: Stream) -> None:
+        """Answer one control request (a router handler)."""
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            request = await receive(stream, Questions)  # type: ignore[arg-type]
+        if isinstance(request, WatchHeads):
+            await self._stack.head_server.watch(peer, stream, request)
+        elif isinstance(request, GetHeads):
+            await self._stack.head_server.get(stream, request)
+        else:
+            raise RemoteProtocolError(Reason.NOT_FOUND, "this node is no trainer")

@@ -1,0 +1,89 @@
+"""A running node: its status, its control socket, its place in the registry, whatever its role is.
+
+Knows no role: `trainer.py` and `worker.py` give it the work to do.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...crypto.hashing import short
+from ...crypto.keys import SecretKey
+from ..config.run import NodeConfig
+from ..ops import registry
+from ..ops.control import Command, ControlServer, Status
+from ..ops.errors import first_cause
+from ..ops.event_loop_monitor import LoopLag
+
+
+class Node:
+    """A running node: its status, its control socket, and the work that it does until the end."""
+
+    def __init__(self, config: NodeConfig, key: SecretKey, data_dir: Path, role: str) -> None:
+        self.config = config
+        self.key = key
+        self.data_dir = data_dir
+        self.role = role
+        self.phase = "starting"
+        self.lag = LoopLag()
+        self._started = time.monotonic()
+        self._stop = asyncio.Event()
+
+    def base_status(self) -> Status:
+        """What is true of every node."""
+        return Status(
+            id=self.key.node_id.hex(),
+            short=short(self.key.node_id),
+            role=self.role,
+            software=__version__,
+            pid=os.getpid(),
+            uptime_s=round(time.monotonic() - self._started, 1),
+            data_dir=str(self.data_dir.resolve()),
+            phase=self.phase,
+            event_loop_lag=self.lag.read(),
+        )
+
+    async def request_stop(self) -> dict[str, Any]:
+        """Leave at the next moment."""
+        self._stop.set()
+        return {}
+
+    async def serve(
+        self, work: Callable[[], Awaitable[None]], commands: Mapping[str, Command], run: str
+    ) -> None:
+        """Do `work` while answering the control socket; `stop` or cancellation ends both.
+
+        Raises whatever ended the work, a NodeError first.
+        """
+        control = ControlServer(self.data_dir, {**commands, "stop": self.request_stop})
+        await control.start()
+        entry = registry.register(self.data_dir, self.role, run)
+        lag = asyncio.create_task(self.lag.run(), name="event loop lag")
+        try:
+            await self._until_done(work)
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        finally:
+            lag.cancel()
+            registry.unregister(entry)
+            await control.close()
+            await asyncio.wait([lag])
+
+    async def _until_done(self, work: Callable[[], Awaitable[None]]) -> None:
+        working = asyncio.ensure_future(work())
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not working.done():
+                working.cancel()
+                with suppress(asyncio.CancelledError):
+                    await working
+        if not working.cancelled():
+            working.result()

@@ -1,0 +1,282 @@
+"""The network half of a node, built once for every role: transport, peers, heads, chunks, discovery.
+
+Opened and closed as one; closing goes in reverse and never raises.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ... import __version__
+from ...crypto.keys import SecretKey
+from ...protocol.envelope import Purpose, seal
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.manifests import PeerRecord, Role
+from ...protocol.trust import Equivocation, EquivocationProof, TrustedRun
+from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
+from ..config.run import NodeConfig
+from ..ops.errors import BusyError, RunFailed
+from ..p2p.arrivals import Arrivals
+from ..p2p.blobs import BlobServer
+from ..p2p.discovery import Discovery
+from ..p2p.exchange import BlobFetcher
+from ..p2p.gossip import Gossip
+from ..p2p.heads import HeadBook, HeadServer
+from ..p2p.holdings import OwnHoldings
+from ..p2p.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
+from ..p2p.limits import Pacer
+from ..p2p.links import Links
+from ..p2p.peers import PeerTable
+from ..p2p.router import Handler, Router, no_pipelines
+from ..p2p.seeds import open_seeds
+from ..p2p.transport import AddressInUse, Transport
+from ..storage.chunk_store import FileStore
+from ..storage.ledger import Ledger
+from ..worker.weight_sync import read_committed
+from .factories import Parts
+
+logger = logging.getLogger(__name__)
+
+RECORD_TTL_S = 3600
+PORT, LIBP2P_PORT = "port", "libp2p_port"
+EQUIVOCATION = "equivocation"
+LAST_WORDS_S = 0.5
+"""For a proof to leave before the node does."""
+
+
+@dataclass
+class Stack:
+    """What every role is built on."""
+
+    key: SecretKey
+    run_id: bytes
+    trainer: bytes
+    role: Role
+    config: NodeConfig
+    ledger: Ledger
+    store: FileStore
+    transport: Transport
+    peers: PeerTable
+    links: Links
+    arrivals: Arrivals
+    blobs: BlobServer
+    fetcher: BlobFetcher
+    heads: HeadBook
+    head_server: HeadServer
+    discovery: Discovery | None
+    holdings: OwnHoldings
+    """What we hold, to be gossiped; nobody listens where discovery is off."""
+    fraud: "asyncio.Queue[RemoteProtocolError]"
+    keep_chunks: set[bytes] = field(default_factory=set[bytes])
+    """Chunks that are no weights and are never collected: model files, manifests."""
+
+    def addresses(self) -> tuple[str, ...]:
+        """host:port hints for tickets and records."""
+        return tuple(self.config.network.advertise) or self.transport.addresses()
+
+    def discovery_addresses(self) -> tuple[str, ...]:
+        """libp2p multiaddrs for tickets and records."""
+        return self.discovery.addresses() if self.discovery else ()
+
+    def record(self) -> bytes:
+        """Our sealed peer record."""
+        record = PeerRecord(
+            node=self.key.node_id,
+            role=self.role,
+            software=__version__,
+            addresses=self.addresses(),
+            discovery=self.discovery_addresses(),
+            share_address=self.config.network.share_address,
+        )
+        expires = int(time.time()) + RECORD_TTL_S
+        return seal(self.key, Purpose.PEER, self.run_id, record, expires=expires)
+
+    def public_record(self) -> bytes:
+        """As record(), but without addresses where those are not to be shared: for gossip."""
+        if self.config.network.share_address:
+            return self.record()
+        record = PeerRecord(self.key.node_id, self.role, __version__, (), (), False)
+        expires = int(time.time()) + RECORD_TTL_S
+        return seal(self.key, Purpose.PEER, self.run_id, record, expires=expires)
+
+    def router(self, control: Handler, pipeline: Handler = no_pipelines) -> Router:
+        """The accept loop of this node: `control` answers ALPN_CONTROL, `pipeline` ALPN_PIPELINE."""
+        network = self.config.network
+        return Router(
+            self.transport,
+            self.peers,
+            {ALPN_CONTROL: control, ALPN_BLOBS: self.blobs.handle, ALPN_PIPELINE: pipeline},
+            max_streams_per_peer=network.max_streams_per_peer,
+            max_peers=network.max_peers,
+        )
+
+    def gossip(self) -> Gossip | None:
+        """The gossip pump, where discovery is on."""
+        if self.discovery is None:
+            return None
+        return Gossip(
+            self.discovery,
+            self.heads,
+            self.peers,
+            record=self.public_record,
+            holdings=self.holdings,
+            on_fraud=self.report_fraud,
+        )
+
+    def report_fraud(self, error: RemoteProtocolError) -> None:
+        """Take note that the trainer was caught; one proof is enough, so more than a few are dropped."""
+        with suppress(asyncio.QueueFull):
+            self.fraud.put_nowait(error)
+
+    async def watch_fraud(self) -> None:
+        """Ends the node when the trainer's key is proved to have signed two heads of one version."""
+        error = await self.fraud.get()
+        if isinstance(error, Equivocation):
+            await self._tell(error.proof)
+        if self.role == "trainer":
+            raise RunFailed(
+                f"somebody else signs with this run's key ({error.detail}): stop the other trainer, "
+                "or begin a new run with a new key"
+            )
+        raise RunFailed(
+            f"the trainer contradicts itself ({error.detail}): stop trusting this run, tell its operator"
+        )
+
+    async def _tell(self, proof: EquivocationProof) -> None:
+        """Keep the proof, and gossip it: anybody can check it."""
+        expires = int(time.time()) + RECORD_TTL_S
+        sealed = seal(self.key, Purpose.EQUIVOCATION, self.run_id, proof, expires=expires)
+        self.ledger.set(EQUIVOCATION, sealed)
+        if self.discovery is not None:
+            await self.discovery.publish(sealed)
+            await asyncio.sleep(LAST_WORDS_S)
+
+
+def open_store(config: NodeConfig, directory: Path) -> FileStore:
+    """The chunk store of a node, below `directory`."""
+    limit = int(config.weights.max_disk_gib * 2**30)
+    return FileStore(directory / "chunks", max_bytes=limit, fsync=config.fsync)
+
+
+@asynccontextmanager
+async def open_stack(
+    config: NodeConfig,
+    key: SecretKey,
+    ledger: Ledger,
+    store: FileStore,
+    *,
+    run_id: bytes,
+    trainer: bytes,
+    role: Role,
+    bootstrap: tuple[str, ...] = (),
+    parts: Parts,
+) -> AsyncGenerator[Stack]:
+    """Build and start everything over the node's ledger and chunk store.
+
+    Raises:
+        BusyError: the configured port is taken.
+    """
+    async with AsyncExitStack() as cleanup:
+        transport = await _start_transport(config, key, ledger, parts)
+        cleanup.push_async_callback(transport.close)
+        peers = PeerTable()
+        links = Links(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
+        cleanup.push_async_callback(links.close)
+        discovery = await _start_discovery(config, key, ledger, run_id, bootstrap, parts)
+        if discovery is not None:
+            cleanup.push_async_callback(discovery.close)
+        arrivals = Arrivals()
+        trusted = TrustedRun(run_id, trainer, read_committed(ledger))
+        heads = HeadBook(trusted, ledger)
+        rate = config.network.max_upload_mbps * 1e6 / 8
+        blobs = BlobServer(store, arrivals, Pacer(rate))
+        network = config.network
+        seeds = await cleanup.enter_async_context(
+            open_seeds(network.seeds, authority=network.seed_ca)
+        )
+        paths: Libp2pChunks | None = None
+        if discovery is not None:
+            paths = Libp2pChunks(discovery, peers, bootstrap=bootstrap)
+            await cleanup.enter_async_context(serving(ChunkDoor(discovery, peers, blobs.handle)))
+        yield Stack(
+            key=key,
+            run_id=run_id,
+            trainer=trainer,
+            role=role,
+            config=config,
+            ledger=ledger,
+            store=store,
+            transport=transport,
+            peers=peers,
+            links=links,
+            arrivals=arrivals,
+            blobs=blobs,
+            fetcher=BlobFetcher(links, peers, store, arrivals, seeds=seeds, paths=paths),
+            heads=heads,
+            head_server=HeadServer(heads),
+            discovery=discovery,
+            holdings=OwnHoldings(key, run_id),
+            fraud=asyncio.Queue(16),
+        )
+
+
+async def _start_transport(
+    config: NodeConfig, key: SecretKey, ledger: Ledger, parts: Parts
+) -> Transport:
+    """On the configured port, else on the port of the last start, so that peers find us again."""
+    wanted = config.network.port
+    remembered = int.from_bytes(ledger.get(PORT) or b"", "big")
+    for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
+        try:
+            transport = await parts.transport(config.network, key, port)
+        except AddressInUse as error:
+            if wanted:
+                raise BusyError(f"{error}: choose another --network.port") from error
+            logger.warning("port %d of the last start is taken, using another", port)
+            continue
+        ledger.set(PORT, _port(transport).to_bytes(4, "big"))
+        return transport
+    raise BusyError("no free UDP port")
+
+
+def _port(transport: Transport) -> int:
+    """The port of our first address; 0 where addresses have none."""
+    last = transport.addresses()[0].rsplit(":", 1)[-1] if transport.addresses() else ""
+    return int(last) if last.isdigit() else 0
+
+
+async def _start_discovery(
+    config: NodeConfig,
+    key: SecretKey,
+    ledger: Ledger,
+    run_id: bytes,
+    bootstrap: tuple[str, ...],
+    parts: Parts,
+) -> Discovery | None:
+    """As _start_transport(), of libp2p's TCP port."""
+    wanted = config.network.libp2p_port
+    remembered = int.from_bytes(ledger.get(LIBP2P_PORT) or b"", "big")
+    for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
+        network = config.network.model_copy(update={"libp2p_port": port})
+        try:
+            discovery = await parts.discovery(network, key, run_id, bootstrap)
+        except AddressInUse as error:
+            if port == remembered and not wanted and port:
+                logger.warning("TCP port %d of the last start is taken, using another", port)
+                continue
+            raise BusyError(f"{error}: choose another --network.libp2p-port") from error
+        if discovery is not None and (bound := _tcp_port(discovery)):
+            ledger.set(LIBP2P_PORT, bound.to_bytes(4, "big"))
+        return discovery
+    raise BusyError("no free TCP port")
+
+
+def _tcp_port(discovery: Discovery) -> int:
+    """The port of our first multiaddr; 0 where that has none."""
+    _, _, rest = "".join(discovery.addresses()[:1]).partition("/tcp/")
+    port = rest.split("/")[0]
+    return int(port) if port.isdigit() else 0

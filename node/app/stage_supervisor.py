@@ -1,0 +1,331 @@
+"""A worker's part in pipelines: offers, takes the seat that a plan gives it, moves when a newer one says so.
+
+What a seat consists of is built here; stage 0 is an inference worker like any other, with a longer engine.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...crypto.hashing import short
+from ...crypto.keys import SecretKey
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.messages import Accepted, Goodbye, Probe
+from ...protocol.pipelines import PipelinePlan, PipelineShape
+from ...protocol.version import ALPN_CONTROL, ALPN_PIPELINE
+from ..config.engine import EngineConfig
+from ..config.run import JoinConfig
+from ..ops.control import StageRow
+from ..p2p.links import Links
+from ..p2p.rpc import Refused, ask
+from ..p2p.transport import TransportError
+from ..pipeline.door import Door
+from ..pipeline.frame_codec import FrameLimits
+from ..pipeline.hosted_stage import HeadEngine, Laned, StageEngine
+from ..pipeline.layers import share_of
+from ..pipeline.local_end import LocalEnd
+from ..pipeline.place import Place
+from ..pipeline.probe import probe
+from ..pipeline.ring import REQUEST_LANE, Ring
+from ..pipeline.trails import SignedTrails
+from ..weights.partial import Share
+from ..worker.pipelined_engine import Order, PipelinedEngine
+from ..worker.stage import StageRole
+from ..worker.stage_chain import Chain
+from ..worker.stage_offers import Planned, StageOffers, make_offer
+from ..worker.weight_sync import CatchUp
+from .factories import Parts
+from .peer_node import Joined
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SOCKET_NAME = "stage.sock"
+PROBE_S = 10.0
+AGAIN_S = 0.3
+"""Between two questions to a node that does not answer."""
+LOOK_S = 1.0
+GOODBYE_S = 2.0
+WAITING = "waiting for a pipeline"
+
+Infer = Callable[[PipelinedEngine, EngineConfig, Share], Awaitable[None]]
+"""Be an inference worker with that engine, whose weights are that share, until the run ends."""
+
+
+class StageNode:
+    """One worker's life in pipelines."""
+
+    def __init__(
+        self,
+        *,
+        config: JoinConfig,
+        key: SecretKey,
+        data_dir: Path,
+        parts: Parts,
+        joined: Joined,
+        door: Door,
+        infer: Infer,
+        make_catchup: Callable[[StageEngine, Share], CatchUp],
+        writing: Callable[[], Order | None],
+        enter: Callable[[str], None],
+    ) -> None:
+        """`writing`: the (term, version) that is being loaded; `enter` is told the phase that begins."""
+        self._config = config
+        self._key = key
+        self._socket = data_dir / SOCKET_NAME
+        self._parts = parts
+        self._joined = joined
+        self._door = door
+        self._infer = infer
+        self._make_catchup = make_catchup
+        self._writing = writing
+        self._enter = enter
+        self._offers: StageOffers | None = None
+        self._chain: Chain | None = None
+        self._head: HeadEngine | None = None
+
+    async def run(self) -> None:
+        """Take part until the run ends. Raises NodeError."""
+        offers = self._offers = await self._make_offers()
+        self._door.newer = lambda sealed: offers.hurry()
+        async with asyncio.TaskGroup() as tasks:
+            offering = tasks.create_task(offers.run())
+            try:
+                await self._take_seats(offers)
+            finally:
+                offering.cancel()
+                if not self._joined.stack.heads.ended:
+                    await leave(self._joined.stack.links, self._joined.stack.trainer)
+
+    def row(self) -> StageRow | None:
+        """What there is to tell the operator of this node's stage; None while it has none."""
+        if self._chain is None:
+            return None
+        return stage_row(self._chain.plan, self._chain.planned.rank, self._chain.ring, self._head)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node is stage 0, which takes leases."""
+        return self._chain is not None and self._chain.planned.rank == 0
+
+    @property
+    def waits_for(self) -> str:
+        """What this node waits for, in words; empty while its stage works."""
+        row = self.row()
+        if row is None:
+            return self._offers.words if self._offers else ""
+        return "" if row.state == "whole" else f"stage {row.rank} of {row.stages}: {row.state}"
+
+    # -- offers and plans ----------------------------------------------------------------------------
+
+    async def _make_offers(self) -> StageOffers:
+        config, stack, documents = self._config, self._joined.stack, self._joined.documents
+        fingerprint = documents.manifest.proofs.fingerprint
+        offer = await asyncio.to_thread(
+            make_offer, config.engine, config.pp, self._joined.model_dir, fingerprint
+        )
+        return StageOffers(
+            node=self._key.node_id,
+            run_id=documents.run_id,
+            trainer=stack.trainer,
+            links=stack.links,
+            peers=stack.peers,
+            offer=offer,
+            record=stack.record,
+            probe=lambda peer: probe(stack.links, peer, deadline=PROBE_S),
+            allow=self._door.allow,
+        )
+
+    async def _take_seats(self, offers: StageOffers) -> None:
+        planned = None
+        while not self._joined.stack.heads.ended:
+            if planned is None:
+                self._enter(WAITING)
+                planned = await self._unless_ended(offers.newer(None))
+            else:
+                planned = await self._sit(offers, planned)
+
+    async def _unless_ended(self, waiting: Coroutine[Any, Any, T]) -> T | None:
+        """What `waiting` gives; None once the run has ended."""
+        book = self._joined.stack.heads
+        work = asyncio.ensure_future(waiting)
+        try:
+            while not work.done() and not book.ended:
+                await asyncio.wait({work}, timeout=LOOK_S)
+            return work.result() if work.done() else None
+        finally:
+            work.cancel()
+
+    async def _sit(self, offers: StageOffers, planned: Planned) -> Planned | None:
+        """Hold a seat; the plan by which it is another one, None for no plan or the end of the run."""
+        place = Place(planned.plan, planned.rank, str(self._socket))
+        moved: asyncio.Task[Planned | None]
+        async with LocalEnd(self._socket, FrameLimits.of(place.shape)) as local:
+            chain = self._chain = self._make_chain(planned, local)
+            self._enter("running")
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    keeping = tasks.create_task(chain.run())
+                    work = tasks.create_task(self._work(place, chain))
+                    moved = tasks.create_task(_moved(offers, chain))
+                    await asyncio.wait({work, moved}, return_when=asyncio.FIRST_COMPLETED)
+                    for task in (keeping, work, moved):
+                        task.cancel()
+            finally:
+                self._chain = self._head = None
+        return None if moved.cancelled() else moved.result()
+
+    def _make_chain(self, planned: Planned, local: LocalEnd) -> Chain:
+        stack, stall_s = self._joined.stack, self._config.pp.stall_s
+        key, run_id = self._key, self._joined.documents.run_id
+        assert self._offers is not None  # run() makes them first
+
+        def make(planned: Planned) -> Ring:
+            return Ring(
+                planned.sealed,
+                planned.plan,
+                planned.rank,
+                links=stack.links,
+                local=local,
+                stall_s=stall_s,
+                trails=SignedTrails(key, run_id, planned.plan, planned.rank),
+            )
+
+        async def reachable(node: bytes) -> bool:
+            return await answers(stack.links, node, within_s=stall_s / 2)
+
+        offers = self._offers
+        return Chain(
+            planned,
+            make,
+            self._door,
+            offers.complain,
+            reachable,
+            lambda: offers.current,
+            stall_s=stall_s,
+        )
+
+    # -- the seats -------------------------------------------------------------------------------------
+
+    async def _work(self, place: Place, chain: Chain) -> None:
+        config = engine_config(self._config.engine, place.shape)
+        if place.first:
+            await self._lead(place, chain, config)
+        else:
+            await self._follow(place, chain, config)
+
+    async def _lead(self, place: Place, chain: Chain, config: EngineConfig) -> None:
+        """Stage 0: an inference worker."""
+        head = self._head = self._parts.pipeline_head(config, place)
+
+        def order_of(version: int) -> Order | None:
+            order = self._writing()
+            return order if order and order[1] == version else None
+
+        engine = PipelinedEngine(head, chain, order_of, lambda: chain.planned.sealed)
+        async with asyncio.TaskGroup() as tasks:
+            supervising = tasks.create_task(engine.run())
+            await self._infer(engine, config, share_of(place.plan, 0))
+            supervising.cancel()
+
+    async def _follow(self, place: Place, chain: Chain, config: EngineConfig) -> None:
+        """A later stage: no leases, only layers."""
+        run, stack = self._joined.documents.manifest, self._joined.stack
+        engine = self._parts.pipeline_stage(config, place)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(chain.watch())
+                await engine.start(self._joined.model_dir, fingerprint=run.proofs.fingerprint)
+                catchup = self._make_catchup(engine, share_of(place.plan, place.rank))
+                role = StageRole(run=run, book=stack.heads, catchup=catchup, engine=engine)
+                chain.prepare_own = role.prepare
+                await role.run()
+                watching.cancel()
+        finally:
+            await engine.close()
+
+
+async def _moved(offers: StageOffers, chain: Chain) -> Planned | None:
+    """Follow the plans for as long as they leave this seat as it is; the first that does not."""
+    while True:
+        planned = await offers.newer(chain.planned)
+        if planned is None or not same_seat(chain.planned, planned):
+            return planned
+        chain.use(planned)
+
+
+def same_seat(old: Planned, new: Planned) -> bool:
+    """Whether whoever computes a stage of `old` can go on with `new`: only who else takes part differs."""
+    cuts = [[(stage.first, stage.end) for stage in one.plan.stages] for one in (old, new)]
+    return (
+        old.rank == new.rank
+        and old.plan.group == new.plan.group
+        and old.plan.shape == new.plan.shape
+        and cuts[0] == cuts[1]
+    )
+
+
+def engine_config(config: EngineConfig, shape: PipelineShape) -> EngineConfig:
+    """What all stages agree on, over what this node's operator said."""
+    agreed = {
+        "max_batch": shape.max_sequences,
+        "max_model_len": shape.max_model_len,
+        "dtype": shape.dtype,
+    }
+    return config.model_copy(update=agreed)
+
+
+async def answers(links: Links, node: bytes, *, within_s: float) -> bool:
+    """Whether `node` says anything within that time, a no included; who changes networks needs some."""
+    until = time.monotonic() + within_s
+    while (left := until - time.monotonic()) > 0:
+        try:
+            connection = await links.get(node, ALPN_PIPELINE, patience=left, lane=REQUEST_LANE)
+            await ask(connection, Probe(), Probe, deadline=max(AGAIN_S, left))
+        except TransportError:
+            await links.drop(node, ALPN_PIPELINE, lane=REQUEST_LANE)
+            await asyncio.sleep(AGAIN_S)
+        except (Refused, RemoteProtocolError):
+            return True
+        else:
+            return True
+    return False
+
+
+async def leave(links: Links, trainer: bytes) -> None:
+    """Tell the trainer that this node takes part no more."""
+    try:
+        await links.request(trainer, ALPN_CONTROL, Goodbye(), Accepted, deadline=GOODBYE_S)
+    except (TransportError, Refused, RemoteProtocolError) as error:
+        logger.debug("goodbye was not heard: %s", error)
+
+
+def stage_row(
+    plan: PipelinePlan, rank: int, ring: Ring | None, head: HeadEngine | None
+) -> StageRow:
+    """The row of a worker's own stage; `head` where it is stage 0."""
+    stage = plan.stages[rank]
+    row = StageRow(
+        group=short(plan.group),
+        generation=plan.generation,
+        rank=rank,
+        stages=len(plan.stages),
+        layers=f"{stage.first}-{stage.end - 1}",
+        state="starting",
+    )
+    if ring is None:
+        return row
+    stats, fault = ring.stats(), ring.fault
+    row.state = "whole" if stats.whole else fault.words if fault else "starting"
+    row.epoch, row.breaks = stats.epoch, stats.breaks
+    row.bytes_out, row.bytes_in = stats.bytes_out, stats.bytes_in
+    row.rtt_ms, row.round_ms = stats.rtt_ms, stats.round_ms
+    row.stall_share = stats.stall_share if rank else None
+    lanes = head.lanes() if isinstance(head, Laned) else None
+    if lanes is not None:
+        row.lanes, row.in_flight, row.stall_share = lanes.lanes, lanes.in_flight, lanes.stall_share
+    return row

@@ -1,0 +1,277 @@
+"""A worker: a joined node with engine and environment, that works until the run ends."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from ...crypto.keys import SecretKey
+from ...protocol.manifests import RunManifest
+from ..config.run import EngineConfig, JoinConfig
+from ..environments.allowed import check_allowed, options_of
+from ..environments.environment import Environment, EnvironmentFailed
+from ..inference.adapted import adapted
+from ..inference.concurrency import Concurrency
+from ..inference.engine import Engine
+from ..memory_plan.shape import read_shape
+from ..memory_plan.stages import cannot_cut, cannot_hold
+from ..models.json_files import read_json
+from ..ops.control import Status
+from ..ops.errors import EngineError, NodeError, StorageError, UsageError
+from ..p2p.router import Handler, no_pipelines
+from ..pipeline.door import Door
+from ..storage import run_files
+from ..weights.partial import Share, everything
+from ..worker.loop import InferenceRole
+from ..worker.pipelined_engine import PipelinedEngine
+from ..worker.verdicts import VerdictBox
+from ..worker.weight_sync import stand
+from . import rundir
+from .factories import Parts
+from .lease_settings import served_length
+from .peer_node import Joined, JoinedNode
+from .services import Stack
+from .stage_supervisor import StageNode
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerNode(JoinedNode):
+    """One inference worker process."""
+
+    def __init__(
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Parts | None = None
+    ) -> None:
+        super().__init__(config, key, data_dir, parts)
+        self._role: InferenceRole | None = None
+        self._verdicts: VerdictBox | None = None
+        """Of all seats that this node ever has."""
+        self._environment: Environment | None = None
+        self._door: Door | None = None
+        self._stages: StageNode | None = None
+
+    async def _take_part(self, joined: Joined) -> None:
+        try:
+            await self._work_together(joined)
+        except BaseException:
+            try:
+                self._write_last_status()
+            except StorageError as error:  # what ended the work is what the operator has to know
+                logger.warning("what this node did is not kept: %s", error)
+            raise
+        self._write_last_status()
+
+    async def _work_together(self, joined: Joined) -> None:
+        """Work as a whole engine or, where the model does not fit here, as a stage."""
+        run = joined.documents.manifest
+        config, longest = self._config.engine, served_length(self._config.engine, run)
+        if longest < run.limits.max_model_len:
+            logger.warning(
+                "engine.max_model_len is %d, and a sequence of this run may have %d: replies that it cuts "
+                "short are refused (bad_termination), so raise it or leave it out",
+                longest,
+                run.limits.max_model_len,
+            )
+        config = config.model_copy(update={"max_model_len": longest})
+        if await self._is_split(joined, config):
+            stages = self._stages = self._make_stages(joined)
+            await self._follow_while(joined, stages.run)
+            return
+        engine = adapted(self._parts.engine(config), run)
+        await self._infer(
+            joined,
+            engine,
+            config,
+            lambda role: self._follow_while(joined, role.run),
+        )
+
+    async def _infer(
+        self,
+        joined: Joined,
+        engine: Engine,
+        config: EngineConfig,
+        work: Callable[[InferenceRole], Awaitable[None]],
+        share: Share = everything,
+    ) -> None:
+        """Start what an inference worker needs, and do its work."""
+        run = joined.documents.manifest
+        environment = self._make_environment(joined.documents, joined.model_dir)
+        self._environment = environment
+        self._obstacle = "starting the engine and the environment"
+        try:
+            try:
+                await asyncio.gather(
+                    engine.start(joined.model_dir, fingerprint=run.proofs.fingerprint),
+                    environment.start(),
+                )
+            except EnvironmentFailed as error:
+                raise NodeError(f"the environment does not start: {error}") from error
+            self._obstacle = ""
+            role = self._role = self._build(joined, engine, config, environment, share)
+            await work(role)
+        finally:
+            # whoever only changes its seat in a pipeline stays
+            if self._stages is None and self._role is not None and not joined.stack.heads.ended:
+                await self._role.leave()
+            await environment.close()
+            await engine.close()
+
+    # -- pipelines -----------------------------------------------------------------------------------
+
+    def _pipelines(self, stack: Stack) -> Handler:
+        if self._config.pp.mode == "off":
+            return no_pipelines
+        self._door = Door(self.key.node_id, stack.run_id, stack.trainer)
+        return self._door.handle
+
+    async def _is_split(self, joined: Joined, engine: EngineConfig) -> bool:
+        """Whether to hold the model together with others. Raises UsageError if that is wanted and cannot be."""
+        config, run = self._config, joined.documents.manifest
+        if config.pp.wanted:
+            if run.adapters is None:
+                return True
+            raise UsageError("a model with adapters cannot be shared by nodes: remove pp")
+        fixed = config.pp.mode == "off" or engine.type == "scripted"
+        if fixed or run.adapters is not None or engine.dp * engine.pp > 1:
+            return False
+        try:
+            shape = read_shape(read_json(joined.model_dir / "config.json"))
+            uncut = cannot_cut(shape, engine.type)
+            why = await asyncio.to_thread(
+                cannot_hold, engine, shape, fingerprint=run.proofs.fingerprint
+            )
+        except EngineError as error:
+            logger.info("whether the model fits is not known: %s", error)
+            return False
+        if why and uncut:
+            logger.warning(
+                "the model may not fit here: %s; no other node can hold a part of it: %s",
+                why,
+                uncut,
+            )
+        elif why:
+            logger.warning("this node offers to hold a part of the model: %s", why)
+        return bool(why) and not uncut
+
+    def _make_stages(self, joined: Joined) -> StageNode:
+        assert self._door is not None  # made with the router, before anything is joined
+
+        async def infer(engine: PipelinedEngine, config: EngineConfig, share: Share) -> None:
+            await self._infer(joined, engine, config, InferenceRole.run, share)
+
+        def enter(phase: str) -> None:
+            self.phase = phase
+
+        return StageNode(
+            config=self._config,
+            key=self.key,
+            data_dir=self.data_dir,
+            parts=self._parts,
+            joined=joined,
+            door=self._door,
+            infer=infer,
+            make_catchup=lambda engine, share: self._make_catchup(
+                joined, engine, share=share, goal=stand
+            ),
+            writing=lambda: self._catchup.writing if self._catchup else None,
+            enter=enter,
+        )
+
+    def _check_environment(self, run: RunManifest) -> None:
+        check_allowed(run.environment, self._config.environments.allow, self.data_dir)
+
+    def _make_environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
+        contract = documents.manifest.environment
+        sampling = documents.manifest.sampling
+        return self._parts.environment(
+            options_of(contract),
+            model_dir,
+            contract.seed,
+            sampling.max_tokens,
+            sampling.temperature,
+        )
+
+    def _build(
+        self,
+        joined: Joined,
+        engine: Engine,
+        config: EngineConfig,
+        environment: Environment,
+        share: Share,
+    ) -> InferenceRole:
+        stack, documents = joined.stack, joined.documents
+        if self._verdicts is None:
+            self._verdicts = VerdictBox(
+                node=self.key.node_id,
+                run_id=documents.run_id,
+                trainer=stack.trainer,
+                links=stack.links,
+                ledger=stack.ledger,
+                explain=f"primerl-node explain --data-dir {self.data_dir}",
+            )
+        return InferenceRole(
+            key=self.key,
+            run_id=documents.run_id,
+            run=documents.manifest,
+            links=stack.links,
+            book=stack.heads,
+            fetcher=stack.fetcher,
+            catchup=self._make_catchup(joined, engine, share=share),
+            engine=engine,
+            engine_name=self._config.engine.type,
+            environment=environment,
+            ledger=stack.ledger,
+            verdicts=self._verdicts,
+            upstreams=joined.upstreams,
+            leases=self._config.leases,
+            concurrency=_concurrency(config),
+        )
+
+    def _waits_for(self) -> str:
+        stages, role = self._stages, self._role
+        if stages is not None and stages.waits_for:
+            return stages.waits_for
+        if self._obstacle or role is None or (stages is not None and not stages.leads):
+            return super()._waits_for()
+        return role.waits_for
+
+    async def _status(self) -> Status:
+        status = await super()._status()
+        if self._role is not None and (self._stages is None or self._stages.leads):
+            status.trust = self._role.verdicts.trust
+            status.leases = self._role.held
+            status.accepted = self._role.verdicts.accepted
+            status.rejected = dict(self._role.verdicts.rejected)
+            status.engine = self._role.engine_row()
+        if self._environment is not None:
+            status.environment = self._environment.status
+        if self._stages is not None:
+            status.stage = self._stages.row()
+            if self._stages.row() is None:
+                status.phase = self.phase
+        return status
+
+    def _write_last_status(self) -> None:
+        """Write what this node did, for after it is gone. Raises StorageError."""
+        if self._role is None:
+            return
+        last = {
+            "accepted": self._role.verdicts.accepted,
+            "rejected": dict(self._role.verdicts.rejected),
+            "chunk_bytes_by_source": self._role.chunk_sources(),
+            "engine": msgspec.structs.asdict(self._role.engine_row()),
+            "event_loop_lag": self.lag.read(),
+            "versions_loaded": self._catchup.versions_loaded if self._catchup else 0,
+        }
+        run_files.write(self.data_dir / "last_status.json", json.dumps(last))
+
+
+def _concurrency(config: EngineConfig) -> Concurrency:
+    return Concurrency(
+        config.concurrency,
+        max_batch=config.max_batch * config.dp,
+        max_model_len=config.max_model_len,
+    )

@@ -1,1 +1,0 @@
-"""Calibration: how far honest workers differ, and whether cheats stand out from that."""

@@ -1,0 +1,1 @@
+"""Configuration: pydantic models of every command, and how they are read."""

@@ -1,0 +1,129 @@
+"""What `primerl-node eval` reads: environments, and the models that they are played with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_config import BaseConfig
+
+from .engine import EngineConfig, Positive
+from .run import EvaluatedEnvironment, LogConfig, check_names
+
+
+def _check_url(text: str) -> str:
+    """The base URL of an API, without a slash at its end. Raises ValueError."""
+    try:
+        url = urlsplit(text)
+        good = url.scheme in ("http", "https") and url.hostname and not (url.query or url.fragment)
+        named = good and url.username is None and (url.port is None or url.port > 0)
+    except ValueError:
+        named = False
+    if not named or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError(
+            "an endpoint is http(s)://HOST/v1, without a key or a password: name its variable in key_variable"
+        )
+    return text.rstrip("/")
+
+
+def _steps(value: object) -> object:
+    """`5,10` as two numbers."""
+    if isinstance(value, str | int):
+        value = [value]
+    if not isinstance(value, Sequence):
+        return value
+    parts = (str(one).split(",") for one in cast(Sequence[object], value))
+    return [word.strip() for words in parts for word in words if word.strip()]
+
+
+Steps = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_steps)]
+
+
+class EvalSamplingConfig(BaseConfig):
+    """How replies are sampled."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """0 takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that hold this probability together."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from the so many likeliest tokens; 0 is all."""
+    max_tokens: Annotated[int, Field(ge=0)] = 0
+    """Of one reply; 0 takes those of the run of weights_dir, or 512."""
+
+
+class EndpointConfig(BaseConfig):
+    """A model behind an OpenAI-compatible API."""
+
+    url: Annotated[str, AfterValidator(_check_url)]
+    """Base URL; /chat/completions is added to it."""
+    model: str
+    """As the API names it."""
+    name: str = ""
+    """In the results; else the model."""
+    key_variable: str = ""
+    """The environment variable that holds the key; empty sends none."""
+    concurrency: Positive = 16
+    """Requests at a time."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """For one reply."""
+    retries: Annotated[int, Field(ge=0)] = 7
+    """Further attempts after no answer or an error of the server, after 0.5, 1, 2, 4, 8, 8, .. seconds."""
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """What the API calls the limit of a reply."""
+    send_seed: bool = True
+    """Send a seed, the same for the same prompt and sample."""
+    proxy: bool = False
+    """Go through the proxy that HTTP_PROXY and HTTPS_PROXY name."""
+    options: dict[str, Any] = {}
+    """Laid over the body of every request."""
+
+
+class EvalConfig(BaseConfig):
+    """`primerl-node eval`."""
+
+    name: str = "eval"
+    """Directory of the results, under output_dir."""
+    output_dir: Path = Path("outputs")
+    """Where directories of results are."""
+    seed: int = 0
+    """Of the tasks that are played and of the sampling."""
+    again: bool = False
+    """Also measure again what this directory has results of."""
+    environments: list[EvaluatedEnvironment] = []
+    """What is played; that of the run of weights_dir if none is named."""
+    endpoints: list[EndpointConfig] = []
+    """Models behind APIs."""
+    models: list[str] = []
+    """Directories or hub ids of models that are generated with here."""
+    weights_dir: Path | None = None
+    """The step weights of a run: outputs/RUN/weights."""
+    steps: Steps = []
+    """Of weights_dir, as 5,10; all if none are named."""
+    eval_base: bool = True
+    """With weights_dir: also the model that the run began with (--no-eval-base leaves it out)."""
+    base: str = ""
+    """Directory or hub id of that model, where the run's own config.json does not say."""
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def directory(self) -> Path:
+        """Where the results are."""
+        return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _has_work(self) -> Self:
+        if not (self.endpoints or self.models or self.weights_dir):
+            raise ValueError(
+                "nothing to evaluate: name models, weights_dir or [[endpoints]] (see --help)"
+            )
+        if not self.environments and self.weights_dir is None:
+            raise ValueError("nothing to play: name [[environments]], each with its id")
+        if self.steps and self.weights_dir is None:
+            raise ValueError("steps are of weights_dir: name it, as outputs/RUN/weights")
+        check_names("environments", [one.title for one in self.environments])
+        check_names("endpoints", [one.name or one.model for one in self.endpoints])
+        return self

@@ -1,0 +1,358 @@
+"""Builds a config from TOML files, environment and flags; every mistake is one line that names the key.
+
+Layers, each over the one before: defaults < `@ file`s (left to right) < `PRIMERL_A__B` < `--a.b`. All are
+merged first and validated once, so that a flag may mend what a file got wrong.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_config import BaseConfig, ConfigFileError, cli
+
+from ..ops.errors import UsageError
+from .evaluation import EvalConfig
+from .run import JoinConfig, RunConfig
+from .serving import ServeConfig
+from .sft import SftConfig
+
+PREFIX = "PRIMERL_"
+NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"})
+"""Variables of ours that are no config keys."""
+COMMANDS: tuple[type[BaseConfig], ...] = (
+    RunConfig,
+    JoinConfig,
+    SftConfig,
+    EvalConfig,
+    ServeConfig,
+)
+"""A variable may be another command's setting, exported for all of them."""
+SWITCHES = frozenset({"resume"})
+"""Sections that are switched on by their name alone."""
+BUNDLED = Path(__file__).resolve().parent.parent / "configs"
+
+Config = TypeVar("Config", bound=BaseConfig)
+Tree = dict[str, Any]
+
+
+class _Lower(BaseModel):
+    """The lower layers as pydantic_config's `default`: whatever keys they have, untouched."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    name: str
+    tree: Tree
+
+
+def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """The config that `args` (`@ file`, `--a.b value`) and `environ` describe.
+
+    Raises:
+        UsageError: unreadable file, unknown key (with the nearest right one), bad value.
+    """
+    flags, switches = _switches(_split_equals(args))
+    flags, layers = _files(cls, _named_types(cls, flags))
+    layers.append(_Layer("in the environment", _environment(cls, environ)))
+    flags, loose = _structured(cls, flags)
+    layers.append(_Layer("on the command line", merge(loose, switches)))
+    lower: Tree = {}
+    for layer in layers:
+        lower = merge(lower, layer.tree)
+    try:
+        # Only its model_dump() is asked for, so that any model will do as `default`.
+        default = cast(Config, _Lower.model_validate(lower))
+        config = cli(cls, args=flags, default=default)
+    except ConfigFileError as error:
+        raise UsageError(_explain(cls, error, layers, flags)) from error
+    except json.JSONDecodeError as error:  # out of a flag of an optional table
+        raise UsageError(f"not valid JSON on the command line: {error}") from error
+    return _expand_home(config)
+
+
+def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
+    """`over` laid on `base`, table by table; neither is changed."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        result[key] = merge(cast(Tree, below), cast(Tree, value)) if both else value
+    return result
+
+
+def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a config class."""
+    for name, field in cls.model_fields.items():
+        inner = _model_of(field.annotation)
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from keys(inner, f"{prefix}{name}.")
+
+
+def find_file(name: str) -> Path:
+    """A config by path, or one that ships with the package by name. Raises UsageError."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    inside = path.relative_to("configs") if path.is_relative_to("configs") else path
+    shipped = {file.relative_to(BUNDLED).with_suffix(""): file for file in BUNDLED.rglob("*.toml")}
+    if (bundled := shipped.get(inside.with_suffix(""))) is not None:
+        return bundled
+    names = ", ".join(sorted(map(str, shipped)))
+    raise UsageError(f"no config file {name}: give a path, or the name of a bundled one ({names})")
+
+
+def _split_equals(args: Sequence[str]) -> list[str]:
+    """`--a=b` as `--a b`: pydantic_config takes lists and JSON only in the second form."""
+    result: list[str] = []
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        result.extend([flag, value] if equals and flag.startswith("--") else [arg])
+    return result
+
+
+def _switches(args: Sequence[str]) -> tuple[list[str], Tree]:
+    """Takes out `--resume`, `--resume true` and `--no-resume`: a section, but one that is said in one word.
+
+    So an `@ file` after it is one of the whole config.
+    """
+    flags: list[str] = []
+    tree: Tree = {}
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        name = arg.removeprefix("--no-").removeprefix("--")
+        if name not in SWITCHES or not arg.startswith("--"):
+            flags.append(arg)
+            continue
+        on = not arg.startswith("--no-")
+        if rest and rest[0].lower() in ("true", "false"):
+            on = on == (rest.pop(0).lower() == "true")
+        tree[name] = {} if on else None
+    return flags, tree
+
+
+def _named_types(cls: type[BaseModel], args: Sequence[str]) -> list[str]:
+    """`--engine vllm` as `--engine.type vllm`: a section with a `type` may be given by its type alone."""
+    result: list[str] = []
+    for arg, value in zip(args, [*args[1:], "--"], strict=False):
+        path = arg.removeprefix("--").replace("-", "_").split(".")
+        annotation, rest = _field(cls, path) if arg.startswith("--") else (None, path)
+        section = _model_of(annotation) if not rest else None
+        typed = section is not None and "type" in section.model_fields
+        result.append(f"{arg}.type" if typed and not value.startswith(("--", "@", "{")) else arg)
+    return result
+
+
+def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Layer]]:
+    """Takes `@ file` and `--a.b @ file` out of the arguments."""
+    flags: list[str] = []
+    layers: list[_Layer] = []
+    rest = iter(args)
+    for arg in rest:
+        if not arg.startswith("@"):
+            flags.append(arg)
+            continue
+        name = arg[1:] or next(rest, "")
+        if not name:
+            raise UsageError("@ must be followed by a config file")
+        tree = _read_file(find_file(name))
+        path = flags[-1][2:].replace("-", "_").split(".") if flags else []
+        annotation, rest_of_path = _field(cls, path)
+        if path and not rest_of_path and _model_of(annotation):
+            tree = _nest(path, tree)
+            flags.pop()
+        layers.append(_Layer(f"in {name}", tree))
+    return flags, layers
+
+
+def _read_file(path: Path) -> Tree:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path} must hold a table of keys")
+    return cast(Tree, tree)
+
+
+def _environment(cls: type[BaseModel], environ: Mapping[str, str]) -> Tree:
+    tree: Tree = {}
+    for variable in sorted(environ):
+        if not variable.startswith(PREFIX) or variable in NOT_CONFIG:
+            continue
+        path = variable[len(PREFIX) :].lower().split("__")
+        if not _knows(cls, path):
+            if any(_knows(other, path) for other in COMMANDS):
+                continue
+            guess = _nearest(".".join(path), [key for one in COMMANDS for key in keys(one)])
+            hint = f": did you mean {_variable(guess)}?" if guess else ""
+            raise UsageError(f"unknown config key in the environment, {variable}{hint}")
+        tree = merge(tree, _nest(path, _from_text(cls, path, environ[variable])))
+    return tree
+
+
+def _nest(path: Sequence[str], value: Any) -> Tree:
+    for part in reversed(path):
+        value = {part: value}
+    return cast(Tree, value)
+
+
+def _from_text(cls: type[BaseModel], path: Sequence[str], text: str) -> Any:
+    """A value out of a variable or flag. Scalars stay text: the field's type says what they are."""
+    if _inside_dict(cls, path):
+        return _scalar(text)
+    if not text.startswith(("[", "{")):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{'.'.join(path)} is not valid JSON: {error}") from error
+
+
+def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]:
+    """Takes out `--environment.args.min-len 5` and `--training.betas [0.9,0.99]`.
+
+    pydantic_config guesses the type of a table's value only where no file set a neighbour, and takes
+    JSON for lists but not for tuples.
+    """
+    flags: list[str] = []
+    tree: Tree = {}
+    rest = iter(args)
+    for arg in rest:
+        path = arg[2:].replace("-", "_").split(".") if arg.startswith("--") else []
+        inside = _inside_dict(cls, path)
+        if not inside and not _is_container(cls, path):
+            flags.append(arg)
+            continue
+        value = next(rest, None)
+        if value is None:
+            raise UsageError(f"{arg} needs a value")
+        if inside or value.startswith(("[", "{")):
+            tree = merge(tree, _nest(path, _from_text(cls, path, value)))
+        else:
+            flags.extend([arg, value])
+    return flags, tree
+
+
+def _scalar(text: str) -> Any:
+    """A value as TOML would read it; what TOML would not read is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def _field(cls: type[BaseModel], path: Sequence[str]) -> tuple[Any, Sequence[str]]:
+    """Annotation of the deepest field on `path`, and what is left of the path; (None, path) at the root."""
+    annotation: Any = None
+    while path:
+        field = cls.model_fields.get(path[0])
+        if field is None:
+            return annotation, path
+        annotation, path = field.annotation, path[1:]
+        inner = _model_of(annotation)
+        if inner is None:
+            return annotation, path
+        cls = inner
+    return annotation, path
+
+
+def _knows(cls: type[BaseModel], path: Sequence[str]) -> bool:
+    return not _field(cls, path)[1] or _inside_dict(cls, path)
+
+
+def _inside_dict(cls: type[BaseModel], path: Sequence[str]) -> bool:
+    annotation, rest = _field(cls, path)
+    return bool(rest) and get_origin(annotation) is dict
+
+
+def _is_container(cls: type[BaseModel], path: Sequence[str]) -> bool:
+    annotation, rest = _field(cls, path)
+    return not rest and get_origin(annotation) in (dict, list, tuple)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _explain(
+    cls: type[BaseModel], error: ConfigFileError, layers: Sequence[_Layer], flags: Sequence[str]
+) -> str:
+    cause = error.__cause__
+    if not isinstance(cause, ValidationError):
+        message = " ".join(error.message.split())
+        return message[:1].lower() + message[1:]
+    problems = cause.errors(include_url=False)
+    first = problems[0]
+    path = [str(part) for part in first["loc"]]
+    name = ".".join(path)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    where = _origin(path, layers, flags)
+    if first["type"] == "extra_forbidden":
+        guess = _nearest(name, list(keys(cls)))
+        hint = f": did you mean {guess}?" if guess else ": see --help for the keys"
+        return f"unknown config key {name} {where}{hint}{more}"
+    if not path:
+        return str(first["msg"]).removeprefix("Value error, ") + more
+    value = first["input"]
+    got = "" if isinstance(value, dict | list) else f", not {value!r}"
+    return f"{name} {where}: {_lower(str(first['msg']))}{got}{more}"
+
+
+def _lower(message: str) -> str:
+    return message.removeprefix("Value error, ").replace("Input should", "should", 1)
+
+
+def _origin(path: Sequence[str], layers: Sequence[_Layer], flags: Sequence[str]) -> str:
+    """What set `path` last: a flag, else the topmost layer that holds it."""
+    name = ".".join(path)
+    for layer in reversed(layers):
+        if any(flag.removeprefix("--").replace("-", "_") == name for flag in flags):
+            break
+        node: Any = layer.tree
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        if node is not None:
+            return layer.name
+    return "on the command line"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    name = name.replace("-", "_")
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    last = name.rpartition(".")[2]
+    leaves = [key for key in known if key.rpartition(".")[2] == last]
+    if leaves:
+        return leaves[0]
+    near = difflib.get_close_matches(last, [k.rpartition(".")[2] for k in known], n=1)
+    return next((key for key in known if near and key.rpartition(".")[2] == near[0]), "")
+
+
+def _variable(key: str) -> str:
+    return PREFIX + key.upper().replace(".", "__")
+
+
+def _expand_home(config: Config) -> Config:
+    paths = {
+        name: value.expanduser()
+        for name in type(config).model_fields
+        if isinstance(value := getattr(config, name), Path)
+    }
+    return config.model_copy(update=paths)

@@ -1,0 +1,435 @@
+"""Configuration: defaults < TOML files (`@ a.toml @ b.toml`) < environment (`PRIMERL_`) < flags.
+
+Closed (an unknown key is an error), constrained by type, units in the names. RunConfig is what `train` and
+`rl` read, JoinConfig what `join` reads; both hold NodeConfig's sections. Of a learner: training.py; of
+what generates: engine.py.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_config import BaseConfig
+
+from .common import CheckpointConfig, OwnRunConfig
+from .engine import PIPELINES_NEED_VLLM
+from .engine import EngineConfig as EngineConfig
+from .engine import PipelineConfig as PipelineConfig
+from .training import TrainingConfig
+
+
+def _check_seed(text: str) -> str:
+    """A seed's base URL, as aiohttp is given it. Raises ValueError."""
+    try:
+        url = urlsplit(text)
+        good = url.scheme in ("http", "https") and url.hostname and not url.fragment
+        named = good and (url.port is None or url.port > 0)
+    except ValueError:
+        named = False
+    if not named or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("a seed is http://HOST/PATH or https://HOST/PATH, percent-encoded")
+    return text
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+SeedUrl = Annotated[str, AfterValidator(_check_seed)]
+EnvironmentSeconds = Annotated[float, Field(ge=0.1, le=86400)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class NetworkConfig(BaseConfig):
+    """How this node is reached and how it reaches others."""
+
+    host: str = "0.0.0.0"
+    """Address to listen on; 127.0.0.1 keeps everything on this machine."""
+    port: Port = 0
+    """UDP port of iroh; 0 takes the port of the last start, or a free one."""
+    advertise: list[str] = []
+    """host:port hints put into tickets and peer records in place of what is bound."""
+    share_address: bool = True
+    """Whether admitted peers of the run may learn our addresses; if not, only the trainer does."""
+    relay_urls: list[str] = []
+    """iroh relays of your own; public relays are never used unless listed here."""
+    libp2p: bool = True
+    """Peer discovery and gossip by libp2p; everything works, a little slower, without."""
+    libp2p_port: Port = 0
+    """TCP port of libp2p; 0 takes a free one."""
+    mdns: bool = False
+    """Find peers on the local network."""
+    connect_timeout_s: Seconds = 10.0
+    """Longest wait for a connection to a peer, seconds."""
+    max_peers: Positive = 256
+    """Most peers connected at a time; who comes then is turned away."""
+    max_streams_per_peer: Positive = 32
+    """Most requests of one peer that are answered at a time."""
+    max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
+    """Pace of chunk uploads in megabits/s; 0 is no limit."""
+    seeds: Annotated[list[SeedUrl], Field(max_length=16)] = []
+    """http(s) base URLs of copies of a node's `chunks` folder, on any static web server; asked for what no
+    peer gives. Nothing of theirs is believed."""
+    seed_ca: Path | None = None
+    """PEM file of certificates that seeds may have beside those that the system trusts."""
+
+
+EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+"""Of ModelCreateConfig: what a dense model does not have."""
+
+
+class ModelCreateConfig(BaseConfig):
+    """Shape of a model that is made locally with random weights (Qwen3 architecture)."""
+
+    hidden_size: Positive = 96
+    """Width of the hidden states."""
+    num_hidden_layers: Positive = 2
+    """Layers."""
+    num_attention_heads: Positive = 4
+    """Query heads of a layer."""
+    num_key_value_heads: Positive = 2
+    """Key and value heads; fewer than the query heads, which share them."""
+    head_dim: Positive = 32
+    """Width of a head."""
+    intermediate_size: Positive = 192
+    """Width of a layer's MLP."""
+    num_experts: Annotated[int, Field(ge=0)] = 0
+    """Experts of each layer (Qwen3-MoE architecture); 0 is a dense model."""
+    num_experts_per_tok: Positive = 2
+    """Experts that each token is sent to, where there are experts."""
+    moe_intermediate_size: Positive = 64
+    """Width of an expert's MLP."""
+    norm_topk_prob: bool = True
+    """The weights of a token's experts add up to 1."""
+    vocab_size: Positive = 288
+    """Rows of the embedding; at least the tokens of the byte-level tokenizer that is made with it."""
+    rope_theta: Annotated[float, Field(gt=0)] = 100.0
+    """Base of the rotary embedding's wavelengths."""
+    tie_word_embeddings: bool = True
+    """Use one table for the embedding and the output head."""
+    max_position_embeddings: Positive = 1024
+    """Longest sequence, tokens."""
+
+    @model_validator(mode="after")
+    def _has_the_experts_of_a_token(self) -> Self:
+        if 0 < self.num_experts < self.num_experts_per_tok:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}: set at most num_experts, "
+                f"{self.num_experts}"
+            )
+        return self
+
+    def shape(self) -> dict[str, Any]:
+        """All fields that the model has: a dense one has none of experts."""
+        return self.model_dump(exclude=set() if self.num_experts else EXPERT_FIELDS)
+
+
+class ModelConfig(BaseConfig):
+    """The model that a run trains."""
+
+    name: str = "tiny-qwen3"
+    """A local directory or a hub id; with `create` it is only a label."""
+    create: ModelCreateConfig | None = None
+    """Make the model and a byte-level tokenizer here instead of loading one."""
+
+
+class EnvironmentConfig(BaseConfig):
+    """One `verifiers` v1 taskset."""
+
+    id: str = "reverse-text"
+    """Module name of the taskset, as `verifiers` spells it; `reverse-text` and `arithmetic` are bundled."""
+    args: dict[str, Any] = {}
+    """The taskset's own options."""
+    max_turns: Positive = 8
+    """Most replies of the model in one rollout."""
+    timeout_s: EnvironmentSeconds = 60.0
+    """Longest that a rollout's own code (hooks, rewards, judges) may take between two turns; what takes longer
+    is ended, and costs that rollout."""
+    start_timeout_s: EnvironmentSeconds = 600.0
+    """Longest that the taskset may take to be imported and loaded, or to give its next task."""
+    deterministic_rewards: bool = True
+    """Whether equal replies always earn equal rewards, so that a worker's claim can be checked against the
+    trainer's own score. Set false for judges and for what draws at random: only the trainer's score counts."""
+
+
+class SamplingConfig(BaseConfig):
+    """The sampling contract: every worker samples like this."""
+
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Logits are divided by this before a token is drawn."""
+    max_tokens: Positive = 16
+    """Most tokens of one reply."""
+
+
+class RolloutsConfig(BaseConfig):
+    """How work is handed out and how old it may become."""
+
+    group_size: Positive = 8
+    """Rollouts per task."""
+    groups_per_batch: Positive = 16
+    """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
+    groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4
+    """Tasks that a worker is given at a time."""
+    max_off_policy_steps: Annotated[int, Field(ge=0)] = 2
+    """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous."""
+    lease_timeout_s: Seconds = 60.0
+    """After this a lease is re-issued to somebody else."""
+    leases_per_worker: Positive = 16
+    """Most leases that one worker may hold at a time; a newcomer gets one, and a slow one what it does in half
+    of lease_timeout_s."""
+    batch_timeout_s: Seconds = 600.0
+    """How long the trainer waits for a batch before it counts an empty one."""
+    max_peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Largest share of a batch that one worker supplies, where there are enough workers."""
+    max_empty_batches: Positive = 10
+    """Empty or signal-free batches in a row that stop the run."""
+
+
+class WarmupConfig(BaseConfig):
+    """Supervised warm-up on the environment's own demonstrations before RL."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-3
+    """Learning rate of the warm-up."""
+    batch_size: Positive = 128
+    """Demonstrations per optimizer step."""
+    max_steps: Positive = 200
+    """Stop after so many steps, target reached or not."""
+    target: Fraction = 0.28
+    """Stop when sampled exact match on training prompts reaches this."""
+    eval_interval: Positive = 5
+    """Steps between two measurements of the target."""
+    eval_prompts: Positive = 256
+    """Training prompts that are sampled for one."""
+
+
+class WeightsConfig(BaseConfig):
+    """How policy versions travel."""
+
+    chunk_mib: Annotated[float, Field(gt=0, le=16)] = 4.0
+    """Largest chunk; those of small versions are smaller, about a 64th, so that peers have parts to swap."""
+    anchor_interval: Positive = 10
+    """A full checkpoint at least every this many versions."""
+    keep_versions: Positive = 16
+    """Newest versions that can always be fetched."""
+    keep_s: Annotated[float, Field(ge=0)] = 60.0
+    """A version can be fetched for at least this long: who is on the way to it arrives."""
+    max_disk_gib: Annotated[float, Field(gt=0)] = 64.0
+    """Most that chunks may take on the disk; more are refused."""
+    head_ttl_s: Seconds = 86400.0
+    """After this a head is no longer believed to be news."""
+
+
+def _known_fingerprint(value: object) -> object:
+    """Name what to set in place of a fingerprint that was removed. Raises ValueError."""
+    if value == "toploc":
+        raise ValueError(
+            'toploc was removed: set verification.fingerprint = "projection", or leave it out'
+        )
+    return value
+
+
+class VerificationConfig(BaseConfig):
+    """What is checked before anything is learned."""
+
+    fingerprint: Annotated[Literal["projection"], BeforeValidator(_known_fingerprint)] = (
+        "projection"
+    )
+    """What workers commit to while they generate, 8 bytes per token. There is only this one."""
+    calibration: Path | None = None
+    """What `primerl-node calibrate` measured for this model; else the bounds built in for engine.dtype."""
+    audit_rate: Fraction = 0.1
+    """Share of a proven worker's rollouts that is audited; of a new or suspect one all are."""
+    false_bans: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    """Probability over the whole run that the sequential test bans an honest worker."""
+    audit_timeout_s: Seconds = 120.0
+    """After this the process that audits is killed and started anew."""
+    validators: list[str] = []
+    """Node ids (hex) whose signed audit reports count; the trainer audits itself what they do not."""
+
+
+class EvaluatedEnvironment(EnvironmentConfig):
+    """An environment whose held-out tasks are played to measure a model."""
+
+    name: str = ""
+    """In the results; else the id."""
+    prompts: Positive = 64
+    """Tasks; fewer where the taskset holds out no more."""
+    samples: Positive = 4
+    """Rollouts of each: the k of avg@k and the largest j of pass@j."""
+    success: float = 1.0
+    """A rollout with at least this reward solves its task."""
+
+    @property
+    def title(self) -> str:
+        """What the results call it."""
+        return self.name or self.id
+
+
+def check_names(what: str, names: list[str]) -> None:
+    """Refuse names that come twice, or that are no names. Raises ValueError."""
+    for name in names:
+        if names.count(name) > 1 or not name or not name.isprintable():
+            raise ValueError(
+                f"{what} must have different names: {name!r} is there twice, or no name"
+            )
+
+
+class EvaluationConfig(BaseConfig):
+    """Evaluation on held-out prompts: before and after, and beside training."""
+
+    prompts: Annotated[int, Field(ge=0)] = 256
+    """Before and after, one rollout each; 0 switches that off."""
+    interval: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations beside training, of the first version, every so many, and the last; 0: none."""
+    samples: Positive = 4
+    """Beside training: rollouts of each of the run's own prompts."""
+    environments: list[EvaluatedEnvironment] = []
+    """What is played beside training; if none is named, `prompts` tasks of the run's own environment."""
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> Self:
+        if self.interval and not (self.prompts or self.environments):
+            raise ValueError("interval needs evaluation.prompts, or [[evaluation.environments]]")
+        check_names("evaluation.environments", [one.title for one in self.environments])
+        return self
+
+
+class LogConfig(BaseConfig):
+    """Logging."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is logged."""
+    json_lines: bool = False
+    """Structured log lines on stderr (the log file is always structured)."""
+    max_mib: Annotated[float, Field(gt=0)] = 16.0
+    """A log file that would grow beyond this is put aside as NAME.1, and a new one begins."""
+    keep: Positive = 4
+    """Log files that are kept when they were put aside."""
+
+
+GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
+
+
+def _gpus(value: object) -> object:
+    """A number and a list of a TOML file as they would be said on the command line."""
+    if isinstance(value, list | tuple):
+        return "".join(f"{one}," for one in value) or "0"
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _check_gpus(text: str) -> str:
+    """How many GPUs, or which ones; a comma makes a name of a lonely number. Raises ValueError."""
+    names = [name.strip() for name in text.split(",")]
+    inner = names[:-1] if len(names) > 1 and not names[-1] else names
+    if text and not all(GPU_NAME.fullmatch(name) for name in inner):
+        raise ValueError(
+            'GPUs are a number of them ("2"), or which ones ("0,1"; "0," is the first)'
+        )
+    return ",".join(names)
+
+
+Gpus = Annotated[str, BeforeValidator(_gpus), AfterValidator(_check_gpus)]
+
+
+class LaunchConfig(BaseConfig):
+    """What `primerl-node rl` starts, and on which GPUs of this machine."""
+
+    workers: Annotated[int, Field(ge=0)] | None = None
+    """Default: one for each engine that the inference GPUs hold; 2 where there is no GPU."""
+    trainer_gpus: Gpus = ""
+    """How many GPUs the trainer has ("2"), or which: "0,1" as torch counts those that are visible, or UUIDs as
+    CUDA_VISIBLE_DEVICES has them; "0," is the first one. Default: training.fsdp.ranks, else one."""
+    inference_gpus: Gpus = ""
+    """GPUs of all workers together, as above. Default: what the trainer leaves."""
+    share_gpus: bool = False
+    """Trainer and workers may be on the same GPUs, as they are anyway where there is only one."""
+    start_timeout_s: Seconds = 300.0
+    """For the trainer's ticket to appear."""
+
+
+class NodeConfig(BaseConfig):
+    """What every node has."""
+
+    data_dir: Path | None = None
+    """Key, ledger, chunks and control socket of this node. Default: ~/.primerl for a worker, the directory
+    `trainer` inside the run's own for a trainer."""
+    fsync: bool = True
+    """Flush to the disk before anything is acknowledged. Without it a node still survives kill -9, but a power
+    cut may cost it its last seconds."""
+    network: NetworkConfig = NetworkConfig()
+    engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
+    log: LogConfig = LogConfig()
+
+
+class AllowedConfig(BaseConfig):
+    """Whose code a worker runs for a run that it joined."""
+
+    allow: list[str] = []
+    """Environments that may be played here, beside the bundled ones: a run names a module, and a worker imports
+    it. Also --allow-environment NAME."""
+
+
+class JoinConfig(NodeConfig):
+    """`primerl-node join`."""
+
+    role: Literal["inference", "validator"] = "inference"
+    """`inference` generates rollouts; `validator` audits those of others."""
+    ticket: str = ""
+    """The join ticket that the trainer printed."""
+    leases: Annotated[int, Field(ge=0)] = 0
+    """Most leases to hold at a time; 0: as many as keep the engine busy, and one in reserve."""
+    environments: AllowedConfig = AllowedConfig()
+    wait: bool = False
+    """Wait for a trainer that was stopped to come back; without it a worker leaves when the trainer says so."""
+    wait_for_trainer_s: Annotated[float, Field(ge=0)] = 3600.0
+    """How long to wait for a trainer that does not answer, or that was stopped (see wait), then leave; inf: for
+    ever."""
+    pp: PipelineConfig = PipelineConfig()
+
+    @model_validator(mode="after")
+    def _is_one_kind_of_many(self) -> "JoinConfig":
+        if self.pp.wanted and self.engine.type != "vllm":
+            raise ValueError(PIPELINES_NEED_VLLM)
+        if self.pp.wanted and self.engine.dp > 1:
+            raise ValueError(
+                "engine.dp and pp cannot be combined: start one node per pipeline, each with its own pp"
+            )
+        if self.pp.wanted and self.engine.pp > 1:
+            raise ValueError(
+                "engine.pp splits layers over this host's GPUs, pp over nodes: use one of them"
+            )
+        return self
+
+
+class RunConfig(NodeConfig, OwnRunConfig):
+    """`primerl-node train` and `primerl-node rl`."""
+
+    ticket_ttl_s: Seconds = 7 * 86400.0
+    """How long a join ticket is valid, seconds."""
+    """How long a ticket is valid, unless `ticket --expires` says otherwise; the trainer's own is renewed."""
+    ticket_uses: Annotated[int, Field(ge=0)] = 0
+    """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
+    model: ModelConfig = ModelConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    training: TrainingConfig = TrainingConfig()
+    warmup: WarmupConfig | None = None
+    verification: VerificationConfig = VerificationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "RunConfig":
+        if self.resume is not None and self.resume.dir is not None:
+            home, other = self.run_dir.absolute(), self.resume.dir.absolute()
+            if home == other or home in other.parents:
+                raise ValueError("resume.dir is of another run: go back in this one by resume.step")
+        if self.sampling.max_tokens >= self.training.seq_len:
+            raise ValueError("sampling.max_tokens must be below training.seq_len")
+        if self.rollouts.groups_per_lease > self.rollouts.groups_per_batch:
+            raise ValueError("rollouts.groups_per_lease must not exceed rollouts.groups_per_batch")
+        return self

@@ -1,0 +1,207 @@
+"""Configuration of a learner: optimizer, memory, parallelism, loss. Same rules as run.py.
+
+Every option has a default that is right for one GPU and for a CPU; names are prime-rl's where it has one.
+"""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_config import BaseConfig
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+class LossConfig(BaseConfig):
+    """The loss of a step, by name; formulas and sources: training/losses/formulas.py."""
+
+    type: Literal["dppo_kl", "ipo", "grpo_two_sided", "gspo", "reverse_kl", "ce", "custom"] = (
+        "dppo_kl"
+    )
+    """`dppo_kl`: DPPO with a pull to the sampler; `ipo`: the same, with one bound both ways; `grpo_two_sided`:
+    clipped on both sides; `gspo`: clipped by sequence; `reverse_kl`: to a reference; `ce`: cross entropy;
+    `custom`: a function of your own."""
+    adv_tau: Annotated[float, Field(ge=0)] = 1.0
+    """dppo_kl, ipo: factor of the advantage."""
+    kl_tau: Annotated[float, Field(ge=0)] = 1e-3
+    """dppo_kl, ipo, reverse_kl: factor of the squared log ratio, the pull towards the sampler."""
+    dppo_mask_low: Annotated[float, Field(gt=0)] = 0.2
+    """dppo_kl: how far a token's probability may fall before it is left out."""
+    dppo_mask_high: Annotated[float, Field(gt=0)] = 0.2
+    """dppo_kl: how far a token's probability may rise before it is left out."""
+    ipo_threshold: Annotated[float, Field(gt=0)] = 0.1
+    """ipo: how far a token's probability may move either way before it is left out."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """grpo_two_sided: the ratio's lower clip is 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """grpo_two_sided: the ratio's upper clip is 1 + clip_high."""
+    clip_ratio_max: Annotated[float, Field(gt=1)] = 4.0
+    """grpo_two_sided, gspo: cap of the ratio where the advantage is negative (delta of INTELLECT-2)."""
+    sequence_clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-3
+    """gspo: lower clip of the sequence's ratio. The paper's 3e-4 and 4e-4 are for old logprobs that the
+    trainer computed; here they are the sampler's, whose kernels alone move the ratio by mismatch_kl."""
+    sequence_clip_high: Annotated[float, Field(gt=0)] = 4e-3
+    """gspo: upper clip of the sequence's ratio."""
+    ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
+    """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
+    ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2
+    """reverse_kl and its term: how far a token's probability may fall before it is left out."""
+    custom: str = ""
+    """custom: "package.module:function" of an installed package (training/losses/custom.py)."""
+    custom_args: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """custom: keyword arguments of the function."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether tokens need the logprobs of a reference policy."""
+        return self.type == "reverse_kl" or self.ref_kl_tau > 0
+
+    @property
+    def reads_advantages(self) -> bool:
+        """Whether a sample whose advantage is 0 teaches nothing but the pull."""
+        return self.type not in ("reverse_kl", "ce")
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.type == "custom" and not IMPORT_PATH.fullmatch(self.custom):
+            raise ValueError('type "custom" needs custom = "package.module:function"')
+        if self.type != "custom" and (self.custom or self.custom_args):
+            raise ValueError(
+                'custom and custom_args are of type = "custom": set it or leave them out'
+            )
+        if self.type == "reverse_kl" and self.ref_kl_tau:
+            raise ValueError('type "reverse_kl" is the reference term itself: leave ref_kl_tau out')
+        if self.clip_ratio_max <= 1 + max(self.clip_high, self.sequence_clip_high):
+            raise ValueError(
+                "clip_ratio_max must be above 1 + clip_high and 1 + sequence_clip_high"
+            )
+        return self
+
+
+class LengthPenaltyConfig(BaseConfig):
+    """advantage = "grpo_length": what rollouts of solved tasks lose for their size; prime-rl's defaults.
+
+    Each is the share of the group's mean reward that its largest rollout loses (training/advantages.py).
+    """
+
+    num_output_tokens_weight: Fraction = 0.25
+    """Tokens that the model drew."""
+    num_input_tokens_weight: Fraction = 0.1
+    """Tokens that the model read and did not draw: prompts, tool output."""
+    num_turns_weight: Fraction = 0.1
+    """Replies of the model."""
+
+
+class LoraConfig(BaseConfig):
+    """Low-rank adapters (Hu et al. 2021): only these are trained, and only these travel."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Rank of B A, the update of a layer's weights."""
+    alpha: Annotated[float, Field(gt=0, le=2**16)] = 32.0
+    """The update is alpha / rank x B A."""
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Last part of the names of the linear layers that get adapters."""
+    export_merged: bool = False
+    """Write the merged model, too, into `merged` beside the exported adapters."""
+
+
+class FsdpConfig(BaseConfig):
+    """`training.backend = "fsdp"`: the ranks that share a model."""
+
+    ranks: Annotated[int, Field(ge=0)] = 0
+    """Processes on this machine; 0 is one for each GPU, or two where there is none."""
+    nodes: Positive = 1
+    """Machines; the others run the command that the daemon prints."""
+    rendezvous: str = ""
+    """host:port of this machine that the ranks of other machines reach; needed with more than one. Whoever
+    reaches it could join in: keep it inside a network of your own."""
+    replicas: Positive = 1
+    """HSDP: copies of the model, each sharded over ranks x nodes / replicas."""
+    reshard_after_forward: bool = True
+    """Gather a layer's weights again in backward; false keeps them whole in between: faster, and 2 bytes a
+    parameter more."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline of a collective: a rank that is not heard of for so long is dead. A step may take twice this,
+    and 10 ms for each token; what reads or writes the whole model three times."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """For all ranks to meet, and again for the model to be loaded."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often dead ranks are replaced from the same checkpoint before the run ends."""
+
+
+class TrainingConfig(BaseConfig):
+    """How the trainer learns."""
+
+    backend: Literal["auto", "local", "fsdp"] = "auto"
+    """`auto`: on a GPU one rank in a process of its own, else `local`; `local`: in a thread of the daemon, on a
+    CPU or one GPU; `fsdp`: torchrun ranks that share the model, or, with fsdp.ranks 1, one alone."""
+    fsdp: FsdpConfig = FsdpConfig()
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Learning rate of AdamW, before the scheduler."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay of its first and second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """AdamW's decay of the weights."""
+    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
+    scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate, after its warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
+    min_lr_ratio: Fraction = 0.1
+    """`linear` and `cosine` decay to lr x this at max_steps."""
+    seq_len: Positive = 2048
+    """Longest packed sequence, tokens; also how many a rank's micro-batch holds."""
+    advantage: Literal["grpo", "grpo_std", "grpo_length", "max_rl"] = "grpo"
+    """`grpo`: reward minus group mean; `grpo_std`: divided by the group's standard deviation too;
+    `max_rl`: by its mean; `grpo_length`: grpo on rewards that length_penalty was taken from."""
+    length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
+    filter_zero_advantages: bool = True
+    """Leave groups out whose advantages are all 0; else they are trained, and only the pull and the
+    reference term act on them. A loss that reads no advantage has them all."""
+    loss: LossConfig = LossConfig()
+    freeze_router: bool = False
+    """Of a mixture of experts: who reads which token stays as it was."""
+    lora: LoraConfig | None = None
+    """Train adapters of this shape in place of all weights."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """torch threads; 0 leaves torch's choice. Small models want 1."""
+    device: str = "auto"
+    """`auto` takes cuda where there is one, else cpu."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of forward and backward; masters and optimizer are always fp32. `auto` is bfloat16 on a GPU."""
+    compile: bool | None = None
+    """torch.compile of each layer; default: on a GPU."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """`selective` keeps attention's output and computes the rest of a layer again; `full` all of it."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's moments in the host's memory between steps."""
+    head_chunk: Positive = 8192
+    """Tokens whose logits exist at a time."""
+    context_parallel: Positive = 1
+    """Ranks that share one sequence; key-value heads are divided among them."""
+    expert_parallel: Positive = 1
+    """Ranks that share out the experts of a mixture, all or 1; tokens travel in place of weights."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time; slower on a GPU."""
+
+    @model_validator(mode="after")
+    def _keeps_sequences_whole(self) -> Self:
+        if self.loss.type == "gspo" and self.context_parallel > 1:
+            raise ValueError(
+                'loss.type "gspo" takes a mean over whole sequences: set context_parallel to 1, or '
+                "another loss"
+            )
+        return self

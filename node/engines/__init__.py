@@ -1,1 +1,0 @@
-"""Engines generate tokens under a stamped policy version. They know no network."""

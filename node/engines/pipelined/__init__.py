@@ -1,1 +1,0 @@
-"""Engines of which every node computes some layers."""

@@ -1,1 +1,0 @@
-"""Fingerprints of hidden states: what a worker commits to while it generates, and how that is compared."""

@@ -1,0 +1,106 @@
+"""An engine that is given adapters, and computes with what they make of a base model.
+
+Whoever loads policies sees an Engine like any other; the engine inside only ever sees whole, merged states.
+Memory beside the engine's own: the base and the merged state, both bf16; one merged state more while the next
+one is made.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+
+from ...protocol.manifests import RunManifest
+from ..models.model_files import read_base
+from ..ops.errors import EngineError
+from ..weights.adapters import Merged, changes, merge
+from ..weights.state import Changed, State
+from .engine import Completion, Engine, EngineStats, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 8
+"""More wait for memory."""
+
+
+class AdaptedEngine:
+    """An Engine around another one, for a run with adapters. One load at a time."""
+
+    def __init__(self, engine: Engine, run: RunManifest) -> None:
+        self._engine = engine
+        self._run = run
+        self._base: State | None = None
+        self._held: Merged | None = None
+        self._loading = asyncio.Lock()
+
+    @property
+    def policy_version(self) -> int:
+        """See Engine."""
+        return self._engine.policy_version
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """See Engine; but the weights of the base are in `model_dir`. Raises EngineError."""
+        digest = self._run.model.base_state
+        self._base, _ = await asyncio.gather(
+            asyncio.to_thread(read_base, model_dir, digest),
+            self._engine.start(model_dir, fingerprint=fingerprint),
+        )
+
+    async def load(self, version: int, state: State) -> None:
+        """See Engine; `state` are adapters."""
+        async with self._loading:
+            merged, _ = await self._merge(state)
+            await self._engine.load(version, merged.state)
+            self._held = merged
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Engine. Of `changed` nothing is needed: adapters that did not change are the same objects."""
+        async with self._loading:
+            merged, differs = await self._merge(state)
+            if differs is None:
+                await self._engine.load(version, merged.state)
+            else:
+                await self._engine.update(version, merged.state, differs)
+            self._held = merged
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine."""
+        return await self._engine.generate(request)
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return self._engine.stats()
+
+    async def close(self) -> None:
+        """See Engine."""
+        await self._engine.close()
+        self._base = self._held = None
+
+    async def _merge(self, adapters: State) -> tuple[Merged, Changed | None]:
+        """What `adapters` make of the base, and where that differs from what the engine holds.
+
+        Until the caller has loaded it, the engine counts as holding nothing that is known.
+        """
+        base, held = self._base, self._held
+        if base is None:
+            raise EngineError("the engine is not started: call start() first")
+        self._held = None
+        return await asyncio.to_thread(self._compute, base, adapters, held)
+
+    def _compute(
+        self, base: State, adapters: State, held: Merged | None
+    ) -> tuple[Merged, Changed | None]:
+        contract = self._run.adapters
+        assert contract is not None  # or nobody makes this engine
+        began = time.perf_counter()
+        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        state = merge(base, adapters, contract, before=held, threads=threads)
+        differs = None if held is None else changes(held.state, state)
+        logger.debug("adapters merged in %.2f s", time.perf_counter() - began)
+        return Merged(adapters, state), differs
+
+
+def adapted(engine: Engine, run: RunManifest) -> Engine:
+    """`engine` as the policies of `run` need it."""
+    return engine if run.adapters is None else AdaptedEngine(engine, run)

@@ -1,0 +1,77 @@
+"""Fingerprints of the states that cross from one stage of a pipeline to the next: projected where they are.
+
+A residual stream is not normed, and trained models keep a few channels in it that outweigh all others
+together: a plain projection would show these and hardly anything else. They are cut to LIMIT mean magnitudes,
+and the state is then stretched to its old length, so that what was cut still shows, in the length. Seven
+numbers do not pin down a state: docs/proofs.md says what a stage can do with what they leave open.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..ops.errors import EngineError
+from .compiling import compiles
+from .fingerprint import NUMBERS, ProofFailed, decode_rows, pack, signs
+from .transfers import upload
+
+LIMIT = 6.0
+"""Mean magnitudes; of normally distributed numbers 1 in 600,000 is beyond."""
+NEAR = 0.02
+"""Relative: what a receiver computes of the same states differs by the order of sums and by rounded codes."""
+
+
+def project(states: Tensor) -> Tensor:
+    """States [rows, width] -> [rows, 7] fp32 on the same device, which is not waited for."""
+    plus_minus = _signs(states.shape[1], states.device)
+    if compiles(states):
+        from .boundary_kernel import project_on_gpu
+
+        return project_on_gpu(states, plus_minus, LIMIT)
+    return evened(states) @ plus_minus
+
+
+def evened(states: Tensor) -> Tensor:
+    """States [rows, width] in fp32, with no channel above LIMIT mean magnitudes, as long as before."""
+    states = states.float()
+    most = LIMIT * states.abs().mean(1, keepdim=True)
+    cut = states.clamp(-most, most)
+    length = torch.linalg.vector_norm(states, dim=1, keepdim=True)
+    left = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
+    return cut * (length / left.clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def pack_projected(projected: Tensor) -> bytes:
+    """What project() gave, 8 bytes a row; waits for it. Raises EngineError for what is not finite."""
+    if not len(projected):
+        return b""
+    try:
+        return pack(projected.cpu().numpy())
+    except ProofFailed as error:
+        raise EngineError(f"no fingerprint can be made of a stage's states ({error})") from error
+
+
+def crossing(states: Tensor) -> bytes:
+    """The fingerprints of states [rows, width], 8 bytes a row. Raises EngineError."""
+    return pack_projected(project(states))
+
+
+def agrees(claimed: bytes, projected: NDArray[np.float32]) -> bool:
+    """Whether `claimed` are the fingerprints of the states that project() made `projected` [rows, 7] of.
+
+    For whoever received both: without it, a stage could state the right fingerprints and send other states.
+    """
+    if len(claimed) != len(projected) * (NUMBERS + 1):
+        return False
+    decoded, proper = decode_rows(claimed)
+    own = projected.astype(np.float64)
+    apart = np.linalg.norm(decoded - own, axis=1)
+    return bool(proper.all() and (apart <= NEAR * np.linalg.norm(own, axis=1) + 1e-30).all())
+
+
+@lru_cache(8)
+def _signs(width: int, device: torch.device) -> Tensor:
+    return upload(torch.from_numpy(signs(width)), device)

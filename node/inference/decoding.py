@@ -1,0 +1,199 @@
+"""The decode loop: one batch of requests through a network, one token a step.
+
+Rows may differ in everything but the network; nothing of a row may depend on another one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from ..ops.errors import EngineError
+from .engine import GenerateRequest
+from .network import Network, Session
+from .output import Output
+from .requests import narrowing
+from .sampling import Drawn, Narrowed, draw
+
+COMPACT_AT = 0.75
+"""Share of unfinished rows at which finished ones are dropped; copying the cache costs about a step."""
+
+
+@dataclass
+class Reply:
+    """What one request got; `stopped` by a stop token, else by length.
+
+    `hidden` [tokens, d] fp32 are the states that led to the tokens, if they were asked for.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    stopped: bool = False
+    hidden: Tensor | None = None
+
+
+@dataclass
+class Rows:
+    """The live rows' arguments, each [B] on the network's device; `stops` [B, S] is filled with -1.
+
+    `requests` are the indices of their requests, `positions` those of the tokens to draw next,
+    `ends` the positions at which they must end.
+    """
+
+    requests: Tensor
+    seeds: Tensor
+    temperatures: Tensor
+    top_ks: Tensor
+    top_ps: Tensor
+    positions: Tensor
+    ends: Tensor
+    stops: Tensor
+    alive: Tensor
+
+    def select(self, rows: Tensor) -> "Rows":
+        """The rows `rows` [N]."""
+        return Rows(**{name: values[rows] for name, values in vars(self).items()})
+
+    def narrowed(self) -> Narrowed | None:
+        """The rows that may draw from their likeliest tokens only; None if all may draw any."""
+        rows = ((self.top_ks > 0) | (self.top_ps < 1)).nonzero()[:, 0]
+        return Narrowed(rows, self.top_ks[rows], self.top_ps[rows]) if len(rows) else None
+
+
+def decode(
+    network: Network,
+    requests: Sequence[GenerateRequest],
+    *,
+    max_length: int,
+    cancelled: Callable[[], bool],
+    keep_hidden: bool = False,
+) -> list[Reply]:
+    """Sample every request, prompt and completion together at most `max_length` tokens.
+
+    `cancelled` is asked before every step; EngineError is raised when it says yes, when the network's
+    logits are not numbers, and when hidden states are to be kept that it does not show.
+    """
+    replies = [Reply([], []) for _ in requests]
+    trail = Trail()
+    with torch.inference_mode():
+        rows = _rows(requests, network.device, max_length)
+        narrow = rows.narrowed() is not None
+        session, output = _prefill(network, requests)
+        while True:
+            if cancelled():
+                raise EngineError("the engine was closed while it generated: start it again")
+            if keep_hidden:
+                trail.add(output, rows)
+            narrowed = rows.narrowed() if narrow else None
+            drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
+            stopped = (drawn.tokens[:, None] == rows.stops).any(1)
+            _record(replies, rows, drawn, stopped)
+            rows.positions += 1
+            rows.alive &= ~stopped & (rows.positions < rows.ends)
+            rows, tokens = _compact(rows, session, drawn.tokens)
+            if not len(tokens):
+                break
+            output = session.step(tokens)
+        if keep_hidden:
+            trail.share_out(replies)
+    return replies
+
+
+class Trail:
+    """The hidden states of a batch: whole steps as they came, told apart at the end.
+
+    Bounded by the batch: steps x rows x width, in the network's own dtype, where the network is.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Tensor] = []
+        self._owners: list[Tensor] = []
+
+    def add(self, output: Output, rows: Rows) -> None:
+        """Keep what leads to the next token of every live row."""
+        if output.hidden is None:
+            raise EngineError(
+                "this model does not show the hidden states that feed its head: "
+                "choose another model, or a run without fingerprints"
+            )
+        self._steps.append(output.hidden)
+        self._owners.append(rows.requests.where(rows.alive, -1))
+
+    def share_out(self, replies: list[Reply]) -> None:
+        """Give each reply its own, in order."""
+        owners = torch.cat(self._owners)
+        steps = torch.cat(self._steps)
+        self._steps.clear()
+        order = owners.argsort(stable=True)
+        order = order[int((owners == -1).sum()) :]
+        parts = order.split([len(reply.token_ids) for reply in replies])
+        for reply, part in zip(replies, parts, strict=True):
+            reply.hidden = steps[part].float()
+
+
+def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length: int) -> Rows:
+    def column(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def numbers(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    lengths = [len(request.prompt) for request in requests]
+    limits = [length + one.max_tokens for length, one in zip(lengths, requests, strict=True)]
+    widest = max(len(request.stop_token_ids) for request in requests) or 1
+    stops = [[*one.stop_token_ids, *[-1] * (widest - len(one.stop_token_ids))] for one in requests]
+    temperatures, top_ks, top_ps = zip(*map(narrowing, requests), strict=True)
+    return Rows(
+        requests=column(list(range(len(requests)))),
+        seeds=column([request.seed for request in requests]),
+        temperatures=numbers(temperatures),
+        top_ks=column(top_ks),
+        top_ps=numbers(top_ps),
+        positions=column(lengths),
+        ends=column([min(limit, max_length) for limit in limits]),
+        stops=torch.tensor(stops, dtype=torch.int64, device=device),
+        alive=torch.ones(len(requests), dtype=torch.bool, device=device),
+    )
+
+
+def _prefill(network: Network, requests: Sequence[GenerateRequest]) -> tuple[Session, Output]:
+    """Read every different prompt once, then give each request its copy."""
+    prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(r.prompt for r in requests))}
+    width = max(map(len, prompts))
+    padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=network.device)
+    tokens = torch.tensor(padded, dtype=torch.int64, device=network.device)
+    columns = torch.arange(width, device=network.device)
+    session, output = network.prefill(tokens, columns >= width - lengths[:, None])
+    if len(prompts) < len(requests):
+        owners = torch.tensor([prompts[r.prompt] for r in requests], device=network.device)
+        session.select(owners)
+        hidden = None if output.hidden is None else output.hidden[owners]
+        output = Output(hidden, output.logits[owners])
+    return session, output
+
+
+def _record(replies: list[Reply], rows: Rows, drawn: Drawn, stopped: Tensor) -> None:
+    columns = (rows.requests, rows.alive, drawn.tokens, drawn.logprobs, stopped)
+    for index, alive, token, logprob, stop in zip(*(c.tolist() for c in columns), strict=True):
+        if not alive:
+            continue
+        if not isfinite(logprob):
+            raise EngineError("the policy's logits are not numbers: load another version")
+        replies[index].token_ids.append(token)
+        replies[index].logprobs.append(logprob)
+        replies[index].stopped = stop
+
+
+def _compact(rows: Rows, session: Session, tokens: Tensor) -> tuple[Rows, Tensor]:
+    """Drop finished rows once they are many; all gone leaves no tokens."""
+    alive = int(rows.alive.sum())
+    if alive == 0:
+        return rows, tokens[:0]
+    if alive > COMPACT_AT * len(tokens):
+        return rows, tokens
+    kept = rows.alive.nonzero()[:, 0]
+    session.select(kept)
+    return rows.select(kept), tokens[kept]

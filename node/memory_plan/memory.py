@@ -1,0 +1,642 @@
+"""Predict the device memory of an engine and of a trainer, and refuse an engine that cannot start.
+
+What vLLM counts goes against its budget, gpu_memory_utilization x the GPU. What it does not count (CUDA's
+context, captured graphs) and what this package keeps beside it (proofs, updates) has to fit into the rest.
+Nothing is loaded: the arithmetic needs a ModelShape and a config. Items marked `estimate` were measured on
+other models (docs/benchmarks.md), the others are counted; tests/node/planning compares both with real runs.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..config.engine import EngineConfig
+from ..config.run import RunConfig
+from ..config.training import TrainingConfig
+from ..models.json_files import read_json
+from ..ops.errors import EngineError, UsageError
+from ..ops.gpu_memory import GpuMemory, visible
+from .shape import ModelShape, read_shape
+
+logger = logging.getLogger(__name__)
+
+GIB, MIB = 1 << 30, 1 << 20
+ELEMENT = {"float32": 4, "bfloat16": 2}
+RESERVE = 256 * MIB  # of a GPU, for the driver and other programs
+
+# vLLM's own defaults.
+UTILIZATION = 0.92
+STEP_TOKENS = {"cuda": 2048, "cpu": 4096}  # max_num_batched_tokens; the CPU's is ours
+BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
+
+# Measured on an H200 with vLLM 0.25.1.
+CONTEXT = 512 * MIB  # CUDA context, kernels and cuBLAS workspaces of one process
+LIBRARIES = 512 * MIB  # inside vLLM's budget, beside the tensors named here
+UNCOUNTED = 576 * MIB  # outside vLLM's budget
+COLLECTIVES = 512 * MIB  # NCCL and vLLM's all-reduce, with more than one rank
+GRAPHS_MODEL, GRAPHS_LAYER = 128 * MIB, 16 * MIB  # CUDA graphs of vLLM's default sizes
+
+# Without a GPU.
+CPU_PROCESS = 1536 * MIB
+HF_PROCESS = 768 * MIB
+CPU_CACHE_SHARE = 8  # vLLM's cache gets at most this part of the machine's memory
+MIN_CPU_CACHE = 64 * MIB
+
+# Weight updates, beside the engine.
+CHANGED = 0.02  # share of the weights that a step of reinforcement learning changes, or less
+UPDATE_BYTES = 20  # per changed element: position and value, before and after layers are fused
+
+# The learner and what runs beside it.
+LOGITS_BUFFERS = 3  # logits of a chunk, their gradient, and one of the chunk before
+ALLOCATOR_SLACK = 0.05
+AUDIT_TOKENS = 1 << 14  # of a forward pass of the auditor (audits/replay.py)
+AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
+AUDIT_LOGITS = 256 * MIB
+
+REFUSAL_MARGIN = 0.85  # estimates may be wrong by this much before an engine is refused
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One user of memory on a device."""
+
+    name: str
+    nbytes: int
+    detail: str = ""
+    estimate: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """The items that are on one device at the same time."""
+
+    items: tuple[MemoryItem, ...] = ()
+
+    @classmethod
+    def of(cls, items: Iterable[MemoryItem]) -> "MemoryBreakdown":
+        """Keep the items that take anything."""
+        return cls(tuple(item for item in items if item.nbytes > 0))
+
+    @property
+    def total(self) -> int:
+        """Sum of all items, in bytes."""
+        return sum(item.nbytes for item in self.items)
+
+    def __iter__(self) -> Iterator[MemoryItem]:
+        return iter(self.items)
+
+    def __add__(self, other: "MemoryBreakdown") -> "MemoryBreakdown":
+        return MemoryBreakdown(self.items + other.items)
+
+
+def gib(nbytes: float) -> str:
+    """Format a size for people: "1.4 GiB", "320 MiB"."""
+    return f"{nbytes / GIB:.1f} GiB" if abs(nbytes) >= GIB else f"{nbytes / MIB:.0f} MiB"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or the machine's memory. `taken`: bytes that other programs use."""
+
+    kind: Literal["cuda", "cpu"]
+    nbytes: int
+    taken: int = 0
+
+
+# -- engine ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """The memory of one engine on each of its devices, and the sequences that its KV cache holds."""
+
+    device: Device
+    budget: int
+    """Bytes that the engine may take, its cache included."""
+    engine: MemoryBreakdown
+    """Inside the budget, before the cache."""
+    beside: MemoryBreakdown
+    """Outside the budget."""
+    cache: int
+    """Bytes left for the cache; negative if the engine does not even fit without."""
+    token: int
+    """Bytes of cache for one more token of a sequence."""
+    sequence: int
+    """Bytes of cache for a sequence of full length."""
+    wanted: int
+    """engine.max_batch."""
+    length: int
+    """engine.max_model_len."""
+    utilization: float | None = None
+    """gpu_memory_utilization of a vLLM on a GPU."""
+
+    @property
+    def at_once(self) -> int:
+        """Sequences of full length that the cache holds; more fit while they are shorter."""
+        return max(0, self.cache // self.sequence)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the engine starts and holds one sequence of full length."""
+        return self.at_once >= 1 and self.overdrawn <= 0
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether max_batch sequences may all reach full length."""
+        return self.fits and self.at_once >= self.wanted
+
+    @property
+    def overdrawn(self) -> int:
+        """Bytes by which the budget exceeds what other programs leave; 0 or less if it does not."""
+        return self.budget + self.device.taken - self.device.nbytes
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are lacking for one sequence; 0 if it fits."""
+        return max(0, self.sequence - self.cache, self.overdrawn)
+
+    @property
+    def tight(self) -> bool:
+        """Whether a GPU has no room for an update beside the budget: updates are then loaded whole."""
+        return self.device.kind == "cuda" and self.beside.total + self.overdrawn > 0
+
+    @property
+    def verdict(self) -> str:
+        """Say in one line whether it fits, and by how much."""
+        if not self.fits:
+            return (
+                f"does not fit: {gib(self.missing)} short of one sequence of {self.length} tokens"
+            )
+        if self.holds_all:
+            return f"fits: {self.at_once} sequences of {self.length} tokens at once"
+        return (
+            f"fits, but only {self.at_once} of {self.wanted} sequences may reach {self.length} tokens at "
+            "once: the others wait, or are computed anew"
+        )
+
+
+def plan_engine(
+    config: EngineConfig,
+    shape: ModelShape,
+    device: Device,
+    *,
+    fingerprint: str = "projection",
+    changed: float = CHANGED,
+) -> EngineMemory:
+    """Predict the memory of an engine on each of its devices. engine.tp must be a number.
+
+    `fingerprint` is the run's proof ("" for none), `changed` the share of the weights in an update.
+    """
+    if config.type == "vllm" and device.kind == "cuda":
+        return _plan_gpu(config, shape, device, fingerprint, changed)
+    return _plan_host(config, shape, device)
+
+
+def token_bytes(config: EngineConfig, shape: ModelShape) -> int:
+    """Cache of one token on one rank, in the layers without a window.
+
+    2 (key and value) x layers x key-value heads x head size x element size.
+    """
+    layers = -(-(shape.layers - shape.windowed_layers) // config.pp)
+    return layers * _layer_token_bytes(config, shape)
+
+
+def sequence_bytes(
+    config: EngineConfig, shape: ModelShape, length: int, kind: Literal["cuda", "cpu"]
+) -> int:
+    """Cache of a sequence of `length` tokens on one rank, in whole blocks.
+
+    A layer with a window holds the window and what one step adds to it.
+    """
+    block = int(config.vllm.get("block_size") or BLOCK_TOKENS[kind])
+    found = token_bytes(config, shape) * -(-length // block) * block
+    if shape.windowed_layers:
+        seen = min(shape.window - 1 + step_tokens(config, kind), length)
+        layers = -(-shape.windowed_layers // config.pp)
+        found += layers * _layer_token_bytes(config, shape) * (-(-seen // block) + 1) * block
+    return found
+
+
+def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machine: int) -> int:
+    """The cache given to each rank of a vLLM on a CPU, for a model with so many bytes per token and layer.
+
+    Room for max_batch sequences of max_model_len; all ranks take at most an eighth of the memory.
+    """
+    ranks = tensor_parallel(config) * config.pp * config.dp
+    most = config.max_batch * config.max_model_len * -(-layers // config.pp) * layer_token
+    return max(MIN_CPU_CACHE, min(most, machine // CPU_CACHE_SHARE // ranks))
+
+
+def step_tokens(config: EngineConfig, kind: Literal["cuda", "cpu"]) -> int:
+    """The most tokens that one step of vLLM computes."""
+    default = STEP_TOKENS[kind] if kind == "cuda" else max(config.max_batch, STEP_TOKENS[kind])
+    return int(config.vllm.get("max_num_batched_tokens") or default)
+
+
+def tensor_parallel(config: EngineConfig) -> int:
+    """engine.tp as a number. Raises UsageError for `auto`."""
+    if not isinstance(config.tp, int):
+        raise UsageError('engine.tp is "auto": say how many GPUs there are')
+    return config.tp
+
+
+def _layer_token_bytes(config: EngineConfig, shape: ModelShape) -> int:
+    heads = max(1, shape.kv_heads // tensor_parallel(config))
+    fp8 = str(config.vllm.get("kv_cache_dtype") or "auto").startswith("fp8")
+    return 2 * heads * shape.head_dim * (1 if fp8 else ELEMENT[config.dtype])
+
+
+def _plan_gpu(
+    config: EngineConfig, shape: ModelShape, device: Device, fingerprint: str, changed: float
+) -> EngineMemory:
+    """Plan a vLLM on each of its GPUs."""
+    ranks = tensor_parallel(config) * config.pp
+    engine = MemoryBreakdown.of(
+        [
+            *_step_items(config, shape, "cuda"),
+            MemoryItem("libraries, workspaces", LIBRARIES, "", True),
+            MemoryItem("collectives", COLLECTIVES * (ranks > 1), f"{ranks} ranks", True),
+        ]
+    )
+    update = int(UPDATE_BYTES * changed * shape.parameters)
+    detail = f"{changed:.0%} of the weights, {UPDATE_BYTES} bytes each; without room: loaded whole"
+    beside = uncounted(config, shape) + MemoryBreakdown.of(
+        [
+            MemoryItem("proofs", _proofs(config, shape, config.max_batch) if fingerprint else 0),
+            MemoryItem("an update on its way in", update, detail),
+        ]
+    )
+    fixed = int(config.vllm.get("kv_cache_memory_bytes") or 0)
+    utilization = None if fixed else _utilization(config, shape, device, beside)
+    budget = engine.total + fixed
+    if utilization is not None:
+        budget = int(utilization * device.nbytes)
+    return EngineMemory(
+        device=device,
+        budget=budget,
+        engine=engine,
+        beside=beside,
+        cache=budget - engine.total,
+        token=token_bytes(config, shape),
+        sequence=sequence_bytes(config, shape, config.max_model_len, "cuda"),
+        wanted=config.max_batch,
+        length=config.max_model_len,
+        utilization=utilization,
+    )
+
+
+def _plan_host(config: EngineConfig, shape: ModelShape, device: Device) -> EngineMemory:
+    """Plan a vLLM without GPUs, whose ranks share one memory, or the hf engine on whatever it runs.
+
+    The hf engine holds two networks during a load, and a dense cache that stands beside the one before it
+    while it grows; hidden states are kept, joined, and converted to fp32.
+    """
+    free = device.nbytes - device.taken - (RESERVE if device.kind == "cuda" else 0)
+    items, element = _step_items(config, shape, device.kind), ELEMENT[config.dtype]
+    beside = MemoryBreakdown()
+    if config.type == "vllm":
+        ranks = tensor_parallel(config) * config.pp
+        layer_token = _layer_token_bytes(config, shape)
+        fixed = int(config.vllm.get("kv_cache_memory_bytes") or 0)
+        each = fixed or rank_cache_bytes(config, shape.layers, layer_token, device.nbytes)
+        proofs = _proofs(config, shape, config.max_batch * config.max_model_len)
+        beside = MemoryBreakdown(
+            (
+                MemoryItem("proofs", proofs, "of sampled tokens, until they are collected"),
+                MemoryItem("a state on its way in", 2 * shape.parameters, "bf16, in shared memory"),
+            )
+        )
+        process, most = MemoryItem("processes", ranks * CPU_PROCESS, f"{ranks}", True), ranks * each
+        token = ranks * token_bytes(config, shape)
+        sequence = ranks * sequence_bytes(config, shape, config.max_model_len, "cpu")
+    else:
+        items.append(MemoryItem("the next weights", items[0].nbytes, "while they are loaded whole"))
+        nbytes = CONTEXT if device.kind == "cuda" else HF_PROCESS
+        process, most = MemoryItem("process", nbytes, "", True), free
+        token = 4 * shape.kv_width * shape.layers * element + shape.hidden * (2 * element + 4)
+        sequence = config.max_model_len * token
+    engine = MemoryBreakdown((*items, process))
+    return EngineMemory(
+        device=device,
+        budget=min(free, engine.total + most) if config.type == "hf" else engine.total + most,
+        engine=engine,
+        beside=beside,
+        cache=min(most, free - engine.total - beside.total),
+        token=token,
+        sequence=sequence,
+        wanted=config.max_batch,
+        length=config.max_model_len,
+    )
+
+
+def _step_items(
+    config: EngineConfig, shape: ModelShape, kind: Literal["cuda", "cpu"]
+) -> list[MemoryItem]:
+    """Weights, and what exists during the largest step, of one GPU or of all ranks without GPUs."""
+    element, vllm = ELEMENT[config.dtype], config.type == "vllm"
+    tp = tensor_parallel(config) if vllm else 1
+    count = shape.rank_parameters(tp, config.pp) if vllm else shape.parameters
+    ranks = tp * config.pp if vllm and kind == "cpu" else 1
+    tokens = step_tokens(config, kind)
+    mixed = shape.attention_width // tp + 2 * max(1, shape.kv_heads // tp) * shape.head_dim
+    dense = 3 * shape.intermediate // tp
+    if shape.experts:
+        expert = 3 * shape.expert_width // tp + shape.hidden
+        dense = max(dense, shape.experts_per_token * expert + 3 * shape.shared_width // tp)
+    width = 4 * shape.hidden + max(2 * mixed, dense)  # input, gates, product and output of a layer
+    logits = config.max_batch * shape.vocabulary * (element + 8) * (2 if vllm else 3) // 2
+    found = [
+        MemoryItem("weights", ranks * count * element, f"{count / 1e6:,.0f} M x {element} bytes"),
+        MemoryItem("logits", logits, f"{config.max_batch} rows, in fp32 too", True),
+    ]
+    if vllm:
+        step = ranks * tokens * width * element
+        found.insert(1, MemoryItem("activations", step, f"a step of {tokens} tokens", True))
+    return found
+
+
+def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:
+    """What vLLM takes of a GPU beyond its budget."""
+    layers = -(-shape.layers // config.pp)
+    graphs = 0 if config.vllm.get("enforce_eager") else GRAPHS_MODEL + layers * GRAPHS_LAYER
+    return MemoryBreakdown.of(
+        [
+            MemoryItem("CUDA context", UNCOUNTED, "", True),
+            MemoryItem("CUDA graphs", graphs, f"{layers} layers", True),
+        ]
+    )
+
+
+def _proofs(config: EngineConfig, shape: ModelShape, rows: int) -> int:
+    """Signs of the projection, and so many fingerprints that are not collected yet."""
+    from ..inference.fingerprint import NUMBERS
+
+    return (1 + NUMBERS) * (shape.hidden * ELEMENT[config.dtype] + rows * 4)
+
+
+def _utilization(
+    config: EngineConfig, shape: ModelShape, device: Device, beside: MemoryBreakdown
+) -> float:
+    """The configured share, or vLLM's own; less where a small or shared GPU leaves less."""
+    configured = config.vllm.get("gpu_memory_utilization")
+    if configured is not None:
+        return float(configured)
+    beyond = uncounted(config, shape).total
+    free = device.nbytes - device.taken
+    if UTILIZATION * device.nbytes + beyond <= free:
+        return UTILIZATION
+    needed = beside.total if device.taken else beyond  # an update without room is loaded whole
+    return max(0, int(100 * (free - needed - RESERVE) / device.nbytes)) / 100
+
+
+SHORTEST = 256
+"""Tokens; a shorter engine.max_model_len is not proposed."""
+
+
+def engine_flag(config: EngineConfig, plan: EngineMemory) -> str:
+    """The one flag that helps where an engine does not fit, or not with all its sequences; or ""."""
+    if plan.holds_all:
+        return ""
+    if plan.fits:
+        return f"--engine.max-batch {plan.at_once}"
+    gpu = config.type == "vllm" and plan.device.kind == "cuda"
+    if plan.overdrawn > 0 and gpu:
+        free = plan.device.nbytes - plan.device.taken
+        share = max(0, int(100 * (free - RESERVE) / plan.device.nbytes)) / 100
+        return f"--engine.vllm.gpu-memory-utilization {share:g}"
+    if config.dtype == "float32":
+        return "--engine.dtype bfloat16"
+    block = BLOCK_TOKENS[plan.device.kind]
+    windowed = plan.sequence - plan.token * -(-plan.length // block) * block
+    length = (plan.cache - max(0, windowed)) // max(1, plan.token) // block * block
+    if SHORTEST <= length < plan.length:
+        return f"--engine.max-model-len {length}"
+    return f"--engine.tp {2 * tensor_parallel(config)}" if gpu else ""
+
+
+def refuse_what_cannot_fit(
+    config: EngineConfig,
+    model_dir: Path,
+    gpus: Sequence[GpuMemory] | None = None,
+    *,
+    fingerprint: str = "",
+) -> None:
+    """Raise UsageError if vLLM on `gpus` cannot hold one sequence of engine.max_model_len; log what fits.
+
+    None asks nvidia-smi for the GPUs that this process sees, about 0.1 s. Only what is surely too much is
+    refused: without GPUs, for another engine or a model whose config.json is not understood, nothing is.
+    """
+    if config.type != "vllm" or config.device == "cpu":
+        return
+    gpus = visible() if gpus is None else gpus
+    if not gpus:
+        return
+    tp = config.tp if isinstance(config.tp, int) else max(1, len(gpus) // (config.dp * config.pp))
+    config = config.model_copy(update={"tp": tp})
+    try:
+        shape = read_shape(read_json(model_dir / "config.json"))
+    except EngineError as error:
+        logger.info("memory is not planned: %s", error)
+        return
+    smallest = min(gpu.total for gpu in gpus)
+    plan = plan_engine(config, shape, Device("cuda", smallest), fingerprint=fingerprint)
+    if plan.fits:
+        logger.info("memory of %s: %s", gib(smallest), plan.verdict)
+        return
+    counted = sum(item.nbytes for item in plan.engine if not item.estimate) + plan.sequence
+    most = plan.budget
+    if "gpu_memory_utilization" not in config.vllm:  # only estimates made the plan's smaller
+        most = max(most, int(UTILIZATION * smallest))
+    needed = max(counted, REFUSAL_MARGIN * (plan.budget + plan.missing))
+    if plan.overdrawn <= 0 and needed <= most:
+        logger.warning("memory of %s: %s, by estimates: trying", gib(smallest), plan.verdict)
+        return
+    instead = engine_flag(config, plan) or "a smaller model, or more GPUs"
+    raise UsageError(
+        f"{model_dir.name} {plan.verdict} on a GPU of {gib(smallest)}: give {instead} "
+        "(`primerl-node doctor` has the whole plan)"
+    )
+
+
+# -- trainer ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """The memory of a learner on each of its GPUs, or in the machine, at its two worst moments.
+
+    When backward begins, all that forward kept stands beside the head's logits; when it ends, all gradients
+    stand beside one layer that is computed again. Counted within 1.5 % of docs/benchmarks.md.
+    """
+
+    resident: MemoryBreakdown
+    """Also between steps."""
+    backward_start: MemoryBreakdown
+    backward_end: MemoryBreakdown
+
+    @property
+    def peak(self) -> MemoryBreakdown:
+        """The larger of the two moments."""
+        return self.resident + max(
+            self.backward_start, self.backward_end, key=lambda moment: moment.total
+        )
+
+    @property
+    def total(self) -> int:
+        """Bytes at the worst moment."""
+        return self.peak.total
+
+
+def plan_learner(
+    config: TrainingConfig, shape: ModelShape, *, gpu: bool, ranks: int = 1, exports: bool = True
+) -> LearnerMemory:
+    """Predict a learner that `ranks` GPUs share; `exports`: whether versions are published from it."""
+    half = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)
+    element = 2 if half else 4
+    tokens = -(-config.seq_len // config.context_parallel)
+    how = config.activation_checkpointing
+    compiled = config.compile if config.compile is not None else gpu
+    layer = tokens * _kept_elements(shape, compiled) * element
+    kept = shape.layers * layer
+    if how != "none":
+        width = shape.hidden + (shape.attention_width if how == "selective" else 0)
+        kept = shape.layers * tokens * width * element
+    rows = min(tokens, config.head_chunk)
+    logits = LOGITS_BUFFERS * rows * shape.vocabulary * element
+    if not gpu:
+        logits += 2 * rows * shape.vocabulary * 4  # not compiled: in fp32 too
+    head = 0 if config.lora else (4 + element) * shape.embedding
+    again = "a layer" if how == "none" else "a layer, computed again"
+
+    def slack(moving: int) -> MemoryItem:
+        return MemoryItem("allocator slack", int(ALLOCATOR_SLACK * moving * gpu), "", True)
+
+    gradients = 4 * _trained(config, shape) // ranks
+    return LearnerMemory(
+        _resident(config, shape, gpu, ranks, exports),
+        MemoryBreakdown.of(
+            [
+                MemoryItem("kept for backward", kept, f"{tokens} tokens, recompute: {how}"),
+                MemoryItem("logits", logits, f"{LOGITS_BUFFERS} x {rows} tokens"),
+                MemoryItem("hidden states and gradient", 2 * tokens * shape.hidden * element),
+                MemoryItem("gradient of the head", head, "fp32 sums"),
+                slack(kept + logits),
+            ]
+        ),
+        MemoryBreakdown.of(
+            [
+                MemoryItem("gradients", gradients, "fp32"),
+                MemoryItem(again, layer, f"{tokens} tokens"),
+                MemoryItem("its gradients", layer // 4, "", True),
+                slack(layer),
+            ]
+        ),
+    )
+
+
+def _trained(config: TrainingConfig, shape: ModelShape) -> int:
+    """Parameters that are trained: all, or those of the adapters."""
+    lora = config.lora
+    return shape.adapter_parameters(lora.rank, lora.target_modules) if lora else shape.parameters
+
+
+def _resident(
+    config: TrainingConfig, shape: ModelShape, gpu: bool, ranks: int, exports: bool
+) -> MemoryBreakdown:
+    half = config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)
+    element = 2 if half else 4
+    count, trained = shape.parameters, _trained(config, shape)
+    weights = MemoryItem("weights", 2 * count if half else 0, "bf16")
+    if ranks > 1:
+        tables = shape.embedding * (1 if shape.tied else 2)
+        gathered = tables + 2 * shape.layer_parameters()
+        gathered = gathered if config.fsdp.reshard_after_forward else count
+        detail = "two layers, embeddings and head"
+        weights = MemoryItem("weights, gathered", element * gathered, detail)
+    frozen = 4 * count if config.lora is not None and (not half or ranks > 1) else 0
+    moments = 0 if config.optimizer_offload and gpu else 8 * trained
+    reference = element * count if config.loss.needs_reference else 0
+    bits = 2 * trained if exports else 0
+    return MemoryBreakdown.of(
+        [
+            weights,
+            MemoryItem("masters", (4 * trained + frozen) // ranks, "fp32"),
+            MemoryItem("Adam's moments", moments // ranks, "fp32, two"),
+            MemoryItem("bits of the last version", bits // ranks, "to find what changed"),
+            MemoryItem("reference policy", reference // ranks),
+            MemoryItem("CUDA context, libraries", CONTEXT * gpu, "", True),
+        ]
+    )
+
+
+def _kept_elements(shape: ModelShape, compiled: bool) -> int:
+    """Elements that one layer keeps of a token for backward.
+
+    Compiled: its input, both norms' outputs and the sum between them, queries and keys before and after
+    norm and rotation, values, attention's output, gate, up and their product. Not compiled: also each
+    norm's input in fp32 and its normed value, and the gate's activation.
+    """
+    hidden, queries, keys = shape.hidden, shape.attention_width, shape.kv_width
+    width = shape.intermediate
+    if shape.experts and shape.sparse_layers:
+        routed = shape.experts_per_token * (3 * shape.expert_width + shape.hidden)
+        width = (routed + 3 * shape.shared_width) // 3
+    kept = 4 * hidden + 2 * (queries + keys) + keys + queries + 3 * width
+    return kept if compiled else kept + 6 * hidden + 2 * (queries + keys) + width
+
+
+def learner_flag(config: TrainingConfig, plan: LearnerMemory, room: int) -> str:
+    """The one flag that helps most where a learner does not fit into `room` bytes; "" if it fits."""
+    if plan.total <= room:
+        return ""
+    if plan.resident.total < room and config.activation_checkpointing != "full":
+        return "--training.activation-checkpointing full"
+    if plan.resident.total < room and config.head_chunk > 1024:
+        return "--training.head-chunk 1024"
+    if config.lora is None:
+        return "--training.lora.rank 16, or more GPUs: --training.backend fsdp"
+    return "more GPUs: --training.backend fsdp"
+
+
+def plan_trainer(
+    config: RunConfig, shape: ModelShape, *, gpu: bool
+) -> tuple[LearnerMemory, MemoryBreakdown]:
+    """Predict the learner, and what else a trainer of `config` keeps on its first device."""
+    element = ELEMENT[config.engine.dtype]
+    network = shape.parameters * element
+    evaluates = bool(config.evaluation.prompts) or config.warmup is not None
+    versions = config.rollouts.max_off_policy_steps + 3
+    kept = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
+    width = 4 * shape.hidden + max(3 * shape.intermediate, 2 * shape.attention_width)
+    audit = AUDIT_TOKENS * width * element + 3 * AUDIT_LOGITS
+    beside = MemoryBreakdown.of(
+        [
+            MemoryItem("evaluation's network", network * evaluates, f"{element} bytes a parameter"),
+            MemoryItem("evaluation's CUDA context", CONTEXT * (gpu and evaluates), "", True),
+            MemoryItem("the auditor's networks", kept * network, f"{kept} at a time"),
+            MemoryItem("an audit's forward pass", audit, f"{AUDIT_TOKENS} tokens", True),
+            MemoryItem("the auditor's CUDA context", CONTEXT * gpu, "", True),
+        ]
+    )
+    ranks = fsdp_ranks(config.training)
+    return plan_learner(config.training, shape, gpu=gpu, ranks=ranks), beside
+
+
+def fsdp_ranks(training: TrainingConfig) -> int:
+    """GPUs that share the model, as far as the config says; 1 where none do."""
+    if training.backend != "fsdp":
+        return 1
+    return max(1, (training.fsdp.ranks or 2) * training.fsdp.nodes // training.fsdp.replicas)
+
+
+def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
+    """gpu_memory_utilization for a vLLM on a GPU of `gpu` bytes that this run's trainer uses too.
+
+    0.0 if the trainer leaves nothing.
+    """
+    learner, beside = plan_trainer(config, shape, gpu=True)
+    beyond = uncounted(config.engine, shape).total
+    left = gpu - learner.total - beside.total - beyond - RESERVE
+    return max(0, int(100 * left / gpu)) / 100

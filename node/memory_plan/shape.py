@@ -1,0 +1,224 @@
+"""Read the sizes of a model from its config.json: parameters, and elements of its KV cache per token.
+
+Nothing is loaded and torch is not needed. Counts are exact for the families in FAMILIES; other models are
+counted as a llama, and `ModelShape.exact` is false.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..ops.errors import EngineError
+
+VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of embeddings to it, divided by its ranks
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parameters of a model family that its config.json does not mention."""
+
+    qkv_bias: bool = False  # biases of query, key and value whatever `attention_bias` says
+    head_norms: bool = False  # a norm over each head of queries and of keys
+    norms: int = 2  # per layer, over the hidden size
+    tied: bool = False  # embeddings, where config.json does not say
+    sliding: bool = False  # `sliding_window` alone switches windows on, for all layers
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(sliding=True),
+    "mixtral": Family(sliding=True),
+    "qwen2": Family(qkv_bias=True),
+    "qwen2_moe": Family(qkv_bias=True),
+    "qwen3": Family(head_norms=True),
+    "qwen3_moe": Family(head_norms=True),
+    "gemma": Family(tied=True),
+    "gemma2": Family(norms=4, tied=True),
+    "gemma3_text": Family(norms=4, head_norms=True, tied=True),
+}
+"""By `model_type`; each is compared with transformers' own model in the tests."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal language model, in elements."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    longest: int  # positions that the model was made for; 0: not said
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    shared_width: int = 0  # of an expert that every token visits
+    sparse_layers: int = 0  # layers with experts
+    window: int = 0  # tokens that a windowed layer sees
+    windowed_layers: int = 0
+    qkv_biases: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether the family is known, so that `parameters` is exact."""
+        return self.family in FAMILIES
+
+    @property
+    def _family(self) -> Family:
+        return FAMILIES.get(self.family, Family())
+
+    @property
+    def attention_width(self) -> int:
+        """Elements of a token's queries, and of attention's output: heads x head size."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a token's keys, and of its values, in one layer."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and of an untied head."""
+        return self.vocabulary * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters; a tied embedding counts once."""
+        tables = self.embedding * (1 if self.tied else 2)
+        layers = self.layers * (self._attention(1) + self._norms)
+        layers += (self.layers - self.sparse_layers) * self._dense(1)
+        return tables + self.hidden + layers + self.sparse_layers * self._moe(1)
+
+    def rank_parameters(self, tp: int = 1, pp: int = 1) -> int:
+        """Parameters of vLLM's largest rank with tensor parallel `tp` and pipeline parallel `pp`.
+
+        A table of embeddings is on the first stage and one on the last, also where the two are tied.
+        """
+        layers = -(-self.layers // pp)
+        sparse = min(layers, -(-self.sparse_layers // pp))
+        rows = -(-self.vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        tables = 1 if self.tied or pp > 1 else 2
+        return (
+            tables * rows * self.hidden // tp
+            + self.hidden
+            + layers * (self._attention(tp) + self._norms)
+            + (layers - sparse) * self._dense(tp)
+            + sparse * self._moe(tp)
+        )
+
+    def layer_parameters(self) -> int:
+        """Parameters of the largest layer."""
+        feed_forward = self._moe(1) if self.sparse_layers else self._dense(1)
+        return self._attention(1) + self._norms + feed_forward
+
+    def adapter_parameters(self, rank: int, modules: tuple[str, ...]) -> int:
+        """Parameters of low-rank adapters on the linear layers with these names (llama's)."""
+        d, q, kv, mlp = self.hidden, self.attention_width, self.kv_width, self.intermediate
+        sizes = {"q_proj": d + q, "k_proj": d + kv, "v_proj": d + kv, "o_proj": q + d}
+        sizes |= {"gate_proj": d + mlp, "up_proj": d + mlp, "down_proj": mlp + d}
+        return self.layers * rank * sum(sizes.get(name, 0) for name in modules)
+
+    @property
+    def _norms(self) -> int:
+        heads = 2 * self.head_dim if self._family.head_norms else 0
+        return self._family.norms * self.hidden + heads
+
+    def _attention(self, tp: int) -> int:
+        """Parameters of one rank's projections in a layer; a key head is not cut: ranks hold copies."""
+        queries = self.attention_width // tp
+        keys = max(1, self.kv_heads // tp) * self.head_dim
+        biases = (queries + 2 * keys) * self.qkv_biases + self.hidden * self.output_bias
+        return self.hidden * (2 * queries + 2 * keys) + biases
+
+    def _dense(self, tp: int) -> int:
+        width = self.intermediate // tp
+        return 3 * self.hidden * width + (2 * width + self.hidden) * self.mlp_bias
+
+    def _moe(self, tp: int) -> int:
+        experts = self.experts * 3 * self.hidden * (self.expert_width // tp)
+        shared = 3 * self.hidden * (self.shared_width // tp)
+        return experts + shared + self.hidden * (self.experts + bool(self.shared_width))
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Read the shape of a model from its config.json; of a multimodal model, that of its text part.
+
+    Raises EngineError unless it is a causal language model whose cache is made of keys and values.
+    """
+    inner = config.get("text_config")
+    text: Mapping[str, Any] = inner if isinstance(inner, Mapping) else config
+    if text.get("kv_lora_rank") or text.get("ssm_cfg") or text.get("linear_num_value_heads"):
+        raise EngineError(
+            f"the cache of {text.get('model_type')!r} holds no plain keys and values: it cannot be planned "
+            "for, start it and see"
+        )
+    name = str(text.get("model_type") or config.get("model_type") or "unknown")
+    family = FAMILIES.get(name, Family())
+    layers, heads = _size(text, "num_hidden_layers"), _size(text, "num_attention_heads")
+    hidden = _size(text, "hidden_size")
+    experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts")
+    windowed, window = _windows(text, layers, family)
+    bias = bool(text.get("attention_bias", False))
+    return ModelShape(
+        family=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_first(text, "num_key_value_heads") or heads,
+        head_dim=_first(text, "head_dim") or hidden // heads,
+        intermediate=_size(text, "intermediate_size"),
+        vocabulary=_size(text, "vocab_size"),
+        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", family.tied))),
+        longest=_first(text, "max_position_embeddings"),
+        experts=experts,
+        experts_per_token=_first(text, "num_experts_per_tok") if experts else 0,
+        expert_width=_first(text, "moe_intermediate_size", "intermediate_size") if experts else 0,
+        shared_width=_first(text, "shared_expert_intermediate_size") if experts else 0,
+        sparse_layers=_sparse(text, layers) if experts else 0,
+        window=window,
+        windowed_layers=windowed,
+        qkv_biases=family.qkv_bias or bias,
+        output_bias=bias and not family.qkv_bias,
+        mlp_bias=bool(text.get("mlp_bias", False)),
+    )
+
+
+def _sparse(text: Mapping[str, Any], layers: int) -> int:
+    step = _first(text, "decoder_sparse_step") or 1
+    dense = set(text.get("mlp_only_layers") or ()) | set(
+        range(_first(text, "first_k_dense_replace"))
+    )
+    return sum(layer not in dense and not (layer + 1) % step for layer in range(layers))
+
+
+def _windows(text: Mapping[str, Any], layers: int, family: Family) -> tuple[int, int]:
+    """(layers that see a window only, the window)."""
+    window = _first(text, "sliding_window")
+    kinds = text.get("layer_types")
+    if not window or text.get("use_sliding_window") is False:
+        return 0, 0
+    if isinstance(kinds, list):
+        found = sum(kind == "sliding_attention" for kind in kinds)
+        return found, window if found else 0
+    return (layers, window) if family.sliding else (0, 0)
+
+
+def _size(text: Mapping[str, Any], name: str) -> int:
+    value = text.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise EngineError(f"config.json has no {name}: use a causal language model")
+    return value
+
+
+def _first(text: Mapping[str, Any], *names: str) -> int:
+    """The first of these that is a number; 0 if none."""
+    found = (text.get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and value), 0)

@@ -1,0 +1,153 @@
+"""The files of a Hugging Face model directory: what defines it, its weights, and writing both.
+
+No code that came with a model is ever read, and weights are safetensors only.
+"""
+
+import os
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+from ...crypto.hashing import short
+from ..ops.errors import EngineError, StorageError, one_line
+from ..weights.replica import prove
+from ..weights.state import State, Tensor
+from .json_files import read_json as read_json
+from .tensors import from_torch, to_torch
+
+CONTRACT_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "*.tiktoken",
+)
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+
+
+def contract_files(directory: Path) -> list[str]:
+    """Sorted names of the files that tokens and shapes depend on; never weights, never code."""
+    return sorted(
+        entry.name
+        for entry in directory.iterdir()
+        if entry.is_file()
+        and any(fnmatch(entry.name, pattern) for pattern in CONTRACT_PATTERNS)
+        and entry.suffix not in (".py", ".safetensors")
+    )
+
+
+def vocab_size(directory: Path) -> int:
+    """Rows of the model's embedding (config.json); token ids are below this."""
+    config = read_json(directory / "config.json")
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if not isinstance(size, int):
+        raise EngineError(
+            f"{directory / 'config.json'} has no vocab_size: use a causal language model"
+        )
+    return size
+
+
+def position_count(directory: Path) -> int:
+    """Tokens of the longest sequence that the model was made for (config.json); 0 where it does not say."""
+    config = read_json(directory / "config.json")
+    positions = (config.get("text_config") or config).get("max_position_embeddings")
+    return positions if isinstance(positions, int) else 0
+
+
+def layer_count(directory: Path) -> int:
+    """Layers of the model (config.json); 0 where it does not say."""
+    config = read_json(directory / "config.json")
+    layers = (config.get("text_config") or config).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else 0
+
+
+def read_state(directory: Path) -> State:
+    """Every tensor in the safetensors files of a model directory, bits as stored."""
+    from safetensors import SafetensorError, safe_open
+
+    state: dict[str, Tensor] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise EngineError(
+            f"{directory} holds no *.safetensors: convert the model to safetensors first"
+        )
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as reader:
+                names = list(reader.keys())
+                tensors = {name: from_torch(reader.get_tensor(name)) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise EngineError(
+                f"{path} cannot be read ({one_line(error)}): fetch the model again"
+            ) from error
+        if twice := state.keys() & tensors.keys():
+            raise EngineError(f"{path} repeats {min(twice)!r}: remove the stale weight file")
+        state |= tensors
+    return state
+
+
+def read_base(directory: Path, digest: bytes) -> State:
+    """The weights of a model directory, if they are the state that the run's manifest names.
+
+    Raises EngineError.
+    """
+    state = read_state(directory)
+    found = prove(0, state, threads=os.cpu_count() or 1).digest
+    if found != digest:
+        raise EngineError(
+            f"the weights in {directory} are {short(found)}, the run is of {short(digest)}: delete that "
+            "directory and start again"
+        )
+    return state
+
+
+def export(state: State, model_dir: Path, directory: Path) -> None:
+    """Write `state` and the contract files of `model_dir` as a Hugging Face model, atomically.
+
+    Whatever `directory` held is moved aside once the new files are on disk, then deleted. Raises
+    StorageError.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_weights(state, partial / "model.safetensors")
+        for name in contract_files(model_dir):
+            shutil.copyfile(model_dir / name, partial / name)
+        for path in (*partial.iterdir(), partial):
+            _fsync(path)
+        _replace(partial, directory)
+    except OSError as error:
+        raise StorageError(f"cannot export to {directory}: {error}") from error
+
+
+def _write_weights(state: State, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: to_torch(tensor) for name, tensor in state.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _replace(source: Path, target: Path) -> None:
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    source.rename(target)
+    _fsync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,98 @@
+"""Bits of `State` to torch tensors and back.
+
+A tensor made by to_torch() may share memory with its State: read it, never write to it. What
+from_torch() returns always owns its memory, so a training step cannot change a published state.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..ops.errors import EngineError
+from ..weights.state import BITS, State, Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I16": "int16",
+    "U16": "uint16",
+    "F32": "float32",
+    "I32": "int32",
+    "U32": "uint32",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+_SIGNED = {1: np.dtype(np.uint8), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+"""Bytes per element -> the numpy type that torch shares without loss (it lacks most unsigned ones)."""
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """The torch dtype of a safetensors dtype name or of torch's own name ("BF16", "bfloat16")."""
+    import torch
+
+    found = getattr(torch, _TORCH_NAMES.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise EngineError(f"dtype {name!r} is unknown: use one of {', '.join(sorted(BITS))}")
+    return found
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """The safetensors name of a torch dtype.
+
+    Raises EngineError for those that a state cannot hold (complex, float8, quantised).
+    """
+    short = str(dtype).rpartition(".")[2]
+    for name, torch_name in _TORCH_NAMES.items():
+        if torch_name == short:
+            return name
+    raise EngineError(f"a state cannot hold {short}: convert to one of {', '.join(sorted(BITS))}")
+
+
+def to_torch(
+    tensor: Tensor,
+    device: "torch.device | str | None" = None,
+    dtype: "torch.dtype | None" = None,
+) -> "torch.Tensor":
+    """`tensor` with the same bits, then moved to `device` and converted to `dtype` where given.
+
+    Shares memory with `tensor.data` if that is writeable (torch has no read-only tensors) and
+    neither device nor dtype changes.
+    """
+    import torch
+
+    bits = tensor.data.view(_SIGNED[tensor.data.itemsize])
+    if not bits.flags.writeable:
+        bits = bits.copy()
+    flat = torch.from_numpy(bits).view(torch_dtype(tensor.dtype))
+    return flat.reshape(tensor.shape).to(device=device, dtype=dtype)
+
+
+def from_torch(t: "torch.Tensor", dtype: str | None = None) -> Tensor:
+    """`t` as bits, in its own dtype or converted to `dtype`, a name (round to nearest even).
+
+    Raises EngineError for dtypes that a state cannot hold (complex, float8, quantised).
+    """
+    import torch
+
+    name = dtype or dtype_name(t.dtype)
+    converted = t.detach().to(torch_dtype(name))
+    owned = converted.to("cpu", copy=converted.data_ptr() == t.data_ptr()).contiguous()
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[owned.element_size()]
+    bits = owned.reshape(-1).view(signed).numpy().view(BITS[name])
+    return Tensor(name, tuple(t.shape), bits)
+
+
+def bf16_state(named: Iterable[tuple[str, "torch.Tensor"]]) -> State:
+    """The tensors of `named` with every floating one cast to bf16, the others as they are."""
+    return {
+        name: from_torch(tensor, "BF16" if tensor.is_floating_point() else None)
+        for name, tensor in named
+    }

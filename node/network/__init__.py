@@ -1,1 +1,0 @@
-"""Peers, streams, heads and chunks. Knows nothing of models or torch."""

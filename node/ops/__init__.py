@@ -1,0 +1,1 @@
+"""Operating a node: errors, logs, metrics, status, control socket, doctor, explain, summary."""

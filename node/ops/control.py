@@ -1,0 +1,306 @@
+"""The local control socket: one JSON line asks, one JSON line answers. Both ends, and the rows they show.
+
+The socket belongs to its owner alone (0600, in a 0700 directory); it is never a network socket.
+"""
+
+import asyncio
+import inspect
+import json
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..process.unix_sockets import connected, short
+from .errors import BusyError, NetworkError, NodeError
+
+SOCKET_NAME = "control.sock"
+MAX_LINE = 4 * 1024 * 1024
+ASK_TIMEOUT_S = 10.0
+
+Command = Callable[..., Awaitable[Any]]
+"""Called with the arguments of the question, if it has any."""
+
+
+class PeerRow(msgspec.Struct):
+    """One line of `primerl-node peers`."""
+
+    id: str
+    short: str
+    role: str
+    path: str
+    """direct, relayed, memory, or - when not connected."""
+    rtt_ms: float | None
+    bytes_sent: int
+    bytes_received: int
+    version: int
+    """Policy version it says it holds; -1 before the first."""
+    lag: int
+    leases: int
+    accepted: int
+    rejected: int
+    top_reason: str
+    trust: float
+    reliability: float
+    last_seen_s: float | None
+    """Seconds ago."""
+    software: str
+    audited: int = 0
+    """Rollouts of it that were audited."""
+    suspicion: float = 0.0
+    """How far the evidence of audits has come on the way to a ban: 1 is one."""
+    refused: str = ""
+    """Why it is leased nothing, or its audits count no more; empty while all is well."""
+    audits: int = 0
+    """Audits that it made for the trainer, as a validator."""
+    stage: str = ""
+    """Which stage of a pipeline it is, and its layers; empty for none."""
+    silent_s: float = 0.0
+    """Seconds since it said anything, where it should have said something; 0 while all is well."""
+    left: bool = False
+    """It said goodbye before it fell silent."""
+
+
+class EngineRow(msgspec.Struct):
+    """The engine of a worker."""
+
+    type: str
+    inflight: int = 0
+    """Sequences that were given to it and have not come back."""
+    cap: int = 0
+    """The most that are given to it at a time, just now."""
+    running: int = 0
+    waiting: int = 0
+    kv_use: float = 0.0
+    """Share of its cache that is in use, 0 to 1."""
+    preemptions: int = 0
+    taken_back: int = 0
+    """Sequences that were stopped for want of room, and made again later."""
+    generated_tokens: int = 0
+    tokens_per_s: float = 0.0
+    """Over the last minute."""
+    restarts: int = 0
+    fault: str = ""
+    """Why it does not work just now, with what to do; empty while it does."""
+
+
+class GroupRow(msgspec.Struct):
+    """A pipeline that the trainer has planned."""
+
+    group: str
+    generation: int
+    stages: list[str]
+    """Short ids of its nodes, in order."""
+    layers: list[str]
+    """Of each: first-last."""
+    spares: int
+    round_trip_ms: float | None
+    """Of the whole ring, as its stages measured it; None while one of them is silent."""
+    kv_tokens: int
+    """Tokens that it has room for at a time."""
+    state: str
+    """planned, or waiting: for a node in place of one that is lost."""
+
+
+class StageRow(msgspec.Struct):
+    """The stage that a worker is of a pipeline."""
+
+    group: str
+    generation: int
+    rank: int
+    stages: int
+    layers: str
+    """The first and the last, both held: 0-13."""
+    state: str
+    """What is wrong, or `whole`."""
+    epoch: int = -1
+    """Of the chain; higher after every break."""
+    breaks: int = 0
+    bytes_out: int = 0
+    """To the next stage, since this ring began."""
+    bytes_in: int = 0
+    """From the one before."""
+    rtt_ms: float | None = None
+    """To the next stage and back."""
+    round_ms: float | None = None
+    """Once round the ring (stage 0)."""
+    stall_share: float | None = None
+    """Share of its time that this stage waits for the others; at stage 0 of the slowest stage."""
+    lanes: int = 0
+    """Micro-batches that the sequences are cut into (stage 0)."""
+    in_flight: int = 0
+    """Of these, on their way round (stage 0)."""
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """`primerl-node status`."""
+
+    id: str
+    short: str
+    role: str
+    software: str
+    pid: int
+    uptime_s: float
+    data_dir: str
+    run: str = ""
+    run_name: str = ""
+    phase: str = "starting"
+    """starting, joining, catching up, warm-up, evaluating, running, finishing, ended."""
+    step: int = 0
+    max_steps: int = 0
+    version: int = -1
+    """Policy version that this node holds."""
+    newest_version: int = -1
+    """Newest version that it has heard of."""
+    reward: float | None = None
+    """Mean reward of the last batch (trainer)."""
+    staleness: float | None = None
+    """Mean staleness of the last batch, versions (trainer)."""
+    leases: int = 0
+    """Leases held (worker) or out (trainer)."""
+    waiting_groups: int = 0
+    accepted: int = 0
+    rejected: dict[str, int] = {}
+    trust: float | None = None
+    """What the verdicts since its start come to, as the trainer counts (worker); None before the first."""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    chunk_bytes_by_source: dict[str, int] = {}
+    """Chunk bytes fetched, by short id of the source (`trainer` for the trainer)."""
+    peers: int = 0
+    neighbours: int = 0
+    """libp2p connections."""
+    detail: str = ""
+    warnings: list[str] = []
+    """What the operator should do something about, a sentence each (trainer)."""
+    waiting_for: str = ""
+    """What the run (trainer) or this node (worker, validator) waits for, in words; empty while it works."""
+    engine: EngineRow | None = None
+    """What generates (worker)."""
+    environment: str = ""
+    """What the environment is busy with, or what was wrong with it last; empty while all is well."""
+    stage: StageRow | None = None
+    """Of a worker that holds the model together with others."""
+    event_loop_lag: dict[str, float] = {}
+    """How late this process does what is due: mean, p90 and max, seconds, over the last ten (worker)."""
+    pipelines: list[GroupRow] = []
+    """Of nodes that hold the model together (trainer)."""
+    evaluating: int = -1
+    """Version that is being evaluated beside training; -1 while none is (trainer)."""
+    evaluations: dict[str, dict[str, float]] = {}
+    """Environment -> figures of the version that was evaluated last, and its number (trainer)."""
+    history: list[tuple[int, float]] = []
+    """(step, mean reward) so far (trainer)."""
+    seconds: dict[str, float] = {}
+    """Seconds by phase."""
+
+
+def socket_path(data_dir: Path) -> Path:
+    """Where the control socket of a data directory is."""
+    return data_dir / SOCKET_NAME
+
+
+class ControlServer:
+    """Answers commands of the local user."""
+
+    def __init__(self, data_dir: Path, commands: Mapping[str, Command]) -> None:
+        self._path = socket_path(data_dir)
+        self._commands = commands
+        self._server: asyncio.AbstractServer | None = None
+        self._callers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        """Listen. Raises BusyError if a node already answers there."""
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._path.exists():
+            if _answers(self._path):
+                raise BusyError(f"a node already runs in {self._path.parent}: stop it first")
+            self._path.unlink()
+        with short(self._path) as name:
+            self._server = await asyncio.start_unix_server(self._serve, name, limit=MAX_LINE)
+        self._path.chmod(0o600)
+
+    async def close(self) -> None:
+        """Stop listening, hang up on whoever is being answered, and remove the socket."""
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+            self._server = None
+            await asyncio.sleep(0)  # who was let in just now is a caller by then
+            for caller in self._callers:
+                caller.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._callers.add(writer)
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                reply = await self._answer(await reader.readline())
+                writer.write(msgspec.json.encode(reply) + b"\n")
+                await writer.drain()
+        except (TimeoutError, ConnectionError, ValueError):
+            pass  # a local caller that hung up, stalled or sent an endless line
+        finally:
+            self._callers.discard(writer)
+            writer.close()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            asked = json.loads(line)
+            command = self._commands[asked["command"]]
+            arguments = asked.get("arguments", {})
+        except (ValueError, KeyError, TypeError):
+            return {"error": f"commands are: {', '.join(sorted(self._commands))}"}
+        try:
+            inspect.signature(command).bind(**arguments)
+        except TypeError as error:
+            return {"error": f"{asked['command']}: {error}"}
+        try:
+            return {"data": await command(**arguments)}
+        except NodeError as error:
+            return {"error": str(error)}
+
+
+def ask(data_dir: Path, command: str, **arguments: Any) -> Any:
+    """Ask the node that runs in `data_dir`; returns decoded JSON.
+
+    Raises:
+        NetworkError: no node runs there, or it does not answer.
+    """
+    path = socket_path(data_dir)
+    try:
+        with connected(path, ASK_TIMEOUT_S) as connection:
+            asked = (
+                {"command": command, "arguments": arguments} if arguments else {"command": command}
+            )
+            connection.sendall(json.dumps(asked).encode() + b"\n")
+            reply = _read_line(connection)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise NetworkError(
+            f"no node runs in {data_dir}: start one, or name its --data-dir"
+        ) from error
+    except (TimeoutError, OSError) as error:
+        raise NetworkError(f"the node in {data_dir} does not answer: {error}") from error
+    answer = json.loads(reply)
+    if "error" in answer:
+        raise NodeError(str(answer["error"]))
+    return answer["data"]
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    parts: list[bytes] = []
+    while not parts or not parts[-1].endswith(b"\n"):
+        part = connection.recv(65536)
+        if not part:
+            break
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _answers(path: Path) -> bool:
+    try:
+        connected(path, 1.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,356 @@
+"""Check this machine for what a node needs, and plan the memory of a worker and a trainer on it.
+
+Nothing heavy is imported and CUDA is never started: the builds of torch and vLLM are read from their files.
+Each check judges its arguments, so that tests can pass them; examine() collects them from the machine.
+"""
+
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..config.engine import EngineConfig
+from ..config.run import NodeConfig, RunConfig
+from ..inference.vllm_features import check_release, installed_release
+from ..memory_plan.memory import (
+    GIB,
+    MIB,
+    UTILIZATION,
+    Device,
+    EngineMemory,
+    LearnerMemory,
+    MemoryBreakdown,
+    engine_flag,
+    gib,
+    learner_flag,
+    plan_engine,
+    plan_trainer,
+    worker_share,
+)
+from ..memory_plan.shape import ModelShape
+from ..models.architectures import untrainable
+from ..p2p import libp2p
+from . import gpu_memory
+from .errors import EngineError, UsageError
+from .gpu_memory import GpuMemory
+from .machine_memory import Memory as Memory
+from .machine_memory import machine_memory as machine_memory
+
+State = Literal["ok", "warning", "problem"]
+
+OLDEST_PYTHON = (3, 11)
+FILES_WANTED, FILES_NEEDED = 4096, 1024  # a busy trainer's streams, chunks and up to 256 peers
+DISK_WANTED, DISK_NEEDED = 10 * GIB, 1 * GIB
+SHARED_WANTED = 256 * MIB
+BUSY_LOAD_PER_CORE = 1.5
+FREE_GPU_SHARE = 0.85  # with less, other programs use the GPU
+CLOCK_TOLERANCE_S = 3600.0  # before the installation of this file
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check, and what to do about it."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def examine(config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0) -> list[Check]:
+    """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
+    found = gpu_memory.visible(environ)
+    home = config.data_dir or Path.home() / ".primerl"
+    shared = Path("/dev/shm")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return [
+        check_python(sys.version_info[:3]),
+        check_torch(torch_build(), gpus=len(found), wanted=config.engine.type != "scripted"),
+        check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
+        check_libp2p(libp2p.is_installed(), wanted=config.network.libp2p),
+        *check_gpus(found, environ.get("CUDA_VISIBLE_DEVICES")),
+        check_cpu(len(os.sched_getaffinity(0)), os.getloadavg()[0]),
+        check_memory(machine_memory()),
+        check_shared_memory(shutil.disk_usage(shared).free if shared.is_dir() else 0, needed),
+        check_disk(home, shutil.disk_usage(existing(home)).free, needed),
+        check_open_files(soft),
+        *check_ports(config),
+        check_clock(time.time(), Path(__file__).stat().st_mtime),
+    ]
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def check_python(version: Sequence[int]) -> Check:
+    """Check the version of this interpreter."""
+    text = f"{'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
+    if tuple(version[:2]) < OLDEST_PYTHON:
+        wanted = ".".join(map(str, OLDEST_PYTHON))
+        return Check("Python", "problem", text, f"use {wanted} or newer")
+    return Check("Python", "ok", text)
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """The torch that is installed."""
+
+    version: str
+    cuda: str  # empty for a CPU build
+
+
+def torch_build() -> TorchBuild | None:
+    """Read which torch is installed, without importing it."""
+    found = importlib.util.find_spec("torch")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        text = Path(place, "version.py").read_text(encoding="utf-8")
+        version = re.search(r"^__version__ = '([^']+)'", text, re.M)
+        cuda = re.search(r"^cuda: .*= '([^']+)'", text, re.M)
+        return TorchBuild(version[1] if version else "?", cuda[1] if cuda else "")
+    return None
+
+
+def check_torch(build: TorchBuild | None, *, gpus: int, wanted: bool = True) -> Check:
+    """Check that torch is installed and can use the GPUs."""
+    if build is None:
+        advice = "pip install 'primerl-node[run]': a trainer or a worker computes with it"
+        return Check("torch", "problem" if wanted else "warning", "not installed", advice)
+    text = f"{build.version}, " + (f"CUDA {build.cuda}" if build.cuda else "CPU only")
+    if gpus and not build.cuda:
+        advice = "install a CUDA build of torch, else the GPUs stay idle"
+        return Check("torch", "problem", text, advice)
+    return Check("torch", "ok", text)
+
+
+def check_vllm(release: str, *, wanted: bool) -> Check:
+    """Check that vLLM is installed in a supported release."""
+    if not release:
+        if not wanted:
+            return Check("vLLM", "ok", "not installed, and not asked for")
+        advice = "pip install 'primerl-node[vllm]', or use --engine hf"
+        return Check("vLLM", "problem", "not installed", advice)
+    try:
+        check_release(release)
+    except EngineError as error:
+        return Check("vLLM", "problem" if wanted else "warning", release, str(error))
+    return Check("vLLM", "ok", release)
+
+
+def check_model(config: Mapping[str, Any], longest: int) -> Check:
+    """Check that the trainer can train the model of this config.json."""
+    text = f"{config.get('model_type', 'no model_type')}, sequences of up to {longest} tokens"
+    if reason := untrainable(config, longest):
+        return Check("model", "problem", f"{text}: cannot be trained", reason)
+    return Check("model", "ok", f"{text}: can be trained")
+
+
+def check_libp2p(installed: bool, *, wanted: bool) -> Check:
+    """Check that libp2p is installed; a node works without it."""
+    if installed:
+        return Check("libp2p", "ok", "installed")
+    if not wanted:
+        return Check("libp2p", "ok", "not installed, and switched off")
+    advice = f"{libp2p.INSTALL}: until then peers are found through the trainer alone"
+    return Check("libp2p", "warning", "not installed", advice)
+
+
+# -- machine ---------------------------------------------------------------------------------------
+
+
+def check_gpus(found: Sequence[GpuMemory], listed: str | None) -> Iterator[Check]:
+    """Check each GPU that this process may use for other users."""
+    if not found:
+        hidden = f" (CUDA_VISIBLE_DEVICES is {listed!r})" if listed is not None else ""
+        yield Check("GPU", "ok", f"none{hidden}: everything runs on the CPU")
+    for gpu in found:
+        text = f"{gpu.name}, {gib(gpu.total)}, {gib(gpu.free)} free, driver {gpu.driver}"
+        if gpu.free < FREE_GPU_SHARE * gpu.total:
+            advice = (
+                "others use it: vLLM starts only if engine.vllm.gpu_memory_utilization is below "
+                f"{int(100 * gpu.free / gpu.total) / 100:g}"
+            )
+            yield Check(f"GPU {gpu.number}", "warning", text, advice)
+        else:
+            yield Check(f"GPU {gpu.number}", "ok", text)
+
+
+def check_cpu(cores: int, load: float) -> Check:
+    """Check that the cores are not busy with other programs."""
+    text = f"{cores} cores, load {load:.1f}"
+    if load > BUSY_LOAD_PER_CORE * cores:
+        return Check("CPU", "warning", text, "others are busy here: what is measured will be slow")
+    return Check("CPU", "ok", text)
+
+
+def check_memory(memory: Memory) -> Check:
+    """Check the available memory of the machine."""
+    text = f"{gib(memory.total)}, {gib(memory.available)} available"
+    if memory.available < 2 * GIB:
+        return Check("memory", "warning", text, "close what else runs: a node needs some GiB")
+    return Check("memory", "ok", text)
+
+
+def check_shared_memory(free: int, needed: int = 0) -> Check:
+    """Check that /dev/shm has room for twice the weights, which are passed on there."""
+    text = f"{gib(free)} free in /dev/shm"
+    if free <= max(SHARED_WANTED, 2 * needed):
+        wanted = gib(max(SHARED_WANTED, 2 * needed))
+        advice = f"weights go through the disk: give a container --shm-size of {wanted} or more"
+        return Check("shared memory", "warning", text, advice)
+    return Check("shared memory", "ok", text)
+
+
+def check_disk(home: Path, free: int, needed: int = 0) -> Check:
+    """Check the room for chunks, snapshots and checkpoints at data_dir."""
+    text = f"{gib(free)} free at {home}"
+    wanted = max(DISK_WANTED, 4 * needed)
+    if free < max(DISK_NEEDED, needed):
+        return Check(
+            "disk", "problem", text, f"make room, {gib(wanted)}, or set --data-dir elsewhere"
+        )
+    if free < wanted:
+        advice = f"a run keeps versions and checkpoints: {gib(wanted)} or more is comfortable"
+        return Check("disk", "warning", text, advice)
+    return Check("disk", "ok", text)
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest directory above it that exists."""
+    return next(one for one in (path, *path.absolute().parents) if one.is_dir())
+
+
+def check_open_files(soft: int) -> Check:
+    """Check the limit of open files and sockets."""
+    text = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft != resource.RLIM_INFINITY and soft < FILES_WANTED:
+        state: State = "problem" if soft < FILES_NEEDED else "warning"
+        return Check("open files", state, text, f"ulimit -n {16 * FILES_WANTED}")
+    return Check("open files", "ok", text)
+
+
+def check_ports(config: NodeConfig) -> Iterator[Check]:
+    """Check that the configured ports can be bound."""
+    network = config.network
+    wanted = [("UDP port", socket.SOCK_DGRAM, network.port, "--network.port")]
+    if network.libp2p:
+        wanted.append(
+            ("TCP port", socket.SOCK_STREAM, network.libp2p_port, "--network.libp2p-port")
+        )
+    for name, kind, port, flag in wanted:
+        text = f"{network.host}:{port or 'any'}"
+        if fault := bind_fault(network.host, port, kind):
+            advice = f"a node may run already; else choose another {flag}, or --network.host"
+            yield Check(name, "problem", f"{text}: {fault}", advice)
+        else:
+            yield Check(name, "ok", f"{text} can be bound")
+
+
+def bind_fault(host: str, port: int, kind: socket.SocketKind) -> str:
+    """Try to bind a port; the reason if that fails, else empty."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, kind) as probe:
+            if kind == socket.SOCK_STREAM:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""
+
+
+def check_clock(now: float, installed: float) -> Check:
+    """Check the clock: with hours of error, tickets and leases are refused."""
+    text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    if now < installed - CLOCK_TOLERANCE_S:
+        advice = "it is earlier than this program was installed: set it, or switch NTP on"
+        return Check("clock", "problem", text, advice)
+    return Check("clock", "ok", text)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of a run's worker and trainer on one machine."""
+
+    engine: EngineConfig
+    """With a number in place of tp = "auto"."""
+    worker: EngineMemory
+    worker_flag: str
+    """The flag that helps where the worker does not fit, or ""."""
+    learner: LearnerMemory
+    beside: MemoryBreakdown
+    """Of the trainer, on its first device, beside the learner."""
+    room: int
+    """Bytes that the learner may take."""
+    learner_flag: str
+    share: float | None
+    """gpu_memory_utilization that the trainer leaves to a worker on its GPU; 0.0: nothing."""
+    notes: tuple[str, ...]
+
+
+def plan_run(
+    config: RunConfig, shape: ModelShape, device: Device, *, gpus: int = 1, shared: bool = False
+) -> RunMemory:
+    """Plan a run on `gpus` devices; `shared`: trainer and worker use the same one.
+
+    Raises UsageError for an engine that these GPUs cannot have.
+    """
+    gpu, proof = device.kind == "cuda", config.verification.fingerprint
+    tp = config.engine.tp
+    if not isinstance(tp, int):
+        tp = max(1, gpus // (config.engine.dp * config.engine.pp)) if gpu else 1
+    if shape.heads % tp:
+        raise UsageError(
+            f"{shape.heads} attention heads cannot be shared by {tp} GPUs: set --engine.tp to a divisor"
+        )
+    engine = config.engine.model_copy(update={"tp": tp})
+    learner, beside = plan_trainer(config, shape, gpu=gpu)
+    taken = device.taken + (learner.total + beside.total if shared else 0)
+    worker = plan_engine(
+        engine, shape, Device(device.kind, device.nbytes, taken), fingerprint=proof
+    )
+    room = device.nbytes - device.taken - beside.total
+    return RunMemory(
+        engine=engine,
+        worker=worker,
+        worker_flag=engine_flag(engine, worker),
+        learner=learner,
+        beside=beside,
+        room=room,
+        learner_flag=learner_flag(config.training, learner, room),
+        share=worker_share(config, shape, device.nbytes) if shared and gpu else None,
+        notes=tuple(_notes(engine, shape, worker, gpus)),
+    )
+
+
+def _notes(
+    engine: EngineConfig, shape: ModelShape, worker: EngineMemory, gpus: int
+) -> Iterator[str]:
+    if worker.device.kind == "cuda":
+        if engine.type == "hf":
+            yield "this is the embedded engine: on a GPU --engine vllm is many times as fast"
+        wanted = int(engine.tp) * engine.pp * engine.dp
+        if wanted > gpus:
+            yield f"tp x pp x dp is {wanted}, and here are {gpus} GPUs: this needs more"
+    if shape.longest and engine.max_model_len > shape.longest:
+        yield (
+            f"engine.max_model_len {engine.max_model_len} is beyond the model's own "
+            f"{shape.longest} positions"
+        )
+    chosen = worker.utilization
+    if "gpu_memory_utilization" not in engine.vllm and chosen not in (None, UTILIZATION):
+        share = f"--engine.vllm.gpu-memory-utilization {chosen:g}"
+        yield f"vLLM's own share and what is beside it are more than this GPU has left: it needs {share}"
+    if worker.tight and worker.fits:
+        yield "updates find no room beside the engine, and are loaded whole (a longer pause)"

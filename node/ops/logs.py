@@ -1,0 +1,148 @@
+"""Logging: one line per event on stderr for people, the same as JSON lines in a file for machines.
+
+Peers' words are in these lines: nothing of them may reach a terminal as a control sequence.
+"""
+
+import json
+import logging
+import os
+import sys
+from contextlib import suppress
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+from ..config.run import LogConfig
+from .errors import file_error
+
+QUIET = (
+    "asyncio",
+    "libp2p",
+    "multiaddr",
+    "verifiers",
+    "renderers",
+    "httpx",
+    "openai",
+    "datasets",
+    "fsspec",
+    "filelock",
+    "matplotlib",
+    "transformers",
+    "urllib3",
+)
+"""Libraries whose chatter below a warning is nobody's business here."""
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time (Unix seconds), level, logger and message; a traceback where there is one."""
+        line: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name.removeprefix("primerl.node."),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class PlainLines(logging.Formatter):
+    """One line per record for a terminal: whatever is not printable is shown as an escape."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, on which a message cannot begin another."""
+        return _printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """A traceback keeps its lines."""
+        return "\n".join(_printable(line) for line in super().formatException(ei).split("\n"))
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class ConsoleLines(logging.StreamHandler[Any]):
+    """The log on stderr. Where that cannot be written there is no place left to say so."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Pass over a line that could not be written; show what is wrong with our own call."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class FileLines(RotatingFileHandler):
+    """The log in a file, put aside by size. A disk that is full costs lines, and one line on stderr says so."""
+
+    def __init__(self, file: Path, config: LogConfig) -> None:
+        size = int(config.max_mib * 2**20)
+        super().__init__(file, maxBytes=size, backupCount=config.keep, encoding="utf-8")
+        self._failed = False
+        """Whether the line of just now could not be written."""
+        self._failing = False
+
+    def _open(self) -> TextIOWrapper:
+        """A file that its owner alone can read: addresses of peers are in it."""
+        file = open(self.baseFilename, "a", encoding=self.encoding, opener=_private)
+        return file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, in a new file if this one is full."""
+        self._failed = False
+        super().emit(record)
+        if self._failing and not self._failed:
+            self._failing = False
+            _say(f"the log is written to {self.baseFilename} again")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once that the file cannot be written; the next line opens it anew."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._failed = True
+        # what it still holds would be written again with the next line, and fail again
+        stream, self.stream = self.stream, None  # pyright: ignore[reportAttributeAccessIssue]
+        if stream:
+            with suppress(OSError):
+                stream.close()
+        if not self._failing:
+            self._failing = True
+            why = error.strerror or error
+            _say(f"the log cannot be written to {self.baseFilename} ({why}): its lines are lost")
+
+    def close(self) -> None:
+        """Close the file, whatever becomes of its last lines."""
+        with suppress(OSError):
+            super().close()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):
+        print(f"primerl-node: {line}", file=sys.stderr, flush=True)
+
+
+def configure(config: LogConfig, file: Path) -> None:
+    """Send the log to stderr and, as JSON lines, to `file`. Raises StorageError."""
+    console = ConsoleLines(sys.stderr)
+    plain = PlainLines("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+    console.setFormatter(JsonLines() if config.json_lines else plain)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = FileLines(file, config)
+    except OSError as error:
+        raise file_error(error) from error
+    lines.setFormatter(JsonLines())
+    logging.basicConfig(level=config.level.upper(), handlers=[console, lines], force=True)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,114 @@
+"""The summary of a run: `summary.json` and the picture. Its keys are documented in docs/summary.md."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...crypto.hashing import short
+from ...protocol.reputation import Reputation
+from ..app.rundir import RunDocuments
+from ..config.run import RunConfig
+from ..evaluation.evaluator import EvalResult
+from ..evaluation.online import Evaluated
+from ..storage import run_files
+from ..trainer.progress import Progress
+from ..trainer.scheduler import Worker
+from . import report
+
+STALE = "stale"
+KL_WINDOW = 20
+"""`mismatch_kl` is the mean over the last so many steps."""
+
+
+def write(
+    config: RunConfig,
+    documents: RunDocuments,
+    *,
+    progress: Progress,
+    before: EvalResult,
+    after: EvalResult,
+    evaluations: Sequence[Evaluated] = (),
+    delta_bytes: int,
+    full_bytes: int,
+    workers: Mapping[bytes, Worker],
+    reputations: Mapping[bytes, Reputation],
+    weights: Path,
+    seconds: Mapping[str, float],
+) -> None:
+    """Write summary.json and reward.png into the run directory."""
+    window = progress.mismatch_kl[-KL_WINDOW:]
+    picture = config.run_dir / "reward.png"
+    document = {
+        "run": config.name,
+        "run_id": documents.run_id.hex(),
+        "seed": config.seed,
+        "steps": progress.step,
+        "policy_version": progress.step,
+        "exact_match_before": before.exact,
+        "exact_match_after": after.exact,
+        "reward_before": before.reward,
+        "reward_after": after.reward,
+        "eval_prompts": after.prompts,
+        "evaluations": _evaluations(evaluations),
+        "mismatch_kl": sum(window) / len(window) if window else 0.0,
+        "staleness_max": progress.staleness_max,
+        "accepted": progress.accepted,
+        "rejected": dict(progress.rejected),
+        "stale_fraction": progress.rejected[STALE] / max(progress.received, 1),
+        "delta_bytes": delta_bytes,
+        "full_bytes": full_bytes,
+        "chunk_bytes_by_source": {
+            short(node): dict(worker.stats.chunk_bytes)
+            for node, worker in workers.items()
+            if _worked(worker, reputations.get(node))
+        },
+        "workers": {
+            short(node): _worker(worker, reputations.get(node))
+            for node, worker in workers.items()
+            if _worked(worker, reputations.get(node))
+        },
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "reward_curve": [[step, round(reward, 4)] for step, reward in progress.history],
+        "staleness_curve": [[step, round(value, 3)] for step, value in progress.staleness_history],
+        "weights": str(weights),
+        "picture": str(picture),
+    }
+    run_files.write(config.run_dir / run_files.SUMMARY, json.dumps(document, indent=2) + "\n")
+    report.write_picture(document, picture)
+
+
+def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, float]]]:
+    """Environment -> what each version was measured to be, oldest first."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for one in evaluated:
+        for name, figures in one.environments.items():
+            found.setdefault(name, []).append({"version": one.version, **figures.flat()})
+    return found
+
+
+def _worked(worker: Worker, reputation: Reputation | None) -> bool:
+    """Whether a node did anything but say hello: it held a policy, or something of it was judged."""
+    judged = reputation is not None and (reputation.accepted or reputation.rejected)
+    return worker.stats.version >= 0 or bool(judged)
+
+
+def _worker(worker: Worker, reputation: Reputation | None) -> dict[str, float]:
+    known = reputation or Reputation()
+    return {
+        "accepted": known.accepted,
+        "rejected": sum(known.rejected.values()),
+        "working_s": round(worker.stats.working_s, 2),
+        "generating_s": round(worker.stats.generating_s, 2),
+    }
+
+
+def write_result(result: EvalResult) -> bytes:
+    """An evaluation as bytes for the ledger."""
+    return msgspec.json.encode(result)
+
+
+def read_result(data: bytes | None) -> EvalResult:
+    """Inverse of write_result(); zeros where nothing was kept."""
+    return msgspec.json.decode(data, type=EvalResult) if data else EvalResult(0, 0.0, 0.0)

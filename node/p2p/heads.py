@@ -1,0 +1,321 @@
+"""Policy heads: kept, served, and followed from neighbours, so that a version is known within moments.
+
+Everything goes through TrustedRun.admit; where a head came from does not matter.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from ...crypto.hashing import digest, short
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import PolicyManifest
+from ...protocol.messages import (
+    MAX_HEADS,
+    GetHeads,
+    HeadNotice,
+    Heads,
+    Outcome,
+    RunEnded,
+    WatchHeads,
+)
+from ...protocol.trust import AdmittedHead, TrustedRun
+from ...protocol.version import ALPN_CONTROL, MAX_MESSAGE, MAX_NAME
+from ..storage.ledger import Ledger
+from .links import Links
+from .rpc import Refused, receive_reply, send
+from .transport import Stream, TransportError
+
+logger = logging.getLogger(__name__)
+
+KEEPALIVE_S = 2.0
+"""A watch says something at least this often, so that a silent one is known to be dead."""
+INLINE_MANIFEST = 200 * 1024
+FAR_BEHIND = 32
+"""Who is more versions behind than this hears of the newest anchor, not of all between."""
+RECONNECT_S = 0.3
+RECONNECT_MAX_S = 3.0
+
+
+class HeadBook:
+    """The heads and manifests that this node knows, durable through the ledger."""
+
+    def __init__(self, trusted: TrustedRun, ledger: Ledger) -> None:
+        self._trusted = trusted
+        self._ledger = ledger
+        self._manifests: dict[tuple[int, int], bytes] = {}
+        self._news = asyncio.Condition()
+        self.ended = ""
+        """Why the run ended; empty while it goes on."""
+        self.outcome: Outcome = "finished"
+        """How it ended; stopped only at a trainer, which tells its watchers."""
+        for sealed, manifest in ledger.heads():
+            self._restore(sealed, manifest)
+
+    @property
+    def trusted(self) -> TrustedRun:
+        """The chain as it may be believed."""
+        return self._trusted
+
+    def latest(self) -> AdmittedHead | None:
+        """The newest head."""
+        return self._trusted.latest()
+
+    def order(self) -> tuple[int, int]:
+        """(term, version) of the newest head; (0, -1) without any."""
+        head = self.latest()
+        return head.order if head else (0, -1)
+
+    async def admit(self, notice: HeadNotice) -> bool:
+        """Take in a head from anybody; whether it was news. Raises RemoteProtocolError, Equivocation."""
+        head, news = self._trusted.admit(notice.head, now=int(time.time()))
+        if notice.manifest and head.order not in self._manifests:
+            self._trusted.check_manifest(head, notice.manifest)
+            self._manifests[head.order] = notice.manifest
+            news = True
+        if news:
+            document = self._manifests.get(head.order, b"")
+            self._ledger.add_head(*head.order, head.sealed, document)
+            async with self._news:
+                self._news.notify_all()
+        return news
+
+    def manifest(self, head: AdmittedHead) -> PolicyManifest | None:
+        """The manifest of a head, if we hold it."""
+        document = self._manifests.get(head.order)
+        return None if document is None else self._trusted.check_manifest(head, document)
+
+    def attach(self, head: AdmittedHead, document: bytes) -> PolicyManifest:
+        """Take in a manifest that had to be fetched. Raises RemoteProtocolError."""
+        manifest = self._trusted.check_manifest(head, document)
+        self._manifests[head.order] = document
+        return manifest
+
+    def held(self) -> list[AdmittedHead]:
+        """Heads of the newest term, oldest first."""
+        term = self.order()[0]
+        heads = self._trusted.heads
+        return [heads[order] for order in sorted(heads) if order[0] == term]
+
+    def notice(self, head: AdmittedHead) -> HeadNotice:
+        """The message that tells of a head."""
+        document = self._manifests.get(head.order, b"")
+        return HeadNotice(head.sealed, document if len(document) <= INLINE_MANIFEST else b"")
+
+    def forget(self, below: int) -> None:
+        """Drop versions of the newest term below one, and all of earlier terms."""
+        term = self.order()[0]
+        for order in [one for one in self._trusted.heads if one[0] < term or one[1] < below]:
+            del self._trusted.heads[order]
+            self._manifests.pop(order, None)
+        self._ledger.drop_heads(term, below)
+
+    async def end(self, detail: str, outcome: Outcome = "finished") -> None:
+        """There will be no more heads; tell all watchers."""
+        self.ended, self.outcome = detail or "the run has ended", outcome
+        async with self._news:
+            self._news.notify_all()
+
+    async def wait_news(self, known: tuple[int, int], timeout: float) -> bool:
+        """Wait for a head newer than `known` or the end of the run; False at the timeout."""
+        return await self.wait(lambda: self.order() > known, timeout)
+
+    async def wait(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `ready()`, which is called at news and by wake(), or the end of the run; False at the
+        timeout."""
+        try:
+            async with asyncio.timeout(timeout), self._news:
+                await self._news.wait_for(lambda: ready() or bool(self.ended))
+        except TimeoutError:
+            return False
+        return True
+
+    async def wake(self) -> None:
+        """Whoever waits looks again."""
+        async with self._news:
+            self._news.notify_all()
+
+    def _restore(self, sealed: bytes, manifest: bytes) -> None:
+        try:
+            head, _ = self._trusted.admit(sealed, now=0)
+        except RemoteProtocolError as error:
+            logger.warning("forgetting a head in the ledger: %s", error)
+            return
+        if manifest and digest(manifest) == head.head.manifest:
+            self._manifests[head.order] = manifest
+
+
+class HeadServer:
+    """Answers WatchHeads and GetHeads."""
+
+    def __init__(self, book: HeadBook) -> None:
+        self._book = book
+        self._watchers = 0
+        self._cut_off = 0
+        """Watchers that we ended without telling them the end, as a restart does; they come back."""
+        self._told = set[bytes]()
+        """Nodes that were told the end."""
+        self._changed = asyncio.Condition()
+
+    def check_going_on(self) -> None:
+        """Raise RemoteProtocolError(RUN_ENDED) once there is nothing more to join; BUSY in a stop."""
+        if self._book.ended:
+            stopped = self._book.outcome == "stopped"
+            raise RemoteProtocolError(
+                Reason.BUSY if stopped else Reason.RUN_ENDED, self._book.ended[:MAX_NAME]
+            )
+
+    async def wait_told(self, members: Collection[bytes], timeout: float) -> None:
+        """Wait until each watcher, and each of `members`, was told the end; for `timeout` seconds at most.
+
+        Members are nodes that take part and may be on their way back: a trainer that was killed a moment
+        before its last step has not heard of them yet.
+        """
+
+        def all_told() -> bool:
+            return not self._watchers and not self._cut_off and self._told.issuperset(members)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout), self._changed:
+                await self._changed.wait_for(all_told)
+
+    async def watch(self, peer: bytes, stream: Stream, request: WatchHeads) -> None:
+        """Push the newest head whenever it changes; skips versions that a slow watcher missed."""
+        self._watchers += 1
+        self._cut_off = max(0, self._cut_off - 1)
+        try:
+            await self._push(stream, request)
+            self._told.add(peer)
+        except asyncio.CancelledError:
+            self._cut_off += 1
+            raise
+        finally:
+            self._watchers -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _push(self, stream: Stream, request: WatchHeads) -> None:
+        known = (request.term, request.after)
+        while True:
+            if self._book.order() > known:
+                head = self._book.latest()
+                assert head is not None
+                known = head.order
+                await send(stream, self._book.notice(head))
+            elif self._book.ended:
+                await send(stream, RunEnded(self._book.ended[:MAX_NAME], self._book.outcome))
+                await stream.finish()
+                return
+            elif not await self._book.wait_news(known, KEEPALIVE_S):
+                await send(stream, Heads(()))
+
+    async def get(self, stream: Stream, request: GetHeads) -> None:
+        """The held heads that a way from `after` to the newest needs, as many as fit a message.
+
+        Who holds nothing, or is far behind, is told of the newest anchor and what follows it.
+        """
+        first = request.after + 1
+        if request.after < 0 or self._book.order()[1] - request.after > FAR_BEHIND:
+            first = max(first, self._newest_anchor())
+        notices: list[HeadNotice] = []
+        size = 0
+        for head in self._book.held():
+            if head.head.version < first:
+                continue
+            notice = self._book.notice(head)
+            size += len(notice.head) + len(notice.manifest) + 32
+            if len(notices) == MAX_HEADS or size > MAX_MESSAGE // 2:
+                break
+            notices.append(notice)
+        await send(stream, Heads(tuple(notices)))
+        await stream.finish()
+
+    def _newest_anchor(self) -> int:
+        """The newest version that can be reached from nothing; 0 if we know of none."""
+        for head in reversed(self._book.held()):
+            manifest = self._book.manifest(head)
+            if manifest and any(artifact.kind == "anchor" for artifact in manifest.artifacts):
+                return head.head.version
+        return 0
+
+
+class HeadFollower:
+    """Keeps a watch on one neighbour and reconnects for ever."""
+
+    def __init__(
+        self,
+        book: HeadBook,
+        links: Links,
+        peer: bytes,
+        *,
+        authority: bool,
+        on_fraud: Callable[[RemoteProtocolError], None],
+    ) -> None:
+        self._book = book
+        self._links = links
+        self._peer = peer
+        self._authority = authority
+        self._on_fraud = on_fraud
+        self.connected = False
+        self.heard = asyncio.Event()
+        """Set by every message; whoever waits for the next one clears it."""
+        self.came_back = asyncio.Event()
+        """Set by the first message of every watch."""
+        self.stopped = ""
+        """What a trainer said that was stopped and may be resumed; empty once it is heard again."""
+
+    async def run(self) -> None:
+        """Follow until the run ends."""
+        pause = RECONNECT_S
+        while not self._book.ended:
+            try:
+                await self._follow()
+            except Refused as refusal:
+                logger.info("%s gives us no heads: %s", short(self._peer), refusal)
+            except RemoteProtocolError as error:
+                if error.reason == Reason.EQUIVOCATION:
+                    self._on_fraud(error)
+                    return
+                logger.warning("bad head from %s: %s", short(self._peer), error)
+                if error.reason == Reason.WRONG_VERSION and not self._authority:
+                    return  # it will not speak another one before it is started anew
+            except (TransportError, TimeoutError) as error:
+                logger.debug("watch of %s broke: %s", short(self._peer), error)
+            pause = RECONNECT_S if self.connected else min(pause * 1.5, RECONNECT_MAX_S)
+            self.connected = False
+            await asyncio.sleep(pause)
+
+    async def _follow(self) -> None:
+        connection = await self._links.get(self._peer, ALPN_CONTROL)
+        stream = await connection.open_stream()
+        try:
+            term, version = self._book.order()
+            await send(stream, WatchHeads(term, version))
+            while not self._book.ended:
+                async with asyncio.timeout(3 * KEEPALIVE_S):
+                    news = await receive_reply(stream, HeadNotice | Heads | RunEnded)  # type: ignore[arg-type]
+                if isinstance(news, RunEnded):
+                    await self._take_end(news)
+                    return  # a trainer that was stopped is asked again after a pause
+                if not self.connected:
+                    self.came_back.set()
+                self.connected, self.stopped = True, ""
+                self.heard.set()
+                if isinstance(news, HeadNotice):
+                    await self._book.admit(news)
+        except (TransportError, TimeoutError):
+            await self._links.drop(self._peer, ALPN_CONTROL)
+            raise
+        finally:
+            await stream.abort()
+
+    async def _take_end(self, news: RunEnded) -> None:
+        """Only the trainer's word counts for the end; of another node it says that this node knows no more."""
+        if not self._authority:
+            return
+        if news.outcome == "stopped":
+            self.stopped = news.detail or "the trainer was stopped"
+        else:
+            await self._book.end(news.detail, news.outcome)

@@ -1,0 +1,165 @@
+"""HTTP(S) seeds: chunks from any static web server that serves a copy of a node's `chunks` folder.
+
+A seed is believed in nothing: not in its headers, its lengths, nor its redirects; and no URL is ever logged
+or shown, for it may hold a password.
+"""
+
+import asyncio
+import ssl
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from ...protocol.errors import Reason
+from ...protocol.manifests import ChunkRef
+from ...protocol.version import KIB
+from ..ops.errors import UsageError
+from .rpc import Refused, TooSlow
+from .transport import StreamClosed, TransportError, Unreachable
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse, ClientSession
+
+CONNECT_S = 5.0
+"""For the TCP handshake of one address."""
+SILENCE_S = 10.0
+"""A seed that sends nothing for this long, before the first byte or later, is given up."""
+CONNECTIONS_PER_SEED = 8
+PIECE = 256 * KIB
+MAX_SHOWN = 200
+"""Characters of a host in a name: one that fits into every message."""
+OK, NOT_FOUND, GONE = 200, 404, 410
+HEADERS = {"Accept-Encoding": "identity", "User-Agent": "primerl-node"}
+
+
+class HttpSeed:
+    """One base URL; a ChunkSource. Made by open_seeds()."""
+
+    def __init__(self, base: str, name: str, session: "ClientSession") -> None:
+        """`base`: an http(s) URL, perhaps with a user, a password or a query that it wants to be asked with."""
+        self._base = urlsplit(base)
+        self._name = name
+        self._session = session
+
+    @property
+    def name(self) -> str:
+        """`seed:` and the host, numbered where one host has several: all that others may see."""
+        return self._name
+
+    async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
+        """Exactly `chunk.size` bytes that claim to be this chunk, within `deadline` seconds.
+
+        Raises:
+            Refused: the seed has no such file (NOT_FOUND).
+            TransportError: it cannot be reached, is too slow (TooSlow), or answers with anything but 200
+                and that many plain bytes.
+        """
+        from aiohttp import ClientError, ClientPayloadError
+
+        try:
+            async with asyncio.timeout(deadline):
+                return await self._ask(chunk)
+        except TimeoutError:  # ours, or the library's, whose words name the URL
+            raise TooSlow(f"{self.name} did not send a chunk in time") from None
+        except ClientPayloadError:
+            raise StreamClosed(f"{self.name} broke off in the middle of a chunk") from None
+        except (ClientError, OSError, ValueError) as error:
+            # `from None`: the library's errors tell the URL, with whatever secret is in its query.
+            kind = type(error).__name__
+            raise Unreachable(f"{self.name} could not be asked ({kind}): is it up?") from None
+
+    async def _ask(self, chunk: ChunkRef) -> bytes:
+        from yarl import URL
+
+        where = URL(self._url(chunk.digest.hex()), encoded=True)
+        async with self._session.get(where, allow_redirects=False) as response:
+            try:
+                self._check(response, chunk.size)
+                return await self._read(response, chunk.size)
+            finally:
+                response.close()  # a body that was read to its end has left its connection already
+
+    def _check(self, response: "ClientResponse", size: int) -> None:
+        """Refuse by the headers alone what cannot be the chunk."""
+        if response.status in (NOT_FOUND, GONE):
+            raise Refused(Reason.NOT_FOUND, self.name)
+        if response.status != OK:
+            raise TransportError(
+                f"{self.name} answers {response.status}: it has to serve plain files"
+            )
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise TransportError(f"{self.name} compresses what it sends: switch that off there")
+        if response.content_length not in (None, size):
+            raise TransportError(
+                f"{self.name} has {response.content_length} bytes instead of {size}"
+            )
+
+    async def _read(self, response: "ClientResponse", size: int) -> bytes:
+        held = bytearray()
+        while piece := await response.content.read(min(PIECE, size + 1 - len(held))):
+            held += piece
+            if len(held) > size:
+                raise TransportError(
+                    f"{self.name} sends more than the {size} bytes that were signed"
+                )
+        if len(held) < size:
+            raise StreamClosed(f"{self.name} ended after {len(held)} of {size} bytes")
+        return bytes(held)
+
+    def _url(self, name: str) -> str:
+        """Where the chunk is: the layout of FileStore below the base, whose query stays."""
+        path = f"{self._base.path.rstrip('/')}/{name[:2]}/{name[2:4]}/{name}"
+        return urlunsplit(self._base._replace(path=path))
+
+
+@asynccontextmanager
+async def open_seeds(
+    urls: Sequence[str], *, authority: Path | None = None
+) -> AsyncGenerator[tuple[HttpSeed, ...]]:
+    """One seed for each base URL, over one session that ends with the block.
+
+    `authority`: a PEM file of certificates to trust beside the system's own.
+
+    Raises:
+        UsageError: `authority` cannot be read.
+    """
+    if not urls:
+        yield ()
+        return
+    from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+
+    connector = TCPConnector(limit_per_host=CONNECTIONS_PER_SEED, ssl=_tls(authority))
+    timeout = ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+    async with ClientSession(
+        connector=connector,
+        timeout=timeout,
+        headers=HEADERS,
+        auto_decompress=False,
+        cookie_jar=DummyCookieJar(),
+        trust_env=False,  # no proxy, and no password out of a .netrc, that nobody asked for
+    ) as session:
+        pairs = zip(urls, _names(urls), strict=True)
+        yield tuple(HttpSeed(url, name, session) for url, name in pairs)
+
+
+def _names(urls: Sequence[str]) -> list[str]:
+    hosts = [(urlsplit(url).hostname or "")[:MAX_SHOWN] for url in urls]
+    seen = [hosts[: number + 1].count(host) for number, host in enumerate(hosts)]
+    return [
+        f"seed:{host}" if count == 1 else f"seed:{host}#{count}"
+        for host, count in zip(hosts, seen, strict=True)
+    ]
+
+
+def _tls(authority: Path | None) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if authority is not None:
+        try:
+            context.load_verify_locations(authority)
+        except OSError as error:  # ssl.SSLError is one
+            raise UsageError(
+                f"{authority}: no PEM certificates ({error}): see network.seed_ca"
+            ) from error
+    return context

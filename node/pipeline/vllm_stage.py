@@ -1,0 +1,208 @@
+"""A stage behind stage 0, in a process that a node has started for it (host.py): vLLM's worker alone.
+
+It schedules nothing: each micro-batch comes down the ring with its own schedule (stage_loop.py), in a
+thread of its own. Weights come by the node, and are written when the ring says so. With engine.tp this
+process is the first of the stage's ranks, and speaks for all of them.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..config.engine import EngineConfig
+from ..inference.engine import Completion, EngineStats, GenerateRequest
+from ..inference.replica import Finding, Written
+from ..inference.requests import find_fingerprint
+from ..inference.vllm_ranks import judge
+from ..inference.vllm_shape import read_shape
+from ..memory_plan.memory import tensor_parallel
+from ..ops.errors import EngineError, EngineLost, named_line
+from .frame_codec import FrameLimits
+from .place import Place
+from .port import Port, PortClosed
+from .socket_port import SocketPort
+from .stage_loop import LoopStats, serve
+from .vllm_followers import FAILED
+from .vllm_place import START_SHARE, check_placed, environment_of, placed_arguments
+
+logger = logging.getLogger(__name__)
+
+STAGING_POLL_S = 0.005
+AGAIN_S = 0.2
+"""Before the node's process is connected to again."""
+NOT_HERE = "tokens are asked of stage 0 of a pipeline, and this is another one"
+
+
+class StageCore:
+    """Implements host.Core; generate() is refused."""
+
+    def __init__(self, config: EngineConfig, place: Place) -> None:
+        self._config = config
+        self._place = place
+        self._executor: Any = None
+        self._steps: Any = None
+        self._port: Port | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._fault = ""
+        self._stats = LoopStats()
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """Start vLLM's worker with dummy weights. Raises EngineError, UsageError."""
+        from ..inference.vllm import START_FAULTS
+
+        fingerprint = fingerprint and find_fingerprint(fingerprint).name
+        shape = read_shape(model_dir)
+        try:
+            await asyncio.to_thread(self._build, model_dir, shape, fingerprint)
+        except START_FAULTS as error:
+            traceback.print_exc()
+            raise EngineError(
+                f"vLLM did not start on {model_dir} ({named_line(error)}): see its log lines above"
+            ) from error
+        self._thread = threading.Thread(target=self._serve, name="primerl-stage", daemon=True)
+        self._thread.start()
+
+    async def check(self, path: str) -> Finding:
+        """See Replica."""
+        fit = judge(await self._call(self._ranks().beside, "primerl_check", path))
+        return Finding(fit.fault, [] if fit.fault else sorted(fit.placeless))
+
+    async def load(self, version: int, path: str) -> Written:
+        """At once before the first chain; then it waits for its SWITCH."""
+        self._ranks()
+        await self._call(self._steps.load, version, path)
+        return Written(0.0, 0.0)
+
+    async def stage(self, path: str) -> Finding:
+        """See Replica."""
+        ranks = self._ranks()
+        await self._call(ranks.beside, "primerl_stage", path)
+        fault = await self._call(_staged, ranks)
+        return Finding(fault, [])
+
+    async def write(self, version: int) -> Written:
+        """As load()."""
+        self._ranks()
+        await self._call(self._steps.write, version)
+        return Written(0.0, 0.0)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Never."""
+        raise EngineError(NOT_HERE)
+
+    def stats(self) -> EngineStats:
+        """Nothing is counted here."""
+        return EngineStats()
+
+    def stuck_s(self) -> float:
+        """Stage 0's business, and the ring's."""
+        return 0.0
+
+    async def sleep(self) -> None:
+        """Never asked for."""
+
+    async def wake(self) -> None:
+        """Never asked for."""
+
+    async def close(self) -> None:
+        """End it."""
+        self._closing = True
+        if self._port is not None:
+            self._port.close()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 6.0)
+        if self._executor is not None:
+            await asyncio.to_thread(self._executor.followers.close)
+
+    async def _call(self, work: Any, *arguments: Any) -> Any:
+        try:
+            return await asyncio.to_thread(work, *arguments)
+        except EngineError:
+            raise
+        except (
+            Exception
+        ) as error:  # any exception of vLLM's: which weights are in there is unknown then
+            self._fault = f"failed ({type(error).__name__} {error})"
+            raise EngineLost(f"vLLM {self._fault}") from error
+
+    def _ranks(self) -> Any:
+        if self._fault:
+            raise EngineLost(f"vLLM {self._fault}")
+        return self._executor
+
+    # -- the slow part of start() ------------------------------------------------------------------
+
+    def _build(self, model_dir: Path, shape: dict[str, Any], fingerprint: str) -> None:
+        from ..inference.vllm import prepare_library
+
+        check_placed(self._config, self._place, shape)
+        os.environ.update(environment_of(self._place))
+        arguments = prepare_library(self._config, model_dir, shape, proven=bool(fingerprint))
+        arguments.setdefault("gpu_memory_utilization", START_SHARE)
+        arguments |= placed_arguments(self._place, shape, tensor_parallel(self._config))
+        executor = self._executor = _executor(arguments)
+        faults = executor.collective_rpc("primerl_record", args=(fingerprint,))
+        if fault := next(filter(None, faults), ""):
+            raise EngineError(fault)
+        from .vllm_stage_worker import StageSteps
+
+        self._steps = StageSteps(self._place, executor)
+
+    # -- the thread that computes ------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        limits = FrameLimits.of(self._place.shape)
+        try:
+            self._executor.settle_thread()
+            while not self._closing:
+                try:
+                    self._port = SocketPort(self._place.socket, limits)
+                except PortClosed as error:
+                    logger.warning("the node's end of the pipeline cannot be reached: %s", error)
+                else:
+                    serve(self._port, self._steps, rank=self._place.rank, stats=self._stats)
+                if not self._closing:
+                    time.sleep(AGAIN_S)
+        except BaseException:  # a bug, or a device that is lost: the node starts another process
+            traceback.print_exc()
+            os._exit(FAILED)
+
+
+def _staged(ranks: Any) -> str:
+    """Wait until an update is ready on all ranks: what went wrong, "" if nothing."""
+    while None in (faults := ranks.beside("primerl_staged")):
+        time.sleep(STAGING_POLL_S)
+    return next(filter(None, faults), "")
+
+
+def _executor(arguments: dict[str, Any]) -> Any:
+    """A worker that holds its layers and an empty cache: what vLLM's engine does before it schedules."""
+    from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore
+    from vllm.v1.engine.core import EngineCore  # pyright: ignore
+
+    from .vllm_rank import StageExecutor
+
+    core: Any = EngineCore
+    arguments["distributed_executor_backend"] = StageExecutor
+    config: Any = AsyncEngineArgs(**arguments).create_engine_config()
+    executor = StageExecutor(config)
+    stand_in = SimpleNamespace(
+        model_executor=executor,
+        available_gpu_memory_for_kv_cache=-1,
+        collective_rpc=executor.collective_rpc,
+    )
+    core._initialize_kv_caches(stand_in, config)
+    return executor
+
+
+if __name__ == "__main__":
+    from ..inference.host import main
+
+    main(StageCore)

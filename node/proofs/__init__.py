@@ -1,1 +1,0 @@
-"""Checks that decide what may be learned from."""

@@ -1,1 +1,0 @@
-"""START READING HERE: one file, one role, one loop."""

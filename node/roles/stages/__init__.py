@@ -1,1 +1,0 @@
-"""What a node does as one stage of a pipeline, and the trainer for its pipelines."""

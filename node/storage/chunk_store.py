@@ -1,0 +1,353 @@
+"""The chunk store: blobs named by the hash of their bytes.
+
+What get() returns has just been hashed; what put() acknowledged survives SIGKILL and power loss.
+File names are made from digests alone, never from anything a peer called something.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from threading import Lock
+from typing import Protocol
+
+from ...crypto.hashing import DIGEST_BYTES, digest, short
+from ..ops.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+TEMPORARY = ".tmp-"
+
+
+class QuotaExceeded(StorageError):
+    """The store would grow beyond its limit."""
+
+
+class WrongBytes(ValueError):
+    """The bytes do not hash to the name that they were given."""
+
+
+class Store(Protocol):
+    """Content-addressed bytes. Safe to call from several threads; every call may block on a disk."""
+
+    def put(self, data: bytes) -> bytes:
+        """Keep `data`; returns its digest. Raises QuotaExceeded, StorageError."""
+        ...
+
+    def put_as(self, name: bytes, data: bytes) -> None:
+        """Keep `data` if its digest is `name`, else WrongBytes. Raises QuotaExceeded, StorageError."""
+        ...
+
+    def get(self, name: bytes) -> bytes | None:
+        """The bytes of digest `name`, or None. Corrupt bytes are deleted and count as absent."""
+        ...
+
+    def has(self, name: bytes) -> bool:
+        """Whether `name` is kept, without reading it."""
+        ...
+
+    def size(self, name: bytes) -> int | None:
+        """Bytes of `name`, or None, without reading it."""
+        ...
+
+    def delete(self, name: bytes) -> None:
+        """Drop `name`; nothing happens if it is absent."""
+        ...
+
+    def names(self) -> set[bytes]:
+        """All digests that are kept."""
+        ...
+
+    def total_bytes(self) -> int:
+        """Bytes of everything that is kept."""
+        ...
+
+    def collect(self, keep: AbstractSet[bytes]) -> int:
+        """Delete everything but `keep`; returns the bytes that this freed."""
+        ...
+
+
+def read_chunk(store: Store, name: bytes) -> bytes:
+    """The bytes of digest `name`. Raises StorageError if they were lost."""
+    data = store.get(name)
+    if data is None:
+        raise StorageError(f"chunk {short(name)} was lost from the store")
+    return data
+
+
+class Disk:
+    """The few calls through which files become durable; tests stop the power between any two."""
+
+    def __init__(self, *, fsync: bool = True) -> None:
+        self._fsync = fsync
+
+    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        """Create `path`, which must not exist, owner-only, and bring its bytes to the disk."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            if self._fsync:
+                os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Replace `target` by `source` at once."""
+        source.replace(target)
+
+    def sync(self, directory: Path) -> None:
+        """Bring the names in `directory` to the disk."""
+        if not self._fsync:
+            return
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_atomic(path: Path, parts: Iterable[bytes | memoryview], disk: Disk | None = None) -> None:
+    """Make `path` hold `parts`, durably: a crash leaves the old file or the new one, whole.
+
+    Raises StorageError. A crash may leave a file whose name begins with TEMPORARY beside it.
+    """
+    disk = disk or Disk()
+    temporary = path.with_name(TEMPORARY + secrets.token_hex(8))
+    try:
+        disk.write(temporary, parts)
+        disk.rename(temporary, path)
+        disk.sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise _storage_error(path, error) from error
+
+
+class MemoryStore:
+    """A Store in memory, for tests and for nodes that need not remember."""
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._blobs: dict[bytes, bytes] = {}
+        self._lock = Lock()
+
+    def put(self, data: bytes) -> bytes:
+        """Keep `data`."""
+        name = digest(data)
+        with self._lock:
+            if name not in self._blobs:
+                held = sum(map(len, self._blobs.values()))
+                _check_quota(held, len(data), self._max_bytes)
+                self._blobs[name] = bytes(data)
+        return name
+
+    def put_as(self, name: bytes, data: bytes) -> None:
+        """Keep `data` under its own name."""
+        _check_name(name, data)
+        self.put(data)
+
+    def get(self, name: bytes) -> bytes | None:
+        """The bytes of `name`."""
+        return self._blobs.get(name)
+
+    def has(self, name: bytes) -> bool:
+        """Whether `name` is kept."""
+        return name in self._blobs
+
+    def size(self, name: bytes) -> int | None:
+        """Bytes of `name`."""
+        data = self._blobs.get(name)
+        return None if data is None else len(data)
+
+    def delete(self, name: bytes) -> None:
+        """Drop `name`."""
+        with self._lock:
+            self._blobs.pop(name, None)
+
+    def names(self) -> set[bytes]:
+        """All digests."""
+        with self._lock:
+            return set(self._blobs)
+
+    def total_bytes(self) -> int:
+        """Bytes of everything."""
+        with self._lock:
+            return sum(map(len, self._blobs.values()))
+
+    def collect(self, keep: AbstractSet[bytes]) -> int:
+        """Delete everything but `keep`."""
+        before = self.total_bytes()
+        for name in self.names() - keep:
+            self.delete(name)
+        return before - self.total_bytes()
+
+
+class FileStore:
+    """A Store of one file a blob, `ab/cd/abcd...`; one process at a time owns `directory`.
+
+    The sizes of all files are learnt at the first use, which also removes what a crash left behind.
+    """
+
+    def __init__(
+        self, directory: Path, *, max_bytes: int, fsync: bool = True, disk: Disk | None = None
+    ) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._disk = disk or Disk(fsync=fsync)
+        self._lock = Lock()
+        self._sizes: dict[bytes, int] | None = None
+        self._reserved = 0
+        self._made: set[Path] = set()
+
+    def put(self, data: bytes) -> bytes:
+        """Keep `data`; on the disk when this returns."""
+        name = digest(data)
+        if self.has(name):
+            return name
+        with self._lock:
+            held = sum(self._index().values()) + self._reserved
+            _check_quota(held, len(data), self._max_bytes)
+            self._reserved += len(data)
+        try:
+            self._write(name, data)
+            with self._lock:
+                self._index()[name] = len(data)
+        finally:
+            with self._lock:
+                self._reserved -= len(data)
+        return name
+
+    def put_as(self, name: bytes, data: bytes) -> None:
+        """Keep `data` under its own name."""
+        _check_name(name, data)
+        self.put(data)
+
+    def get(self, name: bytes) -> bytes | None:
+        """The bytes of `name`, hashed just now."""
+        if not self.has(name):
+            return None
+        path = self._path(name)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            data = None
+        except OSError as error:
+            raise _storage_error(path, error) from error
+        if data is not None and digest(data) == name:
+            return data
+        logger.warning("chunk %s is missing or corrupt on disk, will be fetched again", short(name))
+        self.delete(name)
+        return None
+
+    def has(self, name: bytes) -> bool:
+        """Whether `name` is kept."""
+        return self.size(name) is not None
+
+    def size(self, name: bytes) -> int | None:
+        """Bytes of `name`."""
+        with self._lock:
+            return self._index().get(name)
+
+    def delete(self, name: bytes) -> None:
+        """Drop `name`."""
+        with self._lock:
+            if self._index().pop(name, None) is None:
+                return
+            path = self._path(name)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise _storage_error(path, error) from error
+
+    def names(self) -> set[bytes]:
+        """All digests."""
+        with self._lock:
+            return set(self._index())
+
+    def total_bytes(self) -> int:
+        """Bytes of everything."""
+        with self._lock:
+            return sum(self._index().values())
+
+    def collect(self, keep: AbstractSet[bytes]) -> int:
+        """Delete everything but `keep`."""
+        before = self.total_bytes()
+        for name in self.names() - keep:
+            self.delete(name)
+        return before - self.total_bytes()
+
+    def _path(self, name: bytes) -> Path:
+        text = name.hex()
+        return self._directory / text[:2] / text[2:4] / text
+
+    def _write(self, name: bytes, data: bytes) -> None:
+        path = self._path(name)
+        try:
+            self._make(path.parent)
+        except OSError as error:
+            raise _storage_error(path, error) from error
+        write_atomic(path, [data], self._disk)
+
+    def _make(self, directory: Path) -> None:
+        """Create `directory` so that it survives a crash: its name is synced in its parent."""
+        if directory in self._made:
+            return
+        if directory != self._directory:
+            self._make(directory.parent)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Also when it exists: whoever made it may have been killed before this line.
+        self._disk.sync(directory.parent)
+        self._made.add(directory)
+
+    def _index(self) -> dict[bytes, int]:
+        """Sizes by digest; scanned once. The lock is held."""
+        if self._sizes is None:
+            try:
+                self._sizes = self._scan()
+            except OSError as error:
+                raise _storage_error(self._directory, error) from error
+        return self._sizes
+
+    def _scan(self) -> dict[bytes, int]:
+        sizes: dict[bytes, int] = {}
+        for folder, _, files in os.walk(self._directory):
+            for file in files:
+                path = Path(folder, file)
+                if file.startswith(TEMPORARY):
+                    logger.info("removing %s, left by a crash", path)
+                    path.unlink(missing_ok=True)
+                elif (name := _name(file)) and path == self._path(name) and not path.is_symlink():
+                    sizes[name] = path.stat().st_size
+        return sizes
+
+
+def _name(file: str) -> bytes | None:
+    """The digest that a file name spells, or None."""
+    try:
+        name = bytes.fromhex(file)
+    except ValueError:
+        return None
+    return name if len(name) == DIGEST_BYTES and name.hex() == file else None
+
+
+def _check_name(name: bytes, data: bytes) -> None:
+    if digest(data) != name:
+        raise WrongBytes(f"{len(data)} bytes hash to {short(digest(data))}, not {short(name)}")
+
+
+def _check_quota(held: int, added: int, limit: int) -> None:
+    if held + added > limit:
+        raise QuotaExceeded(
+            f"{added} bytes more would exceed the store's limit of {limit} ({held} in use): "
+            "raise the limit or keep fewer versions"
+        )
+
+
+def _storage_error(path: Path, error: OSError) -> StorageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"the disk of {path} is full: free space, then start again")
+    return StorageError(f"{path}: {error.strerror or error}: check the disk and its permissions")

@@ -1,0 +1,483 @@
+"""What a node must not forget when it is killed: heads, admitted peers, inbox, spool, verdicts (SQLite, WAL).
+
+A row is committed before anything it promises is said aloud: a receipt only after its submission is here, a
+verdict only together with what it changed of reputations.
+"""
+
+import asyncio
+import fcntl
+import functools
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, ParamSpec, TypeVar
+
+from ...crypto.hashing import digest as digest_of
+from ...protocol.manifests import Ticket
+from ..ops.errors import BusyError, StorageError
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS heads (
+    term INTEGER, version INTEGER, sealed BLOB NOT NULL, manifest BLOB NOT NULL,
+    PRIMARY KEY (term, version)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS admitted (
+    node BLOB PRIMARY KEY, since INTEGER, ticket BLOB NOT NULL, record BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tickets (
+    id BLOB PRIMARY KEY, label TEXT NOT NULL, issued INTEGER, expires INTEGER, uses INTEGER,
+    revoked INTEGER, admitted INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS inbox (
+    arrival INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB UNIQUE NOT NULL,
+    lease_id INTEGER UNIQUE NOT NULL, node BLOB NOT NULL, sealed BLOB, receipt BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS verdicts (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, sealed BLOB NOT NULL, name BLOB,
+    arrival INTEGER);
+CREATE TABLE IF NOT EXISTS reputations (
+    node BLOB PRIMARY KEY, arrival INTEGER, snapshot BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spool (
+    digest BLOB PRIMARY KEY, lease_id INTEGER NOT NULL, deadline REAL NOT NULL,
+    sealed BLOB NOT NULL) WITHOUT ROWID;
+"""
+INDICES = """
+CREATE UNIQUE INDEX IF NOT EXISTS verdict_names ON verdicts (name);
+CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
+CREATE UNIQUE INDEX IF NOT EXISTS verdict_arrivals ON verdicts (arrival);
+"""
+FORMAT = 3
+"""Rises with the wire version too: what is sealed in a ledger can be read by that version alone.
+
+2: sealed in wire version 2. 3: tickets; verdicts by arrival, and reputations; an id.
+"""
+ID = "id"
+"""Key of 16 random bytes that no other ledger has."""
+ACCOUNTS = "SELECT id, label, issued, expires, uses, revoked, admitted FROM tickets"
+VERDICTS_KEPT = 10_000
+MANIFEST = "manifest"
+"""Key of the sealed RunManifest of the run that the ledger is of."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A submission in the inbox, numbered in order of arrival."""
+
+    arrival: int
+    digest: bytes
+    lease_id: int
+    node: bytes
+    sealed: bytes
+
+
+@dataclass(frozen=True)
+class IssuedTicket:
+    """A ticket that the trainer issued, and what became of it. Times in Unix seconds."""
+
+    id: bytes
+    label: str
+    issued: int
+    expires: int
+    uses: int
+    """How many nodes it may admit; 0: any number."""
+    revoked: int
+    """When; 0: it was not."""
+    admitted: int
+    """How many nodes it has admitted."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A node that was admitted."""
+
+    node: bytes
+    ticket: bytes
+    """Id of the ticket under which it was; empty where that is not known."""
+    record: bytes
+    """The sealed PeerRecord of its last hello, perhaps expired; or empty."""
+
+
+class Ledger:
+    """One node's durable memory. Small synchronous calls, each a transaction of its own: from the event loop,
+    or from the ledger's own thread where the loop must not wait for the disk."""
+
+    def __init__(self, path: Path, *, fsync: bool = True) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # SQLite's own locks come and go: `explain` reads while we write, a second node must not.
+        self._lock = _lock(path)
+        self._thread = ThreadPoolExecutor(1, "ledger")
+        self._writing = threading.RLock()
+        try:
+            self._db = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, timeout=2
+            )
+        except sqlite3.OperationalError as error:
+            self._lock.close()
+            raise StorageError(f"cannot open {path}: {error}") from error
+        try:
+            self._begin(path, fsync)
+        except StorageError:
+            self.close()
+            raise
+
+    def _begin(self, path: Path, fsync: bool) -> None:
+        try:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            # FULL survives a power cut, NORMAL a killed process.
+            self._db.execute(f"PRAGMA synchronous={'FULL' if fsync else 'NORMAL'}")
+            self._db.executescript(SCHEMA)
+            self._check_format(path)
+            self._db.executescript(INDICES)
+        except sqlite3.OperationalError as error:
+            raise StorageError(f"cannot open {path}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise StorageError(
+                f"{path} is damaged ({error}): move it away to start anew"
+            ) from error
+
+    def close(self) -> None:
+        """Close the file when its thread has done what it does just now; closing twice is fine."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._db.close()
+        self._lock.close()
+
+    async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do `work`, a call of this ledger as a rule, in its one thread; raises what it raises.
+
+        It is done even if the caller is cancelled meanwhile, unless the ledger is closed before it begins.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, functools.partial(work, *args, **kwargs))
+
+    def get(self, key: str) -> bytes | None:
+        """A remembered value."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def set(self, key: str, value: bytes) -> None:
+        """Remember a value."""
+        self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def count_boot(self) -> int:
+        """How many times this ledger has been opened for running, this time included."""
+        boots = self.boots() + 1
+        self.set("boots", boots.to_bytes(8, "big"))
+        return boots
+
+    def boots(self) -> int:
+        """What count_boot() said last; 0 before."""
+        return int.from_bytes(self.get("boots") or b"", "big")
+
+    def ledger_id(self) -> str:
+        """The id of this ledger, hex: a copy has the same, one that was made anew another."""
+        return (self.get(ID) or b"").hex()
+
+    def add_head(self, term: int, version: int, sealed: bytes, manifest: bytes) -> None:
+        """Remember a head with its manifest document."""
+        self._write(
+            "INSERT OR REPLACE INTO heads VALUES (?, ?, ?, ?)", (term, version, sealed, manifest)
+        )
+
+    def heads(self) -> list[tuple[bytes, bytes]]:
+        """(sealed head, manifest document), oldest first."""
+        rows = self._db.execute("SELECT sealed, manifest FROM heads ORDER BY term, version")
+        return [(bytes(sealed), bytes(manifest)) for sealed, manifest in rows]
+
+    def drop_heads(self, term: int, below: int) -> None:
+        """Forget heads of earlier terms, and of `term` below a version."""
+        self._write(
+            "DELETE FROM heads WHERE term < ? OR (term = ? AND version < ?)", (term, term, below)
+        )
+
+    def admit(self, node: bytes, now: int, ticket: bytes = b"", record: bytes = b"") -> None:
+        """Remember that a node was admitted, and under which ticket; `record` is its sealed PeerRecord."""
+        # counted first, and never back: whoever is killed in between, or forgets a node, admits none too many
+        self._write("UPDATE tickets SET admitted = admitted + 1 WHERE id = ?", (ticket,))
+        self._write(
+            "INSERT OR IGNORE INTO admitted VALUES (?, ?, ?, ?)", (node, now, ticket, record)
+        )
+
+    def keep_record(self, node: bytes, record: bytes) -> None:
+        """Remember the newest sealed PeerRecord of an admitted node."""
+        self._write("UPDATE admitted SET record = ? WHERE node = ?", (record, node))
+
+    def expel(self, node: bytes) -> None:
+        """Forget that a node was admitted, unless it is one of those that a ticket may admit."""
+        self._write(
+            "DELETE FROM admitted WHERE node = ? AND NOT EXISTS"
+            " (SELECT 1 FROM tickets WHERE id = admitted.ticket AND uses > 0)",
+            (node,),
+        )
+
+    def admitted(self) -> list[Admission]:
+        """Nodes that were admitted, in order."""
+        rows = self._db.execute("SELECT node, ticket, record FROM admitted ORDER BY since")
+        return [Admission(bytes(node), bytes(t), bytes(record)) for node, t, record in rows]
+
+    def ticket_of(self, node: bytes) -> bytes:
+        """Id of the ticket under which a node was admitted; empty where that is not known."""
+        row = self._db.execute("SELECT ticket FROM admitted WHERE node = ?", (node,)).fetchone()
+        return b"" if row is None else bytes(row[0])
+
+    def add_ticket(self, name: bytes, ticket: Ticket) -> None:
+        """Keep account of a ticket under its id, unless that is done already."""
+        self._write(
+            "INSERT OR IGNORE INTO tickets VALUES (?, ?, ?, ?, ?, 0, 0)",
+            (name, ticket.label, ticket.issued, ticket.expires, ticket.uses),
+        )
+
+    def tickets(self) -> list[IssuedTicket]:
+        """All tickets that account is kept of, oldest first."""
+        rows = self._db.execute(f"{ACCOUNTS} ORDER BY issued, id")
+        return [IssuedTicket(bytes(name), *values) for name, *values in rows]
+
+    def ticket(self, name: bytes) -> IssuedTicket | None:
+        """The account of one ticket."""
+        row = self._db.execute(f"{ACCOUNTS} WHERE id = ?", (name,)).fetchone()
+        return None if row is None else IssuedTicket(bytes(row[0]), *row[1:])
+
+    def revoke_ticket(self, name: bytes, now: int) -> None:
+        """From now on a ticket admits nobody."""
+        self._write("UPDATE tickets SET revoked = ? WHERE id = ? AND revoked = 0", (now, name))
+
+    def receive(
+        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, receipt: bytes
+    ) -> int:
+        """Put a submission into the inbox; returns its arrival number."""
+        cursor = self._write(
+            "INSERT INTO inbox (digest, lease_id, node, sealed, receipt) VALUES (?, ?, ?, ?, ?)",
+            (digest, lease_id, node, sealed, receipt),
+        )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def receipt(self, digest: bytes) -> bytes | None:
+        """The receipt given for a submission."""
+        row = self._db.execute("SELECT receipt FROM inbox WHERE digest = ?", (digest,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def lease_done(self, lease_id: int) -> bool:
+        """Whether something was received for this lease."""
+        found = self._db.execute("SELECT 1 FROM inbox WHERE lease_id = ?", (lease_id,)).fetchone()
+        return found is not None
+
+    def last_arrival(self) -> int:
+        """Number of the last submission that was received; 0 before the first."""
+        return self._db.execute("SELECT MAX(arrival) FROM inbox").fetchone()[0] or 0
+
+    def arrived_after(self, arrival: int) -> list[Arrived]:
+        """Submissions that arrived after number `arrival`, in order."""
+        rows = self._db.execute(
+            "SELECT arrival, digest, lease_id, node, sealed FROM inbox"
+            " WHERE arrival > ? AND sealed IS NOT NULL ORDER BY arrival",
+            (arrival,),
+        )
+        return [Arrived(a, bytes(d), lease, bytes(n), bytes(s)) for a, d, lease, n, s in rows]
+
+    def waiting_by_node(self, arrival: int) -> dict[bytes, int]:
+        """How many submissions of each node arrived after number `arrival`, and are still here."""
+        rows = self._db.execute(
+            "SELECT node, COUNT(*) FROM inbox WHERE arrival > ? AND sealed IS NOT NULL GROUP BY node",
+            (arrival,),
+        )
+        return {bytes(node): int(count) for node, count in rows}
+
+    def forget_bodies(self, up_to: int) -> None:
+        """Drop the bytes of submissions that a durable checkpoint contains; their digests stay."""
+        self._write(
+            "UPDATE inbox SET sealed = NULL WHERE arrival <= ? AND sealed IS NOT NULL", (up_to,)
+        )
+
+    def add_verdict(
+        self,
+        node: bytes,
+        sealed: bytes,
+        arrival: int | None = None,
+        reputations: Mapping[bytes, bytes] | None = None,
+    ) -> bool:
+        """Keep a verdict on work of `node`, to be picked up and explained; False if it is here already.
+
+        Of the trainer: it is the verdict on submission number `arrival`, the only one, and after it these are
+        the `reputations` (snapshots) of all nodes that it concerns. All of that is kept, or nothing.
+        """
+        with self._transaction():
+            cursor = self._write(
+                "INSERT OR IGNORE INTO verdicts (node, sealed, name, arrival) VALUES (?, ?, ?, ?)",
+                (node, sealed, digest_of(sealed), arrival),
+            )
+            if not cursor.rowcount:
+                return False
+            assert cursor.lastrowid is not None
+            self._write("DELETE FROM verdicts WHERE id <= ?", (cursor.lastrowid - VERDICTS_KEPT,))
+            for peer, snapshot in (reputations or {}).items():
+                self._write(
+                    "INSERT OR REPLACE INTO reputations VALUES (?, ?, ?)", (peer, arrival, snapshot)
+                )
+        return True
+
+    def verdict_on(self, arrival: int) -> bytes | None:
+        """The sealed verdict on submission number `arrival`."""
+        row = self._db.execute("SELECT sealed FROM verdicts WHERE arrival = ?", (arrival,))
+        found = row.fetchone()
+        return None if found is None else bytes(found[0])
+
+    def judged_up_to(self) -> int:
+        """Number of the last submission that there is a verdict on; 0 without any."""
+        return self._db.execute("SELECT MAX(arrival) FROM verdicts").fetchone()[0] or 0
+
+    def reputations(self) -> dict[bytes, tuple[int, bytes]]:
+        """By node: the number of the last submission that counts in its reputation, and the snapshot."""
+        rows = self._db.execute("SELECT node, arrival, snapshot FROM reputations")
+        return {bytes(node): (arrival, bytes(snapshot)) for node, arrival, snapshot in rows}
+
+    def drop_reputation(self, node: bytes) -> None:
+        """Forget what is known of a node."""
+        self._write("DELETE FROM reputations WHERE node = ?", (node,))
+
+    def verdicts_after(
+        self, node: bytes, number: int, *, count: int, size: int
+    ) -> list[tuple[int, bytes]]:
+        """(number, sealed verdict) on work of `node` after a number, oldest first.
+
+        At most `count` of them, and `size` bytes where the first is not larger.
+        """
+        rows = self._db.execute(
+            "SELECT id, sealed FROM verdicts WHERE node = ? AND id > ? ORDER BY id LIMIT ?",
+            (node, number, count),
+        )
+        found: list[tuple[int, bytes]] = []
+        for name, sealed in rows:
+            size -= len(sealed)
+            if found and size < 0:
+                break
+            found.append((name, bytes(sealed)))
+        return found
+
+    def spool(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
+        """Keep a submission until its receipt comes."""
+        self._write(
+            "INSERT OR IGNORE INTO spool VALUES (?, ?, ?, ?)", (digest, lease_id, deadline, sealed)
+        )
+
+    def spooled(self) -> list[tuple[bytes, int, float]]:
+        """(digest, lease id, deadline) of what is still to be uploaded, the most urgent first."""
+        rows = self._db.execute("SELECT digest, lease_id, deadline FROM spool ORDER BY deadline")
+        return [(bytes(name), lease, deadline) for name, lease, deadline in rows]
+
+    def spooled_body(self, digest: bytes) -> bytes | None:
+        """A sealed submission that is still to be uploaded."""
+        row = self._db.execute("SELECT sealed FROM spool WHERE digest = ?", (digest,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def unspool(self, digest: bytes) -> None:
+        """Its receipt came, or it was refused for good."""
+        self._write("DELETE FROM spool WHERE digest = ?", (digest,))
+
+    def _write(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:
+        try:
+            with self._writing:
+                return self._db.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            raise StorageError(
+                f"cannot write the ledger ({error}): free some disk space"
+            ) from error
+
+    @contextmanager
+    def _transaction(self) -> Generator[None]:
+        """What is written meanwhile, by this thread alone, is kept as a whole or not at all."""
+        with self._writing:
+            self._write("BEGIN IMMEDIATE", ())
+            try:
+                yield
+                self._write("COMMIT", ())
+            except BaseException:
+                if self._db.in_transaction:  # SQLite itself ends it when the disk is full
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _check_format(self, path: Path) -> None:
+        known = self.get("format")
+        if known is None:
+            self.set("format", FORMAT.to_bytes(2, "big"))
+        else:
+            check_format(path, known)
+        if self.get(ID) is None:
+            self.set(ID, secrets.token_bytes(16))
+
+
+def check_format(path: Path, known: bytes) -> None:
+    """Raise StorageError if a ledger is of another format than ours."""
+    if int.from_bytes(known, "big") != FORMAT:
+        raise StorageError(
+            f"{path} was written by another version of primerl-node (format {int.from_bytes(known, 'big')}, "
+            f"this one reads {FORMAT}): go on with the release that wrote it, or use another directory"
+        )
+
+
+@dataclass(frozen=True)
+class KeptVerdict:
+    """A verdict in a ledger, in order of judgement."""
+
+    number: int
+    node: bytes
+    """Whose work it is on."""
+    sealed: bytes
+
+
+class LedgerView:
+    """Reads a ledger, also while its node runs; writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StorageError."""
+        self._path = path
+        try:
+            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5)
+            known = self.get("format")
+            self._db.execute("SELECT 1 FROM verdicts LIMIT 1")
+        except sqlite3.DatabaseError as error:
+            raise StorageError(f"cannot read {path}: {error}") from error
+        if known is not None:
+            check_format(path, known)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def get(self, key: str) -> bytes | None:
+        """A remembered value."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def verdicts(self) -> Iterator[KeptVerdict]:
+        """All verdicts that are kept, the newest first. Raises StorageError."""
+        try:
+            for number, node, sealed in self._db.execute(
+                "SELECT id, node, sealed FROM verdicts ORDER BY id DESC"
+            ):
+                yield KeptVerdict(number, bytes(node), bytes(sealed))
+        except sqlite3.DatabaseError as error:
+            raise StorageError(f"cannot read {self._path}: {error}") from error
+
+
+def _lock(path: Path) -> IO[bytes]:
+    """Hold the ledger for this process alone until the file is closed; the system closes it with the process.
+
+    Raises BusyError, StorageError.
+    """
+    name = path.with_suffix(".lock")
+    try:
+        file = name.open("ab")
+    except OSError as error:
+        raise StorageError(f"cannot open {name}: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise BusyError(f"{path.parent} is in use by another node: stop it first") from error
+    return file

@@ -1,0 +1,1 @@
+"""The trainer: loop, lease scheduler, submissions, publisher, audits."""

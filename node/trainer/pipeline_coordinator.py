@@ -1,0 +1,398 @@
+"""The trainer's desk for pipelines: takes offers of memory, and seals plans of who holds which layers.
+
+A plan that does not work costs its group some time and nothing else: a spare takes a lost stage's place, or all
+that are left get a new plan, or they wait. Stage 0 stays where it can, as it has work in its hands: no single
+word of another takes that away.
+"""
+
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+from msgspec import structs
+
+from ...crypto.hashing import short
+from ...crypto.keys import SecretKey
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.messages import MAX_RECORDS, OfferStage, StagePlanned, StageWait
+from ...protocol.pipelines import PipelinePlan, StageOffer
+from ..memory_plan.stages import CutModel
+from ..ops.control import GroupRow
+from ..ops.errors import EngineError
+from ..p2p.limits import TokenBuckets
+from ..p2p.peers import PeerTable
+from ..pipeline.planner import Offered, fits, make_plan, replace
+from ..storage.ledger import Ledger
+from .pipeline_book import ALIVE_S, Kind, StageBook
+from .pipeline_group import LEDGER, Group, Kept
+
+logger = logging.getLogger(__name__)
+
+PEER_RATE, PEER_BURST, PEERS = 2.0, 10, 1024
+"""Offers a second of one node."""
+MAKE_RATE, MAKE_BURST = 1.0, 10
+"""Plans that are tried in a second, whoever offers: a hard one takes up to a second."""
+GONE_S = 120.0
+"""A group of which nobody was heard for so long is forgotten."""
+WAIT_S = 120.0
+"""A group keeps the places of those that are lost for so long, if nobody can replace them."""
+HEAD_S = 10.0
+"""A stage 0 that others call lost may still speak for itself for so long: three offers of it."""
+WAIT_MS, PLANNED_MS = 1000, 3000
+KEPT_PLANS = 64
+KEPT_POOLS = 64
+
+
+class PipelineDesk:
+    """Answers OfferStage."""
+
+    def __init__(
+        self,
+        *,
+        key: SecretKey,
+        run_id: bytes,
+        model: CutModel | None,
+        ledger: Ledger,
+        peers: PeerTable,
+        heard: Callable[[bytes], float],
+        refused: Callable[[bytes], str] = lambda node: "",
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`model`: None where the run's cannot be cut; `refused`: why a node is given no work, or "".
+
+        `heard`: when a node asked us anything last, by `clock`; of one that did not yet, when we started.
+        """
+        self._key = key
+        self._run_id = run_id
+        self._model = model
+        self._ledger = ledger
+        self._peers = peers
+        self._clock = clock
+        self._wall = wall
+        self._heard = heard
+        self._book = StageBook(refused, clock())
+        self._groups: dict[bytes, Group] = {}
+        self._hopeless: OrderedDict[object, None] = OrderedDict()
+        """Pools that make no plan: not tried again."""
+        self._buckets = TokenBuckets(PEER_RATE, PEER_BURST, PEERS)
+        self._makes = TokenBuckets(MAKE_RATE, MAKE_BURST, 1)
+        self._plans: OrderedDict[tuple[bytes, int], PipelinePlan] = OrderedDict()
+        self._led: set[bytes] = set()
+        """Stages 0 of plans that hold, or did: they may have leases."""
+        self._load()
+
+    # -- what is asked -----------------------------------------------------------------------------
+
+    def offered(self, peer: bytes, request: OfferStage) -> StageWait | StagePlanned:
+        """Take an offer, or a complaint; the answer is the newest plan that `peer` is in, if there is one.
+
+        Raises:
+            RemoteProtocolError: RATE_LIMITED, BANNED; NOT_FOUND where this model is not cut, NOT_ADMITTED for
+                a node whose address may not be shown to others, NOT_YET for one whose record we do not have,
+                BUSY where too many offer.
+        """
+        now = self._clock()
+        if not self._buckets.take(peer, now):
+            raise RemoteProtocolError(Reason.RATE_LIMITED, "too many offers")
+        self._check(peer, request.offer)
+        self._sweep(now)
+        self._book.take(peer, request.offer, now)
+        group = self._group_of(peer)
+        if group is not None:
+            group.heard = now
+            self._look_after(peer, group, request, now)
+            self._hear_head(group, now)
+            self._wait_for_missing(peer, group, now)
+        kind = Offered(peer, request.offer).kind
+        if self._group_of(peer) is None:
+            self._form(kind, now)
+        group = self._group_of(peer)
+        return self._wait(peer, kind, now) if group is None else self._planned(peer, group)
+
+    def left(self, node: bytes) -> None:
+        """It said goodbye."""
+        self._book.drop(node)
+        self._without({node}, "left")
+
+    def began(self, node: bytes) -> None:
+        """It started, maybe again: what it had in hands is gone, and it is not lost."""
+        self._led.discard(node)
+        for group in list(self._groups.values()):
+            if group.head == node and group.doubts:
+                group.doubts = {}
+                if self._book.restarts(node, self._clock()):
+                    self._without({node}, "stage 0 starts again and again")
+
+    def worked(self, node: bytes) -> None:
+        """It brought work: if a pipeline made it, what its stage 0 said of those before was right."""
+        if self.leads(node):
+            self._book.forgive(node)
+
+    def leads(self, node: bytes) -> bool:
+        """Whether it is stage 0 of a plan that holds: nobody else who offers can work on leases."""
+        return any(group.head == node and not group.void for group in self._groups.values())
+
+    def orphans(self) -> list[bytes]:
+        """Stages 0 whose plan ended and that are silent: what they had goes to others. Each is named once."""
+        now = self._clock()
+        self._sweep(now)
+        leading = {group.head for group in self._groups.values() if not group.void}
+        self._led |= leading
+        gone = {one for one in self._led - leading if now - self._heard(one) > ALIVE_S}
+        self._led -= gone
+        return sorted(gone)
+
+    def dissolve(self, group: bytes, node: bytes, reason: str) -> None:
+        """`node` lied as a stage of `group`: it is in no plan ever after, and the others get a new one."""
+        logger.warning("pipeline %s: %s is excluded: %s", short(group), short(node), reason)
+        self._book.excluded[node] = reason[:200]
+        self.left(node)
+        self._keep()
+
+    def plan_of(self, group: bytes, generation: int) -> PipelinePlan | None:
+        """A plan by its name, also an old one of those that are remembered."""
+        return self._plans.get((group, generation))
+
+    def rows(self) -> list[GroupRow]:
+        """For `status`."""
+        return [group.row(self._book.get) for group in self._groups.values()]
+
+    def place(self, node: bytes) -> str:
+        """Which stage a node is, for `peers`: "1/2, layers 14-27", or empty."""
+        group = self._group_of(node)
+        rank = group.plan.rank_of(node) if group else None
+        if group is None or rank is None:
+            return ""
+        stage = group.plan.stages[rank]
+        return f"{rank}/{len(group.plan.stages)}, layers {stage.first}-{stage.end - 1}"
+
+    def _check(self, peer: bytes, offer: StageOffer) -> None:
+        why = self._book.refusal(peer)
+        if why:
+            self.left(peer)
+            raise RemoteProtocolError(Reason.BANNED, why)
+        if self._model is None:
+            raise RemoteProtocolError(Reason.NOT_FOUND, "this run's model is not cut into stages")
+        try:
+            self._model.costs(offer.engine)
+        except EngineError as error:
+            raise RemoteProtocolError(Reason.NOT_FOUND, str(error)) from error
+        record = self._peers.get(peer).record
+        if record is None:  # we started again since it said hello
+            raise RemoteProtocolError(Reason.NOT_YET, "tell your peer record first")
+        if not record.share_address:
+            detail = "stages must know each other's addresses: set network.share_address"
+            raise RemoteProtocolError(Reason.NOT_ADMITTED, detail)
+
+    def _sweep(self, now: float) -> None:
+        """Forget who is silent."""
+        self._book.sweep(now)
+        for name, group in list(self._groups.items()):
+            if now - group.heard > GONE_S:
+                del self._groups[name]
+                self._keep()
+
+    # -- making plans ------------------------------------------------------------------------------
+
+    def _form(self, kind: Kind, now: float) -> None:
+        """Make a plan of those that wait: for groups that broke first."""
+        pool = self._book.waiting(kind, now, self._taken)
+        nodes = {one.node for one in pool}
+        for group in list(self._groups.values()):
+            if group.missing and nodes:
+                self._mend(group, group.missing)
+            elif group.void and group.head in nodes:
+                group.heard = now
+                self._again(group, pool)
+        pool = [one for one in pool if not self._taken(one.node)]
+        if len(pool) < 2 or not self._book.settled(pool, now):
+            return
+        plan = self._make(pool, secrets.token_bytes(32), 0)
+        if plan is None:
+            return
+        for name, old in list(self._groups.items()):
+            if old.void and plan.rank_of(old.head) is not None:
+                del self._groups[name]  # its stage 0 is elsewhere now: nothing of it is left
+        group = self._groups[plan.group] = Group(plan, now)
+        self._use(group, plan, "made")
+
+    def _again(self, group: Group, pool: Sequence[Offered]) -> bool:
+        """A new plan for a group that broke, with the stage 0 that it had."""
+        old = group.plan
+        plan = self._make(pool, old.group, old.generation + 1, head=group.head)
+        if plan is not None:
+            self._use(group, plan, "made again")
+        return plan is not None
+
+    def _make(
+        self, pool: Sequence[Offered], group: bytes, generation: int, head: bytes | None = None
+    ) -> PipelinePlan | None:
+        """make_plan(), but never twice in vain of the same offers."""
+        assert self._model is not None
+        offers = (
+            (one.kind, one.node, one.offer.memory_bytes, one.offer.rank, one.offer.world_size)
+            for one in pool
+        )
+        tried = frozenset(offers), head
+        if tried in self._hopeless or not self._makes.take(b"", self._clock()):
+            return None
+        costs = self._model.costs(pool[0].offer.engine)
+        terms = self._model.terms
+        plan = make_plan(pool, costs, terms, group=group, generation=generation, head=head)
+        if plan is None:
+            self._hopeless[tried] = None
+            if len(self._hopeless) > KEPT_POOLS:
+                self._hopeless.popitem(last=False)
+        return plan
+
+    def _taken(self, node: bytes) -> bool:
+        return self._group_of(node) is not None
+
+    def _group_of(self, node: bytes) -> Group | None:
+        """The working group that a node is in."""
+        groups = self._groups.values()
+        return next((g for g in groups if not g.void and g.plan.rank_of(node) is not None), None)
+
+    # -- mending them ------------------------------------------------------------------------------
+
+    def _look_after(self, peer: bytes, group: Group, request: OfferStage, now: float) -> None:
+        """Whether `peer` can still be the stage that it is, and what it says of others."""
+        plan = group.plan
+        if not self._can_be(plan, peer, now):
+            self._without({peer}, "offers too little for its stage by now")
+            return
+        if (request.group, request.generation) != (plan.group, plan.generation):
+            return  # it speaks of a plan before this one
+        accused = set(group.nodes) & set(request.lost) - {peer} - group.missing
+        if group.head in accused:
+            accused.discard(group.head)
+            group.doubts.setdefault(peer, now)
+        if accused:
+            gone = {self._book.blame(peer, node, now) for node in sorted(accused)}
+            why = "calls others lost that we hear" if peer in gone else f"lost, says {short(peer)}"
+            self._without(gone, why)
+
+    def _hear_head(self, group: Group, now: float) -> None:
+        """Whether a stage 0 that others call lost is: if it speaks after that, its word counts like theirs."""
+        head, doubts = group.head, group.doubts
+        if not doubts or group.void:
+            return
+        heard = self._heard(head)
+        if heard > min(doubts.values()):
+            gone = self._book.weigh(set(doubts), head, now)
+        elif now - heard >= HEAD_S:
+            gone = {head}
+            self._book.fell_silent(head, now)
+        else:
+            return
+        group.doubts = {}
+        names = ", ".join(short(node) for node in doubts)
+        self._without(gone, f"stage 0 is lost, say {names}")
+
+    def _wait_for_missing(self, peer: bytes, group: Group, now: float) -> None:
+        """Who was lost may come back to its place; the others do not wait for ever."""
+        if peer in group.missing and self._can_be(group.plan, peer, now):
+            group.missing.discard(peer)
+        if group.missing and now - group.missing_since > WAIT_S:
+            group.void, group.missing = True, set()
+
+    def _without(self, gone: set[bytes], why: str) -> None:
+        """Mend every group that one of these is in."""
+        for group in list(self._groups.values()):
+            lost = [node for node in group.nodes if node in gone]
+            if lost and not group.void:
+                names = ", ".join(map(short, lost))
+                logger.warning("pipeline %s: %s: %s", short(group.plan.group), names, why)
+                self._mend(group, gone)
+
+    def _mend(self, group: Group, gone: set[bytes]) -> None:
+        """Spares for who is gone; else a new plan of all that are left; else the same one again; else wait."""
+        now, old = self._clock(), group.plan
+        assert self._model is not None
+        known, group.void = group.missing, True
+        gone = {node for node in group.nodes if node in gone or not self._book.alive(node, now)}
+        pool = self._helpers(old, gone, now)
+        spares = [one for one in pool if old.rank_of(one.node) is None]
+        plan = replace(old, gone, spares, self._model.costs(old.shape.engine))
+        if plan is not None:
+            self._use(group, plan, "mended")
+        elif group.head in {one.node for one in pool} and self._again(group, pool):
+            return
+        elif all(self._can_be(old, node, now) for node in group.nodes):
+            plan = structs.replace(old, generation=old.generation + 1)
+            self._use(group, plan, "tried again")
+        elif group.head not in gone and not any(map(self._book.refusal, group.nodes)):
+            group.void, group.missing = False, gone
+            if not known:
+                group.missing_since = now
+                logger.warning("pipeline %s waits for another node", short(old.group))
+
+    def _can_be(self, plan: PipelinePlan, node: bytes, now: float) -> bool:
+        """Whether a stage of `plan` is there and still offers enough for it."""
+        offer, rank = self._book.get(node), plan.rank_of(node)
+        if offer is None or rank is None or self._book.refusal(node):
+            return False
+        assert self._model is not None
+        costs = self._model.costs(plan.shape.engine)
+        return self._book.alive(node, now) and fits(plan, rank, offer, costs)
+
+    def _helpers(self, old: PipelinePlan, gone: set[bytes], now: float) -> list[Offered]:
+        """Who may be in the next generation: spares in their order, others that wait, and who is left."""
+        offers = (self._book.get(stage.node) for stage in old.stages)
+        name = next((offer.name for offer in offers if offer is not None), "")
+        kind = old.shape.engine, old.shape.software, name
+        order = {node: place for place, node in enumerate(old.spares)}
+        pool = self._book.waiting(kind, now, self._taken)
+        left = [one for one in pool if one.node not in gone]
+        return sorted(left, key=lambda one: order.get(one.node, len(order)))
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def _wait(self, peer: bytes, kind: Kind, now: float) -> StageWait:
+        """No plan: who else waits, for `peer` to measure the way to them."""
+        pool = self._book.waiting(kind, now, self._taken)
+        return StageWait(WAIT_MS, self._records(one.node for one in pool if one.node != peer))
+
+    def _planned(self, peer: bytes, group: Group) -> StagePlanned:
+        sealed = group.seal(self._key, self._run_id, self._wall())
+        return StagePlanned(sealed, self._records(n for n in group.nodes if n != peer), PLANNED_MS)
+
+    def _records(self, nodes: Iterable[bytes]) -> tuple[bytes, ...]:
+        found = (self._peers.get(node).sealed for node in nodes)
+        return tuple(sealed for sealed in found if sealed)[:MAX_RECORDS]
+
+    # -- what is kept ------------------------------------------------------------------------------
+
+    def _use(self, group: Group, plan: PipelinePlan, what: str) -> None:
+        """A new plan is in force: remember it."""
+        group.use(plan, self._clock())
+        self._plans[plan.group, plan.generation] = plan
+        while len(self._plans) > KEPT_PLANS:
+            self._plans.popitem(last=False)
+        self._keep()
+        layers = ", ".join(
+            f"{short(stage.node)} {stage.first}-{stage.end - 1}" for stage in plan.stages
+        )
+        name, generation = short(plan.group), plan.generation
+        logger.info("pipeline %s, generation %d, %s: layers %s", name, generation, what, layers)
+
+    def _keep(self) -> None:
+        plans = tuple(group.plan for group in self._groups.values())
+        self._ledger.set(LEDGER, msgspec.msgpack.encode(Kept(plans, self._book.excluded)))
+
+    def _load(self) -> None:
+        """Plans that a trainer before us sealed: if a stage is not there any more, others will say so."""
+        found = self._ledger.get(LEDGER)
+        if found is None:
+            return
+        kept = msgspec.msgpack.decode(found, type=Kept)
+        self._book.excluded.update(kept.excluded)
+        for plan in kept.plans:
+            if plan.shape.engine != "vllm":
+                continue  # of an engine that has no stages any more
+            self._groups[plan.group] = Group(plan, self._clock())
+            self._plans[plan.group, plan.generation] = plan

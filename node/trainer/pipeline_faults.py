@@ -1,0 +1,146 @@
+"""What audits of a pipeline's rollouts tell of each of its stages, and when it is taken apart.
+
+Stage 0 signs for all, so it never gets off free: it could have made up what it states of the others. Whoever is
+named by one stage 0 alone is not put into pipelines any more, but is not banned for it.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...crypto.hashing import short
+from ...protocol.pipelines import PipelinePlan
+from ...protocol.reputation import (
+    INCREMENT,
+    NAMED_AT,
+    VOUCHED,
+    Audited,
+    BanTest,
+    Reputation,
+    Room,
+    outcome_of,
+)
+from ..verification.blame import Blame
+from ..verification.verifier import AuditResults, Verified
+
+logger = logging.getLogger(__name__)
+
+PLANS = 256
+"""That are remembered."""
+Dissolve = Callable[[bytes, bytes, str], None]
+"""(group, node, why): the group goes on without that node, which is in no plan any more."""
+
+
+@dataclass
+class Tally:
+    """What was found of one plan so far."""
+
+    doubt: list[float]
+    """Nats, by stage: a CUSUM of the outcomes of all rollouts that can be of it."""
+    rooms: list[Room]
+    """By stage."""
+    unstated: int
+    """Rollouts that may yet come without boundaries: so many can have been under way when the plan began."""
+    parted: bool = False
+
+
+class StageFaults:
+    """Lays faults to the nodes that made a submission."""
+
+    def __init__(
+        self, reputation: Callable[[bytes], Reputation], dissolve: Dissolve, test: BanTest
+    ) -> None:
+        self._reputation = reputation
+        self._dissolve = dissolve
+        self._test = test
+        self._tallies: OrderedDict[tuple[bytes, int], Tally] = OrderedDict()
+
+    def note(self, node: bytes, verified: Verified) -> None:
+        """Remember what audits tell of `node`, which signed a submission, and of those that made it with it."""
+        plan, audited = verified.plan, verified.audited
+        if plan is None:
+            self._reputation(node).observe(observed(audited), self._test)
+            return
+        tally, count = self._tally(plan), len(plan.stages)
+        blames = [_stated(one, tally) for one in audited.blames]
+        first = [_laid(one, 0, count) for one in blames]
+        self._reputation(node).observe(first, self._test, tally.rooms[0])
+        blames = [one for one in blames if one.distances]
+        for rank in range(1, count):
+            self._reputation(plan.stages[rank].node).observe_stage(
+                (_laid(one, rank, count) for one in blames),
+                self._test,
+                tally.rooms[rank],
+                accuser=node,
+                named=any(one.outcome == "rejected" and one.named == rank for one in blames),
+            )
+        for rank in range(len(plan.stages)):
+            tally.doubt[rank] = _doubt(tally.doubt[rank], blames, rank)
+        self._part(plan, tally)
+
+    def _tally(self, plan: PipelinePlan) -> Tally:
+        """Late submissions of a plan that was given up are of that plan still."""
+        key, count = (plan.group, plan.generation), len(plan.stages)
+        rooms = [Room.of(self._test) for _ in range(count)]
+        fresh = Tally([0.0] * count, rooms, plan.shape.max_sequences)
+        tally = self._tallies.setdefault(key, fresh)
+        self._tallies.move_to_end(key)
+        if len(self._tallies) > PLANS:
+            self._tallies.popitem(last=False)
+        return tally
+
+    def _part(self, plan: PipelinePlan, tally: Tally) -> None:
+        """Have the group go on without one of its later stages once too much can be of that one."""
+        later = range(1, len(plan.stages))
+        peers = [self._reputation(stage.node) for stage in plan.stages]
+        worst = max(later, key=lambda rank: (tally.doubt[rank], peers[rank].suspicion))
+        node, doubt = plan.stages[worst].node, tally.doubt[worst] / self._test.bar
+        if tally.parted or max(doubt, peers[worst].other_nats / self._test.bar) < NAMED_AT:
+            return
+        tally.parted = True
+        why = (
+            f"audits say that it can be stage {worst} of {len(plan.stages)} which computes something else: "
+            f"{doubt:.2f} of what bans a worker"
+        )
+        logger.warning("pipeline %s goes on without %s: %s", short(plan.group), short(node), why)
+        self._dissolve(plan.group, node, why)
+
+
+def observed(audits: AuditResults) -> list[Audited]:
+    """What the sequential tests of a node that made a submission alone are told, in order."""
+    found: list[Audited] = []
+    for seen, judgement in zip(audits.evidence, audits.judgements, strict=True):
+        outcome = outcome_of(judgement.reason, judgement.suspect)
+        if outcome is not None:
+            found.append(Audited(outcome, seen.other_policy))
+    return found
+
+
+def _stated(one: Blame, tally: Tally) -> Blame:
+    """A rollout without boundaries is stage 0's, but for as many as can have been begun with other stages."""
+    if one.distances or one.outcome == "clean":
+        return one
+    tally.unstated -= 1
+    return one if tally.unstated >= 0 else replace(one, stages=(0,))
+
+
+def spared(audits: AuditResults) -> int:
+    """How many rejected rollouts need not be of the node that signed."""
+    return sum(one.outcome == "rejected" and one.stages != (0,) for one in audits.blames)
+
+
+def _doubt(nats: float, blames: Sequence[Blame], rank: int) -> float:
+    for one in blames:
+        nats = max(0.0, nats + INCREMENT[one.outcome if rank in one.stages else "clean"])
+    return nats
+
+
+def _laid(one: Blame, rank: int, count: int) -> Audited:
+    """What a rollout says of stage `rank` of `count`, which share what it says of another policy."""
+    other = one.other_policy / count
+    if rank in one.stages:
+        return Audited(one.outcome, other, 1 / len(one.stages))
+    if one.outcome != "clean" and (rank == 0 or rank + 1 in one.stages[:1]):
+        return Audited(one.outcome, other, VOUCHED, vouches=True)
+    return Audited("clean", other)

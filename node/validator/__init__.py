@@ -1,0 +1,1 @@
+"""The validator: follow the policy, measure what others sent in, report."""

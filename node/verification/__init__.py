@@ -1,0 +1,1 @@
+"""From a submission to a verdict: checks, audits, bounds, judgement, calibration."""

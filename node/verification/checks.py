@@ -1,0 +1,306 @@
+"""The cheap checks on a submission: pure functions of bytes, cheapest first, each with a reason code.
+
+Limits come from the run manifest and the lease, never from the submission. A rollout's fault is data: it is
+returned as a Rejection and costs that rollout; a fault of the bundle raises and costs the bundle.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import Lease
+from ...protocol.manifests import RunManifest
+from ...protocol.pipelines import PipelinePlan
+from ...protocol.rollouts import (
+    BranchRecord,
+    GroupRecord,
+    Rejection,
+    RolloutRecord,
+    Submission,
+    clipped,
+    unpack_f32,
+    unpack_u32,
+)
+from ..environments.environment import Branch
+from ..inference.fingerprint import TOKEN_BYTES, BadProof, Projection, split
+
+
+@dataclass
+class CheckedRollout:
+    """A rollout that passed so far."""
+
+    group: int
+    index: int
+    branches: list[Branch]
+    claimed_reward: float
+    crossed: list[tuple[bytes, ...]] = field(default_factory=list[tuple[bytes, ...]])
+    """Of each branch, what the stages of a pipeline said that they sent; empty unless of all branches."""
+
+
+@dataclass
+class CheckedSubmission:
+    """What is left of a submission after the cheap checks."""
+
+    rollouts: list[CheckedRollout] = field(default_factory=list[CheckedRollout])
+    rejections: list[Rejection] = field(default_factory=list[Rejection])
+
+
+ORDER_SLACK = 2
+"""Tokens by which an honest sample may trail a later one: micro-batches of a pipeline take turns."""
+
+
+class Rejected(Exception):
+    """One rollout fails a check."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason.value}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def check_submission(
+    submission: Submission,
+    lease: Lease,
+    run: RunManifest,
+    version: int,
+    plan: PipelinePlan | None = None,
+) -> CheckedSubmission:
+    """Compare a submission with its lease and the run's contract; `version` is the newest published.
+
+    `plan` is what plan_of() made of it.
+
+    Raises:
+        RemoteProtocolError: WRONG_TASK, TOO_LARGE: the bundle is not the work of this lease; MALFORMED: it
+            states boundaries of what it does not hold.
+    """
+    if len(submission.groups) != len(lease.tasks):
+        raise RemoteProtocolError(Reason.WRONG_TASK, "not the tasks of the lease")
+    checked = CheckedSubmission()
+    for number, (group, task) in enumerate(zip(submission.groups, lease.tasks, strict=True)):
+        if (group.task_index, group.task_digest) != (task.index, task.digest):
+            raise RemoteProtocolError(Reason.WRONG_TASK, f"group {number} is of another task")
+        if len(group.rollouts) > lease.group_size:
+            raise RemoteProtocolError(Reason.TOO_LARGE, f"group {number} has too many rollouts")
+        _check_group(number, group, lease, run, version, checked)
+    if plan is not None:
+        _attach(submission, plan, checked)
+    return checked
+
+
+def _attach(submission: Submission, plan: PipelinePlan, checked: CheckedSubmission) -> None:
+    """Give what crossed between stages to its branches; a rollout that lacks some of it has none.
+
+    Only sizes count: whether the bytes are fingerprints at all is for an audit, as others wrote them.
+    """
+    of = {(one.group, one.rollout, one.branch): one.boundaries for one in submission.crossed}
+    if len(of) != len(submission.crossed):
+        raise RemoteProtocolError(Reason.MALFORMED, "boundaries of one branch twice")
+    for rollout in checked.rollouts:
+        found = [
+            of.get((rollout.group, rollout.index, number), ())
+            for number in range(len(rollout.branches))
+        ]
+        if not all(found):
+            continue
+        for branch, parts in zip(rollout.branches, found, strict=True):
+            sizes = {len(part) for part in parts}
+            if len(parts) != len(plan.stages) - 1 or sizes != {TOKEN_BYTES * sum(branch.sampled)}:
+                raise RemoteProtocolError(Reason.MALFORMED, "boundaries of another size")
+        rollout.crossed = found
+
+
+def _check_group(
+    number: int,
+    group: GroupRecord,
+    lease: Lease,
+    run: RunManifest,
+    version: int,
+    checked: CheckedSubmission,
+) -> None:
+    passed: list[CheckedRollout] = []
+    for index in range(lease.group_size):
+        try:
+            if index >= len(group.rollouts):
+                raise Rejected(Reason.MISSING_INDEX, "an index that is missing counts as failed")
+            record = group.rollouts[index]
+            branches = _check_rollout(record, lease, run, version)
+        except Rejected as fault:
+            checked.rejections.append(Rejection(number, index, fault.reason, clipped(fault.detail)))
+        else:
+            passed.append(CheckedRollout(number, index, branches, record.reward))
+    late = late_samples({rollout.index: rollout.branches for rollout in passed})
+    if not late:
+        checked.rollouts += passed
+        return
+    # The whole group: which of its samples had two tries cannot be told.
+    index, why = min(late.items())
+    detail = clipped(f"sample {index} {why}")
+    checked.rejections += [
+        Rejection(number, rollout.index, Reason.WRONG_ORDER, detail) for rollout in passed
+    ]
+
+
+def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
+    """Find the samples of one group that were drawn out of order: index to evidence in words.
+
+    `samples`: the branches of each sample by its index. Samples begin in the order of their indices, in one
+    engine, and those under way draw in step. So whenever the policy changed, a sample whose first reply still
+    went on had drawn at least as much of it as every later sample, up to ORDER_SLACK. A worker that generates
+    with two versions and sends the better one, sample by sample, breaks this (docs/proofs.md).
+    Without the samples that are found the others are in order.
+    """
+    firsts = {index: branches[0] for index, branches in samples.items() if branches}
+    if len({version for first in firsts.values() for _, version in _spans(first)}) < 2:
+        return {}  # most groups: no policy came meanwhile
+    replies = {index: _first_reply(first) for index, first in firsts.items()}
+    late: dict[int, str] = {}
+    for version in sorted({version for _, spans in replies.values() for _, version in spans}):
+        furthest, furthest_index = 0, 0
+        for index in sorted(replies.keys() - late.keys(), reverse=True):
+            length, spans = replies[index]
+            drawn = min((start for start, drew in spans if drew >= version), default=length)
+            if drawn < length and furthest > (drawn + ORDER_SLACK if drawn else 0):
+                late[index] = (
+                    f"had drawn {drawn} tokens when policy {version} came, "
+                    f"the later sample {furthest_index} {furthest}"
+                )
+            elif drawn > furthest:
+                furthest, furthest_index = drawn, index
+    return late
+
+
+def _first_reply(branch: Branch) -> tuple[int, list[tuple[int, int]]]:
+    """The length of a branch's first reply, and its spans; of later turns the environment sets the pace."""
+    start = branch.sampled.index(True)
+    try:
+        end = branch.sampled.index(False, start)
+    except ValueError:
+        end = len(branch.sampled)
+    return end - start, [(at, version) for at, version in _spans(branch) if at < end - start]
+
+
+def _spans(branch: Branch) -> tuple[tuple[int, int], ...]:
+    return branch.spans or ((0, branch.policy_first),)
+
+
+def _check_rollout(
+    record: RolloutRecord, lease: Lease, run: RunManifest, version: int
+) -> list[Branch]:
+    if record.error:
+        raise Rejected(Reason.ENVIRONMENT_ERROR, record.error)
+    if not record.branches:
+        raise Rejected(Reason.MISSING_INDEX, "no tokens")
+    if record.reward != record.reward or abs(record.reward) > 1e9:
+        raise Rejected(Reason.BAD_REWARD, "not a finite reward")
+    return [_check_branch(branch, lease, run, version) for branch in record.branches]
+
+
+def _check_branch(record: BranchRecord, lease: Lease, run: RunManifest, version: int) -> Branch:
+    branch = _unpack(record)
+    _check_lengths(branch, run)
+    if branch.policy_last > version:
+        raise Rejected(Reason.FUTURE_POLICY, f"policy {branch.policy_last}, newest is {version}")
+    if branch.policy_first > branch.policy_last:
+        raise Rejected(Reason.MALFORMED, "first policy version after the last")
+    if branch.policy_first < lease.min_version:
+        raise Rejected(
+            Reason.STALE, f"policy {branch.policy_first}, the lease asks for {lease.min_version}"
+        )
+    check_termination(branch, run)
+    _check_spans(branch)
+    _check_proof(branch, run)
+    return branch
+
+
+def _unpack(record: BranchRecord) -> Branch:
+    try:
+        tokens, logprobs = unpack_u32(record.tokens), unpack_f32(record.logprobs)
+    except RemoteProtocolError as error:
+        raise Rejected(error.reason, error.detail) from error
+    if any(flag > 1 for flag in record.sampled) or len(record.sampled) != len(tokens):
+        raise Rejected(Reason.MALFORMED, "the mask does not fit the tokens")
+    if len(logprobs) != sum(record.sampled):
+        raise Rejected(Reason.MALFORMED, "not one logprob per sampled token")
+    drawn = iter(logprobs)
+    return Branch(
+        token_ids=tokens,
+        sampled=[flag == 1 for flag in record.sampled],
+        logprobs=[next(drawn) if flag else 0.0 for flag in record.sampled],
+        policy_first=record.policy_first,
+        policy_last=record.policy_last,
+        finish=record.finish,
+        spans=tuple((span.start, span.version) for span in record.spans),
+        proof=record.proof,
+    )
+
+
+def _check_lengths(branch: Branch, run: RunManifest) -> None:
+    if not 2 <= len(branch.token_ids) <= run.limits.max_model_len:
+        raise Rejected(Reason.TOO_LARGE, f"{len(branch.token_ids)} tokens")
+    if branch.sampled[0] or not any(branch.sampled):
+        raise Rejected(Reason.MALFORMED, "a prompt and then sampled tokens are expected")
+    if max(branch.token_ids) >= run.model.vocab_size:
+        raise Rejected(Reason.TOKEN_OUT_OF_RANGE, f"token {max(branch.token_ids)}")
+    if any(value > 1e-3 for value in branch.logprobs):
+        raise Rejected(Reason.BAD_LOGPROBS, "a logprob above zero")
+
+
+def check_termination(branch: Branch, run: RunManifest) -> None:
+    """Every reply must end by a stop token or by its full length, and hold no stop token before its end."""
+    stops = frozenset(run.model.stop_token_ids)
+    runs = sampled_runs(branch.sampled)
+    if len(runs) > run.limits.max_turns:
+        raise Rejected(Reason.TOO_LARGE, f"{len(runs)} turns")
+    for number, (start, end) in enumerate(runs):
+        reply = branch.token_ids[start:end]
+        if any(token in stops for token in reply[:-1]):
+            raise Rejected(Reason.BAD_TERMINATION, "tokens after a stop token")
+        full = len(reply) == run.sampling.max_tokens or end == run.limits.max_model_len
+        if len(reply) > run.sampling.max_tokens or not (full or reply[-1] in stops):
+            raise Rejected(Reason.BAD_TERMINATION, f"reply of {len(reply)} tokens was cut short")
+        if number == len(runs) - 1 and (branch.finish == "stop") != (reply[-1] in stops):
+            raise Rejected(Reason.BAD_TERMINATION, f"did not finish by {branch.finish}")
+
+
+def _check_spans(branch: Branch) -> None:
+    """One version, or a list of spans that starts with the first, ends with the last and only rises."""
+    if not branch.spans:
+        if branch.policy_first != branch.policy_last:
+            raise Rejected(Reason.MALFORMED, "several policy versions and no spans")
+        return
+    starts, versions = zip(*branch.spans, strict=True)
+    if starts[0] != 0 or starts[-1] >= sum(branch.sampled):
+        raise Rejected(Reason.MALFORMED, "the spans do not fit the tokens")
+    if (versions[0], versions[-1]) != (branch.policy_first, branch.policy_last):
+        raise Rejected(Reason.MALFORMED, "the spans do not fit the policy versions")
+    if not (_rising(starts) and _rising(versions)):
+        raise Rejected(Reason.MALFORMED, "spans and their versions must rise")
+
+
+def _rising(numbers: Sequence[int]) -> bool:
+    return all(before < after for before, after in pairwise(numbers))
+
+
+def _check_proof(branch: Branch, run: RunManifest) -> None:
+    """A proof of exactly these replies, well formed; what it proves is for an audit to say."""
+    fingerprint = Projection()
+    try:
+        lengths = [end - start for start, end in sampled_runs(branch.sampled)]
+        for part, tokens in split(branch.proof, lengths, fingerprint):
+            fingerprint.check(part, tokens)
+    except BadProof as error:
+        raise Rejected(Reason.BAD_PROOF, str(error)) from error
+
+
+def sampled_runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:
+    """Half-open index ranges of the runs of sampled tokens: one per reply."""
+    runs: list[tuple[int, int]] = []
+    start = -1
+    for position, flag in enumerate([*sampled, False]):
+        if flag and start < 0:
+            start = position
+        elif not flag and start >= 0:
+            runs.append((start, position))
+            start = -1
+    return runs

@@ -1,0 +1,291 @@
+"""The auditor of a node: prefills in a process that is killed when it hangs, dies or runs out of memory.
+
+What happens in there costs at most the item that made it happen: the others are measured all the same.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...protocol.manifests import RunManifest
+from ..config.run import EngineConfig
+from ..inference.handover import shared_file
+from ..models.model_files import vocab_size
+from ..ops.errors import EngineError, NodeError
+from ..process.child_process import ChildProcess
+from ..process.frames import Message
+from ..process.spawn import PARENT_VARIABLE
+from ..weights.state import State
+from .auditor import AuditItem, Measured, Unreadable
+from .messages import (
+    MAX_FRAME,
+    Answer,
+    Failed,
+    Hold,
+    Measure,
+    Request,
+    Results,
+    Setup,
+    read_answer,
+)
+from .portions import Pace, check_versions, cost, first_portion, wanted_versions
+from .sameness import SameState
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.process")
+START_TIMEOUT_S = 120.0
+"""For loading torch, and a device's first use."""
+MOST_DEADLY = 4
+"""After so many items of a portion that end the process alone, the rest is not tried."""
+
+Answers = list[Measured | Unreadable]
+
+
+class AuditFailed(NodeError):
+    """The process ended, hung, or says that it cannot measure these items."""
+
+
+class AuditChild(ChildProcess):
+    """The process that audits (process.py): start(), ask(), kill().
+
+    After AuditFailed, or where an answer is waited for no more, kill() it: it may be busy still.
+    """
+
+    Error = EngineError
+    Lost = AuditFailed
+    max_frame = MAX_FRAME
+    log_level = logging.WARNING
+
+    def __init__(self, program: Sequence[str] = PROGRAM) -> None:
+        environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+        super().__init__("audit process", "the process that audits", program, environment)
+        self._numbers = itertools.count(1)
+
+    async def ask(self, request: Request, timeout_s: float) -> Answer:
+        """Return its answer.
+
+        Raises AuditFailed, also after `timeout_s`, and EngineError if it can never answer.
+        """
+        try:
+            answer = await self._answer(Message(next(self._numbers), request), timeout_s)
+        except ValueError as error:
+            raise AuditFailed(f"too much for one audit ({error})") from error
+        if isinstance(answer.body, Failed):
+            raise (EngineError if answer.body.always else AuditFailed)(answer.body.detail)
+        return answer.body
+
+    def _decode(self, body: bytes) -> Message[Answer]:
+        return read_answer(body)
+
+
+class HeldStates:
+    """Which states a process holds, by number; the one used last is at the end."""
+
+    def __init__(self, child: AuditChild, most: int) -> None:
+        """`most` states are held, or as many as one audit needs.
+
+        A state is in a file only while it is handed over.
+        """
+        self._child = child
+        self._most = most
+        self._held: dict[int, tuple[int, SameState]] = {}
+        self._evict: list[int] = []
+        self._next = 0
+
+    async def provide(self, states: Mapping[int, State], timeout_s: float) -> dict[int, int]:
+        """Hand over the states that the process lacks; return the number of each version.
+
+        Raises as AuditChild.ask(), and EngineError if a state cannot be handed over.
+        """
+        for version, state in states.items():
+            held = self._held.pop(version, None)
+            if held is not None and not held[1].matches(state):
+                self._evict.append(held[0])
+                held = None
+            self._held[version] = held or await self._hand_over(state, states, timeout_s)
+        return {version: self._held[version][0] for version in states}
+
+    async def _hand_over(
+        self, state: State, needed: Mapping[int, State], timeout_s: float
+    ) -> tuple[int, SameState]:
+        spare = [version for version in self._held if version not in needed]
+        for version in spare[: max(0, len(self._held) - self._most + 1)]:
+            self._evict.append(self._held.pop(version)[0])
+        number, self._next = self._next, self._next + 1
+        async with shared_file(state) as path:
+            await self._child.ask(Hold(number, path, self._evict), timeout_s)
+        self._evict = []
+        return number, SameState(state)
+
+
+class HfAuditor:
+    """An Auditor over the networks of the embedded engine, in a child process that starts when needed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        timeout_s: float,
+        threads: int = 0,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        """`timeout_s` is for a portion of an audit; `threads` of torch, 0 leaves its choice."""
+        self._config = config
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._program = program
+        self._setup: Setup | None = None
+        self._most_states = 0
+        self._child: AuditChild | None = None
+        self._held: HeldStates | None = None
+        self._busy = asyncio.Lock()
+        self._pace = Pace(timeout_s)
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that audits; None while there is none."""
+        return self._child.pid if self._child else None
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor. The process starts with the first audit."""
+        if self._setup is not None:
+            raise EngineError("the auditor was started before: make another one")
+        await asyncio.to_thread(vocab_size, model_dir)
+        self._setup = Setup(
+            model_dir=str(model_dir),
+            temperature=run.sampling.temperature,
+            dtype=run.proofs.dtype,
+            device=self._config.device,
+            threads=self._threads,
+            adapters=run.adapters,
+            base_state=run.model.base_state,
+        )
+        # every version that may be claimed, and the one before
+        self._most_states = run.limits.max_off_policy_steps + 2
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> Answers:
+        """See Auditor. One audit runs at a time, the others wait."""
+        check_versions(items, states, others)
+        async with self._busy:
+            found: Answers = []
+            while len(found) < len(items):
+                rest = items[len(found) :]
+                portion = rest[: first_portion(rest, others, self._pace.limit)]
+                found += await self._measure(portion, states, others)
+            return found
+
+    async def close(self) -> None:
+        """See Auditor. An audit that runs ends with an EngineError."""
+        self._closed = True
+        if self._child is not None:
+            await self._child.kill()
+        async with self._busy:
+            await self._drop()
+
+    # -- one portion -------------------------------------------------------------------------------
+
+    async def _measure(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> Answers:
+        began = time.monotonic()
+        try:
+            answers = await self._attempt(items, states, others)
+            self._pace.done(sum(cost(one, others) for one in items), time.monotonic() - began)
+            return answers
+        except AuditFailed as error:
+            self._pace.failed()
+            logger.warning("%s; its %d branches are tried one by one", error, len(items))
+        found: Answers = []
+        faults: list[str] = []
+        answered = False
+        for item in items:
+            if len(faults) == MOST_DEADLY:
+                found.append(Unreadable("too many beside it ended the audit", proof=False))
+                continue
+            try:
+                found += await self._attempt([item], states, others)
+                answered = True
+            except AuditFailed as error:
+                faults.append(str(error))
+                found.append(Unreadable(faults[-1], proof=False))
+        if len(items) > 1 and not answered:
+            raise EngineError(
+                f"no audit succeeds ({faults[0]}): check engine.device and free memory"
+            )
+        return found
+
+    async def _attempt(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> Answers:
+        """Ask a process; kill it if it fails or if the caller is cancelled."""
+        needed = sorted({v for item in items for v in wanted_versions(item, others)})
+        compared = {version: list(others.get(version, ())) for version in needed}
+        child, held = await self._running()
+        try:
+            numbers = await held.provide({v: states[v] for v in needed}, self._timeout_s)
+            answer = await child.ask(Measure(list(items), numbers, compared), self._timeout_s)
+            return _joined(answer, len(items))
+        except EngineError:
+            raise  # it is well, and says that this can never be done
+        except BaseException:  # also when cancelled: it would measure on
+            await self._drop()
+            raise
+
+    async def _running(self) -> tuple[AuditChild, HeldStates]:
+        """Return a process that is set up. Raises EngineError if there can be none."""
+        setup = self._setup
+        if setup is None or self._closed:
+            raise EngineError("the auditor is not running: start() it, and do not close it before")
+        if self._child is not None and self._child.lost.is_set():
+            logger.warning("the process that audits has ended, another one is started")
+            await self._drop()
+        if self._child is None or self._held is None:
+            self._child = AuditChild(self._program)
+            self._held = HeldStates(self._child, self._most_states)
+            try:
+                await self._set_up(self._child, setup)
+            except BaseException:  # also when cancelled: half set up, it is of no use
+                await self._drop()
+                raise
+        return self._child, self._held
+
+    async def _set_up(self, child: AuditChild, setup: Setup) -> None:
+        await child.spawn()
+        if self._closed:
+            raise EngineError("the auditor was closed while it started")
+        try:
+            await child.ask(setup, START_TIMEOUT_S)
+        except AuditFailed as error:
+            raise EngineError(f"no audit is possible: {error}") from error
+
+    async def _drop(self) -> None:
+        child, self._child, self._held = self._child, None, None
+        if child is not None:
+            await child.kill()
+
+
+def _joined(answer: Answer, count: int) -> Answers:
+    if not isinstance(answer, Results):
+        raise AuditFailed("the process that audits answers another question")
+    try:
+        return answer.joined(count)
+    except ValueError as error:
+        raise AuditFailed(f"the process that audits miscounts: {error}") from error

@@ -1,0 +1,182 @@
+"""The policy that this node holds, or its share of it, kept equal to the trainer's bit for bit.
+
+A state becomes the held one only after every tensor in it was hashed and found to be what the signed
+manifest promises; until commit() nothing that is held changes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ...crypto.hashing import NO_DIGEST, short
+from ...protocol.manifests import Artifact, PolicyManifest, TensorInfo
+from .chain import NOTHING
+from .codec import CODEC, apply_delta_changed, decode_full
+from .errors import CodecError, DigestMismatch, WrongBase
+from .partial import Share, chunks_for, everything, part_of, wanted_of
+from .state import Changed, State, Tensor, state_bytes, state_digest, tensor_digest
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A proved state: its version, tensors, their digests, and the digest of the whole."""
+
+    version: int
+    state: State
+    """Of who holds a share: these tensors only."""
+    digests: Mapping[str, bytes]
+    digest: bytes
+    """Of all tensors of the version, held or not: the manifest's digests of those that are not lead to it."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A proved policy, and the digest of the state that it was made from."""
+
+    policy: Policy
+    base: bytes = field(repr=False)
+    changed: Changed | None = field(default=None, repr=False)
+    """Where `policy` differs from its base; None for an anchor."""
+
+
+SMALL_SHARE = 16
+"""A delta of less than one byte in so many of the state is decoded by one thread, while others hash: it
+is short calls, for which two threads only wait for each other's interpreter lock."""
+
+EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
+"""What a node holds before its first anchor."""
+
+
+def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1) -> Policy:
+    """Hash `state`, for the trainer, which made it, or to compare with a manifest's base state.
+
+    Tensors that are the very objects of `held` are not hashed again.
+    """
+    with _Hashing(threads) as hashing:
+        hashes = hashing.of(state, held)
+    return Policy(version, state, hashes, state_digest(hashes))
+
+
+class Mirror:
+    """Holds one policy; prepare() the next beside it, commit() to swap."""
+
+    def __init__(
+        self, policy: Policy = EMPTY, *, threads: int = 1, share: Share = everything
+    ) -> None:
+        """Only the tensors of `share` are decoded, proved and held."""
+        self._policy = policy
+        self._threads = threads
+        self._share = share
+
+    @property
+    def policy(self) -> Policy:
+        """What is held."""
+        return self._policy
+
+    def prepare(
+        self, manifest: PolicyManifest, artifact: Artifact, payload: bytes | Iterable[bytes]
+    ) -> Prepared:
+        """Decode `payload` into a copy and prove it. Nothing that is held changes.
+
+        Of a share `payload` is the chunks that chunks_for() names. Blocks for as long as decoding and
+        hashing take. Raises CodecError, WrongBase or DigestMismatch.
+        """
+        held = self._policy
+        if artifact.codec != CODEC:
+            raise CodecError(f"codec {artifact.codec!r} is unknown, update this node")
+        delta = artifact.kind != "anchor"
+        if delta:
+            _check_base(held, artifact)
+        with _Hashing(self._threads) as hashing:
+            state, changed = self._decode(manifest, artifact, payload, hashing)
+            hashes = hashing.of(state, held)
+        policy = _proved(manifest, state, hashes)
+        return Prepared(policy, held.digest if delta else EMPTY.digest, changed)
+
+    def commit(self, prepared: Prepared) -> Policy:
+        """Hold `prepared` from now on. Raises WrongBase if the base was replaced meanwhile."""
+        if prepared.base not in (EMPTY.digest, self._policy.digest):
+            raise WrongBase(
+                f"version {prepared.policy.version} was prepared on state {short(prepared.base)}, "
+                f"but {short(self._policy.digest)} is held by now: prepare it again"
+            )
+        self._policy = prepared.policy
+        return self._policy
+
+    def _decode(
+        self,
+        manifest: PolicyManifest,
+        artifact: Artifact,
+        payload: bytes | Iterable[bytes],
+        hashing: "_Hashing",
+    ) -> tuple[State, Changed | None]:
+        """The state, of which `hashing` learns tensor by tensor, and where a delta changed it."""
+        wanted = wanted_of(manifest.tensors, self._share)
+        infos = [info for info in manifest.tensors if info.name in wanted]
+        size = artifact.size
+        if self._share is not everything:
+            size = sum(chunk.size for chunk in chunks_for(artifact, manifest.tensors, wanted))
+        chunks = [payload] if isinstance(payload, bytes) else payload
+        payload = part_of(artifact, manifest.tensors, wanted, chunks)
+        threads, done = self._threads, hashing.add
+        if artifact.kind == "anchor":
+            return decode_full(payload, infos, threads=threads, done=done), None
+        if size * SMALL_SHARE < state_bytes(self._policy.state):
+            threads = 1
+        return apply_delta_changed(self._policy.state, payload, infos, threads=threads, done=done)
+
+
+class _Hashing:
+    """Hashes tensors in threads while others are still decoded: BLAKE3 leaves the interpreter's lock."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(max(1, threads))
+        self._hashes: dict[str, Future[bytes]] = {}
+
+    def __enter__(self) -> "_Hashing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Begin with `tensor`, which nobody writes to any more."""
+        self._hashes[name] = self._pool.submit(tensor_digest, tensor)
+
+    def of(self, state: State, held: Policy) -> dict[str, bytes]:
+        """Digest of every tensor; those of objects that `held` consists of are known."""
+        fresh = [name for name in state if state[name] is not held.state.get(name)]
+        for name in fresh:
+            if name not in self._hashes:
+                self.add(name, state[name])
+        hashed = {name: self._hashes[name].result() for name in fresh}
+        return {name: hashed.get(name) or held.digests[name] for name in state}
+
+
+def _proved(manifest: PolicyManifest, state: State, hashes: Mapping[str, bytes]) -> Policy:
+    """The policy `state`, or DigestMismatch."""
+    for info in manifest.tensors:
+        if hashes.get(info.name, info.digest) != info.digest:
+            raise DigestMismatch(
+                f"version {manifest.version}: tensor {info.name} is "
+                f"{short(hashes[info.name])}, the manifest says {short(info.digest)}"
+            )
+    whole = state_digest(_digests(manifest.tensors))
+    if whole != manifest.state:
+        raise DigestMismatch(
+            f"version {manifest.version}: state is {short(whole)}, "
+            f"the manifest says {short(manifest.state)}"
+        )
+    return Policy(manifest.version, state, hashes, whole)
+
+
+def _digests(tensors: Sequence[TensorInfo]) -> dict[str, bytes]:
+    return {info.name: info.digest for info in tensors}
+
+
+def _check_base(held: Policy, artifact: Artifact) -> None:
+    if artifact.base_state != held.digest:
+        raise WrongBase(
+            f"the delta is for version {artifact.base_version} ({short(artifact.base_state)}), "
+            f"held is {held.version} ({short(held.digest)})"
+        )

@@ -1,0 +1,1 @@
+"""The inference worker: leases, rollouts, uploads, weight sync, pipeline stages."""

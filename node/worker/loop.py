@@ -1,0 +1,349 @@
+"""The inference role: leases are asked for, worked off and given up here; others generate, spool and upload.
+
+A worker generates only under a policy whose digest it has proved, only what a lease asks for, and keeps what
+it made on disk until the trainer's receipt is here.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ...crypto.keys import SecretKey
+from ...protocol.envelope import Purpose, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import Lease
+from ...protocol.manifests import RunManifest
+from ...protocol.messages import (
+    MAX_HELD,
+    MAX_LEASES,
+    Accepted,
+    Goodbye,
+    LeaseReply,
+    LeaseRequest,
+    WorkerStats,
+)
+from ...protocol.rollouts import Submission
+from ...protocol.version import ALPN_CONTROL
+from ..environments.environment import Environment
+from ..inference.concurrency import Concurrency
+from ..inference.engine import Engine, EngineStats
+from ..ops.control import EngineRow
+from ..ops.errors import EngineError, EngineLost, StorageError
+from ..p2p.exchange import BlobFetcher
+from ..p2p.heads import HeadBook
+from ..p2p.links import Links
+from ..p2p.rpc import Refused
+from ..p2p.transport import TransportError
+from ..p2p.uploads import upload
+from ..p2p.waiting import LogBackoff
+from ..storage.ledger import Ledger
+from .admission import Admission
+from .rollouts import Generation, GenerationClock, Played
+from .upload import Spool
+from .upstreams import Upstreams
+from .verdicts import VerdictBox
+from .weight_sync import CatchUp
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 20.0
+PAUSE_S = 0.2
+PAUSE_MAX_S = 3.0
+LOOK_S = 0.02
+HEARTBEAT_S = 5.0
+"""A worker that needs no lease says so: it is alive, offers its chunks, and hears verdicts."""
+VERSION_WAIT_S = 30.0
+
+
+class InferenceRole:
+    """One worker's loops."""
+
+    def __init__(
+        self,
+        *,
+        key: SecretKey,
+        run_id: bytes,
+        run: RunManifest,
+        links: Links,
+        book: HeadBook,
+        fetcher: BlobFetcher,
+        catchup: CatchUp,
+        engine: Engine,
+        engine_name: str,
+        concurrency: Concurrency,
+        environment: Environment,
+        ledger: Ledger,
+        verdicts: VerdictBox,
+        upstreams: Upstreams,
+        leases: int,
+    ) -> None:
+        """`leases`: the most to hold at a time; 0 is as many as keep the engine busy."""
+        self._key = key
+        self._run_id = run_id
+        self._run = run
+        self._links = links
+        self._book = book
+        self._fetcher = fetcher
+        self._catchup = catchup
+        self._engine = engine
+        self._engine_name = engine_name
+        self.verdicts = verdicts
+        self._upstreams = upstreams
+        self._max_leases = leases
+        self._admission = Admission(engine, concurrency)
+        self._generation = Generation(
+            run_id=run_id,
+            run=run,
+            node=key.node_id,
+            environment=environment,
+            admission=self._admission,
+            rollout_ended=self._rollout_ended,
+        )
+        self._spool = Spool(
+            key=key,
+            run_id=run_id,
+            trainer=run.trainer,
+            ledger=ledger,
+            upload=self._upload,
+            refused=verdicts.count_refusal,
+        )
+        self._active: dict[int, int] = {}
+        """Rollouts that are still to be made, by lease."""
+        self._working: dict[int, asyncio.Task[None]] = {}
+        self._per_lease = 0
+        """Rollouts of the largest lease so far: to ask for too few, and again, is better than to hoard."""
+        self._given_up = False
+        """Leases were given up that the trainer was not told of yet."""
+        self._asked = float("-inf")
+        self._obstacle = ""
+        """Why the last request brought no leases; empty if it did, or wanted none."""
+        self._rest_until = 0.0
+        """Monotonic seconds until when nothing is asked for."""
+        self._clock = GenerationClock()
+        self.on_not_admitted: Callable[[], None] = lambda: None
+
+    @property
+    def held(self) -> int:
+        """Leases being worked on."""
+        return len(self._active)
+
+    @property
+    def waits_for(self) -> str:
+        """Why nothing is generated just now, in words; empty while something is."""
+        fault = self._engine.stats().fault
+        if fault:
+            return f"the engine: {fault}"
+        if self._admission.inflight:
+            return ""
+        said = "" if self._active else self._obstacle
+        rest = self._rest_until - time.monotonic()
+        if said and rest > 0:
+            said = f"resting {rest:.0f} s: {said}"
+        if said and self._spool.leases():
+            said += f" ({len(self._spool.leases())} finished submissions are kept for it)"
+        return said or self._catchup.waits_for
+
+    async def run(self) -> None:
+        """Work until the run ends. Raises EngineError when the engine is beyond help."""
+        self._spool.open()
+        async with asyncio.TaskGroup() as tasks:
+            loops = [
+                tasks.create_task(self.verdicts.fetch()),
+                tasks.create_task(self._catchup.run()),
+                tasks.create_task(self._admission.run()),
+                tasks.create_task(self._spool.run()),
+            ]
+            await self._lease_loop(tasks)
+            # Nobody waits for what is under way now: neither weights nor leases of a run that is over.
+            for task in [*loops, *self._working.values()]:
+                task.cancel()
+
+    async def leave(self) -> None:
+        """Tell the trainer that our leases may go to somebody else."""
+        try:
+            await self._links.request(
+                self._run.trainer, ALPN_CONTROL, Goodbye(), Accepted, deadline=2.0
+            )
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.debug("goodbye was not heard: %s", error)
+
+    def chunk_sources(self) -> dict[str, int]:
+        """Chunk bytes by source, as shown in tables."""
+        return self._fetcher.by_source(self._run.trainer)
+
+    def engine_row(self) -> EngineRow:
+        """How the engine does, for the operator."""
+        try:
+            stats = self._engine.stats()
+        except EngineError as error:  # it is given up, and this node is about to end
+            stats = EngineStats(fault=str(error))
+        return EngineRow(
+            type=self._engine_name,
+            inflight=self._admission.inflight,
+            cap=self._admission.cap,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_use=round(stats.kv_use, 3),
+            preemptions=stats.preemptions,
+            taken_back=self._admission.taken_back,
+            generated_tokens=stats.generated_tokens,
+            tokens_per_s=round(self._admission.tokens_per_s, 1),
+            restarts=stats.restarts,
+            fault=stats.fault,
+        )
+
+    # -- leases ----------------------------------------------------------------------------------
+
+    async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
+        pause, lines = PAUSE_S, LogBackoff()
+        while not self._book.ended:
+            if self._catchup.version >= self._run.max_steps:
+                await self._book.end("the run has reached its last step")
+                break
+            fault = self._engine.stats().fault
+            if fault and self._working:
+                self._give_up(fault)
+            wanted = 0 if fault else self._wanted()
+            if not wanted and not self._has_news():
+                await asyncio.sleep(LOOK_S)
+                continue
+            try:
+                reply = await self._ask_leases(wanted)
+            except (TransportError, Refused, RemoteProtocolError) as error:
+                if isinstance(error, Refused) and error.reason == Reason.BANNED:
+                    seconds = await self.verdicts.refused(error.detail)
+                    self._obstacle = f"refused work ({error.detail}), see `primerl-node explain`"
+                    self._rest_until = time.monotonic() + seconds
+                    await self._rest(seconds)
+                    continue
+                refused = "refuses" if isinstance(error, Refused) else "is not reached"
+                self._obstacle = f"the trainer {refused}: {error}"
+                if lines.due():
+                    logger.info("no leases: %s", error)
+                if isinstance(error, Refused) and error.reason == Reason.NOT_ADMITTED:
+                    self.on_not_admitted()
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.6, PAUSE_MAX_S)
+                continue
+            pause = PAUSE_S
+            lines.reset()
+            self.verdicts.welcome()
+            self._obstacle = ""
+            if wanted and not reply.leases:
+                self._obstacle = f"no work is leased: {reply.why or 'the trainer has none'}"
+            for sealed in reply.leases:
+                self._accept(sealed, tasks)
+            if wanted and not reply.leases:
+                await asyncio.sleep(reply.retry_after_ms / 1000)
+
+    def _wanted(self) -> int:
+        """Leases to ask for: enough that the engine is full, and one in reserve while the next ones come."""
+        if self._catchup.version < 0:
+            return 0
+        if self._max_leases:
+            return max(0, self._max_leases - len(self._active))
+        if not self._per_lease:
+            return 0 if self._active else 1
+        room = self._admission.cap + self._per_lease - sum(self._active.values())
+        return min(max(0, math.ceil(room / self._per_lease)), MAX_LEASES)
+
+    def _has_news(self) -> bool:
+        """Whether the trainer should hear of us though we want nothing."""
+        waited = time.monotonic() - self._asked
+        return self._given_up or (self._catchup.version >= 0 and waited >= HEARTBEAT_S)
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait, but not beyond the end of the run."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._book.ended:
+                    await self._book.wait_news(self._book.order(), seconds)
+
+    async def _ask_leases(self, wanted: int) -> LeaseReply:
+        self._asked, self._given_up = time.monotonic(), False
+        working, generating = self._clock.read(time.monotonic())
+        stats = WorkerStats(self._catchup.version, working, generating, self.chunk_sources())
+        reply = await self._links.request(
+            self._run.trainer,
+            ALPN_CONTROL,
+            LeaseRequest(wanted, stats, self._holding()),
+            LeaseReply,
+            deadline=ASK_TIMEOUT_S,
+        )
+        self._upstreams.learn(reply.upstreams, reply.downstreams)
+        for sealed in reply.verdicts:
+            await self.verdicts.take(sealed)
+        return reply
+
+    def _holding(self) -> tuple[int, ...]:
+        """Leases that the trainer need not give to others."""
+        return tuple(sorted({*self._active, *self._spool.leases()})[-MAX_HELD:])
+
+    def _accept(self, sealed: bytes, tasks: asyncio.TaskGroup) -> None:
+        lease = unseal(
+            sealed,
+            Purpose.LEASE,
+            Lease,
+            now=int(time.time()),
+            run=self._run_id,
+            signer=self._run.trainer,
+            recipient=self._key.node_id,
+        ).body
+        self._admission.groups_of(lease.group_size)
+        rollouts = len(lease.tasks) * lease.group_size
+        self._per_lease = max(self._per_lease, rollouts)
+        self._active[lease.lease_id] = rollouts
+        work = tasks.create_task(self._work(lease, sealed))
+        self._working[lease.lease_id] = work
+        work.add_done_callback(lambda _: self._done(lease.lease_id))
+
+    def _done(self, lease_id: int) -> None:
+        self._working.pop(lease_id, None)
+        del self._active[lease_id]
+
+    def _rollout_ended(self, lease_id: int) -> None:
+        self._active[lease_id] -= 1
+
+    async def _upload(self, sealed: bytes, lease_id: int) -> bytes:
+        trainer = self._run.trainer
+        return await upload(self._links, trainer, sealed, lease_id, deadline=ASK_TIMEOUT_S)
+
+    # -- the work of a lease ---------------------------------------------------------------------
+
+    async def _work(self, lease: Lease, sealed: bytes) -> None:
+        """Do one lease; a lease that cannot be done in time is left to expire."""
+        try:
+            played = await self._generate(lease)
+            self._working.pop(lease.lease_id, None)  # it needs no engine any more
+            if played is not None:
+                await self._spool.put(lease, self._submission(sealed, played))
+        except TimeoutError:
+            logger.warning("lease %d ran out of time", lease.lease_id)
+        except EngineLost as error:
+            logger.warning("lease %d is given up: %s", lease.lease_id, error)
+            self._given_up = True
+        except StorageError as error:
+            logger.error("lease %d is lost: %s", lease.lease_id, error)
+
+    def _submission(self, sealed: bytes, played: Played) -> Submission:
+        return Submission(sealed, played.groups, self._engine_name, played.plan, played.crossed)
+
+    async def _generate(self, lease: Lease) -> Played | None:
+        """The groups of a lease; None if its policy version does not come."""
+        async with asyncio.timeout(max(0.0, lease.deadline - time.time())):
+            order = (lease.term, lease.min_version)
+            if not await self._catchup.wait_order(order, VERSION_WAIT_S):
+                return None
+            with self._clock.generating():
+                return await self._generation.play(lease)
+
+    def _give_up(self, fault: str) -> None:
+        """No engine works: what is to be generated goes to others now, also what waits for its version."""
+        logger.warning("%d lease(s) are given up: %s", len(self._working), fault)
+        self._given_up = True
+        for task in self._working.values():
+            task.cancel()
+        self._working.clear()

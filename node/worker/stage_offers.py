@@ -1,0 +1,311 @@
+"""A worker's side of pipelines: offers its memory again and again, and has the newest plan that it is in.
+
+A plan counts only if the trainer signed it for this run, it makes sense, this node is in it, and its group was
+never seen further on.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from msgspec import structs
+
+from ...crypto.hashing import NO_DIGEST, short
+from ...protocol.envelope import Purpose, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecords
+from ...protocol.pipelines import PipelinePlan, StageOffer, check_plan
+from ...protocol.version import ALPN_CONTROL
+from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
+from ..inference.vllm_features import installed_release
+from ..inference.vllm_shape import resolve_parallel
+from ..memory_plan.shape import read_shape
+from ..memory_plan.stages import memory_to_offer
+from ..models.json_files import read_json
+from ..ops import gpus
+from ..ops.errors import NodeError, UsageError
+from ..p2p.links import Links
+from ..p2p.peers import PeerTable
+from ..p2p.rpc import Refused
+from ..p2p.transport import TransportError
+from ..p2p.waiting import LogBackoff
+from .upstreams import learn_records
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 15.0
+RETRY_S = 2.0
+"""After a question that failed."""
+PROBES = 16
+"""Others that are measured; a plan of so many stages is the largest."""
+MEASURED_S = 60.0
+"""How long a measurement counts."""
+RECORD_S = 1200.0
+"""Between two renewals of our peer record at the trainer, which shows it to the other stages."""
+KNOWN_GROUPS = 64
+FINAL = frozenset({Reason.BANNED, Reason.NOT_FOUND, Reason.NOT_ADMITTED})
+
+
+class Way(Protocol):
+    """To another node, as a probe measured it."""
+
+    @property
+    def rtt_ms(self) -> float:
+        """Round trip."""
+        ...
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth."""
+        ...
+
+
+Probe = Callable[[bytes], Awaitable[Way]]
+"""Raises Refused, RemoteProtocolError, TransportError."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan that this node is in."""
+
+    plan: PipelinePlan
+    sealed: bytes
+    rank: int
+
+    @property
+    def name(self) -> tuple[bytes, int]:
+        """(group, generation): two with one name are one plan."""
+        return self.plan.group, self.plan.generation
+
+
+def software(config: EngineConfig) -> str:
+    """What a stage computes with: only equals are put together. Raises UsageError for an engine but vLLM."""
+    if config.type != "vllm":
+        raise UsageError(PIPELINES_NEED_VLLM)
+    cuda = config.device != "cpu" and gpus.usable(os.environ)
+    return f"vllm {installed_release()}" + ("" if cuda else "+cpu")
+
+
+def make_offer(
+    config: EngineConfig, pp: PipelineConfig, model_dir: Path, fingerprint: str
+) -> StageOffer:
+    """What this machine offers for the model whose config.json is in `model_dir`; asks nvidia-smi, about 0.1 s.
+
+    Raises EngineError, UsageError: also where engine.tp does not divide the model, which no plan would change.
+    """
+    found = read_json(model_dir / "config.json")
+    shape = read_shape(found)
+    release = software(config)
+    config = resolve_parallel(config, found)
+    return StageOffer(
+        memory_bytes=memory_to_offer(config, pp, shape, fingerprint=fingerprint),
+        engine="vllm",
+        software=release,
+        rank=pp.rank,
+        world_size=pp.world_size,
+        name=pp.name,
+        encoding=pp.encoding,
+    )
+
+
+class StageOffers:
+    """Keeps offering while it runs, also as a stage: so the trainer knows that we are there."""
+
+    def __init__(
+        self,
+        *,
+        node: bytes,
+        run_id: bytes,
+        trainer: bytes,
+        links: Links,
+        peers: PeerTable,
+        offer: StageOffer,
+        record: Callable[[], bytes],
+        probe: Probe,
+        allow: Callable[[Iterable[bytes]], None] = lambda nodes: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`node`: our id; `record` makes our sealed peer record; `allow` is told who may probe us."""
+        self._node = node
+        self._run_id = run_id
+        self._trainer = trainer
+        self._links = links
+        self._peers = peers
+        self._offer = offer
+        self._record = record
+        self._probe = probe
+        self._allow = allow
+        self._clock = clock
+        self._lost: tuple[bytes, ...] = ()
+        self._newest: dict[bytes, PipelinePlan] = {}
+        self._ways: dict[bytes, tuple[float, Way]] = {}
+        self._renewed = clock()
+        self._lines = LogBackoff()
+        self._poked = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self.current: Planned | None = None
+        """None: no plan, or none any more."""
+        self.words = "offers its memory"
+        """For people."""
+
+    async def run(self) -> None:
+        """Offer until cancelled. Raises NodeError where the trainer wants none of it."""
+        while True:
+            pause = await self._once()
+            try:
+                async with asyncio.timeout(pause):
+                    await self._poked.wait()
+            except TimeoutError:
+                pass  # nobody is in a hurry
+            self._poked.clear()
+
+    async def newer(self, than: Planned | None) -> Planned | None:
+        """Wait until the plan is not this one; None: that is void, and the next is to be waited for."""
+        name = than and than.name
+        async with self._changed:
+            while (self.current and self.current.name) == name:
+                await self._changed.wait()
+            return self.current
+
+    def complain(self, lost: Iterable[bytes]) -> None:
+        """These stages of the current plan cannot be reached, or stall: tell the trainer at once."""
+        if self.current is not None:
+            members = {stage.node for stage in self.current.plan.stages} - {self._node}
+            self._lost = tuple(sorted(members & set(lost)))
+            self._poked.set()
+
+    def hurry(self) -> None:
+        """There may be a newer plan: ask now."""
+        self._poked.set()
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    async def _once(self) -> float:
+        """Offer once; seconds until the next time."""
+        lost, current = self._lost, self.current
+        group, generation = current.name if current else (NO_DIGEST, 0)
+        message = OfferStage(self._measured(), group, generation, lost)
+        try:
+            await self._renew()
+            reply = await self._links.request(
+                self._trainer,
+                ALPN_CONTROL,
+                message,
+                StageWait | StagePlanned,  # type: ignore[arg-type]
+                deadline=ASK_TIMEOUT_S,
+            )
+            self._lines.reset()
+            if self._lost == lost:
+                self._lost = ()
+            await self._take(reply)
+        except Refused as refusal:
+            if refusal.reason in FINAL:
+                raise NodeError(f"the trainer puts us into no pipeline: {refusal}") from refusal
+            if refusal.reason is Reason.NOT_YET:  # the trainer has forgotten our record
+                self._renewed = float("-inf")
+            logger.info("our offer of a stage is refused: %s", refusal)
+            return RETRY_S
+        except (TransportError, RemoteProtocolError) as error:
+            if self._lines.due():
+                logger.info("no answer to our offer of a stage: %s", error)
+            return RETRY_S
+        return reply.retry_after_ms / 1000
+
+    async def _renew(self) -> None:
+        """Records run out, and the trainer shows ours to others."""
+        if self._clock() - self._renewed < RECORD_S:
+            return
+        message = SyncRecords((self._record(),))
+        await self._links.request(
+            self._trainer, ALPN_CONTROL, message, SyncRecords, deadline=ASK_TIMEOUT_S
+        )
+        self._renewed = self._clock()
+
+    def _measured(self) -> StageOffer:
+        ways = {node: way for node, (_, way) in self._ways.items()}
+        return structs.replace(
+            self._offer,
+            round_trips={node: min(way.rtt_ms, 60_000.0) for node, way in ways.items()},
+            bandwidths={node: way.bytes_per_s for node, way in ways.items()},
+        )
+
+    async def _take(self, reply: StageWait | StagePlanned) -> None:
+        if isinstance(reply, StagePlanned):
+            planned = self._open(reply.plan)
+            self._learn(reply.records)
+            await self._set(planned)
+            return
+        others = self._learn(reply.others)
+        self.words = f"waiting for a pipeline, {len(others)} others offer their memory"
+        await self._set(None)
+        self._allow(others)
+        await self._measure(others[:PROBES])
+
+    def _open(self, sealed: bytes) -> Planned:
+        """Raises RemoteProtocolError, with ROLLBACK for what was replaced."""
+        opened = unseal(
+            sealed,
+            Purpose.PIPELINE,
+            PipelinePlan,
+            now=int(time.time()),
+            run=self._run_id,
+            signer=self._trainer,
+        )
+        plan = opened.body
+        check_plan(plan)
+        rank = plan.rank_of(self._node)
+        if rank is None or opened.sequence != plan.generation:
+            raise RemoteProtocolError(Reason.WRONG_RECIPIENT, "a plan that we are not in")
+        known = self._newest.get(plan.group)
+        if known is not None and known.generation >= plan.generation and known != plan:
+            raise RemoteProtocolError(
+                Reason.ROLLBACK, f"generation {plan.generation}, {known.generation} was known"
+            )
+        self._newest.pop(plan.group, None)
+        self._newest[plan.group] = plan
+        if len(self._newest) > KNOWN_GROUPS:
+            del self._newest[next(iter(self._newest))]
+        return Planned(plan, sealed, rank)
+
+    async def _set(self, planned: Planned | None) -> None:
+        before = self.current and self.current.name
+        self.current = planned
+        if planned is not None:
+            stage, count = planned.plan.stages[planned.rank], len(planned.plan.stages)
+            self.words = f"stage {planned.rank} of {count}, layers {stage.first}-{stage.end - 1}"
+        if before == (planned and planned.name):
+            return
+        self._lost = ()
+        logger.info("pipeline: %s", self.words)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _learn(self, records: Sequence[bytes]) -> list[bytes]:
+        nodes = learn_records(self._peers, self._run_id, records)
+        return [node for node in nodes if node != self._node]
+
+    async def _measure(self, others: Sequence[bytes]) -> None:
+        """Probe whom we have not measured lately; whom we do not reach stays unmeasured."""
+        now = self._clock()
+        due = [
+            node
+            for node in others
+            if node not in self._ways or now - self._ways[node][0] > MEASURED_S
+        ]
+        self._ways = {node: self._ways[node] for node in others if node in self._ways}
+        async with asyncio.TaskGroup() as tasks:
+            for node in due:
+                tasks.create_task(self._measure_one(node))
+
+    async def _measure_one(self, node: bytes) -> None:
+        try:
+            way = await self._probe(node)
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.info("the way to %s cannot be measured: %s", short(node), error)
+            return
+        self._ways[node] = self._clock(), way

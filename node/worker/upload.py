@@ -1,0 +1,168 @@
+"""What was made, on its way to the trainer: signed, kept on disk, uploaded, forgotten when the receipt is here.
+
+Signing and the disk are left to the ledger's thread, so that generation waits for neither; what put() has taken
+in is on the disk, and stays there until the trainer has it or never wants it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from ...crypto.hashing import digest
+from ...crypto.keys import SecretKey
+from ...protocol.envelope import Purpose, seal, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import Lease
+from ...protocol.rollouts import Receipt, Submission
+from ..p2p.rpc import Refused
+from ..p2p.transport import TransportError
+from ..p2p.waiting import LogBackoff
+from ..storage.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 0.2
+PAUSE_MAX_S = 3.0
+SUBMISSION_TTL_S = 3600
+UPLOADS = 3
+"""At a time; a trainer bears one more of a node, for one that broke off."""
+FINAL_REASONS = frozenset(set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL})
+"""Refusals after which the same bytes will never be taken."""
+
+Upload = Callable[[bytes, int], Awaitable[bytes]]
+"""(sealed submission, its lease) -> the trainer's sealed receipt; raises what uploads.upload() does."""
+
+
+@dataclass
+class Kept:
+    """A submission in the spool."""
+
+    lease_id: int
+    deadline: float
+    """Of its lease, Unix seconds: the most urgent is uploaded first."""
+    moving: bool = False
+    """It is being uploaded."""
+
+
+class Spool:
+    """The submissions that the trainer does not have yet."""
+
+    def __init__(
+        self,
+        *,
+        key: SecretKey,
+        run_id: bytes,
+        trainer: bytes,
+        ledger: Ledger,
+        upload: Upload,
+        refused: Callable[[Reason], None],
+    ) -> None:
+        """`refused` is told why a whole submission was refused for good."""
+        self._key = key
+        self._run_id = run_id
+        self._trainer = trainer
+        self._ledger = ledger
+        self._upload = upload
+        self._refused = refused
+        self._kept: dict[bytes, Kept] = {}
+        self._news = asyncio.Condition()
+        self._pause = PAUSE_S
+        self._lines = LogBackoff()
+        self._rest_until = 0.0
+
+    def open(self) -> None:
+        """Find what an earlier start of this node left."""
+        for name, lease_id, deadline in self._ledger.spooled():
+            self._kept[name] = Kept(lease_id, deadline)
+
+    def leases(self) -> set[int]:
+        """Leases whose work is here."""
+        return {kept.lease_id for kept in self._kept.values()}
+
+    async def put(self, lease: Lease, submission: Submission) -> None:
+        """Sign and keep the work of a lease; when this returns it is on the disk. Raises StorageError."""
+        name = await self._ledger.beside(self._write, lease, submission)
+        self._kept[name] = Kept(lease.lease_id, lease.deadline)
+        async with self._news:
+            self._news.notify()
+
+    async def run(self) -> None:
+        """Upload what is here and what comes, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(UPLOADS):
+                tasks.create_task(self._uploads())
+
+    def _write(self, lease: Lease, submission: Submission) -> bytes:
+        bundle = seal(
+            self._key,
+            Purpose.SUBMISSION,
+            self._run_id,
+            submission,
+            recipient=self._trainer,
+            sequence=lease.lease_id,
+            expires=int(time.time()) + SUBMISSION_TTL_S,
+        )
+        name = digest(bundle)
+        self._ledger.spool(name, lease.lease_id, lease.deadline, bundle)
+        return name
+
+    async def _uploads(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            async with self._news:
+                await self._news.wait_for(lambda: self._next() is not None)
+            if (rest := self._rest_until - loop.time()) > 0:
+                await asyncio.sleep(rest)
+            elif (name := self._next()) is not None:
+                await self._try(name, loop)
+
+    def _next(self) -> bytes | None:
+        """The most urgent submission that is not being uploaded."""
+        idle = ((kept.deadline, name) for name, kept in self._kept.items() if not kept.moving)
+        return min(idle, default=(0.0, None))[1]
+
+    async def _try(self, name: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        """Upload one; after a failure nobody of us knocks for a while."""
+        kept = self._kept[name]
+        kept.moving = True
+        try:
+            await self._deliver(name, kept.lease_id)
+            self._pause = PAUSE_S
+            self._lines.reset()
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            if self._lines.due():
+                logger.info("upload of lease %d waits: %s", kept.lease_id, error)
+            self._rest_until = loop.time() + self._pause
+            self._pause = min(self._pause * 1.6, PAUSE_MAX_S)
+        finally:
+            kept.moving = False
+
+    async def _deliver(self, name: bytes, lease_id: int) -> None:
+        sealed = await self._ledger.beside(self._ledger.spooled_body, name)
+        if sealed is not None:
+            await self._hand_over(name, lease_id, sealed)
+            await self._ledger.beside(self._ledger.unspool, name)
+        del self._kept[name]
+
+    async def _hand_over(self, name: bytes, lease_id: int, sealed: bytes) -> None:
+        """Returns when the trainer has it, or never wants it."""
+        try:
+            receipt = await self._upload(sealed, lease_id)
+        except Refused as refusal:
+            if refusal.reason not in FINAL_REASONS:
+                raise
+            logger.warning("lease %d was refused: %s", lease_id, refusal)
+            self._refused(refusal.reason)
+            return
+        opened = unseal(
+            receipt,
+            Purpose.RECEIPT,
+            Receipt,
+            now=int(time.time()),
+            run=self._run_id,
+            signer=self._trainer,
+        )
+        if opened.body.submission != name:
+            raise RemoteProtocolError(Reason.WRONG_DIGEST, "a receipt for something else")

@@ -1,0 +1,51 @@
+"""How long a sequence of a run may be: what its manifest says, and every worker serves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl.node.app.lease_settings import longest_sequence
+from primerl.node.config.loader import load
+from primerl.node.config.run import JoinConfig, RunConfig
+from primerl.node.launch.commands import write_worker_config
+from primerl.node.ops.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("flags", "positions", "longest"),
+    [
+        (["--training.seq-len", "2048"], 1024, 1024),  # rows hold several sequences
+        (["--training.seq-len", "512"], 1024, 512),
+        (["--training.seq-len", "2048"], 0, 2048),  # a model that does not say
+        (
+            ["--training.seq-len", "4096"],
+            40960,
+            4096,
+        ),  # engine.max_model_len's default says nothing
+        (["--training.seq-len", "2048", "--engine.max-model-len", "256"], 1024, 256),
+        (["--training.seq-len", "2048", "--engine.max-model-len", "4096"], 1024, 1024),
+    ],
+)
+def test_a_sequence_fits_into_a_row_the_model_and_what_the_engine_was_told(
+    flags: list[str], positions: int, longest: int
+) -> None:
+    assert longest_sequence(load(RunConfig, flags, {}), positions) == longest
+
+
+@pytest.mark.parametrize("changes", [{"positions": 16}, {"engine": 10}])
+def test_replies_that_never_fit_are_refused(changes: dict[str, Any]) -> None:
+    flags = ["--sampling.max-tokens", "16"]
+    if "engine" in changes:
+        flags += ["--engine.max-model-len", str(changes["engine"])]
+    with pytest.raises(UsageError, match=r"sampling\.max_tokens is 16.*lower it"):
+        longest_sequence(load(RunConfig, flags, {}), changes.get("positions", 0))
+
+
+@pytest.mark.parametrize(("flags", "written"), [([], 0), (["--engine.max-model-len", "512"], 512)])
+def test_the_workers_of_rl_are_told_a_length_only_where_it_was_set(
+    flags: list[str], written: int, tmp_path: Path
+) -> None:
+    path = write_worker_config(load(RunConfig, flags, {}), tmp_path)
+    engine = load(JoinConfig, ["@", str(path)], {}).engine
+    assert (engine.max_model_len if "max_model_len" in engine.model_fields_set else 0) == written

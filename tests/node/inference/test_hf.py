@@ -1,0 +1,371 @@
+"""The embedded engine from inside: its networks, its batches, and what makes it fail."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engine_cases import (
+    FP32,
+    make_llama,
+    make_qwen3,
+    request,
+    started,
+    varied_requests,
+)
+
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.decoding import decode
+from primerl.node.inference.fingerprint import Hidden, Projection, ProofFailed
+from primerl.node.inference.hf import HfEngine
+from primerl.node.inference.network import Network, build_network
+from primerl.node.inference.output import Output
+from primerl.node.inference.scripted import ScriptedEngine
+from primerl.node.inference.taps import Taps
+from primerl.node.models.tensors import from_torch
+from primerl.node.ops.errors import EngineError
+from primerl.node.weights.state import Changed, State, Tensor
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("tied")
+    return directory, make_qwen3(directory, 3)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, make_llama(directory, 5)
+
+
+@pytest.fixture(params=["tied", "llama"])
+def model(request: pytest.FixtureRequest) -> tuple[Path, State]:
+    return request.getfixturevalue(request.param)
+
+
+def network(model: tuple[Path, State], dtype: str = "float32") -> Network:
+    return build_network(*model, dtype=dtype, device="cpu")
+
+
+# -- decoding -------------------------------------------------------------------------------------
+
+
+class CountingNetwork:
+    """Records the shapes that reach a real network."""
+
+    def __init__(self, inner: Network) -> None:
+        self.inner = inner
+        self.prefilled: list[tuple[int, int]] = []
+        self.stepped: list[int] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        self.prefilled.append((tokens.shape[0], tokens.shape[1]))
+        session, output = self.inner.prefill(tokens, mask)
+        step = session.step
+
+        def counted(tokens: torch.Tensor) -> Output:
+            self.stepped.append(len(tokens))
+            return step(tokens)
+
+        session.step = counted
+        return session, output
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner.hidden(tokens)
+
+    def packed(
+        self, tokens: torch.Tensor, lengths: Sequence[int], taps: Taps | None = None
+    ) -> torch.Tensor:
+        return self.inner.packed(tokens, lengths, taps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner.logits(hidden)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner.forward(tokens)
+
+    def update(self, state: State, changed: Changed) -> bool:
+        return self.inner.update(state, changed)
+
+
+def run(inner: Network, requests: Sequence[Any]) -> CountingNetwork:
+    counting = CountingNetwork(inner)
+    decode(counting, requests, max_length=256, cancelled=lambda: False)
+    return counting
+
+
+def test_equal_prompts_are_read_once(tied: tuple[Path, State]) -> None:
+    requests = [request(text, seed=seed) for text in ("abc", "de") for seed in range(8)]
+    assert run(network(tied), requests).prefilled == [(2, 3)]
+
+
+def test_the_last_token_is_not_fed_back_and_finished_rows_are_dropped(
+    tied: tuple[Path, State],
+) -> None:
+    requests = [request(seed=n, max_tokens=n, stop=()) for n in (1, 2, 2, 2, 6)]
+    # five rows, the first of them finished at once: too few to drop
+    assert run(network(tied), requests).stepped == [5, 1, 1, 1, 1]
+
+
+def test_a_step_is_not_begun_once_cancelled(tied: tuple[Path, State]) -> None:
+    counting = CountingNetwork(network(tied))
+    with pytest.raises(EngineError, match="closed"):
+        decode(counting, [request()], max_length=256, cancelled=lambda: len(counting.stepped) == 2)
+    assert len(counting.stepped) == 2
+
+
+async def test_weights_that_are_not_numbers_fail_the_request_and_not_the_engine(
+    tied: tuple[Path, State],
+) -> None:
+    directory, state = tied
+    poisoned = {**state, "model.norm.weight": from_torch(torch.full((32,), torch.nan), "BF16")}
+    engine = await started(HfEngine(FP32), directory, poisoned)
+    try:
+        with pytest.raises(EngineError, match="not numbers"):
+            await engine.generate(request())
+        await engine.load(1, state)
+        assert (await engine.generate(request())).policy_first == 1
+    finally:
+        await engine.close()
+
+
+class Failing(Projection):
+    """Makes no proof of anything."""
+
+    def make(self, hidden: Hidden) -> bytes:
+        raise ProofFailed("hidden states are not finite")
+
+
+async def test_a_proof_that_cannot_be_made_fails_the_batch_and_is_never_left_out(
+    tied: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await started(HfEngine(FP32), *tied, fingerprint="projection")
+    monkeypatch.setattr(engine, "_fingerprint", Failing())
+    try:
+        for _ in range(2):  # the engine lives on
+            with pytest.raises(EngineError, match="not finite"):
+                await engine.generate(request())
+    finally:
+        await engine.close()
+
+
+# -- the engine -----------------------------------------------------------------------------------
+
+
+def _drop(state: dict[str, Tensor]) -> None:
+    del state["model.norm.weight"]
+
+
+def _add(state: dict[str, Tensor]) -> None:
+    state["model.extra.weight"] = state["model.norm.weight"]
+
+
+def _reshape(state: dict[str, Tensor]) -> None:
+    state["model.norm.weight"] = Tensor("BF16", (1,), np.zeros(1, dtype="<u2"))
+
+
+FAULTS: dict[str, Callable[[dict[str, Tensor]], None]] = {
+    "missing": _drop,
+    "extra": _add,
+    "wrong shape": _reshape,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_state_that_does_not_fit_is_refused_and_the_old_weights_stay(
+    model: tuple[Path, State], fault: str
+) -> None:
+    directory, state = model
+    engine = await started(HfEngine(FP32), directory, state)
+    try:
+        before = await engine.generate(request())
+        broken = dict(state)
+        FAULTS[fault](broken)
+        with pytest.raises(EngineError, match=r"model\.(norm|extra)\.weight"):
+            await engine.load(1, broken)
+        after = await engine.generate(request())
+        assert (after, engine.policy_version) == (before, 0)
+    finally:
+        await engine.close()
+
+
+async def test_integers_are_not_weights(tied: tuple[Path, State]) -> None:
+    directory, state = tied
+    norm = state["model.norm.weight"]
+    with pytest.raises(EngineError, match="I16"):
+        network((directory, {**state, "model.norm.weight": replace(norm, dtype="I16")}))
+
+
+async def test_a_batch_larger_than_max_batch_is_split(tied: tuple[Path, State]) -> None:
+    directory, state = tied
+    wide = await started(HfEngine(FP32), directory, state)
+    narrow = await started(HfEngine(FP32.model_copy(update={"max_batch": 3})), directory, state)
+    try:
+        wanted = await asyncio.gather(*map(wide.generate, varied_requests()))
+        found = await asyncio.gather(*map(narrow.generate, varied_requests()))
+    finally:
+        await wide.close()
+        await narrow.close()
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+
+
+async def test_more_requests_than_the_queue_holds_are_refused(tied: tuple[Path, State]) -> None:
+    config = FP32.model_copy(update={"max_batch": 1})
+    engine = await started(HfEngine(config), *tied)
+    try:
+        requests = [request(seed=seed, max_tokens=1) for seed in range(40)]
+        results = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+    finally:
+        await engine.close()
+    refused = [one for one in results if isinstance(one, EngineError)]
+    assert len(refused) == 24
+    assert "max_batch" in str(refused[0])
+
+
+async def test_a_batch_that_nobody_waits_for_any_more_ends_at_its_next_step(
+    tied: tuple[Path, State],
+) -> None:
+    made: list[CountingNetwork] = []
+
+    def build(*arguments: Any, **named: Any) -> Any:
+        made.append(CountingNetwork(build_network(*arguments, **named)))
+        return made[-1]
+
+    engine = await started(HfEngine(FP32, build=build), *tied)
+    try:
+        long = [request(seed=seed, max_tokens=250, stop=()) for seed in (1, 2)]
+        tasks = [asyncio.create_task(engine.generate(one)) for one in long]
+        async with asyncio.timeout(60.0):
+            while True:
+                if made[0].stepped:
+                    break
+                await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        found = await engine.generate(request(max_tokens=2, stop=()))
+    finally:
+        await engine.close()
+    assert len(found.token_ids) == 2
+    assert made[0].stepped.count(2) < 249  # of the two, and then one of the other
+    assert made[0].stepped[-1] == 1
+
+
+async def test_a_load_is_not_starved_by_generation(tied: tuple[Path, State]) -> None:
+    directory, state = tied
+    engine = await started(HfEngine(FP32), directory, state)
+    seen: list[int] = []
+
+    async def generate_until_seen() -> None:
+        while 1 not in seen:
+            seen.append((await engine.generate(request(stop=()))).policy_first)
+
+    try:
+        async with asyncio.timeout(60):
+            busy = [asyncio.create_task(generate_until_seen()) for _ in range(3)]
+            await asyncio.sleep(0.02)
+            await engine.load(1, state)
+            await asyncio.gather(*busy)
+    finally:
+        await engine.close()
+    assert seen == sorted(seen)
+
+
+async def test_an_engine_that_is_not_started_or_started_twice_says_so(
+    tied: tuple[Path, State], tmp_path: Path
+) -> None:
+    engine = HfEngine(FP32)
+    with pytest.raises(EngineError, match="start"):
+        await engine.generate(request())
+    with pytest.raises(EngineError, match="start"):
+        await engine.load(0, tied[1])
+    with pytest.raises(EngineError, match="config"):
+        await engine.start(tmp_path)
+    with pytest.raises(EngineError, match="another"):
+        await engine.start(tied[0])
+    await engine.close()
+
+
+class Unwritable(CountingNetwork):
+    """Fails or refuses in the middle of an update."""
+
+    error: RuntimeError | None = None
+
+    def update(self, state: State, changed: Changed) -> bool:
+        if self.error:
+            raise self.error
+        return False
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
+async def test_what_cannot_be_written_in_place_is_loaded_whole(
+    tied: tuple[Path, State], error: RuntimeError | None
+) -> None:
+    built: list[Unwritable] = []
+
+    def build(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+        built.append(Unwritable(build_network(model_dir, state, dtype=dtype, device=device)))
+        built[-1].error = error
+        return built[-1]
+
+    engine = await started(HfEngine(FP32, build=build), *tied)
+    try:
+        await engine.update(1, tied[1], {})
+        assert (len(built), engine.policy_version) == (2, 1)
+        assert (await engine.generate(request())).policy_first == 1
+    finally:
+        await engine.close()
+
+
+class BrokenNetwork(CountingNetwork):
+    def prefill(self, tokens: torch.Tensor, mask: torch.Tensor) -> Any:
+        raise RuntimeError("out of memory")
+
+
+def build_broken(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+    return BrokenNetwork(build_network(model_dir, state, dtype=dtype, device=device))
+
+
+async def test_an_engine_whose_batch_crashes_is_dead_and_says_so(
+    tied: tuple[Path, State],
+) -> None:
+    engine = await started(HfEngine(FP32, build=build_broken), *tied)
+    try:
+        results = await asyncio.gather(
+            engine.generate(request()), engine.generate(request()), return_exceptions=True
+        )
+        assert ["out of memory" in str(one) for one in results] == [True, True]
+        with pytest.raises(EngineError, match="died"):
+            await engine.generate(request())
+    finally:
+        await engine.close()
+
+
+async def test_an_impossible_device_is_an_engine_error(tied: tuple[Path, State]) -> None:
+    config = FP32.model_copy(update={"device": "meta:nonsense"})
+    engine = HfEngine(config)
+    await engine.start(tied[0])
+    try:
+        with pytest.raises(EngineError, match=r"engine\.device"):
+            await engine.load(0, tied[1])
+    finally:
+        await engine.close()
+
+
+def test_the_config_names_the_engine() -> None:
+    assert isinstance(build_engine(FP32), HfEngine)
+    assert isinstance(build_engine(FP32.model_copy(update={"type": "scripted"})), ScriptedEngine)

@@ -1,0 +1,164 @@
+"""Drawing from the likeliest tokens only: temperature 0, top_k, top_p."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.requests import check_request, narrowing
+from primerl.node.inference.sampling import Drawn, Narrowed, draw
+from primerl.node.inference.vllm_recorder import Recorder
+from primerl.node.inference.vllm_sampling import Step
+from primerl.node.ops.errors import EngineError
+
+torch.set_num_threads(1)
+ROWS, VOCABULARY = 400, 12
+
+
+def column(*values: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def many(logits: torch.Tensor, narrowed: Narrowed | None, *, temperature: float = 1.0) -> Drawn:
+    """One row of logits drawn from with ROWS seeds."""
+    return draw(
+        logits.expand(ROWS, -1),
+        torch.full((ROWS,), temperature),
+        torch.arange(ROWS),
+        torch.zeros(ROWS, dtype=torch.int64),
+        narrowed,
+    )
+
+
+def everywhere(*, top_k: int = 0, top_p: float = 1.0) -> Narrowed:
+    return Narrowed(torch.arange(ROWS), torch.full((ROWS,), top_k), torch.full((ROWS,), top_p))
+
+
+LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.2, 0.15, 0.1]))
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"),
+    [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {1, 3, 4}),
+        ({"top_k": 4}, {1, 2, 3, 4}),  # of the two with 0.1 the lower id
+        ({"top_k": 99}, {0, 1, 2, 3, 4, 5}),
+        ({"top_p": 0.4}, {1}),
+        ({"top_p": 0.41}, {1, 3}),
+        ({"top_p": 0.7}, {1, 3, 4}),
+        ({"top_p": 1e-6}, {1}),
+        ({"top_k": 2, "top_p": 0.66}, {1}),  # 0.4 of the 0.6 that top_k leaves: two thirds
+        ({"top_k": 2, "top_p": 0.67}, {1, 3}),
+    ],
+)
+def test_nothing_but_the_likeliest_tokens_is_drawn_and_all_of_them_are(
+    limits: dict[str, float], wanted: set[int]
+) -> None:
+    narrowed = everywhere(top_k=int(limits.get("top_k", 0)), top_p=limits.get("top_p", 1.0))
+    assert set(many(LOGITS, narrowed).tokens.tolist()) == wanted
+
+
+def test_what_is_left_is_drawn_by_the_noise_of_the_whole() -> None:
+    """A token that the whole draw takes and that is allowed is the narrowed draw's, too."""
+    free = many(LOGITS, None)
+    narrow = many(LOGITS, everywhere(top_k=3))
+    allowed = torch.isin(free.tokens, column(1, 3, 4))
+    assert 0 < int((~allowed).sum()) < ROWS
+    assert torch.equal(narrow.tokens[allowed], free.tokens[allowed])
+
+
+def test_the_frequencies_are_those_of_what_is_left() -> None:
+    tokens = torch.cat(
+        [
+            draw(
+                LOGITS.expand(ROWS, -1),
+                torch.ones(ROWS),
+                torch.arange(first, first + ROWS),
+                torch.zeros(ROWS, dtype=torch.int64),
+                everywhere(top_k=2),
+            ).tokens
+            for first in range(0, 20 * ROWS, ROWS)
+        ]
+    )
+    assert float((tokens == 1).float().mean()) == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_logprobs_are_of_the_whole_vocabulary_at_the_temperature() -> None:
+    drawn = many(LOGITS, everywhere(top_k=2), temperature=0.5)
+    whole = torch.log_softmax(LOGITS / 0.5, -1)
+    assert torch.allclose(drawn.logprobs, whole[drawn.tokens], atol=1e-6)
+
+
+def test_rows_that_may_draw_anything_are_those_of_a_draw_without_the_others() -> None:
+    logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    arguments = (logits, torch.ones(6), torch.arange(6), torch.arange(6))
+    free = draw(*arguments)
+    mixed = draw(
+        *arguments, Narrowed(column(1, 4), column(1, 2), column(1, 0.9, dtype=torch.float32))
+    )
+    for name in ("tokens", "logprobs", "scores", "logsumexp"):
+        kept = [0, 2, 3, 5]
+        assert torch.equal(getattr(mixed, name)[kept], getattr(free, name)[kept]), name
+    assert int(mixed.tokens[1]) == int(logits[1].argmax())
+
+
+def test_many_rows_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from primerl.node.inference import sampling
+
+    whole = many(LOGITS, everywhere(top_k=3))
+    monkeypatch.setattr(sampling, "chunk", lambda device: 3 * len(LOGITS))  # pyright: ignore
+    parts = many(LOGITS, everywhere(top_k=3))
+    assert torch.equal(parts.tokens, whole.tokens)
+    assert torch.allclose(parts.logprobs, whole.logprobs)
+
+
+def test_temperature_0_is_the_likeliest_token_at_temperature_1() -> None:
+    assert narrowing(GenerateRequest((1,), 1, 0.0, 1, (), top_k=5, top_p=0.5)) == (1.0, 1, 1.0)
+    assert narrowing(GenerateRequest((1,), 1, 0.7, 1, (), top_k=5, top_p=0.5)) == (0.7, 5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
+    asked = {"temperature": 1.0, "seed": 1, "stop_token_ids": ()} | wrong
+    with pytest.raises(EngineError, match=next(iter(wrong))):
+        check_request(GenerateRequest((1,), 1, **asked), 10, 10)  # pyright: ignore
+
+
+def test_vllms_worker_narrows_the_rows_that_ask_for_it() -> None:
+    recorder = Recorder(
+        torch.device("cpu"),
+        width=4,
+        dtype=torch.float32,
+        fingerprint="",
+        requests=1,  # the slots grow
+        length=8,
+    )
+    recorder.admit("free", 3, 1, 11, 1.0)
+    recorder.admit("greedy", 3, 2, 11, *narrowing(GenerateRequest((1,), 1, 0.0, 1, ())))
+    recorder.admit("few", 3, 3, 11, 0.8, 2, 0.9)
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    names = ["few", "free", "greedy"]
+    positions = column(3, 3, 3).numpy()
+    recorder.begin(Step(names, positions, positions > 0, torch.zeros(3, 4)))
+    tokens = recorder.draw(logits)
+    recorder.end()
+    narrowed = Narrowed(column(0, 2), column(2, 1), column(0.9, 1.0, dtype=torch.float32))
+    temperatures = column(0.8, 1.0, 1.0, dtype=torch.float32)
+    wanted = draw(logits, temperatures, column(11, 11, 11), column(3, 3, 3), narrowed)
+    assert torch.equal(tokens, wanted.tokens)
+    assert int(tokens[2]) == int(logits[2].argmax())
+
+
+def test_a_batch_of_leases_is_not_narrowed() -> None:
+    recorder = Recorder(
+        torch.device("cpu"), width=4, dtype=torch.float32, fingerprint="", requests=2, length=8
+    )
+    recorder.admit("a", 3, 1, 11, 1.0)
+    batch = SimpleNamespace(ids=["a"], positions=column(3).numpy())
+    recorder.begin(Step(batch.ids, batch.positions, batch.positions > 0, torch.zeros(1, 4)))
+    assert recorder._batch is not None  # pyright: ignore[reportPrivateUsage]
+    assert recorder._batch.narrowed is None  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,254 @@
+"""vLLM for real, on a small random model: needs vLLM, and about three minutes.
+
+The behaviours that every engine shares are in tests/conformance/test_engine.py.
+"""
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.update_cases import blended
+from support.vllm_cases import (
+    CONFIG,
+    DEADLINE_S,
+    LOADS,
+    TOLERANCE,
+    Case,
+    begun,
+    expect_same,
+    generate_all,
+    near,
+    request,
+)
+
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError
+from primerl.node.weights.state import State, Tensor
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    # not ours to mend: what vLLM and torch say of each other when imported
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def bad_states(state: State) -> dict[str, State]:
+    first, matrix = min(state), "model.layers.1.self_attn.q_proj.weight"
+    shape, bits = state[matrix].shape, state[matrix].data
+    norm = state["model.norm.weight"]
+    return {
+        "missing": {name: tensor for name, tensor in state.items() if name != first},
+        "part of a fused tensor missing": {
+            name: tensor for name, tensor in state.items() if name != matrix
+        },
+        "foreign": {**state, "model.layers.9.mlp.up_proj.weight": state[matrix]},
+        "silently skipped by vLLM": {**state, "lm_head.weight": state["model.embed_tokens.weight"]},
+        "transposed": {**state, matrix: Tensor("BF16", shape[::-1], bits)},
+        "broadcast": {**state, "model.norm.weight": Tensor(norm.dtype, (1,), norm.data[:1])},
+    }
+
+
+def forward_logprobs(
+    case: Case, which: int, one: GenerateRequest, completion: Completion
+) -> list[float]:
+    """Of the completion's tokens, by one fp32 forward pass of transformers."""
+    model: Any = huggingface.model_from_state(case.model_dir, case.states[which])
+    tokens = [*one.prompt, *completion.token_ids]
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].float() / one.temperature
+    logprobs = torch.log_softmax(logits, -1)[len(one.prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+
+
+async def test_the_first_state_is_checked_by_the_model_s_own_loader(
+    engine: HostedEngine, case: Case
+) -> None:
+    """Runs first: later states are compared with the first one that was right."""
+    with pytest.raises(EngineError, match="holds no weights"):
+        await engine.generate(request())
+    for name, state in bad_states(case.states[0]).items():
+        with pytest.raises(EngineError, match="does not fit"):
+            await engine.load(0, state)
+        assert engine.policy_version == -1, name
+
+
+async def test_logprobs_are_processed_and_equal_a_plain_forward_pass(
+    engine: HostedEngine, case: Case
+) -> None:
+    await engine.load(1, case.states[0])
+    requests = [
+        request(length, seed=length, max_tokens=20, temperature=temperature)
+        for length in (1, 20, 300)
+        for temperature in (0.5, 1.0, 1.3)
+    ]
+    for one, completion in zip(requests, await generate_all(engine, requests), strict=True):
+        assert completion.logprobs == near(forward_logprobs(case, 0, one, completion))
+        assert (completion.policy_first, completion.policy_last) == (1, 1)
+
+
+async def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_in_another_order(
+    engine: HostedEngine, case: Case
+) -> None:
+    await engine.load(2, case.states[0])
+    requests = [request(5 + 40 * seed, seed=seed) for seed in range(8)]
+    alone = [(await generate_all(engine, [one]))[0].token_ids for one in requests]
+    together = [one.token_ids for one in await generate_all(engine, requests)]
+    backwards = [one.token_ids for one in await generate_all(engine, requests[::-1])]
+    assert together == alone
+    assert backwards[::-1] == alone
+    assert len(set(map(tuple, alone))) == len(alone)
+
+
+async def test_only_the_request_s_stop_tokens_end_a_completion(
+    engine: HostedEngine, case: Case
+) -> None:
+    await engine.load(3, case.states[0])
+    [ends] = huggingface.stop_token_ids(case.model_dir)
+    stops = (ends, *range(64))
+    stopped = await generate_all(
+        engine, [request(seed=seed, max_tokens=200, stop=stops) for seed in range(8)]
+    )
+    for one in stopped:
+        assert one.finish == "stop"
+        assert one.token_ids[-1] in stops
+        assert not set(one.token_ids[:-1]) & set(stops)
+    # none given: not even the end-of-sequence token of the model's config ends it
+    free = await generate_all(engine, [request(seed=seed, max_tokens=400) for seed in range(8)])
+    assert {(one.finish, len(one.token_ids)) for one in free} == {("length", 400)}
+    assert any(ends in one.token_ids[:-1] for one in free)
+
+
+async def test_loads_in_mid_generation_keep_requests_alive_and_the_stamps_true(
+    engine: HostedEngine, case: Case
+) -> None:
+    """Versions alternate between two policies; every token must be explained by one of them."""
+    await engine.load(10, case.states[0])
+    one = request(30, max_tokens=400)
+    tasks = await begun(engine, [one] * 3)
+    version = 10
+    async with asyncio.timeout(DEADLINE_S):
+        while not tasks[0].done() and version < 10 + LOADS:
+            await asyncio.sleep(0.05)
+            version += 1
+            await engine.load(version, case.states[version % 2])
+        completions = await asyncio.gather(*tasks)
+    for completion in completions:
+        assert (completion.finish, len(completion.token_ids)) == ("length", 400)
+        assert completion.policy_first == 10
+        assert 10 < completion.policy_last <= version
+        wanted = [forward_logprobs(case, which, one, completion) for which in range(2)]
+        drawn = [
+            {which for which in range(2) if abs(wanted[which][index] - value) < TOLERANCE}
+            for index, value in enumerate(completion.logprobs)
+        ]
+        assert all(drawn)
+        assert {0} in drawn
+        assert {1} in drawn
+        assert completion.policy_first % 2 in drawn[0]
+        assert completion.policy_last % 2 in drawn[-1]
+
+
+async def test_a_load_of_the_same_weights_does_not_change_what_is_being_drawn(
+    engine: HostedEngine, case: Case
+) -> None:
+    """The noise of a seed goes on where it was when the keys and values are computed anew."""
+    await engine.load(1000, case.states[0])
+    requests = [request(10 * seed + 1, seed=seed, max_tokens=420) for seed in range(8)]
+    undisturbed = await generate_all(engine, requests)
+    tasks = await begun(engine, requests)
+    version = 1000
+    async with asyncio.timeout(DEADLINE_S):
+        while not tasks[0].done() and version < 1000 + LOADS:
+            await asyncio.sleep(0.1)
+            version += 1
+            await engine.load(version, case.states[0])
+        disturbed = await asyncio.gather(*tasks)
+    assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
+    assert any(one.policy_first < one.policy_last for one in disturbed)
+
+
+async def test_a_request_that_waited_for_its_turn_is_stamped_by_the_weights_it_met(
+    engine: HostedEngine, case: Case
+) -> None:
+    await engine.load(2000, case.states[0])
+    requests = [request(seed=seed, max_tokens=450) for seed in range(2 * CONFIG.max_batch)]
+    tasks = await begun(engine, requests)
+    await engine.load(2001, case.states[1])
+    completions = await asyncio.gather(*tasks)
+    first, last = completions[0], completions[-1]
+    assert (first.policy_first, first.policy_last) == (2000, 2001)
+    assert (last.policy_first, last.policy_last) == (2001, 2001)
+    assert last.logprobs == near(forward_logprobs(case, 1, requests[-1], last))
+
+
+async def test_no_cached_prefix_outlives_the_weights_that_made_it(
+    engine: HostedEngine, case: Case
+) -> None:
+    one = request(400)  # vLLM caches whole blocks of 128 tokens
+    for version, which in ((3000, 0), (3001, 1), (3002, 0)):
+        await engine.load(version, case.states[which])
+        for _ in range(2):  # the second time from the cache
+            [completion] = await generate_all(engine, [one])
+            assert completion.logprobs == near(forward_logprobs(case, which, one, completion))
+
+
+async def test_no_cached_prefix_outlives_an_update_in_place(
+    engine: HostedEngine, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    await engine.load(3100, case.states[0])
+    one = request(400)
+    await generate_all(engine, [one])
+    new, changed = blended(case.states[0], case.states[1], 0.1)
+    with caplog.at_level(logging.INFO, "primerl.node.inference.hosted_weights"):
+        await engine.update(3101, new, changed)
+    assert "whole" not in caplog.text  # it went element by element
+    [updated] = await generate_all(engine, [one])
+    wanted = forward_logprobs(Case(case.model_dir, (new, new)), 0, one, updated)
+    assert updated.logprobs == near(wanted)
+
+
+async def test_a_state_that_does_not_fit_is_refused_and_the_old_weights_stay(
+    engine: HostedEngine, case: Case
+) -> None:
+    await engine.load(4000, case.states[0])
+    [before] = await generate_all(engine, [request()])
+    for name, state in bad_states(case.states[1]).items():
+        with pytest.raises(EngineError, match="does not fit"):
+            await engine.load(4001, state)
+        assert engine.policy_version == 4000, name
+    [after] = await generate_all(engine, [request()])
+    expect_same([after], [before])
+
+
+async def test_a_caller_that_gives_up_frees_its_place(engine: HostedEngine, case: Case) -> None:
+    await engine.load(5000, case.states[0])
+    [wanted] = await generate_all(engine, [request()])
+    for _ in range(3 * CONFIG.max_batch):
+        quitter = asyncio.create_task(engine.generate(request(max_tokens=400)))
+        await asyncio.sleep(0.01)
+        quitter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await quitter
+    expect_same(await generate_all(engine, [request()]), [wanted])
+
+
+async def test_no_weights_are_left_in_shared_memory(
+    engine: HostedEngine, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def there(_: int) -> str:
+        return str(tmp_path)
+
+    monkeypatch.setattr("primerl.node.inference.handover._shared_memory", there)
+    await engine.load(6000, case.states[0])
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,123 @@
+"""Asking vLLM's worker for what it drew: in batches, and losing nothing on the way."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.vllm_collector import MOST_FORGOTTEN, Collector
+from primerl.node.ops.errors import EngineError
+
+
+@dataclass
+class Worker:
+    """Keeps what was drawn until it is told to forget it, as Recorder does; `late` answers come later."""
+
+    drawn: dict[int, list[list[float]]]
+    late: dict[int, int] = field(default_factory=dict[int, int])
+    questions: list[tuple[list[list[int]], list[int]]] = field(default_factory=list)  # type: ignore[type-arg]
+    hold: asyncio.Event | None = None
+
+    async def ask(self, wanted: list[list[int]], forget: list[int]) -> list[list[Any]]:
+        self.questions.append((wanted, forget))
+        for key in forget:
+            self.drawn.pop(key, None)
+        if self.hold is not None:
+            await self.hold.wait()
+        answers: list[list[Any]] = []
+        for key, count in wanted:
+            self.late[key] = self.late.get(key, 0) - 1
+            if self.late[key] < 0:
+                rows = np.array(self.drawn[key][:count], np.float32)
+                answers.append([key, rows.tobytes(), [[0, 3], [1, 4]], b""])
+        return answers
+
+
+def rows(key: int) -> list[list[float]]:
+    return [[-float(key), *([0.5 * key] * 7)], [-0.25, *([1.0] * 7)]]
+
+
+def worker(count: int = 8) -> Worker:
+    return Worker({key: rows(key) for key in range(count)})
+
+
+async def test_what_many_want_is_asked_for_at_once() -> None:
+    asked = worker()
+    collector = Collector(asked.ask, "projection")
+    found = await asyncio.gather(*(collector.collect(key, 2) for key in range(8)))
+    assert [one.logprobs for one in found] == [[-float(key), -0.25] for key in range(8)]
+    assert {one.spans for one in found} == {((0, 3), (1, 4))}
+    for one in found:
+        Projection().check(one.proof, 2)
+    assert len(asked.questions) == 1
+    assert sorted(asked.questions[0][0]) == [[key, 2] for key in range(8)]
+
+
+async def test_what_was_collected_is_forgotten_with_the_next_question() -> None:
+    asked = worker()
+    collector = Collector(asked.ask, "")
+    for key in range(3):
+        assert (await collector.collect(key, 1)).proof == b""
+    assert [forgotten for _, forgotten in asked.questions] == [[], [0], [1]]
+
+
+async def test_what_has_not_come_is_asked_for_again() -> None:
+    asked = worker()
+    asked.late = {1: 2}
+    collector = Collector(asked.ask, "")
+    slow, quick = await asyncio.gather(collector.collect(1, 1), collector.collect(2, 1))
+    assert (slow.logprobs, quick.logprobs) == ([-1.0], [-2.0])
+    assert [wanted for wanted, _ in asked.questions] == [[[1, 1], [2, 1]], [[1, 1]], [[1, 1]]]
+
+
+async def test_a_caller_that_gives_up_in_mid_question_takes_nothing_from_the_others() -> None:
+    asked = worker()
+    asked.hold = asyncio.Event()
+    collector = Collector(asked.ask, "")
+    tasks = [asyncio.create_task(collector.collect(key, 1)) for key in range(3)]
+    await asyncio.sleep(0.02)
+    tasks[0].cancel()  # it is the one that asks
+    await asyncio.sleep(0.02)
+    asked.hold.set()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
+    assert [(await task).logprobs for task in tasks[1:]] == [[-1.0], [-2.0]]
+    await collector.collect(5, 1)
+    assert set(asked.drawn) == {3, 4, 5, 6, 7}  # of the one that gave up nothing is kept either
+
+
+async def test_requests_that_were_given_up_do_not_pile_up() -> None:
+    asked = worker()
+    collector = Collector(asked.ask, "")
+    for key in range(MOST_FORGOTTEN):
+        await collector.tidy()
+        assert not asked.questions
+        collector.forget(key)
+    await collector.tidy()
+    assert asked.questions == [([], list(range(MOST_FORGOTTEN)))]
+    await collector.tidy()
+    assert len(asked.questions) == 1
+
+
+@pytest.mark.parametrize("fingerprint", ["", "projection"])
+async def test_numbers_that_are_none_are_an_error_and_never_an_empty_proof(
+    fingerprint: str,
+) -> None:
+    asked = Worker({1: [[float("nan"), *[1.0] * 7]], 2: [[-1.0, float("inf"), *[1.0] * 6]]})
+    collector = Collector(asked.ask, fingerprint)
+    with pytest.raises(EngineError, match="finite"):
+        await collector.collect(1, 1)
+    if fingerprint:
+        with pytest.raises(EngineError, match="proof"):
+            await collector.collect(2, 1)
+
+
+async def test_a_worker_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = worker()
+    asked.late = {1: 10**6}
+    monkeypatch.setattr("primerl.node.inference.vllm_collector.PATIENCE_S", 0.05)
+    with pytest.raises(EngineError, match="restart"):
+        await Collector(asked.ask, "").collect(1, 1)

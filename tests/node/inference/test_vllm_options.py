@@ -1,0 +1,170 @@
+"""What vLLM is started with: runs without vLLM."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.vllm import VllmCore
+from primerl.node.inference.vllm_options import (
+    ENVIRONMENT,
+    SAMPLING,
+    check_device,
+    engine_arguments,
+    sampling_arguments,
+    set_environment,
+)
+from primerl.node.inference.vllm_shape import head_size, read_shape
+from primerl.node.ops.errors import EngineError, UsageError
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The process's environment without what the adapter sets, restored afterwards."""
+    for variable in ENVIRONMENT:
+        monkeypatch.setenv(variable.name, "")
+        monkeypatch.delenv(variable.name)
+    return monkeypatch
+
+
+def test_other_overrides_win_over_our_arguments() -> None:
+    config = EngineConfig(vllm={"kv_cache_memory_bytes": 123, "swap_space": 1})
+    arguments = engine_arguments(config, Path("m"), SHAPE, cpu=True)
+    assert (arguments["kv_cache_memory_bytes"], arguments["swap_space"]) == (123, 1)
+
+
+def test_weights_wait_for_load_and_nothing_is_counted_on_every_platform() -> None:
+    for cpu in (True, False):
+        arguments = engine_arguments(EngineConfig(), Path("m"), SHAPE, cpu=cpu)
+        assert arguments["disable_log_stats"] is True
+        assert arguments["load_format"] == "dummy"
+        assert arguments["trust_remote_code"] is False
+        assert arguments["worker_extension_cls"] == (
+            "primerl.node.inference.vllm_worker.WorkerExtension"
+        )
+
+
+def test_without_a_gpu_a_long_prompt_is_read_in_parts_that_hold_every_sequence() -> None:
+    for batch, tokens in ((8, 4096), (8192, 8192)):
+        config = EngineConfig(max_model_len=100_000, max_batch=batch)
+        arguments = engine_arguments(config, Path("m"), SHAPE, cpu=True)
+        assert "enable_chunked_prefill" not in arguments
+        assert arguments["max_num_batched_tokens"] == tokens
+
+
+def test_for_vllm_a_request_is_greedy_and_the_worker_reads_how_it_is_sampled() -> None:
+    request = GenerateRequest((1, 2), 3, 0.7, 2**63 - 1, (5,))
+    arguments = sampling_arguments(request, 17)
+    assert arguments["temperature"] == 0
+    assert arguments["extra_args"] == {SAMPLING: [17, 2**63 - 1, 0.7, 0, 1.0]}
+    assert not {"seed", "logprobs"} & set(arguments)
+
+
+def test_the_cpu_cache_holds_every_sequence_but_never_the_whole_machine() -> None:
+    small = EngineConfig(max_batch=256, max_model_len=1024)
+    wanted = engine_arguments(small, Path("m"), SHAPE, cpu=True)["kv_cache_memory_bytes"]
+    token = 2 * 2 * 2 * 32 * 4
+    assert wanted == token * 256 * 1024
+    large = EngineConfig(max_batch=100_000, max_model_len=100_000)
+    capped = engine_arguments(large, Path("m"), SHAPE, cpu=True)["kv_cache_memory_bytes"]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert wanted < capped <= machine // 8
+
+
+def test_the_shape_of_an_engine_is_what_vllm_is_told() -> None:
+    arguments = engine_arguments(EngineConfig(tp=4, pp=2), Path("m"), SHAPE, cpu=False)
+    assert (arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (4, 2)
+    assert "data_parallel_size" not in arguments
+
+
+def test_experts_stay_in_the_form_that_updates_are_written_to() -> None:
+    def backend(shape: dict[str, Any], *, cpu: bool) -> object:
+        return engine_arguments(EngineConfig(), Path("m"), shape, cpu=cpu).get("moe_backend")
+
+    assert backend(SHAPE | {"num_experts": 4}, cpu=False) == "triton"
+    assert backend(SHAPE, cpu=False) is None
+
+
+def test_several_ranks_share_what_one_would_keep_of_the_memory() -> None:
+    def cache(**shape: Any) -> int:
+        config = EngineConfig(max_batch=256, max_model_len=1024, **shape)
+        return engine_arguments(config, Path("m"), SHAPE, cpu=True)["kv_cache_memory_bytes"]
+
+    assert cache(tp=2) == cache(pp=2) == cache() // 2
+    assert cache(tp=4) == cache(tp=2)  # of two heads of keys and values, each is on two ranks
+
+
+def test_the_head_size_is_the_config_s_or_follows_from_the_hidden_size() -> None:
+    assert head_size(SHAPE) == 32
+    assert head_size(SHAPE | {"head_dim": None}) == 24
+
+
+def test_the_operator_s_environment_wins_over_the_table(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("OMP_NUM_THREADS", "7")
+    set_environment(cpu=True)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_cpu_settings_stay_away_from_gpu_machines(environment: pytest.MonkeyPatch) -> None:
+    set_environment(cpu=False)
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+@pytest.mark.parametrize(("device", "cpu"), [("cuda", True), ("cpu", False), ("cuda:1", False)])
+def test_a_device_that_this_vllm_cannot_compute_on_is_refused(device: str, cpu: bool) -> None:
+    with pytest.raises(UsageError, match="auto"):
+        check_device(device, cpu=cpu)
+
+
+def test_a_device_of_this_build_is_accepted() -> None:
+    check_device("auto", cpu=True)
+    check_device("cpu", cpu=True)
+    check_device("cuda", cpu=False)
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[]", b'{"vocab_size": "288"}'])
+def test_a_directory_without_a_usable_config_is_an_engine_error(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(EngineError, match=r"config\.json"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+async def test_without_vllm_the_error_says_how_to_install_it(
+    tmp_path: Path, environment: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    engine = VllmCore(EngineConfig(type="vllm"))
+    with pytest.raises(EngineError, match="install_vllm_cpu"):
+        await engine.start(tmp_path)
+    await engine.close()
+
+
+async def test_a_refused_override_stops_the_start(
+    tmp_path: Path, environment: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    engine = VllmCore(EngineConfig(type="vllm", vllm={"logprobs_mode": "raw_logprobs"}))
+    with pytest.raises(UsageError, match="logprobs_mode"):
+        await engine.start(tmp_path)
+    await engine.close()

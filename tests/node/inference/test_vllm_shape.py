@@ -1,0 +1,158 @@
+"""How a model is spread over GPUs: what is decided and refused before vLLM is started."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl.node.app.engine_check import check_config
+from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
+from primerl.node.inference.vllm_ranks import Place, difference, judge
+from primerl.node.inference.vllm_shape import (
+    check_cpu,
+    check_parallel,
+    resolve_parallel,
+    visible_gpus,
+)
+from primerl.node.ops.errors import EngineError, UsageError
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+}
+EXPERTS = SHAPE | {"num_experts": 4, "moe_intermediate_size": 6}
+
+
+def vllm(**fields: Any) -> EngineConfig:
+    return EngineConfig(type="vllm", **fields)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "fields", "tp"),
+    [
+        (0, {}, 1),
+        (1, {}, 1),
+        (8, {}, 8),
+        (8, {"dp": 2}, 4),
+        (8, {"pp": 4}, 2),
+        (3, {"dp": 2}, 1),
+        (0, {"pp": 2}, 1),
+    ],
+)
+def test_auto_is_every_visible_gpu_divided_by_stages_and_engines(
+    gpus: int, fields: dict[str, Any], tp: int
+) -> None:
+    assert resolve_parallel(vllm(tp="auto", **fields), SHAPE, gpus).tp == tp
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_heads_may_be_divided_and_those_of_keys_and_values_copied(tp: int) -> None:
+    check_parallel(vllm(tp=tp), SHAPE)
+
+
+@pytest.mark.parametrize("tp", [3, 5, 6, 7, 16, "auto"])
+def test_what_does_not_divide_the_model_is_refused_with_what_does(tp: Any) -> None:
+    with pytest.raises(UsageError, match=r"one of 1, 2, 4, 8$"):
+        resolve_parallel(vllm(tp=tp), SHAPE, 6 if tp == "auto" else 16)
+
+
+def test_the_inner_width_counts_too_and_that_of_experts_unless_they_stay_whole() -> None:
+    with pytest.raises(UsageError, match=r"one of 1, 2$"):
+        check_parallel(vllm(tp=4), SHAPE | {"intermediate_size": 6})
+    with pytest.raises(UsageError, match=r"one of 1, 2$"):
+        check_parallel(vllm(tp=4), EXPERTS)
+    check_parallel(vllm(tp=4, vllm={"enable_expert_parallel": True}), EXPERTS)
+
+
+def test_a_mixture_of_experts_is_not_for_vllm_on_a_cpu() -> None:
+    check_cpu(SHAPE | {"num_experts": 0})
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        with pytest.raises(EngineError, match=r"set engine\.type to hf"):
+            check_cpu(SHAPE | {name: 4})
+
+
+def test_a_pipeline_has_at_most_as_many_stages_as_there_are_layers() -> None:
+    check_parallel(vllm(pp=6), SHAPE)
+    with pytest.raises(UsageError, match="6 layers"):
+        check_parallel(vllm(pp=7), SHAPE)
+
+
+def test_more_than_is_visible_is_refused_but_not_on_a_cpu() -> None:
+    with pytest.raises(UsageError, match=r"wants 8 GPUs, and 4"):
+        resolve_parallel(vllm(tp=2, pp=4), SHAPE, 4)
+    with pytest.raises(UsageError, match=r"wants 4 GPUs, and 2"):
+        resolve_parallel(vllm(tp="auto", dp=4), SHAPE, 2)
+    assert resolve_parallel(vllm(tp=2, pp=2), SHAPE, 0).tp == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "count"),
+    [
+        (("0", "1"), "auto", 2),
+        (("0", "1"), "cpu", 0),
+        ((), "auto", 0),
+        (("MIG-a", "MIG-b"), "auto", 1),
+    ],
+)
+def test_gpus_are_counted_as_one_process_can_join_them(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], device: str, count: int
+) -> None:
+    def visible(_: object) -> tuple[str, ...]:
+        return names
+
+    monkeypatch.setattr("primerl.node.inference.vllm_shape.visible", visible)
+    assert visible_gpus(vllm(device=device)) == count
+
+
+def test_a_model_that_is_known_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    create = ModelConfig(create=ModelCreateConfig(num_attention_heads=4))
+    check_config(vllm(tp=4), create)
+    with pytest.raises(UsageError, match=r"engine\.tp is 3"):
+        check_config(vllm(tp=3), create)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with pytest.raises(UsageError, match=r"engine\.pp is 7"):
+        check_config(vllm(pp=7), ModelConfig(name=str(tmp_path)))
+    check_config(vllm(pp=7), ModelConfig(name="somebody/model"))  # not here: seen at the start
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"pp": 2}, {"dp": 2}])
+def test_an_engine_that_is_not_vllm_is_not_spread(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"set engine\.type to vllm"):
+        check_config(EngineConfig(**fields))
+    check_config(EngineConfig(tp="auto", vllm={"quantization": "fp8"}))
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+class Parallel:
+    def __init__(self, tp: int, pp: int) -> None:
+        self.tensor_parallel_size, self.pipeline_parallel_size = tp, pp
+
+
+def test_the_last_stage_draws_and_its_first_rank_is_collected_from() -> None:
+    places = [Place.of(rank, Parallel(2, 3)) for rank in range(6)]
+    assert [place.first for place in places] == [True, True, False, False, False, False]
+    assert [place.last for place in places] == [False, False, False, False, True, True]
+    assert [place.collecting for place in places] == [False] * 4 + [True, False]
+    assert Place.of(0, Parallel(1, 1)) == (True, True, True)
+
+
+def test_a_tensor_has_to_be_somebody_s() -> None:
+    assert judge([["", ["b"], []], ["", ["a"], ["b"]]]) == ("", frozenset({"b"}))
+    assert judge([["", ["b", "x"], []], ["", ["x"], []]]).fault == "tensor 'x' is not the model's"
+    assert judge([["", ["x"], []], ["bad", [], []]]).fault == "bad"
+    assert judge([["", ["x"], []]]).fault == "tensor 'x' is not the model's"
+
+
+def test_a_later_state_has_the_tensors_of_the_first() -> None:
+    known = {"a": (1, 2), "b": (3,)}
+    assert difference(known, dict(known)) == ""
+    assert "'b' is missing" in difference(known, {"a": (1, 2)})
+    assert "'c' is not" in difference(known, known | {"c": (1,)})
+    assert "[2, 1]" in difference(known, known | {"a": (2, 1)})

@@ -1,0 +1,298 @@
+"""The launcher with small programs in the place of nodes: what is real here is the processes."""
+
+import asyncio
+import os
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from primerl.node.config.common import ResumeConfig
+from primerl.node.config.loader import load
+from primerl.node.config.run import (
+    LaunchConfig,
+    ModelConfig,
+    ModelCreateConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from primerl.node.launch.commands import (
+    NodeCommands,
+    trainer_environment,
+    worker_environment,
+    write_worker_config,
+)
+from primerl.node.launch.launcher import Pace, launch, prepare
+from primerl.node.ops.errors import BusyError, EngineError, NodeError, UsageError
+from primerl.node.ops.watch import NodeState
+
+QUICK = Pace(poll=0.02, view=0.02, back_off=(0.01, 0.02, 0.03), leave=60.0, grace=1.0)
+
+TICKET = "open(run + '/ticket.txt', 'w').write('T')\n"
+UNTIL_DONE = "while not os.path.exists(run + '/done'): time.sleep(0.02)\n"
+"""How a worker of these tests learns that the run ended."""
+
+
+class Programs:
+    """Python one-liners as trainer and workers; `run` is the run's directory in them."""
+
+    def __init__(self, trainer: str, worker: str = UNTIL_DONE) -> None:
+        self._trainer, self._worker = trainer, worker
+
+    def trainer(self, config: RunConfig, args: Sequence[str]) -> list[str]:
+        return python(self._trainer, config.run_dir)
+
+    def worker(self, config: RunConfig, name: str) -> list[str]:
+        return python(self._worker, config.run_dir)
+
+
+def python(body: str, run: Path) -> list[str]:
+    head = f"import os, signal, sys, time\nrun = {str(run)!r}\n"
+    note = "open(run + '/pids', 'a').write(f'{os.getpid()}\\n')\n"
+    return [sys.executable, "-c", head + note + textwrap.dedent(body)]
+
+
+class Notes:
+    """A view that remembers."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.notes: set[tuple[str, str]] = set()
+
+    def show(self, nodes: Mapping[str, NodeState]) -> None:
+        self.notes |= {(state.name, state.note) for state in nodes.values()}
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def view() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return RunConfig(name="r", output_dir=tmp_path, launch=LaunchConfig(workers=2))
+
+
+def pids(config: RunConfig) -> list[int]:
+    return [int(line) for line in (config.run_dir / "pids").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z"
+    return False
+
+
+def wait_until(what: str, holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.02)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    await asyncio.to_thread(wait_until, "what the test waits for", holds)
+
+
+async def test_a_run_ends_with_its_trainer_and_its_workers_leave(
+    config: RunConfig, view: Notes
+) -> None:
+    trainer = TICKET + (
+        "while len(open(run + '/pids').readlines()) < 3: time.sleep(0.02)\n"
+        "open(run + '/done', 'w')\n"
+    )
+    directory = await launch(config, [], view=view, commands=Programs(trainer), pace=QUICK)
+    assert directory == config.run_dir
+    assert len(pids(config)) == 3
+    assert not any(map(alive, pids(config)))
+    assert view.said == []
+    assert {log.name for log in (directory / "logs").iterdir()} == {
+        *("trainer.log", "worker_1.log", "worker_2.log"),
+    }
+
+
+async def test_workers_start_only_when_there_is_a_ticket(config: RunConfig, view: Notes) -> None:
+    worker = "open(run + '/seen', 'a').write(open(run + '/ticket.txt').read())"
+    (config.run_dir).mkdir()
+    (config.run_dir / "ticket.txt").write_text("OLD")
+    trainer = f"time.sleep(0.3)\n{TICKET}seen = run + '/seen'\n" + (
+        "while not os.path.exists(seen) or os.path.getsize(seen) < 2: time.sleep(0.02)"
+    )
+    await launch(config, [], view=view, commands=Programs(trainer, worker), pace=QUICK)
+    assert (config.run_dir / "seen").read_text() == "TT"
+
+
+async def test_a_failed_trainer_ends_everything_with_its_own_error(
+    config: RunConfig, view: Notes
+) -> None:
+    trainer = TICKET + (
+        "while len(open(run + '/pids').readlines()) < 3: time.sleep(0.02)\n"
+        "print('log line'); print('primerl-node: error: port 1 is taken', file=sys.stderr)\n"
+        "sys.exit(4)"
+    )
+    with pytest.raises(BusyError, match=r"^port 1 is taken$"):
+        await launch(config, [], view=view, commands=Programs(trainer), pace=QUICK)
+    assert not any(map(alive, pids(config)))
+
+
+async def test_a_killed_trainer_is_told_with_the_end_of_its_log(
+    config: RunConfig, view: Notes
+) -> None:
+    trainer = "print('the last words', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(NodeError, match=r"killed by signal 9: see .*trainer\.log"):
+        await launch(config, [], view=view, commands=Programs(trainer), pace=QUICK)
+    assert any("the last words" in line for line in view.said)
+
+
+async def test_a_worker_that_dies_is_started_again(config: RunConfig, view: Notes) -> None:
+    worker = (
+        "if not os.path.exists(run + '/died'):\n"
+        "    open(run + '/died', 'w')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n" + UNTIL_DONE
+    )
+    one = config.model_copy(update={"launch": LaunchConfig(workers=1)})
+    trainer = TICKET + (
+        "while len(open(run + '/pids').readlines()) < 3: time.sleep(0.02)\nopen(run + '/done', 'w')"
+    )
+    await launch(one, [], view=view, commands=Programs(trainer, worker), pace=QUICK)
+    [said] = view.said
+    assert said.startswith("worker_1 was killed by signal 9")
+    assert "starting it again" in said
+
+
+async def test_a_worker_is_given_up_after_three_restarts_and_the_run_goes_on(
+    config: RunConfig,
+) -> None:
+    worker = (
+        "import fcntl\n"
+        "lock = open(run + '/good', 'w')\n"
+        "try: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "except OSError: open(run + '/lives', 'a').write('x'); sys.exit(7)\n" + UNTIL_DONE
+    )
+    trainer = TICKET + (
+        "lives = run + '/lives'\n"
+        "while not os.path.exists(lives) or os.path.getsize(lives) < 4: time.sleep(0.02)\n"
+        "while not os.path.exists(run + '/told'): time.sleep(0.02)\n"
+        "open(run + '/done', 'w')"
+    )
+
+    class Telling(Notes):
+        def show(self, nodes: Mapping[str, NodeState]) -> None:
+            super().show(nodes)
+            if any(note == "failed" for _, note in self.notes):
+                (config.run_dir / "told").touch()
+
+    view = Telling()
+    await launch(config, [], view=view, commands=Programs(trainer, worker), pace=QUICK)
+    assert (config.run_dir / "lives").read_text() == "xxxx"
+    assert sum("starting it again" in line for line in view.said) == 3
+    assert "given up. 1 of 2 workers are left, and the run goes on" in view.said[-1]
+
+
+async def test_when_every_worker_fails_the_run_is_stopped(config: RunConfig, view: Notes) -> None:
+    with pytest.raises(
+        EngineError, match=r"every worker failed; the last: worker_\d ended with code 7 \(.*log"
+    ):
+        await launch(
+            config,
+            [],
+            view=view,
+            commands=Programs(TICKET + "time.sleep(60)", "sys.exit(7)"),
+            pace=QUICK,
+        )
+    assert not any(map(alive, pids(config)))
+
+
+async def test_a_trainer_without_a_ticket_is_not_waited_for_forever(
+    config: RunConfig, view: Notes
+) -> None:
+    hasty = config.model_copy(update={"launch": LaunchConfig(start_timeout_s=0.2)})
+    with pytest.raises(EngineError, match="no ticket in 0 s"):
+        await launch(hasty, [], view=view, commands=Programs("time.sleep(60)"), pace=QUICK)
+
+
+async def test_cancelling_stops_all_even_what_ignores_sigterm(
+    config: RunConfig, view: Notes
+) -> None:
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    running = asyncio.create_task(
+        launch(config, [], view=view, commands=Programs(TICKET + stubborn, stubborn), pace=QUICK)
+    )
+    await until(lambda: (config.run_dir / "pids").exists() and len(pids(config)) == 3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not any(map(alive, pids(config)))
+
+
+async def test_workers_that_do_not_leave_are_stopped(config: RunConfig, view: Notes) -> None:
+    trainer = TICKET + "while len(open(run + '/pids').readlines()) < 3: time.sleep(0.02)"
+    pace = Pace(poll=0.02, view=0.02, leave=0.2, grace=1.0)
+    await launch(config, [], view=view, commands=Programs(trainer, "time.sleep(60)"), pace=pace)
+    assert any("stopping them" in line for line in view.said)
+    assert not any(map(alive, pids(config)))
+
+
+def test_cleaning_removes_a_run_and_nothing_else(config: RunConfig, tmp_path: Path) -> None:
+    cleaning = config.model_copy(update={"clean": True})
+    config.run_dir.mkdir()
+    (config.run_dir / "thesis.txt").write_text("ten years")
+    with pytest.raises(UsageError, match="holds no run"):
+        prepare(cleaning)
+    assert (config.run_dir / "thesis.txt").exists()
+    (config.run_dir / "summary.json").write_text("{}")
+    prepare(cleaning)
+    assert [path.name for path in config.run_dir.iterdir()] == ["logs"]
+
+
+def test_resuming_never_cleans(config: RunConfig) -> None:
+    config.run_dir.mkdir()
+    (config.run_dir / "metrics.jsonl").write_text("{}")
+    prepare(config.model_copy(update={"clean": True, "resume": ResumeConfig()}))
+    assert (config.run_dir / "metrics.jsonl").exists()
+
+
+def test_the_trainer_gets_the_same_arguments_and_its_own_directory(config: RunConfig) -> None:
+    command = NodeCommands().trainer(config, ["@", "demo", "--clean", "--seed", "3"])
+    assert command[1:4] == ["-m", "primerl.cli.main", "train"]
+    again = load(RunConfig, command[4:], {"PRIMERL_DATA_DIR": "elsewhere"})
+    assert (again.seed, again.clean, again.name) == (3, False, "demo")
+    assert again.data_dir == config.run_dir / "trainer"
+
+
+def test_a_worker_shares_the_settings_but_not_the_ports(config: RunConfig) -> None:
+    from primerl.node.config.run import JoinConfig
+
+    flags = ["--network.port", "7000", "--network.host", "127.0.0.1", "--engine.type", "vllm"]
+    run = load(RunConfig, [*flags, "--network.advertise", "me:7000"], {})
+    path = write_worker_config(run, config.run_dir / "worker_1")
+    joined = load(JoinConfig, ["@", str(path)], {})
+    assert joined.engine == run.engine
+    assert joined.network.host == "127.0.0.1"
+    assert (joined.network.port, joined.network.advertise) == (0, [])
+
+
+def test_the_environment_of_children() -> None:
+    small = RunConfig(
+        model=ModelConfig(create=ModelCreateConfig()), training=TrainingConfig(threads=1)
+    )
+    ours = {"PRIMERL_TRAINING__LR": "1", "PRIMERL_PASSPHRASE": "p", "PATH": "/bin"}
+    trainer, worker = trainer_environment(small, ours), worker_environment(small, ours)
+    assert trainer["PRIMERL_TRAINING__LR"] == "1"
+    assert "PRIMERL_TRAINING__LR" not in worker
+    for environment in (trainer, worker):
+        assert environment["PRIMERL_PARENT_PID"] == str(os.getpid())
+        assert environment["PRIMERL_PASSPHRASE"] == "p"
+        assert environment["OMP_NUM_THREADS"] == "1"
+        assert environment["HF_HUB_OFFLINE"] == "1"
+    hub = RunConfig(model=ModelConfig(name="Qwen/Qwen3-0.6B"))
+    assert "HF_HUB_OFFLINE" not in trainer_environment(hub, {})
+    assert trainer_environment(small, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"

@@ -1,0 +1,247 @@
+"""Which models are trained, and that those that are, are trained exactly."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from primerl.node.config.run import ModelConfig, ModelCreateConfig, TrainingConfig
+from primerl.node.models import architectures, huggingface
+from primerl.node.models.architectures import ARCHITECTURES, untrainable
+from primerl.node.ops.errors import EngineError, UsageError
+from primerl.node.training.backend import Sample
+from primerl.node.training.learner import Learner
+from primerl.node.training.packing import pack
+
+LENGTHS = [60, 23, 40]
+LONGEST = 128
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+GROWING = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 32,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek_v3", LATENT),
+    ("deepseek_v3", {**LATENT, "rope_parameters": YARN}),
+    ("gemma", {"head_dim": 8}),
+    ("glm", {"head_dim": 8, "attention_bias": True}),
+    ("glm4", {"head_dim": 8}),
+    (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1},
+    ),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_parameters": LLAMA3, "attention_dropout": 0.5, "hidden_act": "gelu"}),
+    ("llama", {"rope_parameters": LINEAR, "head_dim": 16}),
+    ("llama", {"rope_parameters": GROWING, "max_position_embeddings": LONGEST}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": LONGEST}),
+    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("olmo2", {}),
+    ("phi3", {}),
+    ("phi3", {"rope_parameters": {**LONG, "original_max_position_embeddings": LONGEST}}),
+    ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": True}),
+    ("qwen3", {"head_dim": 8, "attention_bias": True}),
+    (
+        "qwen3",
+        {
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": LONGEST,
+            "max_window_layers": 1,
+        },
+    ),
+    ("qwen3_moe", {**EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    ("smollm3", {"no_rope_layer_interval": 2}),
+]
+
+
+def saved(family: str, changes: dict[str, Any], directory: Path) -> Path:
+    """A random model of a family, as transformers writes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make: Any = AutoConfig.for_model
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(make(family, **SIZES | changes)).save_pretrained(directory)
+    return directory
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family, **SIZES, **changes}
+
+
+def apart(directory: Path) -> float:
+    """The farthest that a logprob of a packed row in training is from transformers' own, in nats."""
+    rng = random.Random(0)
+    rows = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    config = TrainingConfig(threads=1, device="cpu", seq_len=LONGEST)
+    learner: Any = Learner.build(directory, config, max_steps=1, seed=0, temperature=1.0)
+    samples = [Sample(row, [True] * len(row), [-1.0] * len(row), 1.0) for row in rows]
+    (packed,) = pack(samples, LONGEST).rank(0)
+    with torch.no_grad():
+        found = learner._model.read(packed, 1.0).logprobs
+    plain: Any = huggingface.load_model(directory)
+    wanted: list[torch.Tensor] = []
+    for row in sorted(rows, key=len, reverse=True):  # packed in this order
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            logits = plain(input_ids=ids, use_cache=False).logits[0, :-1]
+        wanted.append(-F.cross_entropy(logits, ids[0, 1:], reduction="none"))
+    return float((found - torch.cat(wanted)).abs().max())
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=lambda one: str(one)[:40])
+def test_what_is_accepted_is_computed_as_transformers_does(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = saved(family, changes, tmp_path)
+    assert untrainable(json.loads((directory / "config.json").read_text()), LONGEST) == ""
+    assert apart(directory) < 1e-4
+
+
+def test_every_architecture_on_the_list_was_compared() -> None:
+    assert {family for family, _ in CASES} == set(ARCHITECTURES)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (config_of("mistral", sliding_window=64), "a window of 64 tokens, and sequences may have 128"),
+    (config_of("mistral"), ""),  # 4,096 where config.json does not say
+    (config_of("mistral", sliding_window=LONGEST - 1), "lower training.seq_len to 127"),
+    (config_of("mixtral", sliding_window=8), "a window of 8 tokens"),
+    (config_of("phi3", sliding_window=8), "a window of 8 tokens"),
+    (config_of("qwen2", use_sliding_window=True, sliding_window=8), "a window of 8 tokens"),
+    (config_of("qwen2", use_sliding_window=False, sliding_window=8), ""),
+    (
+        config_of("qwen3", layer_types=["full_attention", "sliding_attention"], sliding_window=8),
+        "a window of 8 tokens",
+    ),
+    (
+        config_of("qwen3", layer_types=["full_attention", "linear_attention"]),
+        "layers of linear_attention",
+    ),
+    (config_of("gpt2", n_embd=32), "architecture 'gpt2' has not been compared"),
+    (config_of("gemma2"), "architecture 'gemma2' has not been compared"),
+    (config_of("gpt_oss"), "architecture 'gpt_oss' has not been compared"),
+    ({"text_config": config_of("qwen3"), "model_type": "mistral3"}, "architecture 'mistral3'"),
+    ({}, "architecture 'none'"),
+    (config_of("llama", rope_scaling=GROWING), r"\(dynamic\) beyond 64 tokens"),
+    (config_of("phi3", rope_scaling=LONG), r"\(longrope\) beyond 32 tokens"),
+    (config_of("llama", rope_scaling={"type": "mrope"}), "scaled as 'mrope'"),
+    (config_of("llama", rope_parameters={"full_attention": LINEAR}), "in different ways"),
+    (
+        config_of("llama", rope_parameters={"rope_type": "default"}, rope_scaling=GROWING),
+        r"\(dynamic\) beyond 64 tokens",
+    ),
+    (config_of("qwen3", is_causal=False), "is_causal is False"),
+    (config_of("llama", is_causal=True), ""),
+    (config_of("qwen3", layer_types=5), "layers of 5: only full attention"),
+    (config_of("qwen3", layer_types="full_attention"), ""),
+    (config_of("llama", alibi=True), "sets 'alibi'"),
+    (config_of("llama", attn_logit_softcapping=50.0), "sets 'attn_logit_softcapping'"),
+    (config_of("llama", attn_logit_softcapping=None, alibi=False), ""),
+    (config_of("llama", quantization_config={"bits": 4}), "weights are quantized"),
+    (config_of("granite", logits_scaling=8.0), "logits_scaling is 8.0"),
+    (config_of("granite", logits_scaling=1.0), ""),
+    (config_of("deepseek_v3", scoring_func="softmax"), "scoring_func is softmax"),
+    (config_of("phi3", resid_pdrop=0.1, sliding_window=None), "resid_pdrop is 0.1"),
+    (config_of("mixtral", router_jitter_noise=0.1), "router_jitter_noise is 0.1"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=lambda one: str(one)[:60])
+def test_what_cannot_be_computed_exactly_is_refused_with_the_reason(
+    config: dict[str, Any], reason: str
+) -> None:
+    found = untrainable(config, LONGEST)
+    assert re.search(reason, found) if reason else found == ""
+    assert "\n" not in found
+
+
+def test_a_window_is_refused_also_by_what_builds_the_trainer(tmp_path: Path) -> None:
+    """The model that a trial trained 0.0975 nats off, without a word."""
+    directory = saved("mistral", {"sliding_window": 16}, tmp_path)
+    with pytest.raises(EngineError, match="a window of 16 tokens"):
+        apart(directory)
+
+
+def test_a_model_without_key_value_heads_is_refused_and_not_a_traceback(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    make: Any = GPT2Config
+    shape = make(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="architecture 'gpt2' has not been compared"):
+        apart(tmp_path)
+
+
+def test_a_model_that_is_made_here_can_be_trained() -> None:
+    for create in (ModelCreateConfig(), ModelCreateConfig(num_experts=4)):
+        architectures.check_trainable(ModelConfig(create=create), LONGEST)
+
+
+def test_a_hub_that_cannot_be_asked_is_no_reason_to_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    architectures.check_trainable(ModelConfig(name="nobody/no-such-model"), LONGEST)
+    with pytest.raises(EngineError, match=r"config\.json is missing"):
+        architectures.check_trainable(ModelConfig(name=str(tmp_path)), LONGEST)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("gemma2")))
+    with pytest.raises(UsageError, match="cannot be trained: its architecture 'gemma2'"):
+        architectures.check_trainable(ModelConfig(name=str(tmp_path)), LONGEST)

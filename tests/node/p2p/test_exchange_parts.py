@@ -1,0 +1,337 @@
+"""The parts of the exchange by themselves: the board of a fetch, the book of copies, the upload slots."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from random import Random
+
+import pytest
+from support.exchange_world import payload, until
+from support.exchange_world import references as refs
+
+from primerl.node.p2p.arrivals import Arrivals
+from primerl.node.p2p.board import IN_LINE_S, SILENT_S, Board, Pull
+from primerl.node.p2p.copies import RELAY_S, Copies
+from primerl.node.p2p.slots import HALF_LIFE_S, OVERDUE_S, Accounts, Slots
+from primerl.node.p2p.standing import DETOUR_S, NO_DETOUR_S, REST_S, SHUN_S, Standing
+from primerl.node.p2p.upload_limit import EPOCH, MOST, UploadLimit
+from primerl.protocol.errors import Reason, RemoteProtocolError
+
+A, B, C, ORIGIN = (bytes([number]) * 32 for number in range(4))
+CHUNKS = refs(payload(4, 100))
+X, Y, Z, _ = (chunk.digest for chunk in CHUNKS)
+
+
+def board() -> Board:
+    return Board({chunk.digest: chunk for chunk in CHUNKS}, Random(1))
+
+
+def begun(one: Board, source: bytes, number: int, now: float, *, sending: bool = True) -> Pull:
+    pull = Pull(source, now, now, sending=sending)
+    one.begin(CHUNKS[number], pull)
+    return pull
+
+
+# -- the board --------------------------------------------------------------------------------------
+
+
+def test_the_rarest_chunk_is_fetched_first() -> None:
+    one = board()
+    one.claim(A, [X, Y])
+    one.claim(B, [X])
+    assert one.next_of(A) == CHUNKS[1]
+    assert one.next_of(C) is None
+
+
+def test_what_is_on_its_way_is_not_chosen_again() -> None:
+    one = board()
+    one.claim(A, [X])
+    pull = begun(one, A, 0, 0.0)
+    assert one.next_of(A) is None
+    one.end(pull)
+    assert one.next_of(A) == CHUNKS[0]
+
+
+def test_a_claim_is_news_once() -> None:
+    one = board()
+    assert one.claim(A, [X])
+    assert not one.claim(A, [X])
+    assert not one.claim(A, [bytes(32)])
+
+
+def test_only_what_nobody_holds_is_asked_of_the_origin() -> None:
+    one = board()
+    one.claim(A, [X, Y])
+    begun(one, B, 2, 0.0)
+    assert one.unheld(ORIGIN, 0.1) == [CHUNKS[3]]
+    one.withdraw(A)
+    assert one.unheld(ORIGIN, 0.1) == [CHUNKS[0], CHUNKS[1], CHUNKS[3]]
+
+
+def test_claims_of_a_source_that_fell_silent_keep_nothing_from_the_origin() -> None:
+    one = board()
+    one.claim(A, [X, Y])
+    begun(one, A, 0, 0.0)
+    assert CHUNKS[1] not in one.unheld(ORIGIN, SILENT_S - 0.1)
+    late = one.unheld(ORIGIN, SILENT_S + 0.1)
+    assert CHUNKS[0] in late
+    assert CHUNKS[1] in late
+
+
+def test_one_may_stand_in_several_lines_and_the_first_to_send_ends_the_others() -> None:
+    one = board()
+    one.claim(A, [X])
+    one.claim(B, [X])
+    first = begun(one, A, 0, 0.0, sending=False)
+    assert one.late_of(B, 0.1) == CHUNKS[0]
+    second = begun(one, B, 0, 0.1, sending=False)
+    assert one.starts(second, 0.2)
+    assert not one.starts(first, 0.3)  # its bytes come already
+
+
+def test_a_chunk_that_is_late_is_asked_of_another_holder() -> None:
+    one = board()
+    one.claim(A, [X, Y])
+    one.claim(B, [X])
+    one.arrived(CHUNKS[2], 1.0)
+    pull = begun(one, A, 0, 0.0)
+    pull.touched = 2.9
+    assert one.late_of(B, 2.9) is None
+    pull.touched = 3.1
+    assert one.late_of(B, 3.1) == CHUNKS[0]
+    assert one.late_of(A, 3.1) is None
+
+
+def test_who_stands_in_line_for_long_may_ask_the_origin() -> None:
+    one = board()
+    one.claim(A, [X])
+    begun(one, A, 0, 0.0, sending=False)
+    assert CHUNKS[0] not in one.unheld(ORIGIN, IN_LINE_S - 0.1)
+    assert CHUNKS[0] in one.unheld(ORIGIN, IN_LINE_S + 0.1)
+
+
+def test_a_chunk_arrives_once_and_ends_all_that_fetch_it() -> None:
+    one = board()
+    one.claim(A, [X])
+    pulls = [begun(one, A, 0, 0.0), begun(one, B, 0, 0.0)]
+    assert one.arrived(CHUNKS[0], 1.0) == pulls
+    assert one.arrived(CHUNKS[0], 1.0) is None
+    assert one.next_of(A) is None
+    assert one.typical_s == 1.0
+
+
+# -- copies -----------------------------------------------------------------------------------------
+
+
+def test_what_was_given_least_is_given_next() -> None:
+    copies = Copies(Random(2))
+    held = [(0, X), (1, Y), (2, Z)]
+    given: list[bytes] = []
+    for now in (0.0, 0.1, 0.2):
+        choice = copies.choose(held, urgent=False, now=now)
+        assert choice is not None
+        copies.begun(choice[1], 1000, now)
+        given.append(choice[1])
+    assert sorted(given) == sorted([X, Y, Z])
+
+
+def test_what_spreads_is_not_given_again_unless_it_is_urgent() -> None:
+    copies = Copies(Random(2))
+    copies.begun(X, 1000, 0.0)
+    assert copies.choose([(0, X)], urgent=False, now=0.5) is None
+    copies.ended(X, 1000, 1.0, 1.0)
+    assert copies.choose([(0, X)], urgent=False, now=1.0 + RELAY_S) is None
+    assert copies.choose([(0, X)], urgent=True, now=1.1) == (0, X)
+    assert copies.choose([(0, X)], urgent=False, now=1.1 + RELAY_S + 3.0) == (0, X)
+
+
+def test_a_copy_that_did_not_get_through_does_not_count() -> None:
+    copies = Copies(Random(2))
+    copies.begun(X, 1000, 0.0)
+    copies.failed(X, 0.5)
+    assert copies.choose([(0, X)], urgent=False, now=0.5) == (0, X)
+
+
+def test_who_reads_slowly_on_purpose_does_not_keep_a_chunk_from_others_for_long() -> None:
+    copies = Copies(Random(2))
+    copies.begun(X, 16 << 20, 0.0)
+    assert copies.choose([(0, X)], urgent=False, now=1.0) is None
+    assert copies.choose([(0, X)], urgent=False, now=70.0) == (0, X)
+
+
+# -- slots ------------------------------------------------------------------------------------------
+
+
+async def no_beat() -> None:
+    """Nobody is told."""
+
+
+async def stand(slots: Slots, peer: bytes, served: list[bytes]) -> None:
+    async with slots.turn(peer, beat_s=5.0, beat=no_beat):
+        served.append(peer)
+
+
+async def test_a_free_slot_goes_to_who_got_least() -> None:
+    slots = Slots(1)
+    served: list[bytes] = []
+    slots.charge(A, 1000)
+    slots.charge(B, 10)
+    async with slots.turn(ORIGIN, beat_s=5.0, beat=no_beat):
+        waiting = [asyncio.create_task(stand(slots, peer, served)) for peer in (A, B, C)]
+        await asyncio.sleep(0)
+        assert not served
+    await asyncio.gather(*waiting)
+    assert served == [C, B, A]
+
+
+async def test_who_leaves_the_line_takes_no_slot_with_it() -> None:
+    slots = Slots(1)
+    served: list[bytes] = []
+    async with slots.turn(ORIGIN, beat_s=5.0, beat=no_beat):
+        waiting = [asyncio.create_task(stand(slots, peer, served)) for peer in (A, B)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.wait([waiting[0]])
+    await waiting[1]
+    # Cancelled at the very moment of the grant: the slot goes on.
+    async with slots.turn(ORIGIN, beat_s=5.0, beat=no_beat):
+        doomed = asyncio.create_task(stand(slots, A, served))
+        await asyncio.sleep(0)
+    doomed.cancel()
+    await asyncio.wait([doomed])
+    await stand(slots, C, served)
+    assert served == [B, C]
+
+
+async def test_one_peer_never_holds_all_slots() -> None:
+    slots = Slots(3)
+    served: list[bytes] = []
+    async with AsyncExitStack() as held:
+        for _ in range(2):
+            await held.enter_async_context(slots.turn(A, beat_s=5.0, beat=no_beat))
+        third = asyncio.create_task(stand(slots, A, served))
+        await asyncio.sleep(0)
+        await stand(slots, B, served)
+        assert served == [B]
+    await third
+
+
+async def test_an_upload_that_takes_far_too_long_holds_up_nobody() -> None:
+    now = 0.0
+    slots = Slots(1, clock=lambda: now)
+    served: list[bytes] = []
+    async with slots.turn(A, beat_s=5.0, beat=no_beat):
+        waiting = asyncio.create_task(stand(slots, B, served))
+        await asyncio.sleep(0)
+        assert not served
+        now = OVERDUE_S + 1
+        await stand(slots, C, served)
+        await waiting
+    assert sorted(served) == [B, C]
+
+
+def uploads(limit: UploadLimit, seconds: Callable[[int], float], count: int = 60) -> int:
+    """The limit after so many uploads that take `seconds(beside)` each."""
+    for _ in range(count):
+        limit.learn(128 * 1024, seconds(limit.value), limit.value)
+    return limit.value
+
+
+def test_on_a_line_that_is_full_few_uploads_go_at_a_time() -> None:
+    assert uploads(UploadLimit(), lambda beside: 0.25 * beside) <= 3
+
+
+def test_on_a_long_line_as_many_uploads_go_as_fill_it() -> None:
+    # 100 ms there and back, and room for ten chunks in that time.
+    assert 8 <= uploads(UploadLimit(), lambda beside: max(0.11, 0.01 * beside)) <= 12
+
+
+def test_uploads_become_fewer_again_when_the_line_narrows() -> None:
+    limit = UploadLimit()
+    assert uploads(limit, lambda beside: 0.1) >= MOST - 2
+    assert uploads(limit, lambda beside: 0.1 * beside, EPOCH) <= 3
+
+
+async def test_a_full_line_says_that_it_is_busy() -> None:
+    slots = Slots(1, queue=1)
+    async with slots.turn(A, beat_s=5.0, beat=no_beat):
+        waiting = asyncio.create_task(stand(slots, B, []))
+        await asyncio.sleep(0)
+        with pytest.raises(RemoteProtocolError) as error:
+            await stand(slots, C, [])
+        assert error.value.reason == Reason.BUSY
+    await waiting
+
+
+async def test_who_waits_for_a_slot_is_told_again_and_again() -> None:
+    slots = Slots(1)
+    beats: list[int] = []
+
+    async def beat() -> None:
+        beats.append(1)
+
+    async def wait() -> None:
+        async with slots.turn(B, beat_s=0.01, beat=beat):
+            pass
+
+    async with slots.turn(A, beat_s=5.0, beat=no_beat):
+        waiting = asyncio.create_task(wait())
+        await until(lambda: len(beats) >= 3)
+    await waiting
+
+
+def test_bytes_that_were_sent_long_ago_weigh_little() -> None:
+    accounts = Accounts()
+    accounts.add(A, 1000, 0.0)
+    assert accounts.recent(A, HALF_LIFE_S) == 500
+    assert accounts.recent(B, HALF_LIFE_S) == 0
+
+
+# -- standing and arrivals --------------------------------------------------------------------------
+
+
+def test_everything_is_forgiven_after_a_time_and_lies_later_each_time() -> None:
+    standing = Standing()
+    standing.lied(A, 0.0)
+    assert standing.shunned(A, SHUN_S - 1)
+    assert not standing.shunned(A, SHUN_S + 1)
+    standing.lied(A, SHUN_S + 1)
+    assert standing.shunned(A, 2 * SHUN_S + 2)
+    standing.path_failed(A, 0.0, detour=False)
+    standing.rest(A, 0.0)
+    assert standing.detoured(A, DETOUR_S - 1)
+    assert not standing.detoured(A, DETOUR_S + 1)
+    assert standing.resting(A, REST_S - 1)
+    assert not standing.resting(A, REST_S + 1)
+
+
+def test_a_detour_that_leads_nowhere_ends_at_once_and_is_not_tried_again_for_a_while() -> None:
+    standing = Standing()
+    standing.path_failed(A, 0.0, detour=False)
+    standing.path_failed(A, 1.0, detour=True)
+    assert not standing.detoured(A, 1.0)
+    standing.path_failed(A, 2.0, detour=False)
+    assert not standing.detoured(A, 2.0)
+    standing.path_failed(A, 1.0 + NO_DETOUR_S, detour=False)
+    assert standing.detoured(A, 1.0 + NO_DETOUR_S)
+
+
+def test_requests_that_fail_together_on_the_usual_path_do_not_end_the_detour() -> None:
+    standing = Standing()
+    for _ in range(4):
+        standing.path_failed(A, 0.0, detour=False)
+    assert standing.detoured(A, 1.0)
+
+
+def test_a_watch_hears_of_its_own_chunks_only() -> None:
+    arrivals = Arrivals()
+    with arrivals.watching([X, Y]) as watch:
+        arrivals.arrived(Z)
+        assert not watch.news.is_set()
+        arrivals.arrived(Y)
+        arrivals.arrived(Y)
+        assert watch.held == b"\x02"
+        assert not watch.complete
+        arrivals.arrived(X)
+        assert watch.complete
+    assert arrivals.watched == 0

@@ -1,0 +1,251 @@
+"""The accept loop: who is blamed, who is limited, and that a bug of ours costs one request."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+from support.memory_streams import MemoryConnection
+from support.memory_transport import MemoryNetwork
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.p2p.links import Links
+from primerl.node.p2p.peers import PeerTable, Tier
+from primerl.node.p2p.router import ALL_UNPROVEN_BURST, SWAP_BURST, Handler, Router
+from primerl.node.p2p.rpc import Refused, TooSlow, receive, send
+from primerl.node.p2p.rpc import ask as request
+from primerl.node.p2p.transport import ConnectionLost, Stream
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.messages import Accepted, Goodbye
+from primerl.protocol.version import ALPN_CONTROL
+
+SERVER, CLIENT = (SecretKey.from_seed(bytes([n]) * 32).node_id for n in (1, 2))
+
+
+@asynccontextmanager
+async def served(handler: Handler, max_streams: int = 4) -> AsyncGenerator[tuple[Links, PeerTable]]:
+    """A client's links to a server with `handler`, and the server's peer table."""
+    network = MemoryNetwork()
+    server, client = network.transport(SERVER), network.transport(CLIENT)
+    table = PeerTable()
+    router = Router(
+        server, table, {ALPN_CONTROL: handler}, max_streams_per_peer=max_streams, max_peers=4
+    )
+    peers = PeerTable()
+    peers.hint(SERVER, server.addresses())
+    links = Links(client, peers, connect_timeout_s=2.0)
+    running = asyncio.create_task(router.run())
+    try:
+        yield links, table
+    finally:
+        await links.close()
+        await server.close()
+        await client.close()
+        await asyncio.wait_for(running, 60.0)
+
+
+async def ask(links: Links) -> Accepted:
+    return await links.request(SERVER, ALPN_CONTROL, Goodbye(), Accepted, deadline=60.0)
+
+
+async def answer(peer: bytes, stream: Stream) -> None:
+    await receive(stream, Goodbye)
+    await send(stream, Accepted())
+    await stream.finish()
+
+
+def refuse_with(reason: Reason) -> Handler:
+    async def handler(peer: bytes, stream: Stream) -> None:
+        raise RemoteProtocolError(reason, "because")
+
+    return handler
+
+
+async def test_a_request_is_answered_and_its_peer_is_known() -> None:
+    async with served(answer) as (links, table):
+        assert await ask(links) == Accepted()
+        assert [peer.node for peer in table.rows()] == [CLIENT]
+
+
+async def test_a_request_that_is_not_answered_costs_its_deadline() -> None:
+    async def late(peer: bytes, stream: Stream) -> None:
+        await asyncio.sleep(3.0)
+        await answer(peer, stream)
+
+    async with served(late) as (links, _):
+        with pytest.raises(TooSlow, match="no reply to Goodbye"):
+            await links.request(SERVER, ALPN_CONTROL, Goodbye(), Accepted, deadline=0.1)
+
+
+async def test_who_breaks_the_protocol_is_refused_and_blamed() -> None:
+    async with served(refuse_with(Reason.MALFORMED)) as (links, table):
+        with pytest.raises(Refused, match="malformed: because"):
+            await ask(links)
+        assert table.get(CLIENT).blamed[Reason.MALFORMED] == 1
+        assert table.reliability(CLIENT) < 1.0
+
+
+async def test_who_asks_for_what_we_lack_is_refused_and_not_blamed() -> None:
+    async with served(refuse_with(Reason.NOT_FOUND)) as (links, table):
+        with pytest.raises(Refused, match="not_found"):
+            await ask(links)
+        assert table.reliability(CLIENT) == 1.0
+
+
+async def test_a_bug_of_ours_costs_one_request() -> None:
+    broken = True
+
+    async def handler(peer: bytes, stream: Stream) -> None:
+        if broken:
+            raise KeyError("a bug")
+        await answer(peer, stream)
+
+    async with served(handler) as (links, _):
+        with pytest.raises(Refused, match="busy"):
+            await ask(links)
+        broken = False
+        assert await ask(links) == Accepted()
+
+
+async def test_more_streams_at_once_than_allowed_are_refused_and_the_others_answered() -> None:
+    release = asyncio.Event()
+
+    async def handler(peer: bytes, stream: Stream) -> None:
+        await release.wait()
+        await answer(peer, stream)
+
+    async with served(handler, max_streams=2) as (links, _):
+        asking = [asyncio.create_task(ask(links)) for _ in range(3)]
+        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
+        refused = done.pop().exception()
+        assert isinstance(refused, Refused)
+        assert refused.reason == Reason.RATE_LIMITED
+        release.set()
+        outcomes = await asyncio.gather(*asking, return_exceptions=True)
+        assert outcomes.count(Accepted()) == 2
+
+
+async def test_who_stops_does_not_say_that_its_peers_asked_too_much() -> None:
+    network = MemoryNetwork()
+    server, client = network.transport(SERVER), network.transport(CLIENT)
+    router = Router(
+        server, PeerTable(), {ALPN_CONTROL: answer}, max_streams_per_peer=4, max_peers=4
+    )
+    running = asyncio.create_task(router.run())
+    connection = await client.connect(SERVER, server.addresses(), ALPN_CONTROL, deadline=60.0)
+    await request(connection, Goodbye(), Accepted, deadline=60.0)
+    running.cancel()
+    await asyncio.wait([running])
+    with pytest.raises(ConnectionLost, match="is gone: closed"):
+        await connection.open_stream()
+
+
+# -- slots -------------------------------------------------------------------------------------------
+
+
+class Host:
+    """A server with room for eight peers, and whoever connects to it."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.server = self.network.transport(SERVER)
+        self.table = PeerTable()
+        self.router = Router(
+            self.server, self.table, {ALPN_CONTROL: answer}, max_streams_per_peer=4, max_peers=8
+        )
+
+    async def connect(
+        self, name: int, tier: Tier = Tier.STRANGER, ticket: bytes = b""
+    ) -> MemoryConnection:
+        """A connection of the peer of that number; it has shown already what it is."""
+        node = SecretKey.from_seed(name.to_bytes(32, "big")).node_id
+        if tier != Tier.STRANGER:
+            self.table.admit(node, tier, ticket)
+        transport = self.network.transport(node)
+        made = await transport.connect(SERVER, self.server.addresses(), ALPN_CONTROL, deadline=10.0)
+        for _ in range(10):
+            await asyncio.sleep(0)  # until it was served or refused
+        return made
+
+
+@asynccontextmanager
+async def hosting() -> AsyncGenerator[Host]:
+    host = Host()
+    running = asyncio.create_task(host.router.run())
+    try:
+        yield host
+    finally:
+        await host.server.close()
+        await asyncio.wait_for(running, 60.0)
+
+
+async def crowd(
+    host: Host, first: int, count: int, tier: Tier, ticket: bytes = b""
+) -> list[MemoryConnection]:
+    return [await host.connect(first + number, tier, ticket) for number in range(count)]
+
+
+async def test_a_member_takes_the_slot_of_a_stranger_then_of_a_newcomer_and_never_a_members() -> (
+    None
+):
+    async with hosting() as host:
+        strangers = await crowd(host, 100, 1, Tier.STRANGER)
+        newcomers = await crowd(host, 200, 1, Tier.NEWCOMER, b"one")
+        members = await crowd(host, 300, 8, Tier.MEMBER)
+        assert strangers[0].closed
+        assert newcomers[0].closed
+        assert not any(one.closed for one in members)
+        assert (await host.connect(400, Tier.MEMBER)).closed
+
+
+async def test_a_stranger_finds_a_slot_though_newcomers_would_take_all_of_them() -> None:
+    async with hosting() as host:
+        newcomers = await crowd(host, 200, 8, Tier.NEWCOMER, b"leaked")
+        late = await host.connect(1)
+        assert not late.closed
+        assert sum(one.closed for one in newcomers) == 1
+        assert newcomers[0].closed, "the one that asked for nothing for longest"
+
+
+async def test_a_newcomer_by_another_ticket_takes_the_slot_of_the_many_by_one() -> None:
+    async with hosting() as host:
+        many = await crowd(host, 200, 8, Tier.NEWCOMER, b"leaked")
+        other = await host.connect(1, Tier.NEWCOMER, b"another")
+        assert not other.closed
+        assert sum(one.closed for one in many) == 1
+        assert (await host.connect(2, Tier.NEWCOMER, b"leaked")).closed
+
+
+async def test_slots_change_hands_no_faster_than_is_cheap_but_for_members() -> None:
+    async with hosting() as host:
+        await crowd(host, 200, 8, Tier.STRANGER)
+        more = await crowd(host, 300, int(SWAP_BURST) + 20, Tier.STRANGER)
+        tried = [one for one in more if not one.closed]
+        assert len(tried) <= 8
+        assert more[-1].closed
+        assert not (await host.connect(1, Tier.MEMBER)).closed
+
+
+async def test_requests_of_those_that_are_no_members_are_bounded_together() -> None:
+    """Each of many keys asks as often as it can; a member is answered in between."""
+    async with hosting() as host:
+        floods = await crowd(host, 200, 6, Tier.NEWCOMER, b"leaked")
+        member = await host.connect(1, Tier.MEMBER)
+        answered = 0
+
+        async def flood(connection: MemoryConnection) -> None:
+            nonlocal answered
+            while True:
+                await request(connection, Goodbye(), Accepted, deadline=60.0)
+                answered += 1
+
+        tasks = [asyncio.create_task(flood(one)) for one in floods]
+        try:
+            for _ in range(300):
+                await request(member, Goodbye(), Accepted, deadline=60.0)
+                await asyncio.sleep(0)
+            assert answered <= 2 * ALL_UNPROVEN_BURST
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

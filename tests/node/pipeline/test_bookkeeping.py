@@ -1,0 +1,133 @@
+"""What a ring counts: what its engine owes, pings that went out, packets that wait."""
+
+import asyncio
+
+import pytest
+from support.frame_cases import step
+from support.ring_cases import LIMITS
+
+from primerl.node.pipeline.frame import Frame, Kind
+from primerl.node.pipeline.frame_codec import Head
+from primerl.node.pipeline.handed import Handed
+from primerl.node.pipeline.outbox import Outbox
+from primerl.node.pipeline.packets import Packet, packet
+from primerl.node.pipeline.rounds import Rounds
+
+
+def head(kind: Kind, number: int, epoch: int = 1) -> Head:
+    return Head(kind, epoch, number, 0, 0)
+
+
+def small(number: int) -> Packet:
+    return packet(Frame(Kind.PING, 1, number), LIMITS)
+
+
+def test_an_engine_that_owes_nothing_is_not_silent() -> None:
+    handed = Handed()
+    assert handed.silent_s(100.0) == 0.0
+    handed.given(head(Kind.STEP, 1), 100.0)
+    assert handed.silent_s(103.0) == 3.0
+    handed.given(head(Kind.STEP, 2), 104.0)
+    handed.answered(head(Kind.DRAWN, 1), 105.0)
+    assert handed.silent_s(106.0) == 1.0
+    handed.answered(head(Kind.DRAWN, 2), 107.0)
+    assert handed.silent_s(200.0) == 0.0
+
+
+def test_what_it_leaves_out_is_not_waited_for() -> None:
+    handed = Handed()
+    for number in range(3):
+        handed.given(head(Kind.STEP, number), 0.0)
+    handed.given(head(Kind.RESET, 0, epoch=2), 1.0)
+    handed.answered(head(Kind.RESET, 0, epoch=2), 2.0)
+    assert handed.silent_s(100.0) == 0.0
+
+
+def test_what_it_was_never_given_changes_nothing() -> None:
+    handed = Handed()
+    handed.given(head(Kind.STEP, 1), 0.0)
+    handed.answered(head(Kind.DRAWN, 7), 1.0)
+    assert handed.silent_s(3.0) == 2.0
+
+
+def test_time_without_work_within_a_chain_is_idle() -> None:
+    handed = Handed()
+    handed.given(head(Kind.RESET, 0), 0.0)
+    handed.answered(head(Kind.RESET, 0), 0.5)
+    handed.given(head(Kind.STEP, 1), 10.0)
+    handed.answered(head(Kind.STEP, 1), 11.0)
+    handed.given(head(Kind.STEP, 2), 14.0)
+    handed.given(head(Kind.STEP, 3), 14.5)
+    handed.answered(head(Kind.STEP, 2), 15.0)
+    handed.answered(head(Kind.STEP, 3), 16.0)
+    assert (handed.busy_s, handed.idle_s) == (3.0, 3.0)
+    assert handed.stall_share == 0.5
+    handed.given(head(Kind.RESET, 0, epoch=2), 50.0)
+    handed.given(head(Kind.STEP, 4, epoch=2), 60.0)
+    assert handed.idle_s == 3.0
+
+
+def test_a_ping_of_before_a_break_does_not_say_that_the_ring_is_whole() -> None:
+    rounds = Rounds()
+    for number in (1, 2):
+        assert rounds.next(number * 10.0, whole=False) == number
+        rounds.sent(number, number * 10.0)
+    rounds.begin()
+    assert not rounds.back(2, 21.0)
+    rounds.sent(3, 22.0)
+    assert rounds.back(3, 22.5)
+    assert rounds.round_ms == pytest.approx(500.0)
+    assert not rounds.back(3, 23.0)
+
+
+def test_a_ring_that_moves_is_not_silent_however_long_a_round_takes() -> None:
+    rounds = Rounds()
+    rounds.sent(1, 0.0)
+    assert rounds.silent_s(5.0) == 5.0
+    rounds.heard(4.0)
+    assert rounds.silent_s(5.0) == 1.0
+    assert rounds.back(1, 6.0)
+    assert rounds.silent_s(99.0) == 0.0
+
+
+def test_however_many_pings_were_lost_the_next_one_may_get_through() -> None:
+    rounds = Rounds()
+    for second in range(10_000):
+        number = rounds.next(float(second), whole=False)
+        assert number is not None
+        rounds.sent(number, float(second))
+    assert rounds.silent_s(10_000.0) < 1000.0  # the oldest were given up
+    assert rounds.back(10_000, 10_000.0)
+    assert rounds.silent_s(10_000.0) == 0.0
+
+
+async def test_a_full_box_waits_and_one_packet_always_fits() -> None:
+    box = Outbox(frames=2, size=10)
+    await box.put(packet(step(1, 1, tokens=32), LIMITS))
+    putting = asyncio.create_task(box.put(small(2)))
+    await asyncio.sleep(0)
+    assert not putting.done()
+    assert (await box.take()).kind is Kind.STEP
+    await putting
+    assert (await box.take()).head.number == 2
+
+
+async def test_a_packet_may_jump_the_queue_and_some_may_be_dropped() -> None:
+    box = Outbox()
+    for number in (1, 2, 3):
+        await box.put(small(number))
+    box.put_first(small(0))
+    box.drop(lambda one: one.head.number == 2)
+    assert [(await box.take()).head.number for _ in range(3)] == [0, 1, 3]
+    assert len(box) == 0
+
+
+async def test_a_take_that_is_given_up_loses_nothing() -> None:
+    box = Outbox()
+    taking = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    await box.put(small(1))
+    taking.cancel()
+    await asyncio.wait([taking])
+    if taking.cancelled():
+        assert (await box.take()).head.number == 1

@@ -1,0 +1,149 @@
+"""Stages in processes of their own, without vLLM: what is asked of them, and what does not start."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.engine_cases import SHAPE as MODEL
+from support.engine_cases import request
+from support.frame_cases import SHAPE, plan
+
+from primerl.node.config.engine import EngineConfig
+from primerl.node.inference.engine import Completion, EngineStats
+from primerl.node.inference.host import Host
+from primerl.node.inference.host_frames import (
+    Draw,
+    Drawn,
+    Rejoin,
+    SetUp,
+    as_completion,
+    as_draw,
+    as_drawn,
+)
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import EngineError, UsageError
+from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage, Laned
+from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.vllm_place import encode_place
+from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, body_length
+from primerl.node.process.serve import Outbox
+
+WAIT_S = 60.0
+
+
+def place(rank: int = 0, **fields: Any) -> Place:
+    """Of two layers."""
+    found = plan([bytes([one]) * 32 for one in range(2)])
+    given = {"hidden_size": MODEL.hidden_size, "kv_tokens": 4 * SHAPE.max_model_len} | fields
+    shape = msgspec.structs.replace(found.shape, **given)
+    return Place(msgspec.structs.replace(found, shape=shape), rank, "/nowhere")
+
+
+class Core:
+    """A whole engine, as far as a host asks for one here."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        pass
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=3)
+
+    async def close(self) -> None:
+        pass
+
+
+class Head(Core):
+    """Stage 0."""
+
+    def __init__(self, config: EngineConfig, where: Place) -> None:
+        super().__init__(config)
+        self.where = where
+
+    async def rejoin(self, epoch: int) -> None:
+        if epoch < 5:
+            raise EngineError("this chain is over")
+
+
+async def answers(make: Any, *requests: Any) -> list[Any]:
+    """What a host answers to each, one after the other."""
+    written: asyncio.Queue[Any] = asyncio.Queue()
+
+    def write(data: bytes) -> None:
+        """Several frames at a time."""
+        while data:
+            end = HEAD_BYTES + body_length(data[:HEAD_BYTES], MAX_FRAME)
+            written.put_nowait(msgspec.msgpack.decode(data[HEAD_BYTES:end]))
+            data = data[end:]
+
+    host = Host(Outbox(write), make)
+    found: list[Any] = []
+    try:
+        for one in requests:
+            host.take(one)
+            async with asyncio.timeout(WAIT_S):
+                while (answer := await written.get())[0] == "busy":
+                    pass
+            found.append(answer)
+    finally:
+        await host.close()
+    return found
+
+
+def setup(where: bytes = b"") -> SetUp:
+    return SetUp(1, EngineConfig().model_dump_json().encode(), "/model", "", where)
+
+
+async def test_a_host_makes_a_stage_where_it_is_given_a_place() -> None:
+    made: list[Head] = []
+
+    def make(config: EngineConfig, where: Place) -> Head:
+        made.append(Head(config, where))
+        return made[-1]
+
+    found = await answers(make, setup(encode_place(place())), Rejoin(2, 7), Rejoin(3, 1))
+    assert found[:2] == [["done", 1], ["done", 2]]
+    assert found[2] == ["failed", 3, "this chain is over", "fault"]
+    assert made[0].where == place()
+
+
+async def test_a_whole_engine_has_no_chain_to_begin() -> None:
+    found = await answers(Core, setup(), Rejoin(2, 7))
+    assert found[1][0] == "failed"
+
+
+def test_fingerprints_of_boundaries_come_along() -> None:
+    found = Completion([1, 2], [-1.0, -2.0], "stop", 3, 3, proof=b"p" * 16, boundaries=(b"a", b"b"))
+    drawn = as_drawn(4, found)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(drawn), type=Drawn)
+    assert as_completion(again) == found
+    assert isinstance(as_draw(1, request()), Draw)
+
+
+async def test_a_later_stage_answers_no_requests() -> None:
+    stage = HostedStage(EngineConfig(type="vllm"), place(1))
+    with pytest.raises(EngineError, match="asked of stage 0"):
+        await stage.generate(request())
+
+
+async def test_what_cannot_be_a_stage_does_not_start(tmp_path: Path) -> None:
+    huggingface.create(tmp_path, MODEL, 0)
+    head = HostedHead(EngineConfig(type="vllm", pp=2), place())
+    with pytest.raises(UsageError, match=r"engine\.pp is 2"):
+        await head.start(tmp_path)
+    whole = msgspec.structs.replace(place().plan, stages=place().plan.stages[:1])
+    stage = HostedStage(EngineConfig(type="vllm"), Place(whole, 0, ""))
+    with pytest.raises(EngineError, match="another model"):
+        await stage.start(tmp_path)
+
+
+async def test_a_head_that_was_not_started_begins_no_chain() -> None:
+    head = HostedHead(EngineConfig(type="vllm"), place())
+    with pytest.raises(EngineError, match="not started"):
+        await head.rejoin(1)
+    assert isinstance(head, Laned)
+    assert head.lanes().lanes == 0

@@ -1,0 +1,136 @@
+"""The node's end of an engine's socket: who may use it, and what happens when the other end misbehaves."""
+
+import asyncio
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.frame_cases import said, step
+from support.ring_cases import LIMITS, soon
+
+from primerl.node.ops.errors import NodeError
+from primerl.node.p2p.waiting import Signal
+from primerl.node.pipeline.frame_codec import PREFIX_BYTES, decode
+from primerl.node.pipeline.local_end import LocalEnd
+from primerl.node.pipeline.packets import Packet, packet
+from primerl.node.pipeline.port import PortClosed
+from primerl.node.pipeline.socket_port import SocketPort
+
+
+class Listener:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.packets: list[Packet] = []
+        self.changes: list[str] = []
+        self.signal = Signal()
+
+    async def from_local(self, packet: Packet) -> None:
+        self.packets.append(packet)
+        self.signal.fire()
+
+    def local_changed(self, words: str) -> None:
+        self.changes.append(words)
+        self.signal.fire()
+
+    async def changed(self, times: int) -> None:
+        while len(self.changes) < times:
+            await soon(self.signal.wait())
+
+
+@pytest.fixture
+async def end(tmp_path: Path) -> AsyncIterator[LocalEnd]:
+    async with LocalEnd(tmp_path / "run" / "stage.sock", LIMITS) as end:
+        end.listener = Listener()
+        yield end
+
+
+def listener(end: LocalEnd) -> Listener:
+    assert isinstance(end.listener, Listener)
+    return end.listener
+
+
+async def connect(end: LocalEnd) -> SocketPort:
+    return await asyncio.to_thread(SocketPort, str(end.path), LIMITS)
+
+
+async def test_frames_go_both_ways(end: LocalEnd) -> None:
+    port = await connect(end)
+    await listener(end).changed(1)
+    await end.box.put(packet(step(1, 5), LIMITS))
+    assert said(await asyncio.to_thread(port.receive, 5.0)) == said(step(1, 5))
+    port.send(step(1, 6))
+    while not listener(end).packets:
+        await soon(listener(end).signal.wait())
+    found = listener(end).packets[0]
+    assert said(decode(found.head, found.contents)) == said(step(1, 6))
+    assert found.start[PREFIX_BYTES:]
+    await asyncio.to_thread(port.close)
+    await listener(end).changed(2)
+    assert not end.connected
+
+
+async def test_the_socket_is_its_owners_alone_and_goes_with_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "stage.sock"
+    async with LocalEnd(path, LIMITS):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.exists()
+
+
+async def test_a_socket_that_a_dead_node_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "stage.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
+        left.bind(str(path))
+    async with LocalEnd(path, LIMITS) as end:
+        port = await connect(end)
+        await asyncio.to_thread(port.close)
+
+
+async def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NodeError, match="shorter"):
+        async with LocalEnd(tmp_path / ("x" * 120), LIMITS):
+            pass
+
+
+async def test_another_process_takes_the_place_of_the_one_before(end: LocalEnd) -> None:
+    first = await connect(end)
+    await listener(end).changed(1)
+    second = await connect(end)
+    await listener(end).changed(3)
+    assert [bool(words) for words in listener(end).changes] == [False, True, False]
+    with pytest.raises(PortClosed):
+        await asyncio.to_thread(first.receive, 5.0)
+    await end.box.put(packet(step(1, 5), LIMITS))
+    assert (await asyncio.to_thread(second.receive, 5.0)).number == 5
+    for port in (first, second):
+        await asyncio.to_thread(port.close)
+
+
+async def test_what_is_no_frame_ends_the_connection_and_another_may_come(end: LocalEnd) -> None:
+    reader, writer = await asyncio.open_unix_connection(end.path)
+    writer.write(b"\x00\x00\x00\x05hello")
+    assert await soon(reader.read()) == b""
+    writer.close()
+    await listener(end).changed(2)
+    assert "no frame" in listener(end).changes[1]
+    port = await connect(end)
+    await listener(end).changed(3)
+    assert end.connected
+    await asyncio.to_thread(port.close)
+
+
+async def test_closing_ends_whoever_is_connected(tmp_path: Path) -> None:
+    async with LocalEnd(tmp_path / "stage.sock", LIMITS) as end:
+        end.listener = Listener()
+        port = await connect(end)
+        await listener(end).changed(1)
+    with pytest.raises(PortClosed):
+        await asyncio.to_thread(port.receive, 5.0)
+    await asyncio.to_thread(port.close)
+
+
+async def test_where_no_node_listens_an_engine_says_so(tmp_path: Path) -> None:
+    with pytest.raises(PortClosed, match="no node listens"):
+        await asyncio.to_thread(SocketPort, str(tmp_path / "none.sock"), LIMITS, connect_s=0.1)

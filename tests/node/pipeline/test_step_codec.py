@@ -1,0 +1,192 @@
+"""What a stage believes of a step: nothing outside the plan, or that does not follow from the step before."""
+
+import contextlib
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from support.frame_cases import SHAPE
+
+from primerl.node.ops.errors import EngineError
+from primerl.node.pipeline.step_codec import (
+    REMEMBERED,
+    Drawn,
+    Going,
+    New,
+    Sequences,
+    Step,
+    check_drawn,
+    decode_drawn,
+    decode_step,
+    draws,
+    encode,
+)
+
+SMALL = msgspec.structs.replace(
+    SHAPE, max_model_len=64, max_sequences=2, max_step_tokens=32, block_size=8, kv_tokens=128
+)
+"""Blocks 1 to 16."""
+
+
+def new(key: int = 1, **fields: Any) -> New:
+    given: dict[str, Any] = {
+        "key": key,
+        "tokens": 12,
+        "computed": 0,
+        "scheduled": 12,
+        "blocks": (1, 2),
+        "seed": 7,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+    return New(**given | fields)
+
+
+def going(key: int = 1, **fields: Any) -> Going:
+    given: dict[str, Any] = {"key": key, "tokens": 13, "computed": 12, "scheduled": 1, "blocks": ()}
+    return Going(**given | fields)
+
+
+def begun(*parts: New) -> Sequences:
+    found = Sequences(SMALL)
+    found.take(Step(parts or (new(),)))
+    return found
+
+
+def test_what_is_encoded_is_read_again() -> None:
+    step = Step((new(), going(2)), (5, 6))
+    assert decode_step(encode(step)) == step
+    assert decode_drawn(encode(Drawn((3, 4)))) == Drawn((3, 4))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no step",
+        encode(Step((new(seed=-1),))),
+        encode(Step((new(temperature=0.0),))),
+        encode(Step((new(temperature=float("nan")),))),
+        encode(Step((new(top_p=1.5),))),
+        encode(Step((new(blocks=(-1,)),))),
+    ],
+)
+def test_what_is_no_step_is_refused(body: bytes) -> None:
+    with pytest.raises(EngineError, match="sent no step"):
+        decode_step(body)
+
+
+def test_a_sequence_draws_when_its_last_token_is_computed() -> None:
+    assert draws(new())
+    assert not draws(new(scheduled=11))
+    assert draws(going())
+
+
+def test_a_sequence_goes_on_under_its_name_until_it_ends() -> None:
+    found = Sequences(SMALL)
+    ((name,), over) = found.take(Step((new(),)))
+    assert over == []
+    assert found.take(Step((going(),))) == ([name], [])
+    assert found.take(Step((new(2),), (1,)))[1] == [name]
+    with pytest.raises(EngineError, match="goes on where it did not stop"):
+        found.take(Step((going(tokens=14, computed=13),)))
+
+
+def test_a_sequence_that_is_computed_anew_has_another_name() -> None:
+    found = Sequences(SMALL)
+    ((name,), _) = found.take(Step((new(),)))
+    names, over = found.take(Step((new(tokens=13, scheduled=13),)))
+    assert over == [name]
+    assert names != [name]
+    assert found.names() == names
+    found.forget()
+    assert found.names() == []
+
+
+def test_parts_of_a_prompt_follow_each_other() -> None:
+    found = begun(new(tokens=20, scheduled=8, blocks=(1,)))
+    found.take(Step((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
+    with pytest.raises(EngineError, match="did not stop"):
+        found.take(Step((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ((), "0 sequences"),
+        ((new(1), new(2), new(3)), "3 sequences"),
+        ((new(1), new(1)), "twice"),
+        ((new(tokens=40, scheduled=40, blocks=(1, 2, 3, 4, 5)),), "more tokens than the plan"),
+        ((new(tokens=65, scheduled=1),), "cut wrongly"),
+        ((new(scheduled=0),), "cut wrongly"),
+        ((new(scheduled=13),), "cut wrongly"),
+        ((new(blocks=(0, 1)),), "block that there is not"),
+        ((new(blocks=(1, 17)),), "block that there is not"),
+        ((new(blocks=(1,)),), "wrong number of blocks"),
+        ((new(blocks=tuple([1] * 17)),), "wrong number of blocks"),
+        ((going(9),), "did not stop"),
+    ],
+)
+def test_a_step_outside_the_plan_is_refused(parts: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        Sequences(SMALL).take(Step(parts))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (going(computed=11, scheduled=2), "did not stop"),
+        (going(tokens=11), "did not stop"),
+        (going(tokens=14), "more than the token"),
+        (going(scheduled=2), "cut wrongly"),
+    ],
+)
+def test_a_sequence_that_does_not_follow_is_refused(part: Going, words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        begun().take(Step((part,)))
+
+
+def test_the_last_block_is_the_plans() -> None:
+    found = begun(new(blocks=(16, 15)))
+    for at in range(12, 16):
+        found.take(Step((going(tokens=at + 1, computed=at),)))
+    with pytest.raises(EngineError, match="wrong number of blocks"):
+        found.take(Step((going(tokens=17, computed=16),)))
+
+
+def test_whoever_never_ends_a_sequence_is_stopped() -> None:
+    found = Sequences(SMALL)
+    most = REMEMBERED * SMALL.max_sequences
+    for key in range(most):
+        found.take(Step((new(key),)))
+    with pytest.raises(EngineError, match="never ends"):
+        found.take(Step((new(most),)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"), [((1, 2), "other sequences"), ((), "other"), ((300,), "that there is not")]
+)
+def test_tokens_that_were_not_asked_for_are_refused(tokens: tuple[int, ...], words: str) -> None:
+    check_drawn(Drawn((299,)), 1, 300)
+    with pytest.raises(EngineError, match=words):
+        check_drawn(Drawn(tokens), 1, 300)
+
+
+def test_bytes_of_whatever_kind_are_refused_in_one_way() -> None:
+    """Truncated, changed and joined steps are steps within the plan, or an EngineError."""
+    rng = random.Random(7)
+    bodies = [encode(Step((new(), new(2, tokens=20, scheduled=9)), (4,))), encode(Step((going(),)))]
+    taken = 0
+    for _ in range(3000):
+        body = bytearray(rng.choice(bodies))
+        for _ in range(rng.randrange(4)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        body = body[: rng.randrange(1, len(body) + 1) if rng.random() < 0.2 else len(body)]
+        found = begun(new(), new(9))
+        with contextlib.suppress(EngineError):
+            names, _ = found.take(decode_step(bytes(body)))
+            taken += 1
+            assert len(set(names)) == len(names) <= SMALL.max_sequences
+    assert 100 < taken < 2900

@@ -1,0 +1,169 @@
+"""Signed trails: what a stage said of its states cannot be changed by those behind it."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from support.protocol_cases import RUN
+
+from primerl.crypto.hashing import digest
+from primerl.crypto.keys import SecretKey
+from primerl.node.pipeline.boundaries import BadTrail, append
+from primerl.node.pipeline.frame import Frame, Kind
+from primerl.node.pipeline.frame_codec import FrameLimits, decode
+from primerl.node.pipeline.packets import Packet, packet
+from primerl.node.pipeline.trails import SignedTrails
+from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
+
+KEYS = [SecretKey.from_seed(bytes([number + 1]) * 32) for number in range(4)]
+SHAPE = PipelineShape(
+    engine="vllm",
+    software="test",
+    dtype="float32",
+    hidden_size=8,
+    max_model_len=64,
+    max_sequences=8,
+    max_step_tokens=64,
+    block_size=16,
+    kv_tokens=1024,
+    micro_batches=4,
+    fingerprint="projection",
+)
+LIMITS = FrameLimits.of(SHAPE)
+ROWS = 3
+Change = Callable[[int, Packet], Packet]
+
+
+def plan(stages: int, generation: int = 1) -> PipelinePlan:
+    """One layer each."""
+    made = tuple(Stage(KEYS[rank].node_id, rank, rank + 1) for rank in range(stages))
+    return PipelinePlan(digest(b"group"), generation, made, (), SHAPE)
+
+
+def row(rank: int, rows: int = ROWS) -> bytes:
+    """What a stage says of its rows."""
+    return bytes([rank + 1]) * (8 * rows)
+
+
+def trail_of(one: Packet) -> bytes:
+    """What is on it now."""
+    return one.contents[one.head.body : one.head.body + one.head.trail]
+
+
+def with_trail(one: Packet, trail: bytes, kind: Kind | None = None) -> Packet:
+    """As an engine, or a liar's daemon, sends it on."""
+    frame = decode(one.head, one.contents)
+    changed = Frame(kind or frame.kind, frame.epoch, frame.number, frame.body, trail=trail)
+    return packet(changed, LIMITS)
+
+
+def round_trip(
+    stages: int,
+    change: Change = lambda rank, one: one,
+    *,
+    number: int = 7,
+    rows: int = ROWS,
+    plans: Callable[[int], PipelinePlan] | None = None,
+) -> bytes:
+    """The trail that stage 0's engine gets back; `change` is what happens behind each stage's daemon."""
+    ends = [
+        SignedTrails(KEYS[rank], RUN, plans(rank) if plans else plan(stages), rank)
+        for rank in range(stages)
+    ]
+    step = packet(Frame(Kind.STEP, 5, number, b"body", trail=row(0, rows)), LIMITS)
+    step = change(0, ends[0].outward(step))
+    for rank in range(1, stages):
+        seen = ends[rank].inward(step)
+        assert trail_of(seen) == b"".join(row(one, rows) for one in range(rank))
+        last = rank == stages - 1
+        said = trail_of(seen) if last else append(trail_of(seen), row(rank, rows))
+        mine = with_trail(seen, said, Kind.DRAWN if last else Kind.STEP)
+        step = change(rank, ends[rank].outward(mine))
+    drawn = ends[0].inward(step)
+    assert decode(drawn.head, drawn.contents).body == b"body"
+    return trail_of(drawn)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_engines_see_plain_trails_and_stage_0_gets_what_all_said(stages: int, rows: int) -> None:
+    found = round_trip(stages, rows=rows)
+    assert found == b"".join(row(rank, rows) for rank in range(stages - 1))
+
+
+@pytest.mark.parametrize("at", range(0, 3 * (8 * ROWS + 64), 7), ids=str)
+def test_no_byte_can_be_changed_by_a_later_stage(at: int) -> None:
+    def change(rank: int, one: Packet) -> Packet:
+        if rank != 3:
+            return one
+        trail = bytearray(trail_of(one))
+        trail[at] ^= 1
+        return with_trail(one, bytes(trail))
+
+    with pytest.raises(BadTrail, match="changed behind it"):
+        round_trip(4, change)
+
+
+def test_what_was_signed_for_another_step_epoch_plan_or_place_does_not_count() -> None:
+    stolen: list[bytes] = []
+    round_trip(3, lambda rank, one: stolen.append(trail_of(one)) or one, number=6)
+
+    def replayed(rank: int, one: Packet) -> Packet:
+        return with_trail(one, stolen[rank]) if rank == 1 else one
+
+    with pytest.raises(BadTrail):
+        round_trip(3, replayed)
+    with pytest.raises(BadTrail):
+        round_trip(3, plans=lambda rank: plan(3, generation=1 + (rank == 1)))
+
+    def swapped(rank: int, one: Packet) -> Packet:
+        trail = trail_of(one)
+        half = len(trail) // 2
+        return with_trail(one, trail[half:] + trail[:half]) if rank == 2 else one
+
+    with pytest.raises(BadTrail):
+        round_trip(3, swapped)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 71, 8 * ROWS, 2 * (8 * ROWS + 64) + 8])
+def test_bytes_that_are_no_trail_are_refused_wherever_they_come_in(size: int) -> None:
+    for victim in (1, 2):
+        with pytest.raises(BadTrail):
+            round_trip(
+                4, lambda rank, one, v=victim: with_trail(one, bytes(size)) if rank == v else one
+            )
+
+
+def test_an_engine_of_ours_that_touches_what_others_said_is_found_at_home() -> None:
+    end = SignedTrails(KEYS[1], RUN, plan(3), 1)
+    first = SignedTrails(KEYS[0], RUN, plan(3), 0)
+    step = first.outward(packet(Frame(Kind.STEP, 5, 7, b"", trail=row(0)), LIMITS))
+    seen = end.inward(step)
+    with pytest.raises(BadTrail, match="our engine changed"):
+        end.outward(with_trail(seen, row(2) + row(1)))
+    with pytest.raises(BadTrail, match="did not come"):
+        end.outward(with_trail(seen, row(0) + row(1)))
+
+
+def test_what_has_no_trail_passes_as_it_is() -> None:
+    end = SignedTrails(KEYS[1], RUN, plan(3), 1)
+    for kind in (Kind.RESET, Kind.SWITCH, Kind.STEP, Kind.PING, Kind.FAULT):
+        one = packet(Frame(kind, 5, 7, b"words"), LIMITS)
+        assert end.inward(one) is one
+        assert end.outward(one) is one
+
+
+def test_steps_of_a_chain_that_broke_are_forgotten() -> None:
+    first, end = (SignedTrails(KEYS[rank], RUN, plan(3), rank) for rank in (0, 1))
+    old = packet(Frame(Kind.STEP, 5, 7, b"", trail=row(0)), LIMITS)
+    seen = end.inward(first.outward(old))
+    end.inward(first.outward(packet(Frame(Kind.STEP, 6, 0, b"", trail=row(0)), LIMITS)))
+    with pytest.raises(BadTrail):
+        end.outward(with_trail(seen, row(0) + row(1)))
+
+
+def test_a_packet_with_another_trail_says_so_in_its_head() -> None:
+    first = SignedTrails(KEYS[0], RUN, plan(2), 0)
+    one = first.outward(packet(Frame(Kind.STEP, 5, 7, b"ab", trail=row(0)), LIMITS))
+    again = msgspec.msgpack.decode(one.start[4:], type=type(one.head))
+    assert (again, one.head.size) == (one.head, len(one.contents))

@@ -1,3 +1,0 @@
-from swarm_fixtures import model_dir, quiet_registry
-
-__all__ = ["model_dir", "quiet_registry"]

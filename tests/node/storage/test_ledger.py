@@ -1,0 +1,121 @@
+"""The ledger's own promises: one node at a time, readers beside it, verdicts bounded and by owner."""
+
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl.node.ops.errors import BusyError, StorageError
+from primerl.node.storage import ledger as module
+from primerl.node.storage.ledger import Ledger, LedgerView
+
+A, B = b"a" * 32, b"b" * 32
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """An open ledger."""
+    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
+    yield ledger
+    ledger.close()
+
+
+def test_a_second_node_is_told_to_go_away_and_a_reader_is_not(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    ledger.add_verdict(A, b"one")
+    with pytest.raises(BusyError, match="stop it first"):
+        Ledger(tmp_path / "ledger.db")
+    view = LedgerView(tmp_path / "ledger.db")
+    assert [one.sealed for one in view.verdicts()] == [b"one"]
+    ledger.add_verdict(B, b"two")
+    assert [(one.node, one.sealed) for one in view.verdicts()] == [(B, b"two"), (A, b"one")]
+    view.close()
+    ledger.close()
+    Ledger(tmp_path / "ledger.db").close()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from primerl.node.ledger import Ledger
+ledger = Ledger(Path(sys.argv[1]))
+ledger.set("manifest", b"run")
+ledger.add_verdict(b"a" * 32, b"last words")
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_node_that_was_killed_leaves_no_lock_and_its_verdicts_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert killed.returncode == -9
+    view = LedgerView(path)
+    assert view.get("manifest") == b"run"
+    assert [one.sealed for one in view.verdicts()] == [b"last words"]
+    view.close()
+    Ledger(path).close()
+
+
+def test_a_reader_makes_no_ledger_and_writes_nothing(ledger: Ledger, tmp_path: Path) -> None:
+    with pytest.raises(StorageError):
+        LedgerView(tmp_path / "nowhere.db")
+    assert not (tmp_path / "nowhere.db").exists()
+    (tmp_path / "noise.db").write_bytes(b"noise" * 1000)
+    with pytest.raises(StorageError, match="cannot read"):
+        LedgerView(tmp_path / "noise.db")
+
+
+def test_a_damaged_ledger_is_an_error_that_holds_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    path.write_bytes(b"noise" * 1000)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="move it away"):
+            Ledger(path)
+    path.unlink()
+    Ledger(path).close()
+
+
+def test_verdicts_are_told_to_their_owner_in_pieces(ledger: Ledger) -> None:
+    for number in range(6):
+        ledger.add_verdict(A if number % 2 else B, bytes([number]) * 10)
+    first = ledger.verdicts_after(A, 0, count=2, size=100)
+    assert [sealed[0] for _, sealed in first] == [1, 3]
+    rest = ledger.verdicts_after(A, first[-1][0], count=2, size=100)
+    assert [sealed[0] for _, sealed in rest] == [5]
+    assert ledger.verdicts_after(A, rest[-1][0], count=2, size=100) == []
+    assert len(ledger.verdicts_after(B, 0, count=9, size=25)) == 2
+    assert len(ledger.verdicts_after(B, 0, count=9, size=1)) == 1  # else it could never be told
+
+
+def test_old_verdicts_make_room(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VERDICTS_KEPT", 3)
+    for number in range(5):
+        assert ledger.add_verdict(A, bytes([number]))
+    assert not ledger.add_verdict(A, bytes([4]))
+    kept = ledger.verdicts_after(A, 0, count=9, size=100)
+    assert [sealed for _, sealed in kept] == [b"\x02", b"\x03", b"\x04"]
+
+
+def test_a_verdict_is_kept_together_with_the_reputations_that_it_changed_or_not_at_all(
+    ledger: Ledger,
+) -> None:
+    assert ledger.add_verdict(A, b"one", 7, {A: b"suspect", B: b"named"})
+    unkeepable: dict[bytes, Any] = {A: b"banned", B: object()}
+    with pytest.raises(sqlite3.Error):
+        ledger.add_verdict(A, b"two", 8, unkeepable)
+    assert ledger.add_verdict(A, b"three", 9, {A: b"banned"})
+    assert [ledger.verdict_on(number) for number in (7, 8, 9)] == [b"one", None, b"three"]
+    assert ledger.judged_up_to() == 9
+    assert ledger.reputations() == {A: (9, b"banned"), B: (7, b"named")}
+
+
+def test_a_submission_has_one_verdict(ledger: Ledger) -> None:
+    assert ledger.add_verdict(A, b"rejected", 7, {A: b"banned"})
+    assert not ledger.add_verdict(A, b"accepted", 7, {A: b"praised"})
+    assert ledger.verdict_on(7) == b"rejected"
+    assert ledger.reputations() == {A: (7, b"banned")}

@@ -1,0 +1,206 @@
+"""Who fills a batch: no worker more than its share while others deliver, and anybody who is left."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from support.swarm import until
+
+from primerl.crypto.hashing import digest
+from primerl.node.config.run import RunConfig
+from primerl.node.ops.metrics import MetricsLog, PhaseClock
+from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.loop import TrainerRole
+from primerl.node.trainer.progress import Progress
+from primerl.node.training.backend import Batch, StepMetrics
+from primerl.node.training.buffer import BranchTokens, Group, RolloutBuffer, ScoredRollout
+from primerl.protocol.leases import LeaseBook, LeasePolicy
+
+A, B, C = (bytes([n]) * 32 for n in (10, 11, 12))
+WANTED = 8
+"""Groups per batch."""
+NEVER = {"interval": 100_000}
+
+
+def played(node: bytes) -> Group:
+    """A group whose tokens say whose it is."""
+    branch = BranchTokens([1, node[0]], [False, True], [0.0, -1.0])
+    rollouts = [ScoredRollout([branch], reward) for reward in (0.0, 1.0)]
+    return Group(b"t", "e", rollouts, 0, node, b"lease")
+
+
+class Recorder:
+    """A backend that remembers whose groups it was given."""
+
+    def __init__(self) -> None:
+        self.batches: list[Counter[int]] = []
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        samples = Counter(sample.token_ids[1] for sample in batch.samples)
+        self.batches.append(Counter({node: count // 2 for node, count in samples.items()}))
+        return StepMetrics({})
+
+    async def snapshot(self) -> None:
+        return None
+
+
+class Inbox:
+    """Judges nothing: tests put groups into the buffer themselves."""
+
+    def __init__(self) -> None:
+        self.grown = asyncio.Condition()
+        self.verified_up_to = 0
+
+    def waiting(self) -> int:
+        return 0
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+def _proven(node: bytes) -> bool:
+    return True
+
+
+async def nothing(*_: object, **__: object) -> None:
+    pass
+
+
+class World:
+    """A trainer's loop with a real buffer, ledger and book; no network, no model."""
+
+    def __init__(self, directory: Path, share: float, timeout_s: float) -> None:
+        rollouts = {
+            "groups_per_batch": WANTED,
+            "groups_per_lease": 4,
+            "max_peer_share": share,
+            "lease_timeout_s": timeout_s,
+        }
+        self.config = RunConfig.model_validate(
+            {"name": "r", "max_steps": 10_000, "rollouts": rollouts, "checkpoint": NEVER}
+        )
+        policy = LeasePolicy(2, WANTED, 4, 2, 2, timeout_s, 1000)
+        self.ledger = Ledger(directory / "ledger.sqlite", fsync=False)
+        self.book, self.inbox, self.recorder = LeaseBook(policy), Inbox(), Recorder()
+        self.metrics = MetricsLog(directory / "metrics.jsonl")
+        self.buffer = RolloutBuffer(max_off_policy_steps=10_000, capacity=1000)
+        parts = {
+            "ledger": self.ledger,
+            "heads": SimpleNamespace(latest=lambda: SimpleNamespace(sealed=b"")),
+            "desk": SimpleNamespace(
+                book=self.book,
+                take_back=self.book.expire,
+                proven=_proven,
+                work_changed=nothing,
+                reputations={},
+            ),
+            "inbox": self.inbox,
+            "buffer": self.buffer,
+            "progress": Progress(),
+            "backend": self.recorder,
+            "publisher": SimpleNamespace(publish=nothing, last_delta_bytes=0),
+            "checkpoints": SimpleNamespace(close=nothing, finish=nothing),
+            "metrics": self.metrics,
+            "clock": PhaseClock(),
+            "gossip": nothing,
+        }
+        self.role = TrainerRole(config=self.config, **cast(Any, parts))
+
+    def deliver(self, node: bytes, groups: int) -> None:
+        """So many groups of `node` were judged good."""
+        for _ in range(groups):
+            assert self.buffer.add(played(node), 0) is None
+
+    def lease(self, node: bytes) -> int:
+        """Grant `node` what it may have; the number of groups."""
+        lease = self.book.grant(
+            node,
+            version=0,
+            capacity=self.role.capacity(node),
+            digest_of=lambda index: digest(b"%d" % index),
+            seed=bytes(32),
+            now=time.time(),
+        )
+        return len(lease.tasks) if lease else 0
+
+    async def judged(self) -> None:
+        """Wake the trainer, and give it time to take what it may."""
+        async with self.inbox.grown:
+            self.inbox.grown.notify_all()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def world(
+    directory: Path, *, share: float = 0.5, timeout_s: float = 600.0
+) -> AsyncGenerator[World]:
+    """The loop runs until the end of the block."""
+    made = World(directory, share, timeout_s)
+    running = asyncio.create_task(made.role.run(0))
+    await asyncio.sleep(0)
+    try:
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        made.ledger.close()
+        made.metrics.close()
+
+
+async def test_a_flood_does_not_fill_a_batch_while_another_worker_has_leases(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path) as swarm:
+        assert swarm.lease(B) == 4
+        swarm.deliver(A, 30)
+        await swarm.judged()
+        assert swarm.recorder.batches == []
+        swarm.deliver(B, 4)
+        await swarm.judged()
+        assert swarm.recorder.batches == [{A[0]: 4, B[0]: 4}]
+
+
+async def test_what_is_in_verification_is_waited_for_too(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        swarm.ledger.receive(digest(b"bundle"), 1, B, b"sealed", b"receipt")
+        swarm.deliver(A, 30)
+        await swarm.judged()
+        assert swarm.recorder.batches == []
+        swarm.inbox.verified_up_to = 1  # it was worth nothing
+        await swarm.judged()
+        assert swarm.recorder.batches == [{A[0]: 8}] * 3
+
+
+async def test_a_worker_alone_fills_its_batches(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        for done in range(1, 4):
+            swarm.deliver(A, WANTED)
+            await swarm.judged()
+            assert swarm.recorder.batches == [{A[0]: WANTED}] * done
+
+
+async def test_a_dead_worker_is_waited_for_a_quarter_of_a_lease_at_most(tmp_path: Path) -> None:
+    """Nobody wakes the trainer: its own clock does."""
+    async with world(tmp_path, timeout_s=6.0) as swarm:
+        assert swarm.lease(B) == 4
+        swarm.deliver(A, 12)
+        await swarm.judged()
+        assert swarm.recorder.batches == []
+        await until(lambda: swarm.recorder.batches == [{A[0]: 8}])
+        assert swarm.book.leased()[B] == 4
+
+
+async def test_a_flood_leaves_capacity_for_others(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        assert swarm.lease(B) == 4
+        swarm.deliver(A, 7)
+        assert swarm.role.capacity(A) == 1
+        swarm.deliver(A, 1)
+        assert swarm.role.capacity(A) == 0
+        assert swarm.role.capacity(C) == 2 * WANTED - 12

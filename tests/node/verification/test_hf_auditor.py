@@ -1,0 +1,189 @@
+"""A process that may hang, die or lie: what it cost, and that nobody else pays for it."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import fake_audit_process as fake
+from support.auditor_cases import make_case, make_run, measured
+from support.engine_cases import FP32
+
+from primerl.node.ops.errors import EngineError
+from primerl.node.verification.auditor import AuditItem, Measured, Reply, Unreadable
+from primerl.node.verification.hf_auditor import MOST_DEADLY, HfAuditor
+from primerl.node.weights.state import State, Tensor
+
+PROGRAM = (sys.executable, "-P", fake.__file__)
+
+
+def make_state(value: int = 0) -> State:
+    return {"weight": Tensor("F32", (2,), np.full(2, value, "<u4"))}
+
+
+STATES = {1: make_state()}
+DEADLINE_S = 60.0
+DEADLY = [[fake.DIES, fake.TIRED], [fake.BUGGY, fake.MISCOUNTS]]
+
+
+def item(kind: int, mark: int = 0) -> AuditItem:
+    return AuditItem([kind, mark], [Reply(1, 2, 0)], [0.0], [1], b"")
+
+
+@pytest.fixture
+async def auditor(tmp_path: Path) -> AsyncIterator[HfAuditor]:
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    auditor = HfAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM)
+    await auditor.start(tmp_path, make_run("float32"))
+    yield auditor
+    await auditor.close()
+
+
+@pytest.fixture
+async def hasty(tmp_path: Path) -> AsyncIterator[HfAuditor]:
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    auditor = HfAuditor(FP32, timeout_s=2.0, program=PROGRAM)
+    await auditor.start(tmp_path, make_run("float32"))
+    yield auditor
+    await auditor.close()
+
+
+def marks(found: list[Measured | Unreadable]) -> list[float | None]:
+    return [one.fingerprint if isinstance(one, Measured) else None for one in found]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_one_process_serves_many_audits_and_starts_with_the_first(auditor: HfAuditor) -> None:
+    assert auditor.pid is None
+    first = await auditor.audit([item(fake.FINE, 3)], STATES, {})
+    second = await auditor.audit([item(fake.FINE, 4)], STATES, {})
+    assert marks(first + second) == [3.0, 4.0]
+    assert {one.tokens for one in first + second if isinstance(one, Measured)} == {auditor.pid}
+
+
+@pytest.mark.parametrize("deadly", DEADLY)
+async def test_items_that_end_the_process_cost_nobody_else(
+    auditor: HfAuditor, deadly: list[int]
+) -> None:
+    items = [item(fake.FINE, 1), *map(item, deadly), item(fake.FINE, 2)]
+    async with asyncio.timeout(DEADLINE_S):
+        found = await auditor.audit(items, STATES, {})
+    assert marks(found) == [1.0, *[None] * len(deadly), 2.0]
+    lost = [one for one in found if isinstance(one, Unreadable)]
+    assert all(one.detail and not one.proof for one in lost)
+
+
+async def test_an_item_that_hangs_meets_the_deadline(hasty: HfAuditor) -> None:
+    await hasty.audit([item(fake.FINE)], STATES, {})
+    pid = hasty.pid
+    async with asyncio.timeout(DEADLINE_S):
+        found = await hasty.audit([item(fake.HANGS), item(fake.FINE, 2)], STATES, {})
+    assert marks(found) == [None, 2.0]
+    assert pid is not None
+    assert not alive(pid)
+
+
+async def test_a_process_that_died_between_audits_is_replaced(auditor: HfAuditor) -> None:
+    await auditor.audit([item(fake.FINE)], STATES, {})
+    pid = auditor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    found = await auditor.audit([item(fake.FINE, 2)], STATES, {})
+    assert marks(found) == [2.0]
+    assert auditor.pid != pid
+
+
+async def test_many_deadly_items_do_not_hold_up_the_auditor_for_long(auditor: HfAuditor) -> None:
+    items = [item(fake.FINE, 1), *[item(fake.DIES)] * MOST_DEADLY, item(fake.FINE, 2)]
+    assert marks(await auditor.audit(items, STATES, {})) == [1.0, *[None] * (MOST_DEADLY + 1)]
+
+
+async def test_where_nothing_can_be_measured_the_auditor_says_so(auditor: HfAuditor) -> None:
+    with pytest.raises(EngineError, match="no audit succeeds"):
+        await auditor.audit([item(fake.DIES)] * 3, STATES, {})
+    with pytest.raises(EngineError, match="does not fit"):
+        await auditor.audit([item(fake.BROKEN)], STATES, {})
+    assert marks(await auditor.audit([item(fake.FINE, 2)], STATES, {})) == [2.0]
+
+
+async def test_last_words_of_a_process_are_in_the_answer_and_in_the_log(
+    auditor: HfAuditor, caplog: pytest.LogCaptureFixture
+) -> None:
+    [lost] = await auditor.audit([item(fake.DIES)], STATES, {})
+    assert isinstance(lost, Unreadable)
+    assert "I was told to die" in lost.detail
+    assert "audit process: I was told to die" in caplog.text
+
+
+async def test_whoever_gives_up_waiting_leaves_no_process_busy(auditor: HfAuditor) -> None:
+    await auditor.audit([item(fake.FINE)], STATES, {})
+    pid = auditor.pid
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await auditor.audit([item(fake.HANGS)], STATES, {})
+    assert pid is not None
+    assert not alive(pid)
+    assert marks(await auditor.audit([item(fake.FINE, 2)], STATES, {})) == [2.0]
+
+
+async def test_close_ends_an_audit_and_the_process(auditor: HfAuditor) -> None:
+    await auditor.audit([item(fake.FINE)], STATES, {})
+    pid = auditor.pid
+    running = asyncio.create_task(auditor.audit([item(fake.HANGS)], STATES, {}))
+    await asyncio.sleep(0.1)
+    await auditor.close()
+    with pytest.raises(EngineError):
+        await running
+    assert pid is not None
+    assert not alive(pid)
+    with pytest.raises(EngineError):
+        await auditor.audit([item(fake.FINE)], STATES, {})
+    await auditor.close()
+
+
+async def test_a_state_is_handed_over_once(auditor: HfAuditor) -> None:
+    states = {version: make_state(version) for version in range(1, 7)}
+    others = {version: [version - 1] for version in states if version > 1}
+
+    async def handed(version: int) -> float:
+        """How many states the process was given so far."""
+        one = replace(item(fake.COUNTS), versions=[version])
+        [found] = await auditor.audit([one], states, others)
+        assert isinstance(found, Measured)
+        return found.fingerprint
+
+    assert [await handed(version) for version in (1, 1, 2, 3, 2, 1)] == [1, 1, 2, 3, 3, 3]
+    states[2] = make_state(9)  # the trainer went back, and the number has another meaning now
+    assert await handed(2) == 4
+    # more versions than the process keeps: the oldest went, the newest is still there
+    assert [await handed(version) for version in (5, 6, 6, 1)] == [6, 7, 7, 8]
+
+
+@pytest.mark.slow
+async def test_a_real_process_that_is_killed_at_work_costs_time_only(tmp_path: Path) -> None:
+    case = await make_case(tmp_path, "float32")
+    auditor = HfAuditor(FP32, timeout_s=60.0, threads=1)
+    await auditor.start(case.model_dir, case.run)
+    try:
+        wanted = await auditor.audit(case.honest, case.states, {})
+        running = asyncio.create_task(auditor.audit(case.honest * 40, case.states, {}))
+        await asyncio.sleep(0.2)
+        assert auditor.pid is not None
+        os.kill(auditor.pid, signal.SIGKILL)
+        found = measured(await running)
+    finally:
+        await auditor.close()
+    for one, other in zip(found, measured(wanted * 40), strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)

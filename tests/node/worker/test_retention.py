@@ -1,0 +1,158 @@
+"""Whatever was published and collected: what a trainer keeps leads to all that it promises."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import weights_cases as cases
+from support.drift_cases import drifted
+
+from primerl.crypto.hashing import digest
+from primerl.crypto.keys import SecretKey
+from primerl.node.config.run import WeightsConfig
+from primerl.node.p2p.arrivals import Arrivals
+from primerl.node.p2p.heads import HeadBook
+from primerl.node.storage.chunk_store import MemoryStore, QuotaExceeded
+from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.publisher import Publisher
+from primerl.node.training.backend import Snapshot
+from primerl.node.weights.chain import Chain
+from primerl.node.weights.replica import EMPTY, Mirror, Policy
+from primerl.protocol.trust import TrustedRun
+
+KEY = SecretKey.from_seed(b"k" * 32)
+RUN = digest(b"run")
+WORDS = 3000
+
+
+class Kept:
+    """A publisher, and what a worker would find with it: heads, manifests, chunks."""
+
+    def __init__(self, directory: Path, config: WeightsConfig, max_bytes: int = 1 << 30) -> None:
+        self.ledger = Ledger(directory / "ledger.db", fsync=False)
+        self.book = HeadBook(TrustedRun(RUN, KEY.node_id), self.ledger)
+        self.store = MemoryStore(max_bytes=max_bytes)
+        self.pinned: set[bytes] = set()
+        self.publisher = Publisher(
+            key=KEY,
+            run=RUN,
+            book=self.book,
+            store=self.store,
+            arrivals=Arrivals(),
+            config=config,
+            keep_states=2,
+            keep_chunks=self.pinned,
+        )
+
+    async def publish(self, version: int, share: float) -> None:
+        """The next version."""
+        await self.publisher.publish(version, Snapshot(drifted(WORDS, share, version)))
+
+    def reach(self, target: int, held: Policy = EMPTY) -> Policy:
+        """Go from what is held to a version by what is kept; proves every step."""
+        chain = Chain()
+        for head in self.book.held():
+            manifest = self.book.manifest(head)
+            assert manifest is not None
+            chain.add(manifest)
+        mirror = Mirror(held)
+        for version, artifact in chain.plan(held.version, held.digest, target):
+            payload = [self.store.get(chunk.digest) for chunk in artifact.chunks]
+            assert None not in payload
+            manifest = chain.get(version)
+            assert manifest is not None
+            prepared = mirror.prepare(manifest, artifact, (part for part in payload if part))
+            mirror.commit(prepared)
+        return mirror.policy
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    keep=st.integers(1, 5),
+    interval=st.integers(1, 7),
+    share=st.sampled_from([0.01, 0.3, 0.9]),
+    versions=st.integers(1, 16),
+)
+def test_every_version_that_is_promised_can_be_reached_from_nothing_and_from_any_other(
+    keep: int, interval: int, share: float, versions: int
+) -> None:
+    """Dense deltas outweigh anchors, sparse ones do not."""
+
+    async def live(directory: Path) -> None:
+        config = WeightsConfig(keep_versions=keep, anchor_interval=interval, keep_s=0)
+        kept = Kept(directory, config)
+        for version in range(versions):
+            await kept.publish(version, share)
+            promised = range(max(0, version - keep + 1), version + 1)
+            policies = {one: kept.reach(one) for one in promised}
+            for one in promised:
+                assert cases.same(policies[one].state, drifted(WORDS, share, one))
+            for one in promised:
+                assert kept.reach(version, policies[one]).digest == policies[version].digest
+        kept.ledger.close()
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(live(Path(directory)))
+
+
+async def test_only_the_newest_states_stay_in_memory(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, WeightsConfig())
+    for version in range(5):
+        await kept.publish(version, 0.1)
+    assert list(kept.publisher.states) == [3, 4]
+    kept.ledger.close()
+
+
+async def test_anchors_come_by_interval_and_when_the_deltas_outweigh_the_last(
+    tmp_path: Path,
+) -> None:
+    anchors: dict[float, list[int]] = {}
+    for share, interval in ((0.01, 8), (0.9, 100)):
+        config = WeightsConfig(keep_versions=100, anchor_interval=interval, keep_s=0)
+        kept = Kept(tmp_path / str(share), config)
+        for version in range(17):
+            await kept.publish(version, share)
+        manifests = [kept.book.manifest(head) for head in kept.book.held()]
+        anchors[share] = [
+            manifest.version
+            for manifest in manifests
+            if manifest and any(one.kind == "anchor" for one in manifest.artifacts)
+        ]
+        kept.ledger.close()
+    assert anchors[0.01] == [0, 8, 16]
+    assert len(anchors[0.9]) > 1
+
+
+async def test_a_long_run_needs_no_more_room_than_what_it_keeps(tmp_path: Path) -> None:
+    config = WeightsConfig(keep_versions=4, anchor_interval=5, keep_s=0)
+    kept = Kept(tmp_path, config)
+    sizes: list[int] = []
+    for version in range(60):
+        await kept.publish(version, 0.05)
+        sizes.append(kept.store.total_bytes())
+    anchor = sizes[0]
+    assert max(sizes) < 5 * anchor
+    assert max(sizes[40:]) <= 1.2 * max(sizes[10:30])
+    kept.ledger.close()
+
+
+async def test_a_quota_that_is_reached_publishes_nothing_and_leaves_the_rest_whole(
+    tmp_path: Path,
+) -> None:
+    config = WeightsConfig(keep_versions=50, anchor_interval=50, keep_s=0)
+    kept = Kept(tmp_path, config, max_bytes=20_000)
+
+    async def fill() -> None:
+        for version in range(100):
+            await kept.publish(version, 0.9)
+
+    with pytest.raises(QuotaExceeded, match="raise the limit"):
+        await fill()
+    last = kept.publisher.version
+    assert last > 0
+    assert kept.book.order() == (0, last)
+    assert cases.same(kept.reach(last).state, drifted(WORDS, 0.9, last))
+    kept.ledger.close()

@@ -1,0 +1,262 @@
+"""From a lease to its groups: a group has one name, a sample one seed, and nothing goes on of what failed."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.counting_environment import STOP, CountingEnvironment, counting_task
+from support.lease_cases import granted, policy
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.config.engine import ConcurrencyConfig
+from primerl.node.environments.environment import Episode, Policy, Score, Task
+from primerl.node.inference.concurrency import Concurrency
+from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.ops.errors import EngineError, EngineLost
+from primerl.node.weights.state import Changed, State
+from primerl.node.worker import rollouts
+from primerl.node.worker.admission import Admission
+from primerl.node.worker.rollouts import Generation, crossed, rollout_record
+from primerl.protocol.leases import Lease, LeaseBook, sample_seed
+
+NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
+RUN_ID = bytes(32)
+RUN: Any = SimpleNamespace(
+    sampling=SimpleNamespace(max_tokens=4, temperature=0.5),
+    model=SimpleNamespace(stop_token_ids=(STOP,)),
+)
+
+
+class Engine:
+    """Says the next number, after a look at what it is asked; may die at a certain request."""
+
+    policy_version = 3
+
+    def __init__(self, fails_at: int = -1, error: Exception | None = None) -> None:
+        self.asked: list[GenerateRequest] = []
+        self.now = 0
+        self._fails_at = fails_at
+        self._error = error or EngineError("dead")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.asked.append(request)
+        number = len(self.asked)
+        self.now += 1
+        try:
+            await asyncio.sleep(0.001 if number == self._fails_at else 0.01)
+            if number == self._fails_at:
+                raise self._error
+        finally:
+            self.now -= 1
+        return Completion([request.prompt[-1] + 1, STOP], [-1.0, -2.0], "stop", 3, 3)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(fault="down")
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None: ...
+    async def load(self, version: int, state: State) -> None: ...
+    async def update(self, version: int, state: State, changed: Changed) -> None: ...
+    async def close(self) -> None: ...
+
+
+def generation(
+    engine: Engine,
+    ended: "Counter[int] | None" = None,
+    environment: CountingEnvironment | None = None,
+) -> Generation:
+    counted: Counter[int] = Counter() if ended is None else ended
+    cap = Concurrency(ConcurrencyConfig(), max_batch=64, max_model_len=8)
+    return Generation(
+        run_id=RUN_ID,
+        run=RUN,
+        node=NODE,
+        environment=environment or CountingEnvironment(),
+        admission=Admission(engine, cap),
+        rollout_ended=lambda lease_id: counted.update([lease_id]),
+    )
+
+
+def lease_of(*indices: int) -> Lease:
+    """A lease of these tasks, four rollouts each."""
+    book = LeaseBook(policy(groups_per_lease=len(indices)))
+    book.requeued.extend(indices)
+    lease = granted(book)
+    assert [task.index for task in lease.tasks] == list(indices)
+    digests = [counting_task(index).digest for index in indices]
+    refs = zip(lease.tasks, digests, strict=True)
+    tasks = tuple(type(task)(task.index, digest) for task, digest in refs)
+    return Lease(
+        lease.lease_id, tasks, 4, lease.seed, lease.min_version, lease.deadline, lease.max_bytes
+    )
+
+
+@pytest.mark.parametrize("large", [rollouts.LARGE, 1], ids=["packed here", "packed in a thread"])
+async def test_every_rollout_is_there_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, large: int
+) -> None:
+    monkeypatch.setattr(rollouts, "LARGE", large)
+    engine, ended = Engine(), Counter[int]()
+    lease = lease_of(5, 9)
+    played = await generation(engine, ended).play(lease)
+    environment = CountingEnvironment()
+    for group, task in zip(played.groups, lease.tasks, strict=True):
+        assert (group.task_index, group.task_digest) == (task.index, task.digest)
+        prompt = await environment.prompt(await environment.task(task.index))
+        assert [one.reward for one in group.rollouts] == [1.0] * 4
+        said = [prompt[-1] + 1, STOP]
+        expected = b"".join(token.to_bytes(4, "little") for token in [*prompt, *said])
+        assert {one.branches[0].tokens for one in group.rollouts} == {expected}
+    assert ended == {lease.lease_id: 8}
+
+
+async def test_a_task_has_one_name_for_the_engine_and_each_sample_its_own_seed() -> None:
+    engine = Engine()
+    lease = lease_of(5, 9)
+    await generation(engine).play(lease)
+    names = Counter(request.group for request in engine.asked)
+    assert sorted(names.values()) == [4, 4]
+    assert all(len(name) == 16 for name in names)
+    wanted = {
+        sample_seed(RUN_ID, lease, NODE, task.digest, index)
+        for task in lease.tasks
+        for index in range(4)
+    }
+    assert {request.seed for request in engine.asked} == wanted
+    assert {(one.temperature, one.top_k, one.top_p) for one in engine.asked} == {(0.5, 0, 1.0)}
+
+
+class SlowToSetUp(CountingEnvironment):
+    """The first episode of a task is set up last, and one of them fails before it asks for a reply."""
+
+    def __init__(self, fails: int) -> None:
+        super().__init__()
+        self._fails = fails
+        self._runs = 0
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        number = self._runs
+        self._runs += 1
+        for _ in range(8 - 2 * number):
+            await asyncio.sleep(0)
+        if number == self._fails:
+            return Episode([], Score(0.0), "no sandbox")
+        return await super().run(task, policy)
+
+
+async def test_samples_begin_in_the_order_of_their_indices_however_long_their_set_up_takes() -> (
+    None
+):
+    engine, lease = Engine(), lease_of(5)
+    played = await generation(engine, environment=SlowToSetUp(fails=1)).play(lease)
+    task = counting_task(5)
+    seeds = [sample_seed(RUN_ID, lease, NODE, task.digest, index) for index in range(4)]
+    assert [request.seed for request in engine.asked] == seeds[:3]
+    assert [one.error for one in played.groups[0].rollouts] == ["", "", "", "no sandbox"]
+
+
+class Renewed(Engine):
+    """Dies once in the first sample; by the time that this is begun anew the policy is another one."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        version = 3 if len(self.asked) < 4 else 4
+        completion = await super().generate(request)
+        return replace(completion, policy_first=version, policy_last=version)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+async def test_a_sample_begun_anew_under_a_newer_policy_than_later_ones_is_given_up() -> None:
+    engine = Renewed(fails_at=1, error=EngineLost("dead"))
+    (group,) = (await generation(engine).play(lease_of(5))).groups
+    assert len(engine.asked) == 5
+    assert [bool(one.branches) for one in group.rollouts] == [False, True, True, True]
+    assert group.rollouts[0].error.startswith("given up: drawn out of order")
+
+
+async def test_a_task_that_is_another_one_here_is_reported_and_not_played() -> None:
+    engine = Engine()
+    lease = lease_of(5)
+    foreign = type(lease.tasks[0])(6, lease.tasks[0].digest)
+    played = await generation(engine).play(
+        Lease(1, (foreign,), 4, lease.seed, 0, lease.deadline, 1000)
+    )
+    assert [one.error for one in played.groups[0].rollouts] == [
+        "this node's environment makes another task of that index"
+    ] * 4
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("error", [EngineError("dead"), EngineLost("dead")], ids=repr)
+async def test_when_the_engine_fails_nothing_of_the_lease_goes_on(error: EngineError) -> None:
+    engine = Engine(fails_at=6, error=error)
+    with pytest.raises(type(error), match="dead"):
+        await generation(engine).play(lease_of(5, 9))
+    assert engine.now == 0
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_lease_that_runs_out_of_time_leaves_nothing_behind() -> None:
+    engine = Engine()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.002):
+            await generation(engine).play(lease_of(5, 9))
+    assert engine.now == 0
+    assert len(asyncio.all_tasks()) == 1
+
+
+def test_a_failed_rollout_travels_with_its_reason() -> None:
+    record = rollout_record(Episode([], Score(0.0), "x" * 1000))
+    assert (record.branches, record.reward, record.error) == ((), 0.0, "x" * 500)
+
+
+def episode_of(*branches: tuple[bytes, tuple[bytes, ...]]) -> Any:
+    """An episode whose branches were made under these plans, with these boundaries."""
+    from primerl.node.environments.environment import Branch
+
+    made = [
+        Branch([5, 6], [False, True], [0.0, -1.0], 3, 3, "stop", boundaries=parts, plan=plan)
+        for plan, parts in branches
+    ]
+    return Episode(made, Score(1.0))
+
+
+def test_a_submission_names_one_plan_and_what_another_one_made_goes_without() -> None:
+    one, other = (b"plan one", (b"a" * 8,)), (b"plan two", (b"b" * 8, b"c" * 8))
+    groups = [
+        [episode_of(one), episode_of(other), episode_of((b"", ()))],
+        [episode_of(one, one), episode_of()],
+    ]
+    plan, parts = crossed(groups)
+    assert plan == b"plan one"
+    assert [(each.group, each.rollout, each.branch) for each in parts] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (1, 0, 1),
+    ]
+    assert {each.boundaries for each in parts} == {(b"a" * 8,)}
+    assert crossed([[episode_of((b"", ()))]]) == (b"", ())
+    assert crossed([[episode_of((b"plan one", ()))]]) == (b"plan one", ())
+    assert crossed([[]]) == (b"", ())
+
+
+def test_turns_of_one_plan_tell_what_crossed_and_turns_of_several_do_not() -> None:
+    from primerl.node.environments.outcome import branch
+
+    def turn(plan: bytes, *parts: bytes) -> Completion:
+        return Completion([7], [-0.5], "stop", 3, 3, boundaries=parts, plan=plan)
+
+    def joined(*turns: Completion) -> tuple[tuple[bytes, ...], bytes]:
+        made = branch([5, 7, 6, 7], [False, True] * 2, [0.0, -0.5] * 2, turns)
+        return made.boundaries, made.plan
+
+    first, second = turn(b"p", b"a" * 8, b"b" * 8), turn(b"p", b"c" * 8, b"d" * 8)
+    assert joined(first, second) == ((b"a" * 8 + b"c" * 8, b"b" * 8 + b"d" * 8), b"p")
+    assert joined(first, turn(b"q", b"c" * 8, b"d" * 8)) == ((), b"q")
+    assert joined(first, turn(b"p")) == ((), b"p")
+    assert joined(first, turn(b"p", b"c" * 8)) == ((), b"p")
+    assert joined(turn(b"")) == ((), b"")

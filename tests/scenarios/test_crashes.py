@@ -1,0 +1,227 @@
+"""The trainer dies and is resumed: the chain goes on, workers follow, and no receipt was a lie."""
+
+import asyncio
+import random
+from itertools import pairwise
+from pathlib import Path
+
+from support.rogue import Rogue
+from support.swarm import Swarm, until
+from support.witness import Fakes, WitnessEngine, trained_ages
+
+from primerl.node.training.backend import Batch
+from primerl.protocol.manifests import PolicyHead
+
+Heads = dict[tuple[int, int], PolicyHead]
+
+
+def chained(heads: Heads) -> bool:
+    """Whether versions of a term follow each other without a gap."""
+    orders = sorted(heads)
+    return all(b[0] > a[0] or b == (a[0], a[1] + 1) for a, b in pairwise(orders))
+
+
+def prompts(batches: list[Batch]) -> list[tuple[int, ...]]:
+    return sorted({tuple(sample.token_ids[:2]) for batch in batches for sample in batch.samples})
+
+
+async def test_a_killed_trainer_goes_on_in_the_same_chain_and_workers_come_back(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    chance = random.Random(11)
+    seen: Heads = {}
+    fakes = Fakes(last_step=10)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=14) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        swarm.add_worker("w2")
+        for step in (2, 5, 8):
+            await swarm.wait_step(step)
+            await asyncio.sleep(chance.random() * 0.05)
+            await swarm.crash_trainer()
+            heads = swarm.heads()
+            assert heads.items() >= seen.items()
+            seen = heads
+            await swarm.start_trainer(resume=True)
+        await until(lambda: all(fakes.newest(name) == 10 for name in swarm.workers))
+        fakes.go.set()  # a worker that has not found back by the end would wait for ever
+        await swarm.finished()
+        for worker in swarm.workers.values():
+            await worker.ended()
+        heads = swarm.heads()
+        backends = swarm.backends
+        assert [line["step"] for line in swarm.metrics()] == list(range(1, 15))
+    assert heads.items() >= seen.items()
+    assert sorted(heads) == [(0, version) for version in range(15)]
+    taught = [batch for backend in backends for batch in backend.batches]
+    # A step that was learnt but not yet saved is learnt again, and none is left out.
+    steps = [batch.step for batch in taught]
+    assert sorted(set(steps)) == list(range(1, 15))
+    assert all(b - a in (0, 1) for a, b in pairwise(steps))
+    assert set[int]().union(*map(trained_ages, taught)) <= {0, 1, 2}
+    for name in swarm.workers:
+        loads = swarm.fakes.loads(name)
+        assert [event.state for event in loads] == [heads[0, e.version].state for e in loads]
+
+
+async def test_what_has_a_receipt_is_trained_after_a_crash(tmp_path: Path, model_dir: Path) -> None:
+    rollouts = {"groups_per_batch": 4, "groups_per_lease": 1, "group_size": 24}
+    async with Swarm(tmp_path, model_dir, max_steps=1, rollouts=rollouts) as swarm:
+        await swarm.start_trainer()
+        await swarm.wait_step(0)
+        asked: list[int] = []
+        async with Rogue(swarm, "hand") as hand:
+            await hand.hello()
+            for _ in range(3):
+                lease, sealed = await hand.lease()
+                groups = await hand.play(lease)
+                asked.append(lease.tasks[0].index)
+                await hand.submit(hand.bundle(sealed, groups), lease.lease_id)
+        await swarm.crash_trainer()
+        await swarm.start_trainer(resume=True)
+        async with Rogue(swarm, "hand") as hand:
+            lease, sealed = await hand.lease()
+            asked.append(lease.tasks[0].index)
+            await hand.submit(hand.bundle(sealed, await hand.play(lease)), lease.lease_id)
+            await swarm.wait_step(1)
+        trained = swarm.backend.batches
+    assert sorted(asked) == [0, 1, 2, 3]
+    assert len(prompts(trained)) == 4
+    assert len(trained[0].samples) == 4 * 24
+
+
+async def test_a_batch_that_is_complete_after_a_crash_is_trained_without_more_work(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    rollouts = {"groups_per_batch": 2, "groups_per_lease": 1, "group_size": 24}
+    async with Swarm(
+        tmp_path, model_dir, max_steps=3, rollouts=rollouts, checkpoint={"interval": 3}
+    ) as swarm:
+        await swarm.start_trainer()
+        await swarm.wait_step(0)
+        async with Rogue(swarm, "hand") as hand:
+            await hand.hello()
+            for _ in range(2):
+                await hand.work()
+        await swarm.wait_step(1)
+        await swarm.crash_trainer()
+        await swarm.start_trainer(resume=True)
+        await swarm.wait_step(1)
+        assert len(prompts(swarm.backend.batches)) == 2
+
+
+async def test_a_bundle_from_before_a_crash_is_taken_after_it_once(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    rollouts = {"groups_per_batch": 2, "groups_per_lease": 1, "group_size": 8}
+    async with Swarm(tmp_path, model_dir, max_steps=1, rollouts=rollouts) as swarm:
+        await swarm.start_trainer()
+        await swarm.wait_step(0)
+        async with Rogue(swarm, "hand") as hand:
+            await hand.hello()
+            late, sealed = await hand.lease()
+            bundle = hand.bundle(sealed, await hand.play(late))
+        await swarm.crash_trainer()
+        await swarm.start_trainer(resume=True)
+        async with Rogue(swarm, "hand") as hand:
+            receipt = await hand.submit(bundle, late.lease_id)
+            assert await hand.submit(bundle, late.lease_id) == receipt
+            assert (await hand.verdict(late.lease_id)).accepted == 8
+            assert (await swarm.trainer.status())["accepted"] == 8
+
+
+async def test_resuming_from_an_older_checkpoint_begins_a_term_that_workers_follow(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(last_step=5)
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, max_steps=9, checkpoint={"interval": 3}
+    ) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        swarm.add_worker("w2")
+        await until(lambda: all(fakes.newest(name) == 5 for name in swarm.workers))
+        await swarm.crash_trainer()
+        before = swarm.heads()
+        assert max(before) == (0, 5)
+        had = {name: len(fakes.loads(name)) for name in swarm.workers}
+        await swarm.start_trainer(resume=True)
+        await until(lambda: all(len(fakes.loads(name)) > had[name] for name in had))
+        fakes.go.set()
+        summary = await swarm.finished()
+        for worker in swarm.workers.values():
+            await worker.ended()
+        after = swarm.heads()
+    resumed = 3
+    assert sorted(order for order in after if order[0] == 1) == [
+        (1, version) for version in range(resumed, 10)
+    ]
+    assert after[1, resumed].state == before[0, resumed].state
+    assert chained(after)
+    for name in swarm.workers:
+        last = swarm.fakes.loads(name)[-1]
+        assert last.version > resumed
+        assert last.state == after[1, last.version].state
+    # Work from before is stale at worst: nobody is taken for a liar because the trainer forgot.
+    assert set(summary["rejected"]) <= {"stale"}
+
+
+async def test_work_on_a_policy_that_the_trainer_lost_is_stale_and_no_fraud(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    rollouts = {"groups_per_batch": 2, "groups_per_lease": 1, "group_size": 8}
+    async with Swarm(
+        tmp_path, model_dir, max_steps=9, rollouts=rollouts, checkpoint={"interval": 9}
+    ) as swarm:
+        await swarm.start_trainer()
+        await swarm.wait_step(0)
+        async with Rogue(swarm, "hand") as hand:
+            await hand.hello()
+            while (await swarm.trainer.status())["version"] < 1:
+                await hand.work()
+            lost, sealed = await hand.lease()
+            assert 1 <= lost.min_version < 9
+            bundle = hand.bundle(sealed, await hand.play(lost))
+        await swarm.crash_trainer()
+        await swarm.start_trainer(resume=True)
+        await swarm.wait_step(0)
+        async with Rogue(swarm, "hand") as hand:
+            lease, _ = await hand.lease()
+            assert lease.term == 1
+            await hand.submit(bundle, lost.lease_id)
+            verdict = await hand.verdict(lost.lease_id)
+            assert {one.reason for one in verdict.rejections} == {"stale"}
+            (row,) = await swarm.trainer.peers()
+            assert row["trust"] >= 0.5
+
+
+async def test_a_worker_generates_for_a_new_term_only_with_its_weights(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(last_step=2)
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, max_steps=6, checkpoint={"interval": 3}
+    ) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1", engine=WitnessEngine(fakes, "w1"))
+        await swarm.wait_step(2)
+        await swarm.crash_trainer()
+        fakes.go.set()
+        await swarm.start_trainer(resume=True)
+        summary = await swarm.finished()
+    assert set(summary["rejected"]) <= {"stale"}
+
+
+async def test_workers_find_a_trainer_that_moved_through_gossip(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=6, gossip=True, at_home=False) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1")
+        await swarm.wait_step(2)
+        await swarm.crash_trainer()
+        before = swarm.network.transports.copy()
+        await swarm.start_trainer(resume=True)
+        assert set(swarm.network.transports) - set(before)
+        await swarm.finished()
+        await worker.ended()

@@ -1,0 +1,228 @@
+"""Ranks die under a running trainer: it goes on from its last checkpoint, in the same process."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.swarm import Running, Swarm
+from support.witness import Fakes, WitnessBackend, trained_ages
+
+from primerl.node.app.factories import Parts
+from primerl.node.app.restarts import Restarts, ranks_alone, until_done
+from primerl.node.config.run import RunConfig
+from primerl.node.ops.errors import EngineError, NodeError, RankFailed, StorageError
+from primerl.node.training.backend import Batch, Snapshot, StepMetrics
+
+Deaths = Counter[tuple[str, int]]
+"""(what is done, at which step) -> how often it kills the ranks."""
+
+
+class Mortal(WitnessBackend):
+    """Its ranks die as `deaths` says, and stay dead."""
+
+    def __init__(self, fakes: Fakes, deaths: Deaths, error: type[NodeError] = RankFailed) -> None:
+        super().__init__(fakes)
+        self._deaths = deaths
+        self._error = error
+        self._dead = False
+        self._trained = 0
+        self.closed = False
+
+    async def start(self, model_dir: Path) -> None:
+        self._meet("start", 0)
+        await super().start(model_dir)
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        self._meet("step", batch.step)
+        self._trained = batch.step
+        return await super().step(batch)
+
+    async def snapshot(self) -> Snapshot:
+        self._meet("snapshot", self._trained)
+        return await super().snapshot()
+
+    async def save(self, directory: Path) -> None:
+        self._meet("save", self._trained)
+        await super().save(directory)
+
+    async def load(self, directory: Path) -> None:
+        await super().load(directory)
+        self._trained = int(directory.parent.name.removeprefix("step_"))
+        self._meet("load", self._trained)
+
+    async def export(self, directory: Path) -> None:
+        self._meet("export", self._trained)
+        await super().export(directory)
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+    def _meet(self, what: str, step: int) -> None:
+        if self._deaths[what, step]:
+            self._deaths[what, step] -= 1
+            self._dead = True
+        if self._dead:
+            raise self._error(f"rank 1 of 2 failed: killed in {what}")
+
+
+class MortalSwarm(Swarm):
+    """A swarm whose trainer's ranks die."""
+
+    def __init__(
+        self, *args: Any, deaths: Deaths, error: type[NodeError] = RankFailed, **overrides: Any
+    ) -> None:
+        super().__init__(*args, **overrides)
+        self._deaths = deaths
+        self._error = error
+        self.mortals: list[Mortal] = []
+
+    async def __aenter__(self) -> "MortalSwarm":
+        return self
+
+    def _parts(self, running: Running, ledger: Any = None) -> Parts:
+        def backend(config: RunConfig) -> WitnessBackend:
+            self.mortals.append(Mortal(self.fakes, self._deaths, self._error))
+            return self.mortals[-1]
+
+        return replace(super()._parts(running, ledger), backend=backend)
+
+    async def to_the_end(self) -> None:
+        await self.start_trainer()
+        self.add_worker("w1")
+        self.add_worker("w2")
+        await self.finished()
+        for worker in self.workers.values():
+            await worker.ended()
+
+
+async def test_dead_ranks_cost_no_version_and_no_worker(tmp_path: Path, model_dir: Path) -> None:
+    deaths = Deaths([("step", 2), ("snapshot", 4), ("save", 5), ("load", 4), ("export", 7)])
+    async with MortalSwarm(tmp_path, model_dir, deaths=deaths, max_steps=7) as swarm:
+        await swarm.to_the_end()
+        heads = swarm.heads()
+        taught = [batch for one in swarm.mortals for batch in one.batches]
+        assert [one.closed for one in swarm.mortals] == [True] * 6
+    assert not +deaths
+    # nothing that was told is void: one term, and every version that a worker loaded is the published one
+    assert sorted(heads) == [(0, version) for version in range(8)]
+    for name in swarm.workers:
+        assert [e.state for e in swarm.fakes.loads(name)] == [
+            heads[0, e.version].state for e in swarm.fakes.loads(name)
+        ]
+    steps = [batch.step for batch in taught]
+    assert sorted(set(steps)) == list(range(1, 8))
+    assert all(b - a in (0, 1) for a, b in pairwise(steps))
+    assert set[int]().union(*map(trained_ages, taught)) <= {0, 1, 2}
+
+
+async def test_the_groups_of_the_batch_that_died_are_trained_after_all(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """All that came is all that there is to lease: the run ends only if nothing is lost."""
+    deaths = Deaths([("step", 1)])
+    rollouts = {"groups_per_batch": 4, "groups_per_lease": 1, "max_off_policy_steps": 2}
+    async with MortalSwarm(
+        tmp_path, model_dir, deaths=deaths, max_steps=1, rollouts=rollouts
+    ) as swarm:
+        await swarm.to_the_end()
+        asked = swarm.fakes.prompts("w1") | swarm.fakes.prompts("w2")
+        (batch,) = swarm.mortals[-1].batches
+    trained = {tuple(sample.token_ids[: len(next(iter(asked)))]) for sample in batch.samples}
+    assert trained <= asked
+    # the first batch is full when it dies: those very groups are trained, and few are asked for besides
+    assert len(asked) <= 8
+
+
+async def test_an_older_checkpoint_begins_a_new_term(tmp_path: Path, model_dir: Path) -> None:
+    deaths = Deaths([("step", 6)])
+    async with MortalSwarm(
+        tmp_path, model_dir, deaths=deaths, max_steps=7, checkpoint={"interval": 3}
+    ) as swarm:
+        await swarm.to_the_end()
+        heads = swarm.heads()
+    assert [version for term, version in sorted(heads) if term == 1] == [3, 4, 5, 6, 7]
+    assert max(version for term, version in heads if term == 0) == 5
+
+
+async def test_a_run_that_dies_before_its_first_checkpoint_begins_again(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    deaths = Deaths([("save", 0)])
+    async with MortalSwarm(tmp_path, model_dir, deaths=deaths, max_steps=1) as swarm:
+        await swarm.to_the_end()
+        assert sorted(swarm.heads()) == [(0, 0), (0, 1)]
+        assert len(swarm.mortals) == 2
+
+
+async def test_ranks_that_never_live_long_enough_end_the_run(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    deaths = Deaths({("step", 2): 9})
+    training = {"fsdp": {"max_restarts": 1}}
+    async with MortalSwarm(
+        tmp_path, model_dir, deaths=deaths, max_steps=3, training=training
+    ) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        with pytest.raises(RankFailed, match="rank 1"):
+            await swarm.trainer.ended()
+        assert len(swarm.mortals) == 2
+        assert all(one.closed for one in swarm.mortals)
+
+
+async def test_another_error_of_the_backend_ends_the_run_at_once(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with MortalSwarm(
+        tmp_path, model_dir, deaths=Deaths([("step", 1)]), error=EngineError
+    ) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        with pytest.raises(EngineError, match="killed in step"):
+            await swarm.trainer.ended()
+        assert len(swarm.mortals) == 1
+
+
+async def test_restarts_wait_longer_each_time_until_a_checkpoint_is_new() -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    restarts = Restarts(3, sleep)
+    failure = RankFailed("rank 0 of 2 failed")
+    for newest in (None, None, 1, 1, 1):
+        await restarts.after(failure, newest)
+    assert waits == [0.0, 1.0, 0.0, 1.0, 3.0]
+    with pytest.raises(RankFailed):
+        await restarts.after(ExceptionGroup("tasks", [failure]), 1)
+
+
+async def test_a_replacement_that_dies_counts_as_a_restart() -> None:
+    replaced: list[int] = []
+
+    async def work(again: bool) -> None:
+        if not again:
+            raise ExceptionGroup("tasks", [RankFailed("rank 0 of 2 failed")])
+
+    async def replace_once() -> None:
+        replaced.append(1)
+        if len(replaced) < 3:
+            raise RankFailed("no rank came up")
+
+    async def sleep(seconds: float) -> None:
+        pass
+
+    await until_done(work, Restarts(3, sleep), newest=lambda: 1, replace=replace_once)
+    assert len(replaced) == 3
+
+
+def test_dead_ranks_beside_another_fault_are_not_answered() -> None:
+    failure = RankFailed("rank 0 of 2 failed")
+    assert ranks_alone(ExceptionGroup("a", [ExceptionGroup("b", [failure])])) is failure
+    assert ranks_alone(ExceptionGroup("a", [failure, StorageError("disk full")])) is None
+    assert ranks_alone(StorageError("disk full")) is None

@@ -1,0 +1,182 @@
+"""What becomes of workers when their trainer ends: it tells them how, and they leave, or wait."""
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from support.hostile import HostileTrainer, policy
+from support.rogue import Rogue
+from support.swarm import Swarm, until
+
+from primerl.node.ops.errors import NetworkError, RunFailed
+from primerl.node.p2p.rpc import Refused, receive_reply, send
+from primerl.node.p2p.transport import Stream
+from primerl.node.p2p.waiting import LogBackoff
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.messages import ControlRequest, HeadNotice, Heads, RunEnded, WatchHeads
+
+
+async def test_workers_of_a_trainer_that_was_stopped_wait_and_work_on_when_it_is_back(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.wait_step(1)
+        await swarm.stop_trainer()
+        await until(lambda: "the trainer was stopped and may be resumed" in caplog.text)
+        await swarm.start_trainer(resume=True)
+        role = [row["role"] for row in await swarm.trainer.peers()]
+        assert role == ["inference"]  # known before it says anything
+        version = (await swarm.trainer.status())["version"]
+        await swarm.wait_step(version + 1)
+        await until(lambda: "the trainer is back" in caplog.text)
+
+
+async def test_a_worker_leaves_a_trainer_that_was_stopped_and_did_not_come_back(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", wait_for_trainer_s=1.0)
+        await swarm.wait_step(1)
+        await swarm.stop_trainer()
+        with pytest.raises(
+            NetworkError, match=r"was stopped and may be resumed, and was not there"
+        ):
+            await worker.ended(30.0)
+
+
+async def test_a_worker_leaves_a_trainer_that_was_stopped_unless_it_was_asked_to_wait(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", wait=False)
+        await swarm.wait_step(1)
+        await swarm.stop_trainer()
+        with pytest.raises(NetworkError, match=r"was stopped and may be resumed: .* --wait waits"):
+            await worker.ended(10.0)
+
+
+async def test_a_run_that_fails_tells_its_watchers_why(tmp_path: Path, model_dir: Path) -> None:
+    rollouts = {"batch_timeout_s": 1.0, "max_empty_batches": 3}
+    async with Swarm(tmp_path, model_dir, rollouts=rollouts) as swarm:
+        await swarm.start_trainer()
+        async with Rogue(swarm, "watcher") as rogue:
+            stream = await (await rogue.control()).open_stream()
+            await send(stream, WatchHeads(0, -1))
+            said: object = None
+            async with asyncio.timeout(30.0):
+                while not isinstance(said, RunEnded):
+                    said = await receive_reply(stream, HeadNotice | Heads | RunEnded)  # type: ignore[arg-type]
+        with pytest.raises(RunFailed) as failed:
+            await swarm.trainer.ended(30.0)
+        assert said.outcome == "failed"
+        assert said.detail == str(failed.value)[: len(said.detail)] != ""
+
+
+async def test_a_worker_of_a_run_that_failed_leaves_with_its_reason(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm, HostileTrainer(swarm) as trainer:
+        await trainer.publish(0, policy(1))
+        worker = swarm.add_worker("w1")
+        await until(lambda: bool(swarm.fakes.loads("w1")))
+        await trainer.book.end("ten \x1b[2J empty batches", "failed")
+        with pytest.raises(RunFailed, match=r"^the run failed: ten \?\[2J empty batches$"):
+            await worker.ended(30.0)
+
+
+async def test_a_worker_that_finds_a_run_that_is_over_says_so(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=1) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.finished(60.0)
+        await swarm.workers["w1"].ended(30.0)
+        summary = json.loads((swarm.run_dir / "summary.json").read_text())
+        assert len(summary["workers"]) == 1
+
+
+async def test_a_worker_that_comes_when_a_run_is_over_leaves_at_once_and_says_so(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm, Finishing(swarm):
+        worker = swarm.add_worker("w1")
+        await worker.ended(20.0)  # no error: there was nothing to do
+
+
+class Finishing(HostileTrainer):
+    """A trainer that has reached its last step."""
+
+    async def reply(self, peer: bytes, stream: Stream, request: ControlRequest) -> None:
+        raise RemoteProtocolError(Reason.RUN_ENDED, "the run has reached its last step")
+
+
+async def test_a_trainer_that_finishes_admits_nobody(tmp_path: Path, model_dir: Path) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=1) as swarm:
+        await swarm.start_trainer()
+        async with Rogue(swarm, "watcher") as rogue, Rogue(swarm, "late") as late:
+            stream = await (await rogue.control()).open_stream()
+            await send(stream, WatchHeads(0, -1))  # the trainer stays until its watchers heard
+            await late.hello()
+            swarm.add_worker("w1")
+            reason = None
+            async with asyncio.timeout(60.0):
+                while reason is None:
+                    try:
+                        await late.hello()
+                    except Refused as refused:
+                        reason = refused.reason
+        assert reason == Reason.RUN_ENDED
+
+
+async def test_a_worker_on_its_way_back_to_a_trainer_that_was_killed_hears_of_the_end(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """A trainer that resumes at its last step ends at once, before workers have dialled it again."""
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1")
+        await swarm.wait_step(3)
+        await swarm.crash_trainer()
+        await asyncio.sleep(2.0)  # the worker's pauses between dials grow
+        saved = max(
+            int(path.name.split("_")[1]) for path in swarm.run_dir.glob("checkpoints/step_*")
+        )
+        await swarm.start_trainer(resume=True, max_steps=saved)
+        await swarm.finished()
+        await worker.ended(10.0)
+
+
+async def test_nodes_that_only_said_hello_are_not_in_the_summary(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=2) as swarm:
+        await swarm.start_trainer()
+        async with Rogue(swarm, "phantom") as rogue:
+            await rogue.hello()
+        worker = swarm.add_worker("w1")
+        summary = await swarm.finished(60.0)
+    assert set(summary["workers"]) == {worker.node_id.hex()[:10]}
+    assert set(summary["chunk_bytes_by_source"]) == {worker.node_id.hex()[:10]}
+
+
+def test_lines_about_what_goes_on_come_at_growing_distances() -> None:
+    now = 0.0
+    lines = LogBackoff(1.0, 600.0, clock=lambda: now)
+    said: list[float] = []
+    for tick in range(36_000):
+        now = tick / 10
+        if lines.due():
+            said.append(now)
+    assert said[:5] == [0.0, 1.0, 3.0, 7.0, 15.0]
+    assert len(said) < 20
+    assert max(b - a for a, b in itertools.pairwise(said)) <= 600.0
+    lines.reset()
+    assert lines.due()

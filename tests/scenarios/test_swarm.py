@@ -1,0 +1,260 @@
+"""A trainer and its workers from first version to last: joining, leaving, and what holds meanwhile."""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from support.memory_transport import MemoryNetwork
+from support.swarm import Running, Swarm, shaky, side_by_side, until
+from support.witness import Fakes, WitnessEngine, never_right, trained_ages
+
+from primerl.crypto.hashing import short
+from primerl.node.ops.errors import RunFailed
+
+KEEP = {"keep_versions": 1000}
+"""So that every head is still there at the end."""
+
+
+async def contributed(swarm: Swarm, workers: list[Running], timeout: float = 60.0) -> None:
+    """Wait until the trainer has accepted rollouts of each."""
+    wanted = {worker.node_id.hex() for worker in workers}
+    async with asyncio.timeout(timeout):
+        while True:
+            if wanted <= {row["id"] for row in await swarm.trainer.peers() if row["accepted"]}:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def hesitant(seed: int, longest_s: float) -> Callable[[], Awaitable[None]]:
+    chance = random.Random(seed)
+
+    async def pause() -> None:
+        await asyncio.sleep(chance.random() * longest_s)
+
+    return pause
+
+
+# -- the whole run -----------------------------------------------------------------------------------
+
+
+async def test_a_run_ends_by_itself_everywhere_and_leaves_its_summary(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        workers = [swarm.add_worker("w1"), swarm.add_worker("w2")]
+        summary = await swarm.finished()
+        for worker in workers:
+            await worker.ended()
+        heads = swarm.heads()
+    assert sorted(heads) == [(0, version) for version in range(4)]
+    assert summary["steps"] == 3
+    assert summary["rejected"].keys() <= {"stale"}  # a slow worker may come too late
+    assert summary["accepted"] >= 3 * 4 * 4  # every batch is made of accepted rollouts
+    assert [step for step, _ in summary["reward_curve"]] == [1, 2, 3]
+    assert (swarm.run_dir / "weights" / "step_3" / "model.safetensors").is_file()
+    assert (swarm.run_dir / "reward.png").stat().st_size
+
+
+async def test_ten_batches_without_signal_stop_the_run_with_advice(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, fakes=Fakes(reply=never_right)) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        with pytest.raises(RunFailed, match=r"10 batches in a row had no signal .*: use easier"):
+            await swarm.trainer.ended()
+
+
+async def test_ten_batches_that_nobody_fills_stop_the_run_with_advice(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, rollouts={"batch_timeout_s": 0.02}) as swarm:
+        await swarm.start_trainer()
+        with pytest.raises(
+            RunFailed, match=r"no batch came in 10 x .*: check `primerl-node peers`"
+        ):
+            await swarm.trainer.ended()
+
+
+# -- coming and going --------------------------------------------------------------------------------
+
+
+async def test_workers_from_before_with_and_after_the_trainer_all_contribute(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(pause=hesitant(3, 0.01))
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        await swarm.wait_step(0)
+        await swarm.crash_trainer()
+        early = swarm.add_worker("early")
+        await asyncio.sleep(0.2)
+        assert (await early.status())["phase"] == "joining"
+        await swarm.start_trainer(resume=True)
+        prompt = swarm.add_worker("prompt")
+        await swarm.wait_step(3)
+        late = swarm.add_worker("late")
+        await contributed(swarm, [early, prompt, late])
+
+
+async def test_the_leases_of_a_worker_that_says_goodbye_go_to_others_at_once(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes()
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, rollouts={"lease_timeout_s": 600.0}
+    ) as swarm:
+        await swarm.start_trainer()
+        engine = WitnessEngine(fakes, "leaver", for_ever)
+        swarm.add_worker("leaver", engine=engine)
+        await until(lambda: engine.waiting == 2 * 4)  # a newcomer is granted one lease
+        await swarm.stop_worker("leaver")
+        swarm.add_worker("heir")
+        await swarm.wait_step(3)
+        assert swarm.metrics()[-1]["leases/expired"] == 1
+    assert fakes.prompts("leaver") <= fakes.prompts("heir")
+
+
+async def test_the_leases_of_a_worker_that_vanishes_go_to_others_once_they_run_out(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes()
+    rollouts = {"lease_timeout_s": 0.5, "groups_per_batch": 4}
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, max_steps=10_000, rollouts=rollouts
+    ) as swarm:
+        await swarm.start_trainer()
+        engine = WitnessEngine(fakes, "lost", for_ever)
+        lost = swarm.add_worker("lost", engine=engine)
+        await until(lambda: engine.waiting == 2 * 4)  # a newcomer is granted one lease
+        swarm.network.partition(lost.node_id, swarm.trainer.node_id)
+        swarm.add_worker("heir")
+        # the heir is proven soon and waits for nobody: the run goes on before the lease has run out
+        await until(lambda: fakes.prompts("lost") <= fakes.prompts("heir"))
+        await until(lambda: any(line["leases/expired"] for line in swarm.metrics()))
+        await swarm.wait_step((await swarm.trainer.status())["version"] + 1)
+
+
+async def test_a_worker_that_was_killed_comes_back_with_its_directory_and_contributes(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(
+        tmp_path, model_dir, max_steps=10_000, rollouts={"lease_timeout_s": 0.5}
+    ) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("phoenix")
+        await swarm.wait_step(2)
+        await swarm.crash_worker("phoenix")
+        held = swarm.fakes.loads("phoenix")[-1].version
+        swarm.add_worker("phoenix")
+        await swarm.wait_step(held + 4)
+    versions = [event.version for event in swarm.fakes.loads("phoenix")]
+    assert versions == sorted(versions)
+
+
+# -- weights -----------------------------------------------------------------------------------------
+
+
+async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_nothing_else(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(words=3000, pause=hesitant(5, 0.002))
+    network = MemoryNetwork(delay=shaky(7, 0.002))
+    async with Swarm(
+        tmp_path, model_dir, network=network, fakes=fakes, max_steps=10_000, weights=KEEP
+    ) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        swarm.add_worker("w2")
+        await swarm.wait_step(2)
+        swarm.add_worker("w3")
+        names = ["w1", "w2", "w3"]
+        await until(lambda: all(fakes.prompts(one) and fakes.newest(one) >= 2 for one in names))
+        await swarm.stop_trainer()
+        heads = swarm.heads()
+    held = dict.fromkeys(names, -1)
+    for event in fakes.events:
+        if event.kind == "load":
+            assert event.version > held[event.name]
+            assert event.state == heads[0, event.version].state
+            held[event.name] = event.version
+        else:
+            assert event.version == held[event.name] >= 0
+    assert min(held.values()) >= 2
+
+
+async def two_workers(
+    tmp_path: Path, model_dir: Path, chunk_mib: float
+) -> tuple[Running, Running, dict[str, dict[str, int]]]:
+    """A run with a worker, and one that came when the first had weights: who got chunk bytes from whom."""
+    fakes = Fakes(words=40_000, pause=hesitant(1, 0.01))
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, max_steps=8, weights={"chunk_mib": chunk_mib}
+    ) as swarm:
+        await swarm.start_trainer()
+        first = swarm.add_worker("first")
+        await until(lambda: bool(fakes.loads("first")))
+        second = swarm.add_worker("second")
+        summary = await swarm.finished()
+        await second.ended()
+    return first, second, summary["chunk_bytes_by_source"]
+
+
+async def test_the_second_worker_fetches_most_weights_from_the_first(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    first, second, by_worker = await two_workers(tmp_path, model_dir, chunk_mib=1.0)
+    sources = by_worker[short(second.node_id)]
+    assert sources[short(first.node_id)] > 2 * sources["trainer"]
+    last = json.loads((second.data_dir / "last_status.json").read_text())
+    assert last["chunk_bytes_by_source"][short(first.node_id)] >= sources[short(first.node_id)]
+
+
+async def test_of_many_chunks_the_trainer_sends_each_about_once_to_two_workers(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    first, second, by_worker = await two_workers(tmp_path, model_dir, chunk_mib=0.003)
+    everything = sum(by_worker[short(second.node_id)].values())
+    from_trainer = sum(by_worker[short(one.node_id)]["trainer"] for one in (first, second))
+    assert from_trainer <= 1.5 * everything
+
+
+# -- staleness ---------------------------------------------------------------------------------------
+
+
+async def test_no_token_is_trained_that_is_older_than_the_bound(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    cases = [(0, 1), (0, 2), (1, 3), (2, 4), (2, 5)]
+    await side_by_side(lambda case: nothing_too_old(tmp_path, model_dir, *case), cases)
+
+
+async def nothing_too_old(tmp_path: Path, model_dir: Path, bound: int, seed: int) -> None:
+    network = MemoryNetwork(delay=shaky(seed, 0.003))
+    fakes = Fakes(pause=hesitant(seed, 0.006))
+    async with Swarm(
+        tmp_path / f"{seed}",
+        model_dir,
+        network=network,
+        fakes=fakes,
+        max_steps=8,
+        rollouts={"max_off_policy_steps": bound},
+    ) as swarm:
+        await swarm.start_trainer()
+        for name in ("w1", "w2", "w3"):
+            swarm.add_worker(name)
+        # Far slower than a step takes: what it brings is too old, some of it beyond the bound.
+        swarm.add_worker("slow", engine=WitnessEngine(fakes, "slow", hesitant(seed, 0.15)))
+        await swarm.wait_step(8)
+        batches = swarm.backend.batches
+    assert [batch.step for batch in batches] == list(range(1, 9))
+    ages = set[int]().union(*map(trained_ages, batches))
+    assert ages <= set(range(bound + 1))

@@ -1,0 +1,183 @@
+"""What `status` says that a run or a worker waits for, while it does, and before anything ends for it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.swarm import Running, Swarm, until
+from support.witness import Fakes, WitnessEngine, never_right
+
+from primerl.node.app.status_view import peer_rows
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.ops.errors import EngineError, NetworkError
+from primerl.node.p2p.peers import PeerTable
+
+PATIENT: dict[str, Any] = {"max_empty_batches": 1000, "batch_timeout_s": 30.0}
+
+
+async def told(node: Running) -> dict[str, Any]:
+    """What `status` says; of a node that does not answer yet, as soon as it does."""
+    while True:
+        with suppress(NetworkError):
+            return await node.status()
+        await asyncio.sleep(0.02)
+
+
+async def says(node: Running, *parts: str, other: Callable[[str], bool] = lambda said: True) -> str:
+    """Wait until a node says that it waits for something of these words; seconds are enough."""
+    said = ""
+    try:
+        async with asyncio.timeout(20.0):
+            while not (all(part in said for part in parts) and other(said)):
+                await asyncio.sleep(0.02)
+                said = (await told(node))["waiting_for"]
+    except TimeoutError:
+        pytest.fail(f"{parts} is not said, but {said!r}")
+    return said
+
+
+async def test_a_run_that_nobody_has_joined_says_how_to_join(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        said = await says(swarm.trainer, "no worker has joined", "primerl-node join")
+        assert said.startswith("0 of 4 groups are in")
+
+
+async def test_groups_of_equal_rewards_are_named_while_they_gather_and_when_batches_were_empty(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    slow = asyncio.Event()
+    answered = 0
+
+    async def pause() -> None:
+        nonlocal answered
+        answered += 1
+        if answered > 16:  # two tokens each for 2 groups of 4: the second lease stays out
+            await slow.wait()
+        await asyncio.sleep(0)
+
+    fakes = Fakes(reply=never_right, pause=pause)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, rollouts=PATIENT) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w", leases=1)
+        said = await says(swarm.trainer, "of equal rewards (0.00)")
+        assert "of 4 groups are in, all" in said
+        slow.set()
+        await says(
+            swarm.trainer,
+            "every group of the last 3 batches had equal rewards (0.00): ",
+            "stops after 1000 without signal",
+        )
+
+
+class LyingEngine(WitnessEngine):
+    """Its logprobs are not those of any policy."""
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        completion = await super().generate(request)
+        return replace(completion, logprobs=[-9.0] * len(completion.token_ids))
+
+
+async def test_a_run_whose_workers_are_all_refused_says_so_and_so_do_they(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, rollouts=PATIENT) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w", engine=LyingEngine(swarm.fakes, "w"))
+        await says(swarm.trainer, "every worker is refused work (banned: ", "primerl-node explain")
+        await says(worker, "resting", "refused work (", "primerl-node explain")
+
+
+async def test_a_worker_without_a_trainer_says_so(tmp_path: Path, model_dir: Path) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
+        await swarm.start_trainer()
+        await swarm.stop_trainer()
+        worker = swarm.add_worker("w")
+        await says(worker, "the trainer is not reached")
+        await swarm.start_trainer(resume=True)
+        await until(lambda: swarm.fakes.newest("w") >= 0)
+        await swarm.crash_trainer()
+        await says(worker, "the trainer is not reached", other=lambda said: "resting" not in said)
+
+
+async def test_a_worker_that_is_leased_nothing_says_why(tmp_path: Path, model_dir: Path) -> None:
+    fakes = Fakes(
+        last_step=0
+    )  # the trainer learns nothing before `go`: all that it can use is made soon
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=1000) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w")
+        await says(worker, "no work is leased: all that may be generated now is leased, or waits")
+        fakes.go.set()
+        await swarm.wait_step(1)
+
+
+async def test_a_worker_knows_what_its_work_comes_to(tmp_path: Path, model_dir: Path) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w")
+        async with asyncio.timeout(30.0):
+            while True:
+                status = await told(worker)
+                if (status["trust"] or 0) > 0.8 and status["engine"]["tokens_per_s"] > 0:
+                    break
+                await asyncio.sleep(0.05)
+        [row] = await swarm.trainer.peers()
+        assert abs(row["trust"] - status["trust"]) < 0.2
+
+
+async def test_a_peer_that_said_goodbye_has_left(tmp_path: Path, model_dir: Path) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w")
+        await until(lambda: swarm.fakes.newest("w") >= 0)
+        await swarm.stop_worker("w")
+        [row] = await swarm.trainer.peers()
+        assert row["left"]
+
+
+def test_a_peer_that_is_gone_is_silent_for_as_long_as_it_was_not_seen() -> None:
+    table = PeerTable()
+    for node, ago in ((b"a" * 32, 3.0), (b"b" * 32, 90.0), (b"c" * 32, None)):
+        table.get(node).last_seen = 0.0 if ago is None else time.time() - ago
+    rows = peer_rows(table, newest=0, leases={}, stats={}, reputations={}, own=bytes(32))
+    assert [round(row.silent_s) for row in sorted(rows, key=lambda row: row.id)] == [0, 90, 0]
+
+
+class UnfitEngine(WitnessEngine):
+    """An engine that will never start."""
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        raise EngineError("max_model_len (2048) is beyond the model's 1024 positions\x1b[2J")
+
+
+async def test_a_worker_that_dies_for_good_says_why_in_the_status_of_the_run(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", engine=UnfitEngine(swarm.fakes, "w1"))
+        with pytest.raises(EngineError, match="1024 positions"):
+            await worker.ended()
+        said = await says(swarm.trainer, "1 failed (max_model_len (2048) is beyond the model's")
+        assert said.isprintable()
+        swarm.add_worker("w1")  # mended
+        assert (await swarm.finished())["steps"] == 3
+
+
+async def test_a_worker_that_is_stopped_has_left_and_not_failed(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=1000) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.wait_step(1)
+        await swarm.stop_worker("w1")
+        assert "failed" not in await says(swarm.trainer, "1 left")

@@ -1,0 +1,175 @@
+"""Audits by validators without a swarm: a call, a validator driven by hand, and streams that only remember."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from support.protocol_cases import LEASE, RUN, STRANGER, TRAINER, WORKER
+from support.swarm import until
+
+from primerl.crypto.hashing import digest
+from primerl.crypto.keys import SecretKey
+from primerl.node.environments.environment import Branch
+from primerl.node.ops.errors import EngineError
+from primerl.node.trainer.audit_queue import AuditDesk
+from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
+from primerl.node.verification.calls import Answer, AuditCall, Chosen
+from primerl.node.verification.checks import CheckedRollout
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.messages import AuditDone, AuditJob, AuditRequest, AuditWait, WorkerStats
+from primerl.protocol.reports import AuditReport, MeasuredRow, UnreadableRow
+from primerl.protocol.session import HEADER_BYTES, decode, payload_size
+
+VALIDATOR = SecretKey.from_seed(bytes([4]) * 32)
+SECOND = SecretKey.from_seed(bytes([5]) * 32)
+NEVER = 2**40
+"""An expiry."""
+CLEAN = Measured(64, 0.0, 0.0, 0.0, 0.0, 0.0, -10.0)
+ODD = replace(CLEAN, logprob=0.04)
+"""Suspect by the bounds of protocol_cases, not guilty."""
+GUILTY = replace(CLEAN, fingerprint=1.4)
+
+
+def branch(length: int = 4) -> Branch:
+    """Two tokens of prompt, the others sampled by version 3."""
+    return Branch(
+        token_ids=[*range(5, 4 + length), 1],
+        sampled=[False] * 2 + [True] * (length - 2),
+        logprobs=[0.0] * 2 + [-0.5] * (length - 2),
+        policy_first=3,
+        policy_last=3,
+        finish="stop",
+    )
+
+
+def chosen(group: int, index: int, branches: int = 1) -> Chosen:
+    """A rollout to audit."""
+    items = [AuditItem([5, 6, 1], [], [-0.5], [3], b"") for _ in range(branches)]
+    return Chosen(CheckedRollout(group, index, [branch() for _ in range(branches)], 1.0), items)
+
+
+def call(*places: Chosen, sealed: bytes = b"bundle" * 100) -> AuditCall:
+    """An audit of these rollouts."""
+    return AuditCall(
+        sealed=sealed,
+        digest=digest(sealed),
+        lease=LEASE,
+        node=WORKER.node_id,
+        challenge=digest(b"challenge"),
+        chosen=places or (chosen(0, 0), chosen(1, 1)),
+        states={2: {}, 3: {}},
+        others={3: [2]},
+    )
+
+
+class Own:
+    """The trainer's own audits: what they would find, and how often they were asked."""
+
+    def __init__(self, *found: Measured | Unreadable, dead: bool = False) -> None:
+        self.found = found or (CLEAN, CLEAN)
+        self.calls: list[AuditCall] = []
+        self._dead = dead
+
+    async def audit(self, call: AuditCall) -> Answer:
+        """See Audits."""
+        self.calls.append(call)
+        if self._dead:
+            raise EngineError("dead")
+        return Answer(
+            [[one] * len(c.items) for c, one in zip(call.chosen, self.found, strict=False)]
+        )
+
+
+@dataclass
+class Told:
+    """A stream that keeps what was written to it."""
+
+    data: bytearray = field(default_factory=bytearray)
+    broken: Exception | None = None
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """See Stream."""
+        if self.broken is not None:
+            raise self.broken
+        self.data += data
+
+    async def read_exact(self, size: int) -> bytes:
+        """What was written, from the front."""
+        taken = bytes(self.data[:size])
+        del self.data[:size]
+        return taken
+
+    async def finish(self) -> None:
+        """See Stream."""
+
+    async def abort(self) -> None:
+        """See Stream."""
+
+
+def desk(*validators: SecretKey, **settings: Any) -> AuditDesk:
+    """A desk that believes these validators."""
+    nodes = [key.node_id for key in validators or (VALIDATOR,)]
+    base: dict[str, Any] = {"run_id": RUN, "trainer": TRAINER.node_id, "validators": nodes}
+    more: dict[str, Any] = {"timeout_s": 5.0, **settings}
+    return AuditDesk(**base, **more)
+
+
+async def request(
+    desk: AuditDesk,
+    key: SecretKey = VALIDATOR,
+    versions: Sequence[int] = (2, 3),
+    term: int = 0,
+    stream: Told | None = None,
+) -> tuple[AuditJob | AuditWait, bytes]:
+    """One request: the reply and the bytes behind it. Raises what the desk refuses with."""
+    told = stream or Told()
+    await desk.hand_out(key.node_id, told, AuditRequest(term, tuple(versions), WorkerStats(3)))
+    size = payload_size(bytes(told.data[:HEADER_BYTES]))
+    end = HEADER_BYTES + size
+    reply: AuditJob | AuditWait = decode(
+        bytes(told.data[HEADER_BYTES:end]),
+        AuditJob | AuditWait,  # type: ignore[arg-type]
+    )
+    return reply, bytes(told.data[end:])
+
+
+def report(job: AuditJob, /, *found: Measured | Unreadable, **changes: Any) -> AuditReport:
+    """An honest report of a job, but for `changes`."""
+    measured: list[MeasuredRow] = []
+    unreadable: list[UnreadableRow] = []
+    for place, one in zip(job.chosen, found or (CLEAN, CLEAN), strict=True):
+        if isinstance(one, Unreadable):
+            unreadable.append(UnreadableRow(place.group, place.rollout, one.proof, one.detail))
+        else:
+            values = (one.fingerprint, one.sampling, one.sampling_max, one.logprob)
+            more = (one.logprob_max, one.other_policy)
+            measured.append(MeasuredRow(place.group, place.rollout, one.tokens, *values, *more))
+    made = AuditReport(job.job, job.submission, job.challenge, tuple(measured), tuple(unreadable))
+    return msgspec.structs.replace(made, **changes)
+
+
+def sealed(report: AuditReport, key: SecretKey = VALIDATOR, **changes: Any) -> AuditDone:
+    """A report as a validator says it."""
+    where: dict[str, Any] = {"recipient": TRAINER.node_id, "expires": NEVER, "run": RUN, **changes}
+    purpose, run = where.pop("purpose", Purpose.AUDIT), where.pop("run")
+    return AuditDone(seal(key, purpose, run, report, **where))
+
+
+async def serve(desk: AuditDesk, key: SecretKey, *found: Measured | Unreadable) -> None:
+    """A validator that reports the same of every job, until it is cancelled or refused."""
+    while True:
+        reply, _ = await request(desk, key)
+        if isinstance(reply, AuditJob):
+            await desk.take_in(key.node_id, sealed(report(reply, *found), key))
+
+
+async def present(desk: AuditDesk, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
+    """The request of a validator that waits for a job, once the desk knows of it."""
+    waiting = asyncio.create_task(request(desk, key))
+    await until(lambda: desk.seats[key.node_id].waiting > 0)
+    return waiting
+
+
+__all__ = ["STRANGER", "TRAINER", "WORKER"]

@@ -1,0 +1,162 @@
+"""Honest branches by a real engine, and what cheats make of them, for the tests of auditors."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from msgspec import structs
+from support.engine_cases import FP32, make_qwen3
+from support.protocol_cases import MANIFEST, PROOFS
+from support.update_cases import blended
+from torch import Tensor
+
+from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.hf import HfEngine
+from primerl.node.inference.network import build_network
+from primerl.node.verification.auditor import AuditItem, Measured, Reply, Unreadable
+from primerl.node.weights.state import State
+from primerl.protocol.manifests import RunManifest, SamplingContract
+
+TEMPERATURE = 0.8
+LENGTH = 96
+OWN, NEAR, FAR = 5, 6, 9
+"""Versions: the one that honest branches claim, one that differs a little, and another model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its policy versions and honest branches of version OWN."""
+
+    run: RunManifest
+    model_dir: Path
+    states: dict[int, State]
+    honest: list[AuditItem]
+
+    @cached_property
+    def item(self) -> AuditItem:
+        """One of them, of one reply."""
+        return self.honest[0]
+
+    def forged(self, item: AuditItem, version: int = OWN) -> AuditItem:
+        """`item` with the logprobs and the proof that a prefill of its tokens gives."""
+        return self.claimed(item, *self.prefill(item, version))
+
+    def prefill(self, item: AuditItem, version: int = OWN) -> tuple[Tensor, Tensor]:
+        """Of the sampled tokens, the states [S, d] that led to them and their logprobs [S]."""
+        network = build_network(
+            self.model_dir, self.states[version], dtype=self.run.proofs.dtype, device="cpu"
+        )
+        places = [place for reply in item.replies for place in range(reply.start, reply.end)]
+        with torch.inference_mode():
+            hidden = network.hidden(torch.tensor([item.token_ids]))[0]
+            led = hidden[torch.tensor(places) - 1]
+            logprobs = torch.log_softmax(network.logits(led).float() / TEMPERATURE, -1)
+            tokens = torch.tensor([item.token_ids[place] for place in places])
+            return led, logprobs.gather(1, tokens[:, None])[:, 0]
+
+    def claimed(self, item: AuditItem, hidden: Tensor, logprobs: Tensor) -> AuditItem:
+        """`item` with these logprobs [S] and the proof of these hidden states [S, d]."""
+        counts = [reply.end - reply.start for reply in item.replies]
+        make = Projection().make
+        proof = b"".join(make(part.float().numpy()) for part in hidden.split(counts))
+        return replace(item, logprobs=logprobs.tolist(), proof=proof)
+
+
+def make_run(dtype: str) -> RunManifest:
+    """A run of that numerics class."""
+    proofs = structs.replace(PROOFS, dtype=dtype)
+    sampling = SamplingContract(TEMPERATURE, LENGTH)
+    return structs.replace(MANIFEST, proofs=proofs, sampling=sampling)
+
+
+async def make_case(
+    directory: Path,
+    dtype: str,
+    make: Callable[[Path, int], State] = make_qwen3,
+) -> Case:
+    """Two replies with a question between them in every fourth branch."""
+    torch.set_num_threads(1)
+    run = make_run(dtype)
+    first = make(directory / "own", 0)
+    far = make(directory / "far", 1)
+    near, _ = blended(first, far, 0.002)
+    states = {OWN: first, NEAR: near, FAR: far}
+    honest = await generate(directory / "own", first, dtype)
+    return Case(run, directory / "own", states, honest)
+
+
+async def generate(
+    model_dir: Path,
+    state: State,
+    dtype: str,
+    temperature: float = TEMPERATURE,
+    version: int = OWN,
+) -> list[AuditItem]:
+    """Branches of all lengths under `state`, in one batch; `version` is what they claim."""
+    engine = HfEngine(FP32.model_copy(update={"dtype": dtype, "device": "cpu"}))
+    await engine.start(model_dir, fingerprint="projection")
+    try:
+        await engine.load(version, state)
+        items = await asyncio.gather(
+            *(_play(engine, number, temperature, version) for number in range(12))
+        )
+    finally:
+        await engine.close()
+    return list(items)
+
+
+async def _play(engine: HfEngine, number: int, temperature: float, version: int) -> AuditItem:
+    request = GenerateRequest(
+        prompt=tuple(b"tell me more about %d" % number),
+        max_tokens=LENGTH - 7 * number,
+        temperature=temperature,
+        seed=1000 + number,
+        stop_token_ids=(),
+    )
+    item = item_of(request, await engine.generate(request), version)
+    if number % 4 != 3:
+        return item
+    question = (*item.token_ids, *b" and then?")
+    request = replace(request, prompt=question, max_tokens=9, seed=2000 + number)
+    return joined(item, item_of(request, await engine.generate(request), version))
+
+
+def item_of(request: GenerateRequest, completion: Completion, version: int) -> AuditItem:
+    """The branch of one reply."""
+    start, count = len(request.prompt), len(completion.token_ids)
+    return AuditItem(
+        token_ids=[*request.prompt, *completion.token_ids],
+        replies=[Reply(start, start + count, request.seed)],
+        logprobs=completion.logprobs,
+        versions=[version] * count,
+        proof=completion.proof,
+    )
+
+
+def joined(first: AuditItem, second: AuditItem) -> AuditItem:
+    """The branch of `second`, which goes on where `first` ends, with the replies of both."""
+    return AuditItem(
+        token_ids=second.token_ids,
+        replies=[*first.replies, *second.replies],
+        logprobs=[*first.logprobs, *second.logprobs],
+        versions=[*first.versions, *second.versions],
+        proof=first.proof + second.proof,
+    )
+
+
+def with_token(item: AuditItem, place: int, token: int) -> AuditItem:
+    """`item` with another token at `place`."""
+    tokens = list(item.token_ids)
+    tokens[place] = token
+    return replace(item, token_ids=tokens)
+
+
+def measured(answers: Sequence[Measured | Unreadable]) -> list[Measured]:
+    """All of them, which must have been measured."""
+    found = [one for one in answers if isinstance(one, Measured)]
+    assert len(found) == len(answers), answers
+    return found

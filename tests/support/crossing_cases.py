@@ -1,0 +1,97 @@
+"""Branches as stages of a pipeline would have made them, one of them perhaps with other weights."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from support.auditor_cases import TEMPERATURE, Case
+from support.engine_cases import SHAPE, make_qwen3
+
+from primerl.node.inference.boundary_states import crossing
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.inference.qwen3 import Qwen3Network
+from primerl.node.inference.qwen3_shapes import shapes
+from primerl.node.models import huggingface
+from primerl.node.models.tensors import from_torch, to_torch
+from primerl.node.pipeline.activations import rounded
+from primerl.node.verification.auditor import AuditItem, Boundary
+from primerl.node.weights.state import State
+from primerl.protocol.pipelines import Encoding
+
+DEEP = SHAPE.model_copy(update={"num_hidden_layers": 4})
+CUTS = (1, 3)
+"""Three stages of a deep model: one layer, two, and one."""
+
+
+def make_deep(directory: Path, seed: int) -> State:
+    """A model of four layers."""
+    return make_qwen3(directory, seed, DEEP)
+
+
+def coarse(state: State, bits: int) -> State:
+    """The same with the weights of its layers' matrices in so many bits, scaled row by row."""
+    most = 2 ** (bits - 1) - 1
+    found = dict(state)
+    for name, tensor in state.items():
+        if len(tensor.shape) != 2 or "layers." not in name:
+            continue
+        weights = to_torch(tensor).float()
+        scale = weights.abs().amax(1, keepdim=True) / most
+        found[name] = from_torch(((weights / scale).round() * scale).to(torch.bfloat16))
+    return found
+
+
+def staged(
+    case: Case,
+    item: AuditItem,
+    states: Sequence[State],
+    cuts: Sequence[int] = CUTS,
+    encoding: Encoding = "raw",
+) -> AuditItem:
+    """`item` as stages with these weights, one state each, would have told of it; its tokens stay."""
+    config = huggingface.load_config(case.model_dir)
+    edges = [0, *cuts, config.num_hidden_layers]
+    places = [place for reply in item.replies for place in range(reply.start, reply.end)]
+    led = torch.tensor(places) - 1
+    tokens = torch.tensor(item.token_ids)
+    positions = torch.arange(len(tokens))
+    boundaries: list[Boundary] = []
+    with torch.inference_mode():
+        x = logprobs = torch.empty(0)
+        for number, state in enumerate(states):
+            layers = range(edges[number], edges[number + 1])
+            own = {name: state[name] for name in shapes(config, layers)}
+            network = Qwen3Network(
+                config,
+                own,
+                dtype=case.run.proofs.dtype,
+                device=torch.device("cpu"),
+                layers=layers,
+            )
+            x = x if number else network.embedded(tokens)
+            x = network.through(x, positions, network.among([len(tokens)]))
+            if number < len(cuts):
+                x = rounded(x, encoding)
+                boundaries.append(Boundary(layers.stop, encoding, crossing(x[led])))
+            else:
+                logprobs = torch.log_softmax(network.logits(x[led]).float() / TEMPERATURE, -1)
+    drawn = torch.tensor([item.token_ids[place] for place in places])
+    counts = [reply.end - reply.start for reply in item.replies]
+    make = Projection().make
+    return replace(
+        item,
+        logprobs=logprobs.gather(1, drawn[:, None])[:, 0].tolist(),
+        proof=b"".join(make(part.float().numpy()) for part in x[led].split(counts)),
+        boundaries=boundaries,
+    )
+
+
+def garbage(item: AuditItem, number: int) -> AuditItem:
+    """`item` with bytes at boundary `number` that are no fingerprints."""
+    boundaries = list(item.boundaries)
+    size = len(boundaries[number].proof)
+    noise = np.random.default_rng(0).bytes(size)
+    boundaries[number] = replace(boundaries[number], proof=noise)
+    return replace(item, boundaries=boundaries)

@@ -1,0 +1,102 @@
+"""Small models, states and requests for the tests of engines."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.engine import Engine, GenerateRequest
+from primerl.node.models import huggingface
+from primerl.node.weights.state import State
+
+STOP = 258
+"""<|im_end|> of the byte-level tokenizer."""
+SHAPE = ModelCreateConfig(hidden_size=32, intermediate_size=64, head_dim=16, vocab_size=272)
+MAX_LENGTH = 256
+FP32 = EngineConfig(device="cpu", max_model_len=MAX_LENGTH)
+
+
+def make_qwen3(directory: Path, seed: int, shape: ModelCreateConfig = SHAPE) -> State:
+    """Create a model in `directory`; its bf16 state, ten times as sharp as a random model."""
+    huggingface.create(directory, shape, seed)
+    return sharp(huggingface.policy_state(huggingface.load_model(directory)))
+
+
+def make_llama(directory: Path, seed: int) -> State:
+    """The same for an architecture that only the general network computes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    huggingface.create(directory, SHAPE, seed)  # for the tokenizer and the stop tokens
+    config = LlamaConfig(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=STOP,
+        pad_token_id=256,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
+    return sharp(huggingface.policy_state(model))
+
+
+def sharp(state: State) -> State:
+    """Exactly 16 times the weights of the matrices: a distribution that differs between prompts."""
+    from primerl.node.models.tensors import from_torch, to_torch
+
+    return {
+        name: from_torch(to_torch(tensor) * 16) if len(tensor.shape) == 2 else tensor
+        for name, tensor in state.items()
+    }
+
+
+def reference_logprobs(
+    model_dir: Path, state: State, tokens: list[int], temperature: float
+) -> list[float]:
+    """log p(token i | tokens before) by one plain forward pass of transformers, 0.0 for the first."""
+    model: Any = huggingface.model_from_state(model_dir, state)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].float() / temperature
+    logprobs = torch.log_softmax(logits[:-1], -1)
+    targets = torch.tensor(tokens[1:])[:, None]
+    return [0.0, *logprobs.gather(1, targets)[:, 0].tolist()]
+
+
+def request(
+    text: str = "abc",
+    *,
+    seed: int = 1,
+    max_tokens: int = 12,
+    temperature: float = 1.0,
+    stop: tuple[int, ...] = (STOP,),
+) -> GenerateRequest:
+    return GenerateRequest(tuple(text.encode()), max_tokens, temperature, seed, stop)
+
+
+def varied_requests() -> list[GenerateRequest]:
+    """Requests that differ in everything: shared and other prompts, lengths, temperatures, stops."""
+    texts = ["abc", "abc", "a", "the longest prompt of them all", "abc", "xyz", "q", "xyz"]
+    return [
+        request(
+            text,
+            seed=100 + index,
+            max_tokens=3 + 5 * (index % 4),
+            temperature=0.6 + 0.2 * (index % 3),
+            stop=(STOP, *range(64 * (index % 3))),
+        )
+        for index, text in enumerate(texts)
+    ]
+
+
+async def started(engine: Engine, model_dir: Path, *states: State, fingerprint: str = "") -> Engine:
+    """`engine` with `states` loaded as versions 0, 1, ..."""
+    await engine.start(model_dir, fingerprint=fingerprint)
+    for version, state in enumerate(states):
+        await engine.load(version, state)
+    return engine

@@ -1,0 +1,159 @@
+"""Bare nodes that only exchange chunks, in one process: an origin, honest workers, and some that are not."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+
+from support.memory_transport import MemoryNetwork
+
+from primerl.crypto.hashing import digest
+from primerl.crypto.keys import SecretKey
+from primerl.node.p2p.arrivals import Arrivals
+from primerl.node.p2p.blobs import BlobServer
+from primerl.node.p2p.chunk_source import ChunkSource, PeerPaths
+from primerl.node.p2p.exchange import BlobFetcher
+from primerl.node.p2p.limits import Pacer
+from primerl.node.p2p.links import Links
+from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.router import Handler, Router
+from primerl.node.storage.chunk_store import MemoryStore, Store
+from primerl.protocol.manifests import ChunkRef
+from primerl.protocol.version import ALPN_BLOBS
+
+KIB = 1024
+
+
+def node_id(name: str) -> bytes:
+    """The id of the node of that name."""
+    return SecretKey.from_seed(digest(name.encode())).node_id
+
+
+def payload(count: int, size: int = 64 * KIB, seed: int = 0) -> list[bytes]:
+    """Chunks of an artifact."""
+    chance = random.Random(seed)
+    return [chance.randbytes(size) for _ in range(count)]
+
+
+def references(chunks: Sequence[bytes]) -> list[ChunkRef]:
+    """What a manifest says of them."""
+    return [ChunkRef(digest(chunk), len(chunk)) for chunk in chunks]
+
+
+def lines(rates: dict[bytes, float]) -> Callable[[bytes, int], Awaitable[None]]:
+    """Uplinks of so many bytes a second, by node; others have no limit."""
+    free_at: dict[bytes, float] = {}
+
+    async def uplink(source: bytes, size: int) -> None:
+        rate = rates.get(source)
+        if rate is not None:
+            now = time.monotonic()
+            free_at[source] = max(free_at.get(source, now), now) + size / rate
+            await asyncio.sleep(free_at[source] - now)
+
+    return uplink
+
+
+async def until(true: Callable[[], object], timeout: float = 60.0) -> None:
+    """Wait for something that a test can see."""
+    async with asyncio.timeout(timeout):
+        while True:
+            if true():
+                return
+            await asyncio.sleep(0.005)
+
+
+class Bare:
+    """One node: it serves what it holds, or answers as `handler` does."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        name: str,
+        *,
+        store: Store | None = None,
+        handler: Handler | None = None,
+        pacer: Pacer | None = None,
+        seeds: Sequence[ChunkSource] = (),
+        paths: PeerPaths | None = None,
+    ) -> None:
+        self.id = node_id(name)
+        self.network = network
+        self.store = store or MemoryStore(max_bytes=1 << 30)
+        self.transport = network.transport(self.id)
+        self.peers = PeerTable()
+        self.links = Links(self.transport, self.peers, connect_timeout_s=2.0)
+        self.arrivals = Arrivals()
+        self.server = BlobServer(self.store, self.arrivals, pacer or Pacer(0))
+        self.fetcher = BlobFetcher(
+            self.links, self.peers, self.store, self.arrivals, seeds=seeds, paths=paths
+        )
+        self.router = Router(
+            self.transport,
+            self.peers,
+            {ALPN_BLOBS: handler or self.server.handle},
+            max_streams_per_peer=64,
+            max_peers=64,
+        )
+
+    def hold(self, chunks: Sequence[bytes]) -> None:
+        """Put chunks into the store, as if they had been fetched."""
+        for chunk in chunks:
+            self.arrivals.arrived(self.store.put(chunk))
+
+    def holds(self, chunks: Sequence[ChunkRef]) -> bool:
+        """Whether it has them all."""
+        return all(self.store.has(chunk.digest) for chunk in chunks)
+
+    async def fetch(
+        self, chunks: Sequence[ChunkRef], neighbours: Sequence["Bare"], origin: "Bare"
+    ) -> None:
+        """As a worker does, knowing the addresses of those it names."""
+        for one in [*neighbours, origin]:
+            self.peers.hint(one.id, one.transport.addresses())
+        others = [one.id for one in neighbours if one is not self]
+        await self.fetcher.fetch(chunks, others, origin.id)
+
+
+class World:
+    """Nodes that are up while the context lasts."""
+
+    def __init__(self, network: MemoryNetwork | None = None) -> None:
+        self.network = network or MemoryNetwork()
+        self._stack = AsyncExitStack()
+        self._running: list[asyncio.Task[None]] = []
+
+    def add(self, name: str, *, handler: Handler | None = None, **parts: object) -> Bare:
+        """A node that is up from now on."""
+        bare = Bare(self.network, name, handler=handler, **parts)  # type: ignore[arg-type]
+        self._running.append(asyncio.create_task(bare.router.run()))
+        self._stack.push_async_callback(bare.transport.close)
+        self._stack.push_async_callback(bare.links.close)
+        return bare
+
+    async def __aenter__(self) -> "World":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+        for task in self._running:
+            task.cancel()
+        await asyncio.wait(self._running)
+
+
+def copies_sent(origin: Bare, chunks: Sequence[ChunkRef]) -> float:
+    """How often the origin gave the artifact away."""
+    return sum(origin.server.served.values()) / sum(chunk.size for chunk in chunks)
+
+
+def bytes_of(counted: Counter[bytes], *nodes: Bare) -> int:
+    """What was counted for these nodes."""
+    return sum(counted[node.id] for node in nodes)

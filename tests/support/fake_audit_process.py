@@ -1,0 +1,64 @@
+"""A process that measures nothing and does what the first token of an item says: to hang, to die, to lie.
+
+Run as a program; all but what measures is that of the real one (verification/process.py). Without torch it is
+up at once.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from primerl.node.ops.errors import EngineError
+from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
+from primerl.node.verification.messages import Setup
+from primerl.node.verification.process import main
+from primerl.node.weights.state import State
+
+FINE, HANGS, DIES, TIRED, BUGGY, MISCOUNTS, BROKEN, COUNTS = range(8)
+"""Tokens. FINE is measured: its second token comes back as the fingerprint; TIRED: no memory is left; BUGGY: an
+error that nobody expects; BROKEN: this state can never be measured; COUNTS says how many states came."""
+
+
+class Fake:
+    """Implements Measurer."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._states: list[State] = []
+
+    def measure(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """By the first token of each item."""
+        self._states += [
+            state for state in states.values() if not any(state is one for one in self._states)
+        ]
+        kinds = {item.token_ids[0] for item in items}
+        if HANGS in kinds:
+            time.sleep(600)
+        if DIES in kinds:
+            print("I was told to die", file=sys.stderr, flush=True)
+            os._exit(3)
+        if TIRED in kinds:
+            raise RuntimeError("out of memory")
+        if BUGGY in kinds:
+            raise KeyError("a bug")
+        if BROKEN in kinds:
+            raise EngineError("this state does not fit")
+        return [] if MISCOUNTS in kinds else [self._one(item) for item in items]
+
+    def free_spare_memory(self) -> None:
+        """There is none."""
+
+    def _one(self, item: AuditItem) -> Measured:
+        """What came, and which process measured it."""
+        kind, mark = item.token_ids
+        found = len(self._states) if kind == COUNTS else mark
+        return Measured(os.getpid(), found, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+if __name__ == "__main__":
+    main(Fake)

@@ -1,0 +1,136 @@
+"""The process of an environment, without the library: task i is scored as word i of `args.moods` says.
+
+Run as a program by HostedEnvironment; all but the environment is that of the real one (environments/host.py).
+"""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+
+from support.counting_environment import ASK, STOP, counting_task
+
+from primerl.node.config.run import EnvironmentConfig
+from primerl.node.environments.environment import (
+    Branch,
+    EnvironmentFailed,
+    EnvironmentStuck,
+    Episode,
+    Policy,
+    Score,
+    Split,
+    Task,
+)
+from primerl.node.environments.exchange import Exchange, Stuck
+from primerl.node.environments.host import main
+from primerl.node.environments.host_frames import SetUp
+from primerl.node.environments.outcome import branch
+from primerl.node.environments.replay import Recording
+
+PROMPT = [ASK, 40]
+"""Of every task."""
+
+
+class Moody:
+    """Single turns; every reply earns 1, if its task lets it."""
+
+    def __init__(self, set_up: SetUp) -> None:
+        self._config = EnvironmentConfig.model_validate_json(set_up.config)
+        self._moods: list[str] = self._config.args["moods"].split()
+
+    name = "moody"
+    status = ""
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    async def task(self, index: int, split: Split = "train") -> Task:
+        """Task number `index`."""
+        if self._mood(index) == "unloadable":
+            spin()
+        return counting_task(index, split)
+
+    async def prompt(self, task: Task) -> list[int]:
+        """See Environment."""
+        return list(PROMPT)
+
+    async def demonstration(self, task: Task) -> None:
+        """There is none."""
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """One turn."""
+        try:
+            return await self._play(task, policy)
+        except (EnvironmentFailed, EnvironmentStuck) as error:
+            return Episode(branches=[], score=Score(0.0), error=str(error))
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        """Play again with the recorded turn."""
+        return (await self._play(task, Recording(branches, stop_token_ids=(STOP,)))).score
+
+    async def _play(self, task: Task, policy: Policy) -> Episode:
+        deadline = self._config.timeout_s
+        exchange = Exchange(policy, max_tokens=4, stop_token_ids=(STOP,), deadline=deadline)
+        prompt = PROMPT
+        try:
+            async with exchange.bounded():
+                said = await exchange.sample(prompt)
+                await behave(self._mood(task.index))
+        except Stuck as error:
+            raise EnvironmentStuck(str(error)) from error
+        mask = [False] * len(prompt) + [True] * len(said.token_ids)
+        logprobs = [0.0] * len(prompt) + said.logprobs
+        return Episode([branch([*prompt, *said.token_ids], mask, logprobs, [said])], Score(1.0))
+
+    def _mood(self, index: int) -> str:
+        return self._moods[index % len(self._moods)]
+
+
+def spin() -> None:
+    """Never return; other threads run."""
+    while True:
+        pass
+
+
+async def behave(mood: str) -> None:
+    """What the code of a reward does."""
+    match mood:
+        case "raises":
+            raise EnvironmentFailed("no such thing")
+        case "hangs":
+            await asyncio.Event().wait()
+        case "yields":
+            while True:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        case "spins":
+            await asyncio.gather(asyncio.sleep(0), spin_in_a_task())
+        case "regex":
+            re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter for years
+        case "blocks":
+            time.sleep(3600)  # noqa: ASYNC251
+        case "dies":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "exits":
+            os._exit(3)
+        case "waits":
+            await asyncio.sleep(0.3)
+        case "heavy":
+            end = time.monotonic() + 0.2
+            while time.monotonic() < end:
+                pass
+        case _:
+            pass
+
+
+async def spin_in_a_task() -> None:
+    """What a library does that scores by asyncio.gather()."""
+    spin()
+
+
+if __name__ == "__main__":
+    main(Moody)

@@ -1,0 +1,65 @@
+"""A policy of small leases, five nodes, and grants, for the tests of the lease book."""
+
+from collections.abc import Callable
+from typing import Any
+
+from support.protocol_cases import NOW
+
+from primerl.crypto.hashing import digest
+from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, Share
+from primerl.protocol.reputation import Reputation
+
+A, B, C, D, E = (bytes([n]) * 32 for n in (10, 11, 12, 13, 14))
+SEED = digest(b"seed")
+ALONE = Share()
+"""Fully trusted, nobody waits."""
+STRANGER = Share(Reputation().trust_low)
+
+
+def task_digest(index: int) -> bytes:
+    return digest(b"task %d" % index)
+
+
+def policy(**changes: int) -> LeasePolicy:
+    """Batches of 8 groups, leases of 3, one version of staleness, two leases a node."""
+    values: dict[str, Any] = {
+        "group_size": 4,
+        "groups_per_batch": 8,
+        "groups_per_lease": 3,
+        "max_off_policy_steps": 1,
+        "leases_per_worker": 2,
+        "timeout_s": 60.0,
+        "max_bytes": 1000,
+    }
+    return LeasePolicy(**{**values, **changes})
+
+
+def grant(
+    book: LeaseBook,
+    node: bytes = A,
+    capacity: int = 100,
+    now: float = NOW,
+    digest_of: Callable[[int], bytes] = task_digest,
+    share: Share = ALONE,
+) -> Lease | None:
+    return book.grant(
+        node,
+        version=7,
+        capacity=capacity,
+        digest_of=digest_of,
+        seed=SEED,
+        now=now,
+        share=share,
+    )
+
+
+def granted(
+    book: LeaseBook, node: bytes = A, now: float = NOW, share: Share = ALONE, capacity: int = 100
+) -> Lease:
+    lease = grant(book, node, now=now, share=share, capacity=capacity)
+    assert lease is not None
+    return lease
+
+
+def indices(lease: Lease) -> list[int]:
+    return [task.index for task in lease.tasks]

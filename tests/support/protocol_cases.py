@@ -1,0 +1,398 @@
+"""Fixed keys, times and documents for the tests of protocol/ and the golden vectors.
+
+Everything here is a constant: changing one changes tests/vectors/protocol.json, which peers depend on.
+"""
+
+import pytest
+from msgspec import Struct, structs
+
+from primerl.crypto.hashing import NO_DIGEST, digest
+from primerl.crypto.keys import SecretKey
+from primerl.protocol import messages as m
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.leases import Lease, TaskRef
+from primerl.protocol.manifests import (
+    AdapterContract,
+    Artifact,
+    ChunkRef,
+    EnvironmentContract,
+    FileRef,
+    Holding,
+    ModelContract,
+    PeerRecord,
+    PolicyHead,
+    PolicyManifest,
+    ProofContract,
+    RunLimits,
+    RunManifest,
+    SamplingContract,
+    TensorInfo,
+    Thresholds,
+    Ticket,
+    encode,
+    run_id,
+)
+from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, StageOffer
+from primerl.protocol.reports import (
+    AuditReport,
+    CrossedRow,
+    MeasuredRow,
+    Place,
+    UnreadableRow,
+)
+from primerl.protocol.rollouts import (
+    Blamed,
+    BranchRecord,
+    Crossed,
+    Evidence,
+    GroupRecord,
+    PipelineVerdict,
+    Receipt,
+    Rejection,
+    RolloutRecord,
+    Span,
+    Submission,
+    Verdict,
+    pack_f32,
+    pack_u32,
+)
+from primerl.protocol.trust import EquivocationProof
+
+NOW = 1_800_000_000
+TRAINER = SecretKey.from_seed(bytes([1]) * 32)
+WORKER = SecretKey.from_seed(bytes([2]) * 32)
+STRANGER = SecretKey.from_seed(bytes([3]) * 32)
+
+CHUNK = ChunkRef(digest(b"chunk"), 5)
+
+PROOFS = ProofContract(
+    fingerprint="projection",
+    dtype="bfloat16",
+    reject=Thresholds(0.1, 0.05, 1.0, 0.06, 1.5, 12.0),
+    suspect=Thresholds(0.05, 0.02, 0.5, 0.03, 0.75, 5.0),
+    other_scale=0.5,
+    audit_rate=0.25,
+    false_bans=0.001,
+    honest_rollouts=20000,
+    honest_tokens=1280000,
+    source="hf against vllm",
+)
+
+MANIFEST = RunManifest(
+    name="demo",
+    created=NOW,
+    software="0.1.0",
+    trainer=TRAINER.node_id,
+    model=ModelContract(
+        name="tiny",
+        files=(FileRef("config.json", CHUNK), FileRef("tokenizer.json", CHUNK)),
+        base_state=digest(b"base state"),
+        vocab_size=512,
+        stop_token_ids=(1, 2),
+    ),
+    environment=EnvironmentContract("arithmetic", b'{"digits":1}', 7, "verifiers 0.4.0"),
+    sampling=SamplingContract(1.0, 64),
+    limits=RunLimits(
+        max_off_policy_steps=2,
+        group_size=8,
+        max_turns=1,
+        max_model_len=256,
+    ),
+    proofs=PROOFS,
+    max_steps=40,
+    nonce=digest(b"nonce"),
+)
+RUN = run_id(encode(MANIFEST))
+ADAPTED = structs.replace(
+    MANIFEST,
+    adapters=AdapterContract(rank=16, alpha=32.0, target_modules=("q_proj", "o_proj"), base=CHUNK),
+)
+"""A run that trains adapters."""
+OTHER_RUN = digest(b"another run")
+
+POLICY_MANIFEST = PolicyManifest(
+    run=RUN,
+    version=0,
+    state=digest(b"state 0"),
+    tensors=(TensorInfo("model.embed_tokens.weight", "BF16", (512, 32), digest(b"tensor")),),
+    artifacts=(
+        Artifact("anchor", -1, NO_DIGEST, "xor-zstd-1", 5, (CHUNK,)),
+        Artifact("delta", 3, digest(b"state 3"), "xor-zstd-1", 5, (CHUNK,)),
+    ),
+)
+LOCATED = structs.replace(
+    POLICY_MANIFEST,
+    artifacts=(structs.replace(POLICY_MANIFEST.artifacts[0], offsets=(21,)),),
+)
+"""A manifest that says where its tensors are."""
+
+TICKET = Ticket(
+    run=RUN,
+    trainer=TRAINER.node_id,
+    addresses=("192.0.2.1:4000", "[2001:db8::1]:4000"),
+    discovery=("/ip4/192.0.2.1/tcp/4001",),
+    issued=NOW,
+    expires=NOW + 3600,
+    id=bytes(range(16)),
+    label="friends",
+    uses=8,
+)
+
+RECORD = PeerRecord(
+    node=WORKER.node_id,
+    role="inference",
+    software="0.1.0",
+    addresses=("192.0.2.2:4000",),
+    discovery=(),
+    share_address=True,
+)
+
+HOLDING = Holding(node=WORKER.node_id, term=1, version=3, complete=True)
+
+LEASE = Lease(
+    lease_id=2**32 + 5,
+    tasks=(TaskRef(11, digest(b"task 11")), TaskRef(12, digest(b"task 12"))),
+    group_size=2,
+    seed=digest(b"lease seed"),
+    min_version=3,
+    deadline=NOW + 120.5,
+    max_bytes=1 << 20,
+)
+
+
+def head(
+    version: int = 0,
+    *,
+    term: int = 0,
+    previous: bytes = NO_DIGEST,
+    state: bytes | None = None,
+    manifest: bytes | None = None,
+) -> PolicyHead:
+    """A head; `state` and `manifest` are what two heads of one version may differ in."""
+    return PolicyHead(
+        term=term,
+        version=version,
+        previous=previous,
+        state=state or digest(b"state %d" % version),
+        manifest=manifest or digest(b"manifest %d" % version),
+        manifest_size=1000,
+        created=NOW,
+        expires=NOW + 3600,
+    )
+
+
+def sealed_head(
+    what: PolicyHead, key: SecretKey = TRAINER, run: bytes = RUN, expires: int = NOW + 3600
+) -> bytes:
+    """A head as it is gossiped."""
+    return seal(key, Purpose.HEAD, run, what, expires=expires, sequence=what.version)
+
+
+SEALED_LEASE = seal(
+    TRAINER,
+    Purpose.LEASE,
+    RUN,
+    LEASE,
+    recipient=WORKER.node_id,
+    sequence=LEASE.lease_id,
+    expires=NOW + 180,
+)
+
+BRANCH = BranchRecord(
+    tokens=pack_u32([5, 6, 7, 1]),
+    sampled=bytes([0, 0, 1, 1]),
+    logprobs=pack_f32([-0.5, -0.25]),
+    policy_first=3,
+    policy_last=4,
+    finish="stop",
+    spans=(Span(0, 3), Span(1, 4)),
+    proof=bytes(range(16)),
+)
+
+SUBMISSION = Submission(
+    lease=SEALED_LEASE,
+    groups=(
+        GroupRecord(
+            11,
+            digest(b"task 11"),
+            (RolloutRecord((BRANCH,), 1.0, ""), RolloutRecord((), 0.0, "tool failed")),
+        ),
+        GroupRecord(12, digest(b"task 12"), ()),
+    ),
+    engine="scripted",
+)
+SUBMITTED = digest(b"submission")
+RECEIPT = Receipt(SUBMITTED, LEASE.lease_id, NOW)
+VERDICT = Verdict(
+    submission=SUBMITTED,
+    lease_id=LEASE.lease_id,
+    accepted=1,
+    rejections=(
+        Rejection(0, 1, Reason.ENVIRONMENT_ERROR, "tool failed"),
+        Rejection(1, 0, Reason.MISSING_INDEX, ""),
+    ),
+    audited=1,
+    rejected=2,
+    challenge=digest(b"challenge"),
+    evidence=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
+    validator=STRANGER.node_id,
+)
+REPORT = AuditReport(
+    job=7,
+    submission=SUBMITTED,
+    challenge=digest(b"challenge"),
+    measured=(MeasuredRow(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
+    unreadable=(UnreadableRow(1, 1, True, "cut short"),),
+    failed="",
+)
+PROOF = EquivocationProof(
+    sealed_head(head(1, state=digest(b"left"))), sealed_head(head(1, state=digest(b"right")))
+)
+
+PLAN = PipelinePlan(
+    group=digest(b"group"),
+    generation=2,
+    stages=(Stage(WORKER.node_id, 0, 14), Stage(STRANGER.node_id, 14, 28)),
+    spares=(TRAINER.node_id,),
+    shape=PipelineShape(
+        engine="vllm",
+        software="0.1.0",
+        dtype="bfloat16",
+        hidden_size=1024,
+        max_model_len=4096,
+        max_sequences=64,
+        max_step_tokens=2048,
+        block_size=16,
+        kv_tokens=65536,
+        micro_batches=4,
+        encoding="fp8",
+        fingerprint="projection",
+    ),
+)
+OFFER = StageOffer(
+    memory_bytes=24 * 2**30,
+    engine="vllm",
+    software="0.1.0",
+    rank=1,
+    world_size=2,
+    name="home",
+    encoding="fp8",
+    round_trips={STRANGER.node_id: 20.5},
+    bandwidths={STRANGER.node_id: 1e7},
+)
+
+TO_WORKER = WORKER.node_id
+ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
+    Purpose.RUN: (TRAINER, MANIFEST, bytes(32)),
+    Purpose.TICKET: (TRAINER, TICKET, bytes(32)),
+    Purpose.HEAD: (TRAINER, head(0), bytes(32)),
+    Purpose.PEER: (WORKER, RECORD, bytes(32)),
+    Purpose.LEASE: (TRAINER, LEASE, TO_WORKER),
+    Purpose.SUBMISSION: (WORKER, SUBMISSION, TRAINER.node_id),
+    Purpose.RECEIPT: (TRAINER, RECEIPT, TO_WORKER),
+    Purpose.VERDICT: (TRAINER, VERDICT, TO_WORKER),
+    Purpose.EQUIVOCATION: (WORKER, PROOF, bytes(32)),
+    Purpose.HOLDING: (WORKER, HOLDING, bytes(32)),
+    Purpose.AUDIT: (STRANGER, REPORT, TRAINER.node_id),
+    Purpose.PIPELINE: (TRAINER, PLAN, bytes(32)),
+}
+"""Purpose -> who signs what to whom."""
+
+
+SPLIT_SUBMISSION = structs.replace(
+    SUBMISSION,
+    plan=seal(TRAINER, Purpose.PIPELINE, RUN, PLAN, sequence=9, expires=NOW + 3600),
+    crossed=(Crossed(0, 0, 0, (bytes(range(16)),)),),
+)
+"""One whose tokens were drawn by a pipeline, and what is found out about it."""
+SPLIT_VERDICT = structs.replace(
+    VERDICT,
+    pipeline=PipelineVerdict(
+        PLAN.group,
+        PLAN.generation,
+        (WORKER.node_id, STRANGER.node_id),
+        (Blamed(0, 0, (0.25,), (1,)),),
+    ),
+)
+SPLIT_REPORT = structs.replace(REPORT, crossed=(CrossedRow(0, 0, (0.25,)),))
+
+
+def sealed(purpose: Purpose) -> bytes:
+    """The envelope of one purpose."""
+    key, body, recipient = ENVELOPES[purpose]
+    return seal(key, purpose, RUN, body, recipient=recipient, sequence=9, expires=NOW + 3600)
+
+
+SEALED_RECORD = sealed(Purpose.PEER)
+NOTICE = m.HeadNotice(sealed_head(head(0)), encode(POLICY_MANIFEST))
+STATS = m.WorkerStats(3, 0.5, 0.25, chunk_bytes={"trainer": 1000, "aabbccddee": 2**40})
+
+MESSAGES: tuple[m.Message, ...] = (
+    m.Hello(2, "inference", "0.1.0", sealed(Purpose.TICKET), SEALED_RECORD, NOW),
+    m.Welcome(sealed(Purpose.RUN), "0.1.0", 2, NOW),
+    m.WatchHeads(1, -1),
+    NOTICE,
+    m.RunEnded("40 steps are done", "stopped"),
+    m.GetHeads(-1),
+    m.Heads((NOTICE, m.HeadNotice(sealed_head(head(1))))),
+    m.LeaseRequest(2, STATS),
+    m.LeaseReply(
+        (SEALED_LEASE,), (sealed(Purpose.VERDICT),), (SEALED_RECORD,), 500, (SEALED_RECORD,)
+    ),
+    m.SubmitOffer(SUBMITTED, 4096, LEASE.lease_id),
+    m.SubmitFrom(1024),
+    m.Submitted(sealed(Purpose.RECEIPT)),
+    m.GetVerdicts(12),
+    m.Verdicts((sealed(Purpose.VERDICT),), 13),
+    m.AuditRequest(1, (2, 3), STATS),
+    m.AuditWait(50),
+    m.AuditJob(
+        job=7,
+        node=TO_WORKER,
+        submission=SUBMITTED,
+        size=4096,
+        challenge=digest(b"challenge"),
+        chosen=(Place(0, 0), Place(1, 1)),
+        versions=(2, 3),
+        others=(m.OtherPolicies(3, (2,)),),
+        seconds=120.5,
+    ),
+    m.AuditDone(sealed(Purpose.AUDIT)),
+    m.OfferStage(OFFER, PLAN.group, 2, (STRANGER.node_id,)),
+    m.StageWait(2000, (SEALED_RECORD,)),
+    m.StagePlanned(sealed(Purpose.PIPELINE), (SEALED_RECORD,), 5000),
+    m.OpenLine(sealed(Purpose.PIPELINE), 3),
+    m.PrepareVersion(PLAN.group, 2, 0, 7),
+    m.Prepared(7),
+    m.Probe(b"how far", 64),
+    m.SyncRecords((SEALED_RECORD,)),
+    m.Goodbye("stopped by its owner"),
+    m.Accepted(),
+    m.GetChunk(CHUNK.digest, 2000),
+    m.GetAnyChunk((CHUNK.digest, digest(b"another chunk")), urgent=True),
+    m.ChunkFollows(5, 1),
+    m.InLine(),
+    m.WatchChunks((CHUNK.digest, digest(b"another chunk"))),
+    m.HaveChunks(b"\x02"),
+    m.Refusal(Reason.BUSY, "the inbox is full"),
+)
+"""One of each message, every field said."""
+
+
+class refuses:
+    """`with refuses(Reason.X):` - the block must raise RemoteProtocolError for exactly that reason."""
+
+    def __init__(self, *reasons: Reason) -> None:
+        self._reasons = reasons
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            pytest.fail(f"nothing was refused; expected {self._reasons}")
+        if not isinstance(error, RemoteProtocolError):
+            return False
+        assert error.reason in self._reasons, str(error)
+        return True

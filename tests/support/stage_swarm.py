@@ -1,0 +1,147 @@
+"""Swarms of workers that share one model: of scripted stages, or of real engines, trainer and audits."""
+
+import asyncio
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.even_environment import EvenEnvironment
+from support.offer_cases import CONFIG
+from support.scripted_stages import ScriptedAuditor, ScriptedHead, ScriptedStage
+from support.swarm import Running, Swarm, make_model
+from support.witness import WitnessBackend
+
+from primerl.node.app import factories, worker
+from primerl.node.config.run import EngineConfig, EnvironmentConfig, RunConfig
+from primerl.node.environments.environment import Environment
+from primerl.node.inference.engine import Engine
+from primerl.node.memory_plan.stages import cannot_hold
+from primerl.node.verification.auditor import Auditor
+from primerl.node.weights.state import State, Tensor
+
+STALL_S = 6.0
+"""Above the beat of a line."""
+LAYERS = 4
+
+
+def make_cut_model(directory: Path) -> Path:
+    """A model directory of LAYERS layers for scripted stages."""
+    make_model(directory)
+    known = json.loads((directory / "config.json").read_text())
+    sized = {**CONFIG, **known, "num_hidden_layers": LAYERS}
+    (directory / "config.json").write_text(json.dumps(sized))
+    return directory
+
+
+class LayeredBackend(WitnessBackend):
+    """A WitnessBackend whose policy has tensors for every layer; all change at every step."""
+
+    async def state(self) -> State:
+        """The policy."""
+        state = dict(await super().state())
+        seed = int.from_bytes(state["history.weight"].data.tobytes(), "little")
+        layers = [f"model.layers.{layer}.weight" for layer in range(LAYERS)]
+        for number, name in enumerate(["model.embed_tokens.weight", *layers, "model.norm.weight"]):
+            bits = np.random.default_rng([seed, number]).integers(0, 2**16, 64, dtype="<u2")
+            state[name] = Tensor("BF16", (64,), bits)
+        return state
+
+
+def on_small_machines(patch: pytest.MonkeyPatch) -> None:
+    """Let every worker find a megabyte of free memory: not one sequence fits beside the model."""
+    patch.setattr(worker, "cannot_hold", partial(cannot_hold, free=1 << 20))
+
+
+class StageSwarm(Swarm):
+    """Workers are scripted stages; the trainer and everything between it and them are the product's."""
+
+    def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
+        engine = {"device": "cpu", "max_model_len": 64, "max_batch": 16}
+        base: dict[str, Any] = {"engine": engine, "sampling": {"max_tokens": 8}}
+        super().__init__(directory, model, **{**base, **settings})
+
+    async def __aenter__(self) -> "StageSwarm":
+        return self
+
+    def add_small(self, name: str) -> Running:
+        """Start a worker that nobody told to share the model: on_small_machines() it finds that it has to."""
+        pp = {"memory_gib": 0.01, "stall_s": STALL_S}
+        section = {"type": "vllm", "device": "cpu", "max_batch": 16}
+        return self.add_worker(name, engine_section=section, pp=pp)
+
+    def add_stage(
+        self, name: str, stages: int, rank: int = -1, stall_s: float = STALL_S, **engine: Any
+    ) -> Running:
+        """Start a worker that holds a part of the model, or start one again."""
+        pp = {"world_size": stages, "rank": rank, "memory_gib": 0.01, "stall_s": stall_s}
+        section = {"type": "vllm", "device": "cpu", "max_model_len": 64, "max_batch": 16, **engine}
+        return self.add_worker(name, engine_section=section, pp=pp)
+
+    def learn_until(self, step: int = 2**31) -> None:
+        """Hold the trainer before a later step, so that the run does not end before the test is done."""
+        self.fakes.last_step = step
+        self.fakes.go.set()
+        self.fakes.go.clear()
+
+    async def stage(self, rank: int) -> tuple[str, dict[str, Any]]:
+        """Name and stage row of who holds that rank in a ring that is whole; waits for one."""
+        async with asyncio.timeout(100.0):
+            while True:
+                for name, worker in self.workers.items():
+                    if worker.task is not None and not worker.task.done():
+                        row = (await worker.status())["stage"]
+                        if row and row["rank"] == rank and row["state"] == "whole":
+                            return name, row
+                await asyncio.sleep(0.05)
+
+    def _parts(self, running: Running, ledger: Any = None) -> factories.Parts:
+        def backend(config: RunConfig) -> WitnessBackend:
+            self.backends.append(LayeredBackend(self.fakes))
+            return self.backends[-1]
+
+        def auditor(config: EngineConfig, timeout_s: float) -> Auditor:
+            return ScriptedAuditor()
+
+        return replace(
+            super()._parts(running, ledger),
+            backend=backend,
+            pipeline_head=ScriptedHead,
+            pipeline_stage=ScriptedStage,
+            auditor=auditor,
+            environment=_environment,
+        )
+
+
+class RealStageSwarm(StageSwarm):
+    """Nothing is scripted: stages compute with vLLM, audits and training are real."""
+
+    def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
+        training = {"lr": 1e-4, "weight_decay": 0.0, "threads": 1, "device": "cpu"}
+        super().__init__(directory, model, **{"training": training, **settings})
+
+    async def __aenter__(self) -> "RealStageSwarm":
+        return self
+
+    def _parts(self, running: Running, ledger: Any = None) -> factories.Parts:
+        def engine(config: EngineConfig) -> Engine:
+            return factories.build_engine(config)
+
+        return replace(
+            super()._parts(running, ledger),
+            backend=factories.make_backend,
+            engine=engine,
+            evaluation_engine=factories.make_evaluation_engine,
+            auditor=factories.make_auditor,
+            pipeline_head=factories.make_pipeline_head,
+            pipeline_stage=factories.make_pipeline_stage,
+        )
+
+
+def _environment(
+    config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
+) -> Environment:
+    return EvenEnvironment(max_tokens=max_tokens)

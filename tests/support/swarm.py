@@ -1,0 +1,412 @@
+"""A swarm in one process: a real trainer and real workers over the memory transport, fakes at the seams.
+
+Everything is observed from outside: what engines were given, what the backend was taught, what is on disk.
+"""
+
+import asyncio
+import json
+import random
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from support.counting_environment import STOP, CountingEnvironment
+from support.memory_transport import MemoryNetwork
+from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.app import rundir
+from primerl.node.app.factories import MakeLedger, Parts
+from primerl.node.app.trainer import TrainerNode
+from primerl.node.app.worker import WorkerNode
+from primerl.node.config.run import (
+    EngineConfig,
+    EnvironmentConfig,
+    JoinConfig,
+    NetworkConfig,
+    RunConfig,
+)
+from primerl.node.environments.environment import Environment
+from primerl.node.inference.engine import Engine
+from primerl.node.ops import control
+from primerl.node.p2p.discovery import Discovery
+from primerl.node.p2p.transport import Transport
+from primerl.node.storage.ledger import Ledger
+from primerl.node.verification.auditor import Auditor
+from primerl.node.weights.checkpoint import write_checkpoint
+from primerl.node.weights.state import Tensor
+from primerl.protocol import tickets
+from primerl.protocol.envelope import Purpose, unseal
+from primerl.protocol.manifests import PolicyHead, Ticket
+
+T = TypeVar("T")
+
+VOCABULARY = 96
+RUN = "r"
+"""Short: a control socket's path has little room."""
+
+CONFIG: dict[str, Any] = {
+    "name": RUN,
+    "max_steps": 3,
+    "fsync": False,
+    "network": {"libp2p": False, "connect_timeout_s": 2.0},
+    "environment": {"id": "reverse-text"},  # by name; a CountingEnvironment is played
+    "sampling": {"max_tokens": 4},
+    "rollouts": {
+        "group_size": 4,
+        "groups_per_batch": 4,
+        "groups_per_lease": 2,
+        "max_off_policy_steps": 2,
+        "lease_timeout_s": 30.0,
+        "batch_timeout_s": 30.0,
+    },
+    "training": {"seq_len": 64},
+    "verification": {"audit_rate": 1.0},
+    "evaluation": {"prompts": 0},
+}
+
+
+def make_model(directory: Path) -> Path:
+    """A model directory with all that a run's contract reads: files, a tokenizer whose end is STOP, weights."""
+    from tokenizers import Tokenizer, models
+
+    directory.mkdir(parents=True, exist_ok=True)
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": f"w{STOP}"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    shape = {"model_type": "qwen3", "vocab_size": VOCABULARY, "eos_token_id": STOP}
+    (directory / "config.json").write_text(json.dumps(shape))
+    weights = {"history.weight": Tensor("BF16", (4,), np.arange(4, dtype="<u2"))}
+    write_checkpoint(directory / "model.safetensors", weights)
+    return directory
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section."""
+    result = dict(base)
+    for name, value in changes.items():
+        nested = isinstance(value, dict) and name in result
+        result[name] = merged(result[name], value) if nested else value
+    return result
+
+
+async def until(true: Callable[[], bool], timeout: float = 60.0) -> None:
+    """Wait for something that a test can see."""
+    async with asyncio.timeout(timeout):
+        while True:
+            if true():
+                return
+            await asyncio.sleep(0.01)
+
+
+async def side_by_side(case: Callable[[T], Awaitable[None]], cases: Sequence[T]) -> None:
+    """All cases at once: most of the time of each is waiting. One that fails is named."""
+
+    async def named(one: T) -> None:
+        try:
+            await case(one)
+        except BaseException as error:
+            error.add_note(f"in the case {one!r}")
+            raise
+
+    async with asyncio.TaskGroup() as tasks:
+        for one in cases:
+            tasks.create_task(named(one))
+
+
+def shaky(seed: int, longest_s: float) -> Callable[[bytes, bytes], Awaitable[None]]:
+    """A network delay: each piece takes its own random time, from a seed."""
+    chance = random.Random(seed)
+
+    async def delay(source: bytes, target: bytes) -> None:
+        await asyncio.sleep(chance.random() * longest_s)
+
+    return delay
+
+
+@dataclass
+class Running:
+    """A node of the swarm and the task that runs it."""
+
+    key: SecretKey
+    data_dir: Path
+    engine: WitnessEngine | None = None
+    task: "asyncio.Task[None] | None" = None
+    stop: Callable[[], Awaitable[Any]] | None = None
+
+    @property
+    def node_id(self) -> bytes:
+        """Its id."""
+        return self.key.node_id
+
+    async def ended(self, timeout: float = 100.0) -> None:
+        """Wait until it ends by itself; raises what it raises."""
+        assert self.task is not None
+        async with asyncio.timeout(timeout):
+            await asyncio.shield(self.task)
+
+    async def status(self) -> dict[str, Any]:
+        """What `primerl-node status --json` would show."""
+        return await asyncio.to_thread(control.ask, self.data_dir, "status")
+
+    async def peers(self) -> list[dict[str, Any]]:
+        """What `primerl-node peers --json` would show."""
+        return await asyncio.to_thread(control.ask, self.data_dir, "peers")
+
+
+class Swarm:
+    """A trainer and its workers. Nodes are stopped when the context ends."""
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        *,
+        network: MemoryNetwork | None = None,
+        fakes: Fakes | None = None,
+        gossip: bool = False,
+        at_home: bool = True,
+        trainer_ledger: MakeLedger = Ledger,
+        **overrides: Any,
+    ) -> None:
+        self.directory = directory
+        self.network = network or MemoryNetwork()
+        self.fakes = fakes or Fakes()
+        self.gossip = gossip
+        self._at_home = at_home
+        self.ticket = ""
+        self.workers: dict[str, Running] = {}
+        self.backends: list[WitnessBackend] = []
+        """One for every start of the trainer."""
+        self.settings = merged(CONFIG, overrides) | {"output_dir": directory}
+        self.settings["model"] = {"name": str(model)}
+        self.trainer = Running(SecretKey.from_seed(bytes(31) + b"t"), directory / RUN / "trainer")
+        self._trainer_ledger = trainer_ledger
+        self._ticketed = asyncio.Event()
+
+    async def __aenter__(self) -> "Swarm":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for running in [*self.workers.values(), self.trainer]:
+            await self._end(running)
+
+    # -- the trainer -----------------------------------------------------------------------------
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run writes."""
+        return self.directory / RUN
+
+    @property
+    def backend(self) -> WitnessBackend:
+        """The backend of the trainer that runs now."""
+        return self.backends[-1]
+
+    def read_ticket(self) -> Ticket:
+        """The ticket, opened."""
+        return tickets.read(self.ticket, now=int(time.time()))
+
+    async def start_trainer(
+        self, *, resume: bool | Mapping[str, Any] = False, **overrides: Any
+    ) -> None:
+        """Start the trainer and wait for its ticket."""
+        self.settings = merged(self.settings, overrides)
+        config = RunConfig.model_validate({**self.settings, "resume": resume})
+        rundir.prepare(config)
+        self._ticketed.clear()
+        node = TrainerNode(
+            config,
+            self.trainer.key,
+            self.trainer.data_dir,
+            self._announced,
+            self._parts(self.trainer),
+        )
+        self.trainer.stop = node.request_stop
+        self.trainer.task = asyncio.create_task(node.run())
+        waiting = asyncio.create_task(self._ticketed.wait())
+        await asyncio.wait(
+            {self.trainer.task, waiting}, timeout=100.0, return_when=asyncio.FIRST_COMPLETED
+        )
+        waiting.cancel()
+        if self.trainer.task.done():
+            self.trainer.task.result()
+        assert self.ticket
+
+    async def stop_trainer(self) -> None:
+        """Stop it as an operator does."""
+        assert self.trainer.stop is not None
+        await self.trainer.stop()
+        await self.trainer.ended()
+
+    async def crash_trainer(self) -> None:
+        """Kill it: nobody hears a word more, and what is on the disk at this moment is all that remains."""
+        self.network.drop(self.trainer.node_id)
+        image = self.directory / "image"
+        with suppress(shutil.Error):  # a directory that a thread removes just now is half there
+            shutil.copytree(
+                self.run_dir, image, copy_function=_copy, ignore=shutil.ignore_patterns("*.sock")
+            )
+        await self._end(self.trainer)
+        shutil.rmtree(self.run_dir)
+        image.rename(self.run_dir)
+
+    async def wait_step(self, step: int, timeout: float = 100.0) -> None:
+        """Wait until the trainer has published version `step`; raises what ends the trainer instead."""
+        async with asyncio.timeout(timeout):
+            while True:
+                assert self.trainer.task is not None
+                if self.trainer.task.done():
+                    return self.trainer.task.result()
+                if (await self.trainer.status())["version"] >= step:
+                    return
+                await asyncio.sleep(0.02)
+
+    async def finished(self, timeout: float = 100.0) -> dict[str, Any]:
+        """Wait for the end of the run; its summary."""
+        await self.trainer.ended(timeout)
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl."""
+        text = (self.run_dir / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def heads(self) -> dict[tuple[int, int], PolicyHead]:
+        """Everything that the trainer has signed, by term and version; it must not be running."""
+        ledger = Ledger(self.trainer.data_dir / "ledger.db")
+        try:
+            opened = [
+                unseal(sealed, Purpose.HEAD, PolicyHead, now=0, signer=self.trainer.node_id).body
+                for sealed, _ in ledger.heads()
+            ]
+        finally:
+            ledger.close()
+        return {(head.term, head.version): head for head in opened}
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def add_worker(
+        self,
+        name: str,
+        *,
+        engine: WitnessEngine | None = None,
+        ledger: MakeLedger = Ledger,
+        engine_section: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> Running:
+        """Start a worker, or start one again in its old directory."""
+        known = self.workers.get(name)
+        seed = name.encode().rjust(32, b"\x00")
+        worker = known or Running(SecretKey.from_seed(seed), self.directory / name)
+        worker.engine = engine or WitnessEngine(self.fakes, name)
+        base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False, "wait": True}
+        base["engine"] = dict(engine_section or {})
+        config = JoinConfig.model_validate(merged(base, overrides))
+        parts = self._parts(worker, ledger)
+        node = WorkerNode(config, worker.key, worker.data_dir, parts)
+        worker.stop = node.request_stop
+        worker.task = asyncio.create_task(node.run())
+        self.workers[name] = worker
+        return worker
+
+    async def stop_worker(self, name: str) -> None:
+        """Ask it to leave, and wait until it has."""
+        worker = self.workers[name]
+        assert worker.stop is not None
+        await worker.stop()
+        await worker.ended()
+
+    async def crash_worker(self, name: str) -> None:
+        """Kill it: nobody hears a goodbye."""
+        self.network.drop(self.workers[name].node_id)
+        await self._end(self.workers[name])
+
+    async def _end(self, running: Running) -> None:
+        if running.task is None:
+            return
+        running.task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await running.task
+        running.task = None
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _announced(self, ticket: str) -> None:
+        self.ticket = ticket
+        self._ticketed.set()
+
+    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Parts:
+        """The fakes of one node."""
+
+        def backend(config: RunConfig) -> WitnessBackend:
+            self.backends.append(WitnessBackend(self.fakes))
+            return self.backends[-1]
+
+        def engine(config: EngineConfig) -> Engine:
+            return running.engine or WitnessEngine(self.fakes, "evaluation")
+
+        def evaluation_engine(config: EngineConfig) -> Engine:
+            return WitnessEngine(self.fakes, "evaluation")
+
+        def auditor(config: EngineConfig, timeout_s: float) -> Auditor:
+            return WitnessAuditor(self.fakes)
+
+        def environment(
+            config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
+        ) -> Environment:
+            return CountingEnvironment(max_tokens=max_tokens)
+
+        return Parts(
+            transport=self._transport,
+            discovery=self._discovery,
+            environment=environment,
+            engine=engine,
+            evaluation_engine=evaluation_engine,
+            auditor=auditor,
+            backend=backend,
+            ledger=ledger or self._trainer_ledger,
+        )
+
+    async def _transport(self, network: NetworkConfig, key: SecretKey, port: int) -> Transport:
+        """A node that starts again has the address that it had before, like one on a fixed port."""
+        if not self._at_home:
+            return self.network.transport(key.node_id)
+        return at_home(self.network, key.node_id)
+
+    async def _discovery(
+        self, network: NetworkConfig, key: SecretKey, run: bytes, bootstrap: Sequence[str]
+    ) -> Discovery | None:
+        if not self.gossip:
+            return None
+        discovery = self.network.discovery(key.node_id)
+        await discovery.start(bootstrap)
+        return discovery
+
+
+def at_home(network: MemoryNetwork, node_id: bytes) -> Transport:
+    """A transport at the one address that belongs to `node_id`."""
+    transport = network.transport(node_id)
+    network.forget(transport)
+    transport.address = f"{node_id[:4].hex()}:4433"
+    network.transports[transport.address] = transport
+    return transport
+
+
+def _copy(source: str, target: str) -> str:
+    """Copy a file, unless a writer has just renamed it away."""
+    with suppress(FileNotFoundError):
+        shutil.copy2(source, target)
+    return target

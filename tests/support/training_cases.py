@@ -1,0 +1,80 @@
+"""Small models, samples and groups for tests of training."""
+
+import os
+import random
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.models import huggingface
+from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.buffer import BranchTokens, Group, ScoredRollout
+
+TINY = ModelCreateConfig(
+    hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
+)
+DEVICE = os.environ.get("PRIMERL_TEST_DEVICE", "cpu")
+"""With `cuda` the conformance suite of backends runs on GPUs (tests/gpu/measure_training.sh)."""
+FAST = TrainingConfig(
+    lr=1e-2,
+    weight_decay=0.0,
+    threads=1,
+    device=DEVICE,
+    seq_len=64,
+    deterministic=DEVICE != "cpu",
+    compile=False,
+)
+
+
+def make_model(directory: Path) -> Path:
+    huggingface.create(directory, TINY, seed=7)
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every byte below `directory` that counts: files, and in their place the tensors of safetensors files.
+
+    The header of such a file has no fixed order, and so neither has the record of a checkpoint.
+    """
+    found: dict[str, bytes] = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+            found |= {f"{name}:{key}": tensor.numpy().tobytes() for key, tensor in tensors.items()}
+        elif path.is_file() and path.name != "COMPLETE":
+            found[name] = path.read_bytes()
+    return found
+
+
+def sample(
+    rng: random.Random, *, prompt: int = 4, drawn: int = 5, advantage: float = 1.0
+) -> Sample:
+    length = prompt + drawn
+    return Sample(
+        token_ids=[rng.randrange(256) for _ in range(length)],
+        mask=[False] * prompt + [True] * drawn,
+        logprobs=[0.0] * prompt + [-rng.uniform(4.0, 7.0) for _ in range(drawn)],
+        advantage=advantage,
+    )
+
+
+def batch(step: int, seed: int = 0, rows: int = 6) -> Batch:
+    """Samples of many lengths with advantages of both signs; the same for the same arguments."""
+    rng = random.Random(f"{step} {seed}")
+    return Batch(
+        step,
+        [
+            sample(rng, drawn=rng.randint(1, 9), advantage=rng.choice([-1.0, 0.5]))
+            for _ in range(rows)
+        ],
+    )
+
+
+def group(
+    rewards: list[float], *, oldest: int = 0, node: bytes = b"n", task: bytes = b"t"
+) -> Group:
+    branch = BranchTokens([1, 2, 3], [False, True, True], [0.0, -1.0, -2.0])
+    rollouts = [ScoredRollout([branch], reward) for reward in rewards]
+    return Group(task, "reverse-text", rollouts, oldest, node, b"lease")

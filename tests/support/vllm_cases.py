@@ -1,0 +1,105 @@
+"""A small random model, two policies and requests for the tests of vLLM for real."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.inference.hosted import HostedEngine
+from primerl.node.models import huggingface
+from primerl.node.models.tensors import from_torch, to_torch
+from primerl.node.weights.state import State
+
+DEADLINE_S = 240.0
+START_S = 250.0
+"""For what starts vLLM; a busy machine takes a minute for it."""
+TOLERANCE = 1e-4
+LOADS = 30
+"""Most of a test: on a slow machine nothing else would be done."""
+CONFIG = EngineConfig(
+    type="vllm", max_batch=8, max_model_len=512, vllm={"kv_cache_memory_bytes": 64 << 20}
+)
+
+
+Task: TypeAlias = "asyncio.Task[Completion]"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model directory without weights, and two policies for it."""
+
+    model_dir: Path
+    states: tuple[State, State]
+
+
+def make_case(directories: pytest.TempPathFactory) -> Case:
+    """A new model, its weights apart."""
+    torch.set_num_threads(1)
+    contract = directories.mktemp("contract")
+    states: list[State] = []
+    for seed in range(2):
+        full = directories.mktemp("full")
+        huggingface.create(full, ModelCreateConfig(), seed)
+        for name in huggingface.contract_files(full):
+            shutil.copyfile(full / name, contract / name)
+        states.append(sharp(huggingface.policy_state(huggingface.load_model(full))))
+    return Case(contract, (states[0], states[1]))
+
+
+def sharp(state: State) -> State:
+    """Matrices times 8: policies that differ, and a distribution that depends on its prompt."""
+    return {
+        name: from_torch(to_torch(tensor) * 8) if len(tensor.shape) == 2 else tensor
+        for name, tensor in state.items()
+    }
+
+
+def request(
+    length: int = 20,
+    *,
+    seed: int = 1,
+    max_tokens: int = 12,
+    temperature: float = 1.0,
+    stop: tuple[int, ...] = (),
+) -> GenerateRequest:
+    prompt = tuple((7 * index + 3) % 256 for index in range(length))
+    return GenerateRequest(prompt, max_tokens, temperature, seed, stop)
+
+
+async def generate_all(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.gather(*map(engine.generate, requests))
+
+
+async def begun(engine: HostedEngine, requests: list[GenerateRequest]) -> list[Task]:
+    """These requests, of which each that there is room for has drawn a token."""
+    at_once = min(len(requests), CONFIG.max_batch)
+    await until(lambda: not engine.stats().running)  # what was before: it is told a little later
+    tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+    await until(lambda: engine.stats().running == at_once)
+    return tasks
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that an engine tells."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def near(values: list[float]) -> Any:
+    return pytest.approx(values, abs=TOLERANCE, rel=0)
+
+
+def expect_same(found: list[Completion], wanted: list[Completion]) -> None:
+    """The same tokens under the same versions; how requests met in batches rounds the logprobs."""
+    for one, other in zip(found, wanted, strict=True):
+        assert replace(one, logprobs=[]) == replace(other, logprobs=[])
+        assert one.logprobs == near(other.logprobs)

@@ -1,0 +1,319 @@
+"""Fakes that leave evidence: an engine, an auditor and a backend that agree on what a state would say.
+
+Every logprob tells which version and which exact state drew its token, so that what was trained can be
+checked without asking those who trained it.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from support.counting_backend import CountingBackend
+from support.counting_environment import STOP
+
+from primerl.crypto.hashing import derive
+from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.inference.fingerprint import Hidden, Projection
+from primerl.node.ops.errors import EngineError
+from primerl.node.training.backend import Batch, StepMetrics
+from primerl.node.verification.auditor import AuditItem, Measured, Reply, Unreadable
+from primerl.node.weights.state import Changed, State, Tensor, digests, state_digest
+from primerl.protocol.manifests import RunManifest
+
+Said = Callable[[GenerateRequest], Sequence[int]]
+
+
+def told(
+    state: bytes, version: int, temperature: float, before: Sequence[int], token: int
+) -> float:
+    """The logprob of `token` after `before` under the state of that digest: -(version + 1) and a fraction."""
+    name = derive("witness", state, repr((version, temperature, *before, token)).encode())
+    return -(version + 1.0) - name[0] / 512
+
+
+def felt(state: bytes, before: Sequence[int]) -> Hidden:
+    """The hidden state [32] after `before` under the state of that digest."""
+    name = derive("witness hidden", state, repr(tuple(before)).encode())
+    return np.frombuffer(name, np.int8).astype(np.float32)
+
+
+def version_told(logprob: float) -> int:
+    """The version that drew the token of a logprob."""
+    return math.floor(-logprob) - 1
+
+
+def now_and_then(request: GenerateRequest) -> list[int]:
+    """Right for half of the seeds, else long and wrong; the environment wants the next number."""
+    number = request.prompt[-1]
+    return [number + 1, STOP] if request.seed % 2 else [number, number, number, STOP]
+
+
+def never_right(request: GenerateRequest) -> list[int]:
+    """Wrong whatever is asked: nothing to learn from."""
+    return [request.prompt[-1], STOP]
+
+
+async def at_once() -> None:
+    """The pause before a token of an engine that is in no hurry and never waits."""
+    await asyncio.sleep(0)
+
+
+@dataclass
+class Event:
+    """Something that an engine was asked to do."""
+
+    name: str
+    """Of the node."""
+    kind: Literal["load", "generate"]
+    version: int
+    state: bytes
+    """Digest of what was loaded, computed here; of an update, from what it says that changed."""
+    prompt: tuple[int, ...] = ()
+    """What a completion was asked for."""
+    in_place: bool = False
+    """Of a load: it came by update()."""
+
+
+@dataclass
+class Fakes:
+    """What all fakes of a swarm share."""
+
+    reply: Said = now_and_then
+    pause: Callable[[], Awaitable[None]] = at_once
+    words: int = 0
+    """More bf16 elements of the policy, so that weights weigh something."""
+    last_step: int = 2**31
+    """No backend learns a later one before `go`: a test that crashes a trainer says at which step."""
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    events: list[Event] = field(default_factory=list[Event])
+
+    def loads(self, name: str) -> list[Event]:
+        """What one node's engine was given, whole or in place, in order."""
+        return [event for event in self.events if (event.name, event.kind) == (name, "load")]
+
+    def newest(self, name: str) -> int:
+        """The version that one node's engine was given last; -1 before the first."""
+        return max((event.version for event in self.loads(name)[-1:]), default=-1)
+
+    def prompts(self, name: str) -> set[tuple[int, ...]]:
+        """What one node's engine was asked."""
+        return {event.prompt for event in self.events if event.name == name and event.prompt}
+
+
+def written(old: Tensor, positions: NDArray[np.int64] | None, new: Tensor) -> Tensor:
+    """A copy of `old` with the elements at `positions`, or all, taken from `new`."""
+    data = old.data.copy()
+    where = slice(None) if positions is None else positions
+    data[where] = new.data[where]
+    return Tensor(old.dtype, old.shape, data)
+
+
+class WitnessEngine:
+    """An Engine that draws token by token and notes what it is asked."""
+
+    def __init__(self, fakes: Fakes, name: str, pause: Callable[[], Awaitable[None]] | None = None):
+        self._fakes = fakes
+        self._name = name
+        self._pause = pause or fakes.pause
+        self._version = -1
+        self._state = b""
+        self._weights: dict[str, Tensor] = {}
+        self._fingerprint = ""
+        self.waiting = 0
+        """Completions under way."""
+
+    @property
+    def policy_version(self) -> int:
+        """See Engine."""
+        return self._version
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """See Engine."""
+        self._fingerprint = fingerprint
+
+    async def load(self, version: int, state: State) -> None:
+        """See Engine."""
+        self._version, self._state = version, state_digest(digests(state))
+        self._weights = {name: written(tensor, None, tensor) for name, tensor in state.items()}
+        self._note("load")
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Engine. Believes `changed` alone: what it leaves out would be found in every logprob."""
+        if self._version < 0:
+            await self.load(version, state)
+            return
+        for name, positions in changed.items():
+            self._weights[name] = written(self._weights[name], positions, state[name])
+        self._version, self._state = version, state_digest(digests(self._weights))
+        if self._state != state_digest(digests(state)):
+            raise EngineError(f"what is said to have changed does not make version {version}")
+        self._note("load", in_place=True)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine. A load in the middle shows from the next token on."""
+        self._note("generate", request.prompt)
+        assert request.temperature > 0  # what every lease promises, and audits draw again
+        assert (request.top_k, request.top_p) == (0, 1.0)
+        if self._version < 0:
+            raise EngineError("the engine holds no weights: load a policy version first")
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        rows: list[Hidden] = []
+        self.waiting += 1
+        try:
+            for token in self._fakes.reply(request):
+                await self._pause()
+                before = (*request.prompt, *tokens)
+                versions.append(self._version)
+                rows.append(felt(self._state, before))
+                logprobs.append(
+                    told(self._state, self._version, request.temperature, before, token)
+                )
+                tokens.append(token)
+        finally:
+            self.waiting -= 1
+        finish = "stop" if tokens[-1] in request.stop_token_ids else "length"
+        spans = [i for i, one in enumerate(versions) if i == 0 or one != versions[i - 1]]
+        return Completion(
+            tokens,
+            logprobs,
+            finish,
+            versions[0],
+            versions[-1],
+            spans=tuple((i, versions[i]) for i in spans) if len(spans) > 1 else (),
+            proof=Projection().make(np.stack(rows)) if self._fingerprint else b"",
+        )
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return EngineStats(running=self.waiting)
+
+    async def close(self) -> None:
+        """See Engine."""
+        self._version = -1
+
+    def _note(
+        self,
+        kind: Literal["load", "generate"],
+        prompt: tuple[int, ...] = (),
+        in_place: bool = False,
+    ) -> None:
+        event = Event(self._name, kind, self._version, self._state, prompt, in_place)
+        self._fakes.events.append(event)
+
+
+class WitnessAuditor:
+    """An Auditor of what WitnessEngine draws: it knows what every state and every seed would have said."""
+
+    def __init__(self, fakes: Fakes) -> None:
+        self._fakes = fakes
+        self._run: RunManifest | None = None
+
+    async def start(self, model_dir: Path, run: RunManifest) -> None:
+        """See Auditor."""
+        self._run = run
+
+    async def audit(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """See Auditor."""
+        names = {version: state_digest(digests(state)) for version, state in states.items()}
+        return [self._measure(item, names) for item in items]
+
+    async def close(self) -> None:
+        """See Auditor."""
+
+    def _measure(self, item: AuditItem, names: dict[int, bytes]) -> Measured:
+        assert self._run is not None
+        tokens, places = (
+            list(item.token_ids),
+            [p for r in item.replies for p in range(r.start, r.end)],
+        )
+        temperature = self._run.sampling.temperature
+        apart = [
+            abs(claim - told(names[version], version, temperature, tokens[:at], tokens[at]))
+            for claim, version, at in zip(item.logprobs, item.versions, places, strict=True)
+        ]
+        rows = [
+            felt(names[version], tokens[:at])
+            for version, at in zip(item.versions, places, strict=True)
+        ]
+        margins = [gap for reply in item.replies for gap in self._margins(tokens, reply)]
+        return Measured(
+            tokens=len(places),
+            fingerprint=self._distance(item, rows),
+            sampling=sum(min(gap, 1.0) for gap in margins) / max(len(margins), 64),
+            sampling_max=max(margins),
+            logprob=sum(apart) / max(len(apart), 64),
+            logprob_max=max(apart),
+            other_policy=0.0,
+        )
+
+    def _margins(self, tokens: list[int], reply: Reply) -> list[float]:
+        """No gap where the seed says the same, a large one where it does not."""
+        assert self._run is not None
+        sampling, stops = self._run.sampling, self._run.model.stop_token_ids
+        request = GenerateRequest(
+            tuple(tokens[: reply.start]),
+            sampling.max_tokens,
+            sampling.temperature,
+            reply.seed,
+            stops,
+        )
+        drawn = list(self._fakes.reply(request))[: sampling.max_tokens]
+        said = tokens[reply.start : reply.end]
+        return [0.0 if drawn[i : i + 1] == [token] else 10.0 for i, token in enumerate(said)]
+
+    def _distance(self, item: AuditItem, rows: list[Hidden]) -> float:
+        assert self._run is not None
+        fingerprint = Projection()
+        worst, done, read = 0.0, 0, 0
+        for reply in item.replies:
+            count = reply.end - reply.start
+            size = fingerprint.size(count)
+            part, own = item.proof[read : read + size], np.stack(rows[done : done + count])
+            worst = max(worst, fingerprint.compare(part, own).distance)
+            done, read = done + count, read + size
+        return worst
+
+
+class WitnessBackend(CountingBackend):
+    """A CountingBackend with `fakes.words` more elements, all of which change at every step."""
+
+    def __init__(self, fakes: Fakes) -> None:
+        super().__init__()
+        self._fakes = fakes
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        """See TrainBackend; waits where the test says so."""
+        if batch.step > self._fakes.last_step:
+            await self._fakes.go.wait()
+        return await super().step(batch)
+
+    async def state(self) -> State:
+        """The policy."""
+        state = dict(await super().state())
+        if self._fakes.words:
+            seed = int.from_bytes(state["history.weight"].data.tobytes(), "little")
+            bits = np.random.default_rng(seed).integers(0, 2**16, self._fakes.words, dtype="<u2")
+            state["more.weight"] = Tensor("BF16", (self._fakes.words,), bits)
+        return state
+
+
+def trained_ages(batch: Batch) -> set[int]:
+    """How many versions old the tokens of a batch were when they were trained, by their own witness."""
+    return {
+        batch.step - 1 - version_told(logprob)
+        for sample in batch.samples
+        for flag, logprob in zip(sample.mask, sample.logprobs, strict=True)
+        if flag
+    }
