@@ -34,7 +34,7 @@ COMMANDS: tuple[type[BaseConfig], ...] = (
 """A variable may be another command's setting, exported for all of them."""
 SWITCHES = frozenset({"resume"})
 """Sections that are switched on by their name alone."""
-BUNDLED = Path(__file__).resolve().parent.parent / "configs"
+BUNDLED = Path(__file__).resolve().parents[2] / "configs"
 
 Config = TypeVar("Config", bound=BaseConfig)
 Tree = dict[str, Any]

@@ -15,7 +15,7 @@ import atheris
 from atheris.import_hook import instrument_imports
 
 with instrument_imports(
-    include=["primerl.node.fingerprints", "primerl.node.weights", "primerl.protocol"]
+    include=["primerl.node.inference.fingerprint", "primerl.node.weights", "primerl.protocol"]
 ):
     from fuzz import targets
 

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import torch
-from primerl.node.engines.boundary_kernel import launch
-from primerl.node.engines.boundary_states import LIMIT, evened
-from primerl.node.fingerprints.fingerprint import signs
+from primerl.node.inference.boundary_kernel import launch
+from primerl.node.inference.boundary_states import LIMIT, evened
+from primerl.node.inference.fingerprint import signs
 
 for width in (64, 512, 700, 1536):
     for dtype in (torch.float32, torch.bfloat16):

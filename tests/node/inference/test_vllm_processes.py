@@ -171,7 +171,7 @@ NODE = """
     import asyncio, sys
     from pathlib import Path
     from primerl.node.config import EngineConfig
-    from primerl.node.engines.hosted import HostedEngine
+    from primerl.node.inference.hosted import HostedEngine
 
     async def main():
         engine = HostedEngine(EngineConfig(type="vllm", vllm={"kv_cache_memory_bytes": 64 << 20}))

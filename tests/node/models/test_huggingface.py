@@ -84,8 +84,8 @@ def test_several_threads_may_be_the_first_to_need_the_library(model_dir: Path) -
     """A trainer starts its environment and its backend side by side."""
     program = (
         "import sys; from concurrent.futures import ThreadPoolExecutor; from pathlib import Path;"
-        "from primerl.node import models; directory = Path(sys.argv[1]);"
-        "print(len(list(ThreadPoolExecutor(6).map(models.load_tokenizer, [directory] * 6))))"
+        "from primerl.node.models import huggingface; directory = Path(sys.argv[1]);"
+        "print(len(list(ThreadPoolExecutor(6).map(huggingface.load_tokenizer, [directory] * 6))))"
     )
     found = subprocess.run(
         [sys.executable, "-c", program, str(model_dir)], capture_output=True, text=True, timeout=280

@@ -62,6 +62,6 @@ def test_it_is_said_in_what_the_loop_s_thread_stands_and_what_others_do_beside_i
     here = inspect.currentframe()
     assert here is not None
     words = scene({1: here, 2: here}, 1)
-    assert words.count("test_looplag.py") == 2
+    assert words.count("test_event_loop_monitor.py") == 2
     assert "beside it" in words
     assert where(None, 1) == "its thread has ended"

@@ -289,7 +289,7 @@ async def test_a_forgotten_stream_is_reset_and_not_ended_in_order() -> None:
 CHILD = """
 import asyncio, sys
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.iroh import IrohTransport
+from primerl.node.p2p.iroh import IrohTransport
 
 async def main():
     transport = IrohTransport(SecretKey.generate(), host="127.0.0.1", port=0, alpns=[])

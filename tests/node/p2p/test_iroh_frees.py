@@ -18,8 +18,8 @@ CHILD = """
 import asyncio, faulthandler, gc, sys, time
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.network import iroh_frees
-from primerl.node.network.iroh import IrohTransport
+from primerl.node.p2p import iroh_frees
+from primerl.node.p2p.iroh import IrohTransport
 
 if sys.argv[1] == "shipped":
     iroh_frees.install = lambda binding: None

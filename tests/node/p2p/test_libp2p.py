@@ -80,7 +80,7 @@ WITHOUT_OPTIONAL = """
 import asyncio, sys
 from importlib.machinery import PathFinder
 from primerl.crypto.keys import SecretKey
-from primerl.node.network.libp2p import OPTIONAL, Libp2pDiscovery, MissingModule
+from primerl.node.p2p.libp2p import OPTIONAL, Libp2pDiscovery, MissingModule
 
 class Hiding(PathFinder):
     @classmethod

@@ -248,7 +248,7 @@ async def test_a_child_ends_with_a_parent_that_is_killed(
     folder = tmp_path / "of the socket"
     folder.mkdir()
     arguments = [
-        f"{Path(__file__).parent}:{Path(echo.__file__).parent}",
+        f"{Path(__file__).parent}:{Path(echo.__file__).parents[1]}",
         str(folder / "s") if socket else "",
         "1" * busy,
     ]

@@ -42,7 +42,7 @@ def test_a_second_node_is_told_to_go_away_and_a_reader_is_not(
 KILLED = """
 import os, sys
 from pathlib import Path
-from primerl.node.ledger import Ledger
+from primerl.node.storage.ledger import Ledger
 ledger = Ledger(Path(sys.argv[1]))
 ledger.set("manifest", b"run")
 ledger.add_verdict(b"a" * 32, b"last words")

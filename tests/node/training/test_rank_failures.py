@@ -223,7 +223,7 @@ async def test_a_world_that_cannot_be_divided_is_a_mistake_of_the_config() -> No
 DAEMON = """
 import asyncio, sys
 from primerl.node.training.ranks.group import RankGroup
-from primerl.node.training_config import TrainingConfig
+from primerl.node.config.training import TrainingConfig
 
 async def main():
     ranks = RankGroup(TrainingConfig.model_validate_json(sys.argv[1]), 2, (sys.argv[2],))
