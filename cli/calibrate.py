@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..node.config.run import RunConfig
-    from ..node.verification.calibrator import Noise, Report, Wanted
+    from ..node.verification.calibrator import CalibrationReport, CalibrationRequest, EngineNoise
 
 
 class EngineType(Enum):
@@ -72,12 +72,12 @@ def run(
     """
     from ..node.config.loader import load
     from ..node.config.run import RunConfig
-    from ..node.verification.calibrator import Wanted
+    from ..node.verification.calibrator import CalibrationRequest
     from .signals import run as run_to_end
 
     longest = options(**{"sampling.max_tokens": str(tokens) if tokens else None})
     config = load(RunConfig, arguments(ctx, longest), environment())
-    wanted = Wanted(
+    wanted = CalibrationRequest(
         rollouts=64 if quick else rollouts,
         cheats=16 if quick else cheats,
         engines=tuple(engine.value for engine in against),
@@ -91,15 +91,17 @@ def run(
     _write(report, out)
 
 
-async def _measure(config: "RunConfig", wanted: "Wanted", weights: Path | None) -> "Report":
+async def _measure(
+    config: "RunConfig", wanted: "CalibrationRequest", weights: Path | None
+) -> "CalibrationReport":
     from ..node.app import rundir
-    from ..node.app.factories import Parts
+    from ..node.app.factories import Factories
     from ..node.environments.environment import EnvironmentFailed
     from ..node.models import huggingface, tensors
     from ..node.ops.errors import UsageError
     from ..node.verification.calibrator import Calibrator
 
-    parts = Parts()
+    parts = Factories()
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
         model_dir = await rundir.prepare_model(config, Path(directory))
         source = weights or model_dir
@@ -130,7 +132,7 @@ async def _measure(config: "RunConfig", wanted: "Wanted", weights: Path | None) 
             await tasks.close()
 
 
-def _print(report: "Report", *, as_json: bool) -> None:
+def _print(report: "CalibrationReport", *, as_json: bool) -> None:
     import msgspec
 
     from .screen import write
@@ -153,7 +155,7 @@ def _print(report: "Report", *, as_json: bool) -> None:
     typer.echo(f"standard deviations between fingerprints of honest and {apart}")
 
 
-def _noise_table(report: "Report", noise: "Noise") -> "Table":
+def _noise_table(report: "CalibrationReport", noise: "EngineNoise") -> "Table":
     table = _table("measure", "50 %", "90 %", "99 %", "99.9 %", "largest", "suspect", "reject")
     for name, values in noise.quantiles.items():
         bounds = (getattr(report.suspect, name), getattr(report.reject, name))
@@ -161,7 +163,7 @@ def _noise_table(report: "Report", noise: "Noise") -> "Table":
     return table
 
 
-def _cheats_table(report: "Report") -> "Table":
+def _cheats_table(report: "CalibrationReport") -> "Table":
     table = _table("cheat", "rollouts", "rejected", "suspected", "batches of 16 caught", "")
     for one in report.separation:
         verdict = "" if one.separates else ("NOT SEPARATED" if one.required else "not required")
@@ -179,7 +181,7 @@ def _table(*columns: str) -> "Table":
     return table
 
 
-def _write(report: "Report", path: Path) -> None:
+def _write(report: "CalibrationReport", path: Path) -> None:
     import msgspec
 
     from ..node.ops.errors import StorageError

@@ -97,10 +97,9 @@ def _device(
 ) -> "tuple[Device, int]":
     """The GPU with the least free memory, or this machine's memory; and how many GPUs there are."""
     from ..node.memory_plan.memory import GIB, Device
-    from ..node.ops.gpu_memory import visible
-    from ..node.ops.machine_memory import machine_memory
+    from ..node.ops.gpus import machine_memory, visible_memory
 
-    there = [] if cpu else visible(variables)
+    there = [] if cpu else visible_memory(variables)
     count = max(1, len(there))
     if gpu_memory is not None and not cpu:
         return Device("cuda", int(gpu_memory * GIB)), count

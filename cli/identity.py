@@ -21,7 +21,7 @@ BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 def run(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Show this node's id, as this program, its peers and libp2p spell it."""
     from ..crypto.hashing import short
-    from ..node.p2p.peer_ids import peer_id_of
+    from ..node.p2p.discovery import peer_id_of
 
     key = open_key(key_path(data_dir))
     names = {

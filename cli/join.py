@@ -134,7 +134,7 @@ def work(config: "JoinConfig") -> None:
 async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
     """Join, with our own node in the view, and what its work came to at the end."""
     from ..node.app.daemon import join
-    from ..node.ops.watch import NodeState, watched
+    from ..node.ops.control import NodeState, watched
     from .live import plain_line
 
     data_dir = config.data_dir or default_data_dir()

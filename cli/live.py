@@ -18,8 +18,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from ..node.ops.control import PeerRow, Status
-from ..node.ops.watch import NodeState, View
+from ..node.ops.control import NodeState, PeerRow, Status, View
 from .screen import console
 from .tables import (
     NONE,

@@ -20,7 +20,7 @@ from .configured import (
 )
 
 if TYPE_CHECKING:
-    from ..node.launch.placement import Placement
+    from ..node.launch.placement import GpuPlacement
 
 TrainerGpus = Annotated[
     str | None,
@@ -63,8 +63,7 @@ def run(
     """
     from ..node.config.loader import load
     from ..node.config.run import RunConfig
-    from ..node.launch.beside_trainer import planned_share
-    from ..node.launch.placement import place
+    from ..node.launch.placement import place, planned_share
     from ..node.ops.gpus import usable
 
     chosen = {"launch.trainer_gpus": trainer_gpus, "launch.inference_gpus": inference_gpus}
@@ -88,7 +87,7 @@ def run(
         typer.echo(f"stopped; go on with --resume: {directory}")
 
 
-def show_placement(placement: "Placement", *, as_json: bool) -> None:
+def show_placement(placement: "GpuPlacement", *, as_json: bool) -> None:
     """Below a config, as comments; beside it, where that is JSON."""
     for line in placement.lines():
         typer.echo(line if as_json else f"# {line}", err=as_json)

@@ -45,7 +45,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
 async def train_and_show(config: "RunConfig", view: "OpenView") -> Path:
     """Train, with our own node in the view."""
     from ..node.app.daemon import train
-    from ..node.ops.watch import NodeState, watched
+    from ..node.ops.control import NodeState, watched
 
     def announce(ticket: str) -> None:
         view.say(f"join this run from anywhere:\n  primerl-node join --ticket {ticket}")

@@ -10,7 +10,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..node.ops.explain import AuditedRollout, Explanation, Finding, Line, Stages
+from ..node.ops.explain import (
+    AuditedRollout,
+    Explanation,
+    RejectedRollout,
+    StageEvidence,
+    VerdictLine,
+)
 from .tables import NONE
 
 SHORT = 10
@@ -19,7 +25,7 @@ MAX_ROWS = 32
 WIDTH = 100
 
 
-def verdict_list(lines: Sequence[Line]) -> Any:
+def verdict_list(lines: Sequence[VerdictLine]) -> Any:
     """`primerl-node explain --list`."""
     if not lines:
         return "no verdicts yet"
@@ -94,11 +100,11 @@ def _measurer(found: Explanation) -> str:
     return f"validator {found.validator[:SHORT]}" if found.validator else "the trainer"
 
 
-def _kind(finding: Finding) -> str:
+def _kind(finding: RejectedRollout) -> str:
     return finding.reason
 
 
-def _findings(findings: Sequence[Finding]) -> Any:
+def _findings(findings: Sequence[RejectedRollout]) -> Any:
     """All rejections of one reason: the rollouts, and once what it means."""
     first = findings[0]
     count = f"{len(findings)} rollout{'s' if len(findings) > 1 else ''}"
@@ -138,7 +144,7 @@ def _evidence(found: Explanation) -> Any:
     return table
 
 
-def _stages(found: Stages) -> list[Any]:
+def _stages(found: StageEvidence) -> list[Any]:
     """Who made it together, and which of them the audits name."""
     head = f"made by {len(found.nodes)} stages of pipeline {found.group[:SHORT]}:{found.generation}"
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))

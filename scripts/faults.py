@@ -213,7 +213,7 @@ FAULTS = (
     Fault(
         "report on another challenge is taken",
         "validator",
-        "node/trainer/audit_queue.py",
+        "node/trainer/audits.py",
         "if report.challenge != job.call.challenge:",
         "if False:",
         ("test_a_report_counts_only_as_its_validator_signed_it_for_this_job",),
@@ -222,7 +222,7 @@ FAULTS = (
     Fault(
         "sign of the policy gain is flipped",
         "training: losses",
-        "node/training/losses/formulas.py",
+        "node/training/losses.py",
         "values = _pull(config, inputs) - gain.masked_fill(low | high, 0.0)",
         "values = _pull(config, inputs) + gain.masked_fill(low | high, 0.0)",
         ("test_dppo_is_its_formula_inside_the_trust_region",),
@@ -262,7 +262,7 @@ FAULTS = (
     Fault(
         "files of a checkpoint are not compared with its record",
         "training: checkpoint",
-        "node/training/saving/checkpoints.py",
+        "node/training/checkpoint.py",
         "if record.files != _digests(directory):",
         "if False:",
         ("test_an_altered_file_is_noticed_before_anything_is_resumed",),
@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "log-probability ignores the temperature",
         "inference: sampling",
-        "node/inference/sampling.py",
+        "node/inference/sampler.py",
         "scores = noisy.gather(1, tokens)\nlogprobs = torch.log_softmax(scaled, -1).gather(1, tokens)",
         "scores = noisy.gather(1, tokens)\nlogprobs = torch.log_softmax(logits.float(), -1).gather(1, tokens)",
         ("test_logprobs_are_those_of_a_plain_forward_pass_at_the_request_temperature",),
@@ -341,7 +341,7 @@ FAULTS = (
     Fault(
         "bound on the requests of one peer is dropped",
         "p2p: transport",
-        "node/p2p/router.py",
+        "node/p2p/connections.py",
         "crowded = self._streams[peer] >= self._max_streams",
         "crowded = False",
         ("test_more_streams_at_once_than_allowed_are_refused_and_the_others_answered",),
@@ -357,7 +357,7 @@ FAULTS = (
     Fault(
         "chunk is kept and served before it is verified",
         "p2p: download",
-        "node/p2p/job.py",
+        "node/p2p/download_state.py",
         "if len(data) != chunk.size or digest(data) != chunk.digest:",
         "if len(data) != chunk.size:",
         ("test_a_corrupting_neighbour_costs_one_chunk_and_is_left_out_of_the_next_fetch",),
@@ -373,7 +373,7 @@ FAULTS = (
     Fault(
         "rate limit of gossip is lifted",
         "p2p: gossip",
-        "node/p2p/gossip_limits.py",
+        "node/p2p/libp2p.py",
         "if not self._neighbours.take(neighbour, now):",
         "if False:",
         ("test_a_neighbour_may_hand_over_its_burst_and_then_its_rate",),
@@ -390,7 +390,7 @@ FAULTS = (
     Fault(
         "measurement that is not a number passes an audit",
         "verification: audits",
-        "node/verification/judgement.py",
+        "node/verification/judge.py",
         "if not getattr(evidence, name) <= getattr(bounds, name):",
         "if getattr(evidence, name) > getattr(bounds, name):",
         ("test_a_measurement_that_is_no_number_is_above_every_bound",),

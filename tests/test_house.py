@@ -155,10 +155,7 @@ HEAVY = {
     "multiaddr": {"node.p2p.libp2p"},
     "trio": {
         "node.p2p.libp2p",
-        "node.p2p.trio_dialling",
-        "node.p2p.trio_discovery",
-        "node.p2p.trio_streams",
-        "node.p2p.trio_thread",
+        "node.p2p.trio_bridge",
     },
     "triton": {
         "node.inference.boundary_kernel",
@@ -211,20 +208,20 @@ def test_torch_is_where_models_are() -> None:
 LOADED_LAZILY = {
     "torch": """node.verification.crossings node.verification.replay node.inference.boundary_states
         node.inference.boundary_kernel node.inference.compiling
-        node.inference.taps node.inference.causal node.inference.decoding node.inference.network
-        node.inference.noise node.inference.noise_kernel node.inference.output node.inference.packed
-        node.inference.placement node.inference.qwen3 node.inference.qwen3_kernel node.inference.sampling
+        node.inference.model_output node.inference.model node.inference.decoding node.inference.model
+        node.inference.noise node.inference.noise_kernel node.inference.model_output node.inference.packed
+        node.inference.vllm_worker node.inference.qwen3 node.inference.qwen3_kernel node.inference.sampler
         node.inference.transfers node.inference.vllm_recorder
-        node.inference.vllm_sampling node.inference.vllm_worker node.training.export.collecting
-        node.training.export.device node.training.export.gathering node.training.learner
-        node.training.losses.by_name node.training.losses.custom node.training.losses.formulas
-        node.training.meter node.training.model.attention node.training.model.expert_parallel
-        node.training.model.experts node.training.model.head node.training.model.kernels
-        node.training.model.lora
-        node.training.model.masters node.training.model.trained_model node.training.optimizer
+        node.inference.vllm_sampling node.inference.vllm_worker node.training.export
+        node.training.export node.training.gather node.training.learner
+        node.training.losses node.training.losses node.training.losses
+        node.training.meter node.training.attention node.training.experts
+        node.training.experts node.training.model node.training.attention
+        node.training.lora
+        node.training.model node.training.model node.training.optimizer
         node.training.rank node.training.ranks.share node.training.ranks.wire
-        node.training.saving.agreement node.training.saving.saved node.training.saving.shards
-        node.training.saving.staging node.training.world node.pipeline.vllm_head_executor
+        node.training.learner_state node.training.learner_state node.training.learner_state
+        node.training.learner_state node.training.world node.pipeline.vllm_head_executor
         node.pipeline.vllm_rank node.pipeline.vllm_recorders
         node.pipeline.vllm_stage_worker node.pipeline.vllm_runner
         node.pipeline.activations""",

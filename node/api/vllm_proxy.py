@@ -38,7 +38,7 @@ FORMS = (
 
 
 @runtime_checkable
-class Upstreams(Protocol):
+class ProxyTargets(Protocol):
     """An engine whose processes can serve vLLM's routes: HostedEngine, and a scripted one in tests."""
 
     def serve_api(self, options: ApiOptions) -> bool:
@@ -59,7 +59,7 @@ class VllmProxy:
 
     paths: tuple[str, ...] = PATHS
 
-    def __init__(self, upstreams: Upstreams) -> None:
+    def __init__(self, upstreams: ProxyTargets) -> None:
         self._upstreams = upstreams
 
     async def answer(

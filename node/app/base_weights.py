@@ -30,7 +30,7 @@ from ..weights.checkpoint import write_checkpoint
 from ..weights.chunking import cut
 from ..weights.codec import CODEC, encode_full
 from ..weights.errors import WeightsError
-from ..weights.replica import Mirror, prove
+from ..weights.replica import WeightReplica, prove
 
 FILE = "model.safetensors"
 MAX_THREADS = 16
@@ -111,7 +111,7 @@ def write(run: RunManifest, store: Store, directory: Path) -> Path:
     table = read_table(run, store)
     payload = (_stored(store, chunk) for chunk in table.artifacts[0].chunks)
     try:
-        base = Mirror(threads=_threads()).prepare(table, table.artifacts[0], payload).policy
+        base = WeightReplica(threads=_threads()).prepare(table, table.artifacts[0], payload).policy
     except WeightsError as error:
         raise RemoteProtocolError(Reason.MALFORMED, f"the base model: {error}") from error
     write_checkpoint(directory / FILE, base.state, metadata={"format": "pt"})

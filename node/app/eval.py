@@ -13,9 +13,9 @@ from pathlib import Path
 from ..config.engine import EngineConfig
 from ..config.evaluation import EndpointConfig, EvalConfig
 from ..config.run import EnvironmentConfig, EvaluatedEnvironment
-from ..environments.build import build_environment
 from ..environments.chat import ChatFormat
 from ..environments.environment import Environment
+from ..environments.hosted import build_environment
 from ..evaluation.candidates import (
     Candidate,
     candidates,
@@ -54,7 +54,7 @@ def make_text_environment(config: EnvironmentConfig, seed: int, temperature: flo
 
 
 @dataclass(frozen=True)
-class EvalParts:
+class EvalFactories:
     """Factories of what computes: the real ones by default, fakes in tests."""
 
     engine: Callable[[EngineConfig], Engine] = build_engine
@@ -68,7 +68,7 @@ async def evaluate(
     config: EvalConfig,
     *,
     watch: Watch,
-    parts: EvalParts | None = None,
+    parts: EvalFactories | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> list[Cell]:
     """Measure every cell, or find it on disk; results.json and the rollouts are in config.directory.
@@ -83,7 +83,7 @@ async def evaluate(
         _begin(config)
         cells = CellStore(config.directory)
         suite = EvalSuite(config, cells, watch, len(local) + len(keys))
-        evaluation = _Evaluation(config, suite, parts or EvalParts())
+        evaluation = _Evaluation(config, suite, parts or EvalFactories())
         await evaluation.local(local)
         for endpoint, key in zip(config.endpoints, keys, strict=True):
             await evaluation.endpoint(endpoint, key)
@@ -129,7 +129,7 @@ def _key(endpoint: EndpointConfig, environ: Mapping[str, str]) -> str:
 class _Evaluation:
     """Opens models and endpoints, and measures them."""
 
-    def __init__(self, config: EvalConfig, suite: EvalSuite, parts: EvalParts) -> None:
+    def __init__(self, config: EvalConfig, suite: EvalSuite, parts: EvalFactories) -> None:
         self._config = config
         self._suite = suite
         self._parts = parts
@@ -219,7 +219,7 @@ class _Loader:
     """One engine that holds the weights of several models in turn."""
 
     def __init__(
-        self, config: EvalConfig, parts: EvalParts, model_dir: Path, open_things: AsyncExitStack
+        self, config: EvalConfig, parts: EvalFactories, model_dir: Path, open_things: AsyncExitStack
     ) -> None:
         self._config = config
         self._parts = parts

@@ -13,18 +13,17 @@ from ...crypto.keys import SecretKey
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
 from ..config.sft import SftConfig
-from ..environments.build import build_environment
 from ..environments.environment import Environment
+from ..environments.hosted import build_environment
 from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..ops.gpus import usable_here
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport
 from ..pipeline.hosted_stage import HeadEngine, HostedHead, HostedStage, StageEngine
-from ..pipeline.place import Place
+from ..pipeline.place import StagePlace
 from ..storage.ledger import Ledger
-from ..training.backend import TrainBackend
-from ..training.choice import resolve_backend
+from ..training.backend import TrainBackend, resolve_backend
 from ..verification.auditor import Auditor
 
 logger = logging.getLogger(__name__)
@@ -88,19 +87,19 @@ def make_backend(
         return FsdpBackend(
             training, max_steps=config.max_steps, seed=config.seed, temperature=temperature
         )
-    from ..training.local import LocalBackend
+    from ..training.local_backend import LocalBackend
 
     return LocalBackend(
         training, max_steps=config.max_steps, seed=config.seed, temperature=temperature
     )
 
 
-def make_pipeline_head(config: EngineConfig, place: Place) -> HeadEngine:
+def make_pipeline_head(config: EngineConfig, place: StagePlace) -> HeadEngine:
     """The engine of stage 0 of a pipeline, not started: vLLM."""
     return HostedHead(config, place)
 
 
-def make_pipeline_stage(config: EngineConfig, place: Place) -> StageEngine:
+def make_pipeline_stage(config: EngineConfig, place: StagePlace) -> StageEngine:
     """The engine of a later stage of a pipeline, not started: vLLM."""
     return HostedStage(config, place)
 
@@ -126,7 +125,7 @@ class MakeLedger(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class Factories:
     """Factories of everything that touches the world."""
 
     transport: Callable[[NetworkConfig, SecretKey, int], Awaitable[Transport]] = start_iroh
@@ -137,8 +136,8 @@ class Parts:
         make_environment
     )
     engine: Callable[[EngineConfig], Engine] = build_engine
-    pipeline_head: Callable[[EngineConfig, Place], HeadEngine] = make_pipeline_head
-    pipeline_stage: Callable[[EngineConfig, Place], StageEngine] = make_pipeline_stage
+    pipeline_head: Callable[[EngineConfig, StagePlace], HeadEngine] = make_pipeline_head
+    pipeline_stage: Callable[[EngineConfig, StagePlace], StageEngine] = make_pipeline_stage
     evaluation_engine: Callable[[EngineConfig], Engine] = make_evaluation_engine
     auditor: Callable[[EngineConfig, float], Auditor] = make_auditor
     backend: Callable[[RunConfig], TrainBackend] = make_backend

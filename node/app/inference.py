@@ -9,14 +9,14 @@ import logging
 import math
 import re
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
 from ...protocol.manifests import RunManifest
 from ..api.completions import EngineRoutes
 from ..api.server import HttpServer, Routes, Served, serving
-from ..api.vllm_proxy import Upstreams, VllmProxy, api_options
+from ..api.vllm_proxy import ProxyTargets, VllmProxy, api_options
 from ..config.run import JoinConfig
 from ..config.serving import ApiConfig, ServeConfig
 from ..environments.chat import ChatFormat
@@ -28,13 +28,56 @@ from ..inference.hf import QUEUE_BATCHES
 from ..models.model_files import vocab_size
 from ..ops.control import EngineRow, Status
 from ..ops.errors import UsageError
-from ..worker.observer import ObserverRole
-from ..worker.weight_sync import CatchUp
-from .factories import Parts
-from .peer_node import Joined, JoinedNode
+from ..p2p.connections import ConnectionPool
+from ..p2p.heads import HeadStore
+from ..worker.weight_sync import Upstreams, WeightSync
+from .factories import Factories
+from .peer_node import JoinedRun, PeerNode
 from .running_node import Node
 
 logger = logging.getLogger(__name__)
+
+LAST_VERSION_S = 30.0
+"""After the end of a run somebody may still have its last version, for a while."""
+
+
+class ObserverRole:
+    """Keeps an engine at the newest version, and at the last one once the run is over."""
+
+    def __init__(
+        self,
+        *,
+        book: HeadStore,
+        links: ConnectionPool,
+        trainer: bytes,
+        catchup: WeightSync,
+        upstreams: Upstreams,
+        record: Callable[[], bytes],
+    ) -> None:
+        """`record` makes our own sealed peer record."""
+        self._book = book
+        self._links = links
+        self._trainer = trainer
+        self._catchup = catchup
+        self._upstreams = upstreams
+        self._record = record
+
+    async def run(self) -> None:
+        """Follow until the run ends, and get its last version if anybody still has it."""
+        asking = asyncio.create_task(
+            self._upstreams.keep_asking(self._links, self._trainer, self._record)
+        )
+        try:
+            await self._catchup.run()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_VERSION_S):
+                    await self._catchup.reach_last()
+        finally:
+            asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await asking
+        logger.info("the run has ended: %s", self._book.ended)
+
 
 POLL_S = 1.0
 """Between two looks at whether the engine was given up."""
@@ -59,7 +102,7 @@ async def open_server(
     name = api.served_name or name
     served = Served(name, vocab_size(model_dir), config.engine.max_model_len, api)
     routes: tuple[Routes, ...] = (EngineRoutes(engine, chat, served),)
-    if isinstance(hosted, Upstreams) and hosted.serve_api(api_options(api, chat, name)):
+    if isinstance(hosted, ProxyTargets) and hosted.serve_api(api_options(api, chat, name)):
         routes = (VllmProxy(hosted), *routes)
     server = HttpServer(engine, served, routes)
     async with serving(server) as url:
@@ -90,12 +133,12 @@ class OwnPolicy(Node):
         config: ServeConfig,
         key: SecretKey,
         announce: Announce,
-        parts: Parts | None = None,
+        parts: Factories | None = None,
     ) -> None:
         super().__init__(config, key, config.directory, "inference")
         self._config = config
         self._announce = announce
-        self._parts = parts or Parts()
+        self._parts = parts or Factories()
         self._server: HttpServer | None = None
         self._url = ""
 
@@ -126,7 +169,7 @@ class OwnPolicy(Node):
         return shown(self.base_status(), self._config, self._server, self._url)
 
 
-class FollowedPolicy(JoinedNode):
+class FollowedPolicy(PeerNode):
     """Joins a run to serve what it learns; asks for no lease."""
 
     def __init__(
@@ -134,7 +177,7 @@ class FollowedPolicy(JoinedNode):
         config: ServeConfig,
         key: SecretKey,
         announce: Announce,
-        parts: Parts | None = None,
+        parts: Factories | None = None,
     ) -> None:
         shared = {name: getattr(config, name) for name in ("fsync", "network", "engine", "weights")}
         joining = JoinConfig(
@@ -151,7 +194,7 @@ class FollowedPolicy(JoinedNode):
         self._server: HttpServer | None = None
         self._url = ""
 
-    async def _take_part(self, joined: Joined) -> None:
+    async def _take_part(self, joined: JoinedRun) -> None:
         hosted = self._parts.engine(self._config.engine)
         engine = adapted(hosted, joined.documents.manifest)
         try:
@@ -159,7 +202,7 @@ class FollowedPolicy(JoinedNode):
         finally:
             await engine.close()
 
-    async def _serve_from(self, engine: Engine, hosted: Engine, joined: Joined) -> None:
+    async def _serve_from(self, engine: Engine, hosted: Engine, joined: JoinedRun) -> None:
         stack, name = joined.stack, joined.documents.manifest.name
         opened = open_server(self._serve_config, engine, hosted, joined.model_dir, name)
         async with opened as (self._server, self._url):
@@ -179,7 +222,7 @@ class FollowedPolicy(JoinedNode):
                 await self._follow_while(joined, role.run)
                 self.phase = "serving the last version"
 
-    async def _say_when_ready(self, catchup: CatchUp) -> None:
+    async def _say_when_ready(self, catchup: WeightSync) -> None:
         while not await catchup.wait_order((0, 0), LOOK_AGAIN_S):
             logger.info("waiting for the first policy")
         assert self._server is not None  # it was made before

@@ -42,20 +42,19 @@ from ..ops.errors import (
     one_line,
     printable,
 )
+from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
-from ..p2p.router import Handler, no_pipelines
 from ..p2p.rpc import Refused, receive
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
 from ..storage.ledger import MANIFEST, Ledger
 from ..weights.partial import Share, everything
 from ..weights.replica import Policy
-from ..worker.upstreams import Upstreams
-from ..worker.weight_sync import CatchUp
+from ..worker.weight_sync import Upstreams, WeightSync
 from . import base_weights, rundir
-from .factories import Parts
+from .factories import Factories
 from .running_node import Node
-from .services import RECORD_TTL_S, Stack, open_stack, open_store
+from .services import RECORD_TTL_S, NodeServices, open_services, open_store
 from .status_view import peer_rows, total_bytes
 from .tickets import remember, run_directory, usable_ticket
 
@@ -75,10 +74,10 @@ Questions = WatchHeads | GetHeads | Hello
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedRun:
     """A run that admitted this node."""
 
-    stack: Stack
+    stack: NodeServices
     documents: rundir.RunDocuments
     model_dir: Path
     """The files of the model contract; no weights."""
@@ -89,18 +88,18 @@ class RunOver(Exception):
     """The run has ended before this node could take part in it."""
 
 
-class JoinedNode(Node):
+class PeerNode(Node):
     """A node that joined a run by its ticket."""
 
     def __init__(
-        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Parts | None = None
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Factories | None = None
     ) -> None:
         super().__init__(config, key, data_dir, config.role)
         self._config = config
-        self._parts = parts or Parts()
+        self._parts = parts or Factories()
         self._ticket = ""
-        self._stack: Stack | None = None
-        self._catchup: CatchUp | None = None
+        self._stack: NodeServices | None = None
+        self._catchup: WeightSync | None = None
         self._name = ""
         self._obstacle = ""
         """What keeps this node from having joined; empty while nothing does."""
@@ -121,16 +120,16 @@ class JoinedNode(Node):
         finally:
             ledger.close()
 
-    async def _take_part(self, joined: Joined) -> None:
+    async def _take_part(self, joined: JoinedRun) -> None:
         """Do what the role does until the run ends."""
         raise NotImplementedError
 
-    def _pipelines(self, stack: Stack) -> Handler:
+    def _pipelines(self, stack: NodeServices) -> Handler:
         """What answers those who share a model with this node."""
         return no_pipelines
 
     async def _work(self, ticket: Ticket, ledger: Ledger, directory: Path) -> None:
-        async with open_stack(
+        async with open_services(
             self._config,
             self.key,
             ledger,
@@ -146,7 +145,7 @@ class JoinedNode(Node):
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(
-                        stack.router(Neighbour(stack).handle, self._pipelines(stack)).run()
+                        stack.router(PeerHandler(stack).handle, self._pipelines(stack)).run()
                     ),
                     tasks.create_task(stack.watch_fraud()),
                 ]
@@ -167,7 +166,7 @@ class JoinedNode(Node):
                     for task in background:
                         task.cancel()
 
-    async def _join(self, stack: Stack, ticket: Ticket, directory: Path) -> Joined:
+    async def _join(self, stack: NodeServices, ticket: Ticket, directory: Path) -> JoinedRun:
         self.phase = "joining"
         documents = await self._hello(stack, ticket)
         run = documents.manifest
@@ -182,14 +181,14 @@ class JoinedNode(Node):
         model_dir = rundir.write_model_files(run, stack.store, directory / "model")
         self._check_numerics(run)
         upstreams = Upstreams(documents.run_id, stack.peers, stack.fetcher)
-        joined = Joined(stack, documents, model_dir, upstreams)
+        joined = JoinedRun(stack, documents, model_dir, upstreams)
         if run.adapters is not None:
             self._obstacle = "fetching the base weights"
             await self._fetch_base(joined, run.adapters)
         self._obstacle = ""
         return joined
 
-    async def _fetch_base(self, joined: Joined, adapters: AdapterContract) -> None:
+    async def _fetch_base(self, joined: JoinedRun, adapters: AdapterContract) -> None:
         """Policies are adapters: get what they adapt, from other workers where it can be had."""
         stack, run = joined.stack, joined.documents.manifest
         await stack.fetcher.fetch([adapters.base], (), stack.trainer)
@@ -202,7 +201,7 @@ class JoinedNode(Node):
         except RemoteProtocolError as error:
             raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
 
-    async def _hello(self, stack: Stack, ticket: Ticket) -> rundir.RunDocuments:
+    async def _hello(self, stack: NodeServices, ticket: Ticket) -> rundir.RunDocuments:
         """Say hello until the trainer answers; it may not be up yet. Raises RunOver, NodeError."""
         pause, lines, start = RETRY_S, LogBackoff(), time.monotonic()
         limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
@@ -264,14 +263,14 @@ class JoinedNode(Node):
 
     def _make_catchup(
         self,
-        joined: Joined,
+        joined: JoinedRun,
         engine: Engine,
         on_policy: Callable[[Policy], None] = lambda policy: None,
         share: Share = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
-    ) -> CatchUp:
+    ) -> WeightSync:
         stack = joined.stack
-        self._catchup = CatchUp(
+        self._catchup = WeightSync(
             book=stack.heads,
             links=stack.links,
             fetcher=stack.fetcher,
@@ -293,7 +292,7 @@ class JoinedNode(Node):
 
     # -- heads and peers ---------------------------------------------------------------------------
 
-    async def _follow_while(self, joined: Joined, work: Callable[[], Awaitable[None]]) -> None:
+    async def _follow_while(self, joined: JoinedRun, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work` while the heads of the trainer, and of a few peers, are watched."""
         stack = joined.stack
         trainer = HeadFollower(
@@ -319,7 +318,7 @@ class JoinedNode(Node):
                 for task in watches:
                     task.cancel()
 
-    async def _stay_known(self, joined: Joined, trainer: HeadFollower) -> None:
+    async def _stay_known(self, joined: JoinedRun, trainer: HeadFollower) -> None:
         """Tell the trainer our record whenever it comes back, and before the last one runs out."""
         while True:
             with suppress(TimeoutError):
@@ -363,7 +362,7 @@ class JoinedNode(Node):
                     f"{self.data_dir}` joins it again, --wait waits for ever"
                 )
 
-    async def _follow_peers(self, joined: Joined) -> None:
+    async def _follow_peers(self, joined: JoinedRun) -> None:
         """Keep watches on the nearest upstream peers, as they come and go."""
         stack = joined.stack
         followed: dict[bytes, asyncio.Task[None]] = {}
@@ -385,7 +384,7 @@ class JoinedNode(Node):
             for task in followed.values():
                 task.cancel()
 
-    async def _say_why(self, stack: Stack, error: Exception) -> None:
+    async def _say_why(self, stack: NodeServices, error: Exception) -> None:
         """Tell the trainer what ended this node, so that its operator sees it in the run's status."""
         cause = first_cause(error) if isinstance(error, ExceptionGroup) else error
         if isinstance(cause, TicketError | NetworkError | RunFailed):
@@ -398,7 +397,7 @@ class JoinedNode(Node):
         except (TransportError, Refused, RemoteProtocolError) as refused:
             logger.debug("goodbye was not heard: %s", refused)
 
-    async def _first_upstreams(self, joined: Joined) -> None:
+    async def _first_upstreams(self, joined: JoinedRun) -> None:
         """Who else holds weights: asked before the first catch-up, so that it goes to peers."""
         stack = joined.stack
         try:
@@ -466,10 +465,10 @@ def _check_welcome(welcome: Welcome, now: int) -> None:
         )
 
 
-class Neighbour:
+class PeerHandler:
     """Answers the control requests of peers: heads, and nothing that only a trainer may grant."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: NodeServices) -> None:
         self._stack = stack
 
     async def handle(self, peer: bytes, stream: Stream) -> None:

@@ -43,8 +43,8 @@ from ..storage.run_files import (
     make_directory,
     write_private,
 )
-from ..training.saving.checkpoints import Checkpoints
-from ..verification.thresholds import proof_contract
+from ..training.checkpoint import Checkpoints
+from ..verification.judge import proof_contract
 from ..weights.replica import prove
 from . import base_weights
 from .lease_settings import longest_sequence

@@ -18,7 +18,7 @@ from ..config.run import NodeConfig
 from ..ops import registry
 from ..ops.control import Command, ControlServer, Status
 from ..ops.errors import first_cause
-from ..ops.event_loop_monitor import LoopLag
+from ..ops.event_loop_monitor import EventLoopMonitor
 
 
 class Node:
@@ -30,7 +30,7 @@ class Node:
         self.data_dir = data_dir
         self.role = role
         self.phase = "starting"
-        self.lag = LoopLag()
+        self.lag = EventLoopMonitor()
         self._started = time.monotonic()
         self._stop = asyncio.Event()
 

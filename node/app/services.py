@@ -20,24 +20,22 @@ from ...protocol.trust import Equivocation, EquivocationProof, TrustedRun
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import NodeConfig
 from ..ops.errors import BusyError, RunFailed
-from ..p2p.arrivals import Arrivals
-from ..p2p.blobs import BlobServer
+from ..p2p.arrivals import ChunkArrivals
+from ..p2p.connections import ConnectionPool, Handler, Router, no_pipelines
 from ..p2p.discovery import Discovery
-from ..p2p.exchange import BlobFetcher
-from ..p2p.gossip import Gossip
-from ..p2p.heads import HeadBook, HeadServer
-from ..p2p.holdings import OwnHoldings
-from ..p2p.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
+from ..p2p.download import BlobFetcher
+from ..p2p.gossip import Gossip, HoldingsAnnouncer
+from ..p2p.heads import HeadServer, HeadStore
 from ..p2p.limits import Pacer
-from ..p2p.links import Links
 from ..p2p.peers import PeerTable
-from ..p2p.router import Handler, Router, no_pipelines
 from ..p2p.seeds import open_seeds
+from ..p2p.serve import BlobServer
+from ..p2p.tcp_chunks import TcpChunks, TcpChunkServer, serving
 from ..p2p.transport import AddressInUse, Transport
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger
 from ..worker.weight_sync import read_committed
-from .factories import Parts
+from .factories import Factories
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ LAST_WORDS_S = 0.5
 
 
 @dataclass
-class Stack:
+class NodeServices:
     """What every role is built on."""
 
     key: SecretKey
@@ -61,14 +59,14 @@ class Stack:
     store: FileStore
     transport: Transport
     peers: PeerTable
-    links: Links
-    arrivals: Arrivals
+    links: ConnectionPool
+    arrivals: ChunkArrivals
     blobs: BlobServer
     fetcher: BlobFetcher
-    heads: HeadBook
+    heads: HeadStore
     head_server: HeadServer
     discovery: Discovery | None
-    holdings: OwnHoldings
+    holdings: HoldingsAnnouncer
     """What we hold, to be gossiped; nobody listens where discovery is off."""
     fraud: "asyncio.Queue[RemoteProtocolError]"
     keep_chunks: set[bytes] = field(default_factory=set[bytes])
@@ -163,7 +161,7 @@ def open_store(config: NodeConfig, directory: Path) -> FileStore:
 
 
 @asynccontextmanager
-async def open_stack(
+async def open_services(
     config: NodeConfig,
     key: SecretKey,
     ledger: Ledger,
@@ -173,8 +171,8 @@ async def open_stack(
     trainer: bytes,
     role: Role,
     bootstrap: tuple[str, ...] = (),
-    parts: Parts,
-) -> AsyncGenerator[Stack]:
+    parts: Factories,
+) -> AsyncGenerator[NodeServices]:
     """Build and start everything over the node's ledger and chunk store.
 
     Raises:
@@ -184,25 +182,27 @@ async def open_stack(
         transport = await _start_transport(config, key, ledger, parts)
         cleanup.push_async_callback(transport.close)
         peers = PeerTable()
-        links = Links(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
+        links = ConnectionPool(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
         cleanup.push_async_callback(links.close)
         discovery = await _start_discovery(config, key, ledger, run_id, bootstrap, parts)
         if discovery is not None:
             cleanup.push_async_callback(discovery.close)
-        arrivals = Arrivals()
+        arrivals = ChunkArrivals()
         trusted = TrustedRun(run_id, trainer, read_committed(ledger))
-        heads = HeadBook(trusted, ledger)
+        heads = HeadStore(trusted, ledger)
         rate = config.network.max_upload_mbps * 1e6 / 8
         blobs = BlobServer(store, arrivals, Pacer(rate))
         network = config.network
         seeds = await cleanup.enter_async_context(
             open_seeds(network.seeds, authority=network.seed_ca)
         )
-        paths: Libp2pChunks | None = None
+        paths: TcpChunks | None = None
         if discovery is not None:
-            paths = Libp2pChunks(discovery, peers, bootstrap=bootstrap)
-            await cleanup.enter_async_context(serving(ChunkDoor(discovery, peers, blobs.handle)))
-        yield Stack(
+            paths = TcpChunks(discovery, peers, bootstrap=bootstrap)
+            await cleanup.enter_async_context(
+                serving(TcpChunkServer(discovery, peers, blobs.handle))
+            )
+        yield NodeServices(
             key=key,
             run_id=run_id,
             trainer=trainer,
@@ -219,13 +219,13 @@ async def open_stack(
             heads=heads,
             head_server=HeadServer(heads),
             discovery=discovery,
-            holdings=OwnHoldings(key, run_id),
+            holdings=HoldingsAnnouncer(key, run_id),
             fraud=asyncio.Queue(16),
         )
 
 
 async def _start_transport(
-    config: NodeConfig, key: SecretKey, ledger: Ledger, parts: Parts
+    config: NodeConfig, key: SecretKey, ledger: Ledger, parts: Factories
 ) -> Transport:
     """On the configured port, else on the port of the last start, so that peers find us again."""
     wanted = config.network.port
@@ -255,7 +255,7 @@ async def _start_discovery(
     ledger: Ledger,
     run_id: bytes,
     bootstrap: tuple[str, ...],
-    parts: Parts,
+    parts: Factories,
 ) -> Discovery | None:
     """As _start_transport(), of libp2p's TCP port."""
     wanted = config.network.libp2p_port

@@ -23,14 +23,14 @@ from ..sft.data import Data, check_files, open_rows, open_tasks
 from ..sft.loop import SftLoop, Watch
 from ..storage import run_files
 from ..training.backend import TrainBackend
-from ..training.saving.checkpoints import Checkpoints
+from ..training.checkpoint import Checkpoints
 from .factories import make_backend, make_environment
 from .restarts import Restarts
 from .startup import WARMUP_TASKS
 
 
 @dataclass(frozen=True)
-class SftParts:
+class SftFactories:
     """Factories of what computes: the real ones by default, fakes in tests."""
 
     backend: Callable[[SftConfig], TrainBackend] = make_backend
@@ -40,7 +40,7 @@ class SftParts:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
-async def sft(config: SftConfig, *, watch: Watch, parts: SftParts | None = None) -> Path:
+async def sft(config: SftConfig, *, watch: Watch, parts: SftFactories | None = None) -> Path:
     """Train to the end; returns the run directory, with weights in `weights/step_N`. Raises NodeError.
 
     `watch` is told of every step.
@@ -49,7 +49,7 @@ async def sft(config: SftConfig, *, watch: Watch, parts: SftParts | None = None)
     with _alone(config.run_dir):
         directory = prepare(config)
         configure(config.log, directory / "logs" / "sft.jsonl")
-        await _SftRun(config, watch, parts or SftParts()).run()
+        await _SftRun(config, watch, parts or SftFactories()).run()
     return directory
 
 
@@ -89,7 +89,7 @@ def _alone(directory: Path) -> Generator[None]:
 
 
 class _SftRun:
-    def __init__(self, config: SftConfig, watch: Watch, parts: SftParts) -> None:
+    def __init__(self, config: SftConfig, watch: Watch, parts: SftFactories) -> None:
         self._config = config
         self._watch = watch
         self._parts = parts

@@ -19,7 +19,7 @@ from ...protocol.version import ALPN_CONTROL, ALPN_PIPELINE
 from ..config.engine import EngineConfig
 from ..config.run import JoinConfig
 from ..ops.control import StageRow
-from ..p2p.links import Links
+from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import Refused, ask
 from ..p2p.transport import TransportError
 from ..pipeline.door import Door
@@ -27,18 +27,17 @@ from ..pipeline.frame_codec import FrameLimits
 from ..pipeline.hosted_stage import HeadEngine, Laned, StageEngine
 from ..pipeline.layers import share_of
 from ..pipeline.local_end import LocalEnd
-from ..pipeline.place import Place
+from ..pipeline.place import StagePlace
 from ..pipeline.probe import probe
 from ..pipeline.ring import REQUEST_LANE, Ring
 from ..pipeline.trails import SignedTrails
 from ..weights.partial import Share
 from ..worker.pipelined_engine import Order, PipelinedEngine
-from ..worker.stage import StageRole
-from ..worker.stage_chain import Chain
-from ..worker.stage_offers import Planned, StageOffers, make_offer
-from ..worker.weight_sync import CatchUp
-from .factories import Parts
-from .peer_node import Joined
+from ..worker.stage import RingSupervisor, StageRole
+from ..worker.stage_offers import AssignedPlan, StageOffers, make_offer
+from ..worker.weight_sync import WeightSync
+from .factories import Factories
+from .peer_node import JoinedRun
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ Infer = Callable[[PipelinedEngine, EngineConfig, Share], Awaitable[None]]
 """Be an inference worker with that engine, whose weights are that share, until the run ends."""
 
 
-class StageNode:
+class StageSupervisor:
     """One worker's life in pipelines."""
 
     def __init__(
@@ -65,11 +64,11 @@ class StageNode:
         config: JoinConfig,
         key: SecretKey,
         data_dir: Path,
-        parts: Parts,
-        joined: Joined,
+        parts: Factories,
+        joined: JoinedRun,
         door: Door,
         infer: Infer,
-        make_catchup: Callable[[StageEngine, Share], CatchUp],
+        make_catchup: Callable[[StageEngine, Share], WeightSync],
         writing: Callable[[], Order | None],
         enter: Callable[[str], None],
     ) -> None:
@@ -85,7 +84,7 @@ class StageNode:
         self._writing = writing
         self._enter = enter
         self._offers: StageOffers | None = None
-        self._chain: Chain | None = None
+        self._chain: RingSupervisor | None = None
         self._head: HeadEngine | None = None
 
     async def run(self) -> None:
@@ -160,10 +159,10 @@ class StageNode:
         finally:
             work.cancel()
 
-    async def _sit(self, offers: StageOffers, planned: Planned) -> Planned | None:
+    async def _sit(self, offers: StageOffers, planned: AssignedPlan) -> AssignedPlan | None:
         """Hold a seat; the plan by which it is another one, None for no plan or the end of the run."""
-        place = Place(planned.plan, planned.rank, str(self._socket))
-        moved: asyncio.Task[Planned | None]
+        place = StagePlace(planned.plan, planned.rank, str(self._socket))
+        moved: asyncio.Task[AssignedPlan | None]
         async with LocalEnd(self._socket, FrameLimits.of(place.shape)) as local:
             chain = self._chain = self._make_chain(planned, local)
             self._enter("running")
@@ -179,12 +178,12 @@ class StageNode:
                 self._chain = self._head = None
         return None if moved.cancelled() else moved.result()
 
-    def _make_chain(self, planned: Planned, local: LocalEnd) -> Chain:
+    def _make_chain(self, planned: AssignedPlan, local: LocalEnd) -> RingSupervisor:
         stack, stall_s = self._joined.stack, self._config.pp.stall_s
         key, run_id = self._key, self._joined.documents.run_id
         assert self._offers is not None  # run() makes them first
 
-        def make(planned: Planned) -> Ring:
+        def make(planned: AssignedPlan) -> Ring:
             return Ring(
                 planned.sealed,
                 planned.plan,
@@ -199,7 +198,7 @@ class StageNode:
             return await answers(stack.links, node, within_s=stall_s / 2)
 
         offers = self._offers
-        return Chain(
+        return RingSupervisor(
             planned,
             make,
             self._door,
@@ -211,14 +210,14 @@ class StageNode:
 
     # -- the seats -------------------------------------------------------------------------------------
 
-    async def _work(self, place: Place, chain: Chain) -> None:
+    async def _work(self, place: StagePlace, chain: RingSupervisor) -> None:
         config = engine_config(self._config.engine, place.shape)
         if place.first:
             await self._lead(place, chain, config)
         else:
             await self._follow(place, chain, config)
 
-    async def _lead(self, place: Place, chain: Chain, config: EngineConfig) -> None:
+    async def _lead(self, place: StagePlace, chain: RingSupervisor, config: EngineConfig) -> None:
         """Stage 0: an inference worker."""
         head = self._head = self._parts.pipeline_head(config, place)
 
@@ -232,7 +231,7 @@ class StageNode:
             await self._infer(engine, config, share_of(place.plan, 0))
             supervising.cancel()
 
-    async def _follow(self, place: Place, chain: Chain, config: EngineConfig) -> None:
+    async def _follow(self, place: StagePlace, chain: RingSupervisor, config: EngineConfig) -> None:
         """A later stage: no leases, only layers."""
         run, stack = self._joined.documents.manifest, self._joined.stack
         engine = self._parts.pipeline_stage(config, place)
@@ -249,7 +248,7 @@ class StageNode:
             await engine.close()
 
 
-async def _moved(offers: StageOffers, chain: Chain) -> Planned | None:
+async def _moved(offers: StageOffers, chain: RingSupervisor) -> AssignedPlan | None:
     """Follow the plans for as long as they leave this seat as it is; the first that does not."""
     while True:
         planned = await offers.newer(chain.planned)
@@ -258,7 +257,7 @@ async def _moved(offers: StageOffers, chain: Chain) -> Planned | None:
         chain.use(planned)
 
 
-def same_seat(old: Planned, new: Planned) -> bool:
+def same_seat(old: AssignedPlan, new: AssignedPlan) -> bool:
     """Whether whoever computes a stage of `old` can go on with `new`: only who else takes part differs."""
     cuts = [[(stage.first, stage.end) for stage in one.plan.stages] for one in (old, new)]
     return (
@@ -279,7 +278,7 @@ def engine_config(config: EngineConfig, shape: PipelineShape) -> EngineConfig:
     return config.model_copy(update=agreed)
 
 
-async def answers(links: Links, node: bytes, *, within_s: float) -> bool:
+async def answers(links: ConnectionPool, node: bytes, *, within_s: float) -> bool:
     """Whether `node` says anything within that time, a no included; who changes networks needs some."""
     until = time.monotonic() + within_s
     while (left := until - time.monotonic()) > 0:
@@ -296,7 +295,7 @@ async def answers(links: Links, node: bytes, *, within_s: float) -> bool:
     return False
 
 
-async def leave(links: Links, trainer: bytes) -> None:
+async def leave(links: ConnectionPool, trainer: bytes) -> None:
     """Tell the trainer that this node takes part no more."""
     try:
         await links.request(trainer, ALPN_CONTROL, Goodbye(), Accepted, deadline=GOODBYE_S)

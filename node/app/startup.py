@@ -10,22 +10,59 @@ from contextlib import aclosing
 from itertools import count
 from pathlib import Path
 
+import msgspec
+
 from ..config.run import RunConfig, WarmupConfig
 from ..environments.environment import Environment
 from ..evaluation.evaluator import EvalResult, Evaluator
 from ..ops import summary
-from ..ops.errors import UsageError
+from ..ops.errors import StorageError, UsageError
 from ..ops.metrics import PhaseClock
 from ..storage.ledger import Ledger
 from ..storage.run_files import CHECKPOINTS
-from ..trainer.epochs import current_term
-from ..trainer.forking import fork
 from ..trainer.loop import TrainerRole
 from ..trainer.publisher import Publisher
+from ..trainer.state import TrainerState, current_term
 from ..training.backend import TrainBackend
-from ..training.saving.checkpoints import Checkpoints
+from ..training.buffer import BufferSnapshot
+from ..training.checkpoint import Checkpoints
 from ..training.warmup import SupervisedBackend, WarmupProgress, warm_up
 from ..weights.state import State
+
+
+def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
+    """The parts with which a new run goes on after `step`. Raises StorageError if they are of no RL run.
+
+    Tasks that were on lease come first, as after a crash; those of rollouts that waited are passed over.
+    Reputations are kept: who was caught once is still who it is.
+    """
+    try:
+        theirs = msgspec.json.decode(parts["cursor"], type=TrainerState)
+        msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise StorageError(
+            "this is no checkpoint of `primerl-node train`: begin from its weights instead, --model.name "
+            "DIRECTORY/weights/step_N"
+        ) from error
+    ours = TrainerState(
+        next_task=theirs.next_task,
+        requeued=theirs.requeued,
+        verified_up_to=0,
+        history=theirs.history,
+        accepted=0,
+        rejected={},
+        received=0,
+        delta_bytes=0,
+        full_bytes=0,
+        staleness_history=theirs.staleness_history,
+        staleness_max=theirs.staleness_max,
+        reputations=theirs.reputations,
+    )
+    return {
+        "cursor": msgspec.json.encode(ours),
+        "buffer": msgspec.msgpack.encode(BufferSnapshot(step, [])),
+    }
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +74,7 @@ MADE_AT_ONCE = 128
 EVALUATION_BEFORE = "evaluation_before"
 
 
-class Opening:
+class Startup:
     """Brings a trainer to the version that it goes on from, and says how good a policy is."""
 
     def __init__(

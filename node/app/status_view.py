@@ -13,8 +13,8 @@ from ..ops.errors import printable
 from ..p2p.peers import Peer, PeerTable
 from ..trainer.loop import TrainerRole
 from ..trainer.publisher import Publisher
-from ..trainer.scheduler import LeaseDesk
-from ..verification.overlap import Record
+from ..trainer.scheduler import LeaseScheduler
+from ..verification.overlap import ValidatorRecord
 
 SILENT_S = 20.0
 """Workers say something every five seconds (roles/inference.py, HEARTBEAT_S)."""
@@ -27,7 +27,7 @@ def peer_rows(
     leases: Mapping[bytes, int],
     stats: Mapping[bytes, WorkerStats],
     reputations: Mapping[bytes, Reputation],
-    validators: Mapping[bytes, Record] = MappingProxyType({}),
+    validators: Mapping[bytes, ValidatorRecord] = MappingProxyType({}),
     own: bytes,
 ) -> list[PeerRow]:
     """One row per known peer, the connected ones first."""
@@ -38,7 +38,7 @@ def peer_rows(
             leases.get(peer.node, 0),
             stats.get(peer.node),
             reputations.get(peer.node) or Reputation(),
-            validators.get(peer.node) or Record(),
+            validators.get(peer.node) or ValidatorRecord(),
         )
         for peer in peers.rows()
         if peer.node != own
@@ -46,7 +46,9 @@ def peer_rows(
     return sorted(rows, key=lambda row: (row.path == "-", row.role, row.id))
 
 
-def trainer_rows(peers: PeerTable, desk: LeaseDesk, *, newest: int, own: bytes) -> list[PeerRow]:
+def trainer_rows(
+    peers: PeerTable, desk: LeaseScheduler, *, newest: int, own: bytes
+) -> list[PeerRow]:
     """The rows of a trainer, which knows what is on lease, and to whom."""
     leases = Counter(held.node for held in desk.book.held.values())
     rows = peer_rows(
@@ -68,7 +70,9 @@ def trainer_rows(peers: PeerTable, desk: LeaseDesk, *, newest: int, own: bytes) 
     return rows
 
 
-def show_training(status: Status, role: TrainerRole, publisher: Publisher, desk: LeaseDesk) -> None:
+def show_training(
+    status: Status, role: TrainerRole, publisher: Publisher, desk: LeaseScheduler
+) -> None:
     """Say in `status` how training goes."""
     progress = role.progress
     status.step, status.reward = progress.step, progress.reward
@@ -87,7 +91,7 @@ def _row(
     leases: int,
     stats: WorkerStats | None,
     known: Reputation,
-    validator: Record,
+    validator: ValidatorRecord,
 ) -> PeerRow:
     path = peer.path()
     sent, received = peer.traffic()

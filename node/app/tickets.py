@@ -20,7 +20,9 @@ from ..storage.ledger import IssuedTicket, Ledger, LedgerView
 from ..storage.run_files import write_private
 
 if TYPE_CHECKING:
-    from .services import Stack  # all of the network: a ticket is checked before that is loaded
+    from .services import (
+        NodeServices,  # all of the network: a ticket is checked before that is loaded
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ LOOK_S = 60.0
 
 
 @dataclass(frozen=True)
-class Issued:
+class SignedTicket:
     """A ticket and its text."""
 
     ticket: Ticket
@@ -54,12 +56,12 @@ class Issued:
         }
 
 
-class TicketBook:
+class TicketIssuer:
     """The tickets of a running trainer; its own is kept fresh in a file."""
 
     def __init__(
         self,
-        stack: "Stack",
+        stack: "NodeServices",
         file: Path,
         *,
         ttl_s: float,
@@ -72,11 +74,11 @@ class TicketBook:
         self._ttl_s = ttl_s
         self._uses = uses
         self._clock = clock
-        self._own: Issued | None = None
+        self._own: SignedTicket | None = None
         self._in_file = False
         """Whether the file holds it."""
 
-    def current(self) -> Issued:
+    def current(self) -> SignedTicket:
         """The trainer's own ticket, a new one where the last is in the second half of its life, revoked or used
         up. Raises StorageError."""
         if self._own is None or not self._fresh(self._own.ticket):
@@ -88,7 +90,7 @@ class TicketBook:
 
     def issue(
         self, *, label: str = "", uses: int | None = None, expires_s: float | None = None
-    ) -> Issued:
+    ) -> SignedTicket:
         """A new ticket. Raises UsageError."""
         lasts_s = self._ttl_s if expires_s is None else expires_s
         if not 1 <= lasts_s <= MAX_TTL_S:
@@ -111,7 +113,7 @@ class TicketBook:
             uses=uses,
         )
         stack.ledger.add_ticket(ticket.id, ticket)
-        return Issued(ticket, tickets.issue(stack.key, ticket))
+        return SignedTicket(ticket, tickets.issue(stack.key, ticket))
 
     def listed(self) -> list[IssuedTicket]:
         """All that were issued, oldest first."""

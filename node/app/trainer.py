@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -13,7 +14,7 @@ from ...protocol.leases import LeaseBook
 from ..config.run import RunConfig
 from ..environments.environment import Environment, EnvironmentFailed
 from ..evaluation.evaluator import EvalResult, EvalTask, Evaluator
-from ..evaluation.online import OnlineEvaluation
+from ..evaluation.online import EvaluationLog, OnlineEvaluation
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..memory_plan.stages import cut_model
@@ -21,30 +22,123 @@ from ..ops import summary
 from ..ops.control import PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
 from ..ops.metrics import MetricsLog, PhaseClock
-from ..storage.ledger import Arrived, IssuedTicket, Ledger
+from ..storage.ledger import IssuedTicket, Ledger, QueuedSubmission
 from ..storage.run_files import CHECKPOINTS, TICKET, weights_dir
-from ..trainer.epochs import LEASES_PER_BOOT
+from ..trainer.audits import AuditQueue, RemoteAuditors, read_validators
 from ..trainer.loop import TrainerRole
-from ..trainer.progress import Progress
 from ..trainer.publisher import Publisher
-from ..trainer.scheduler import LeaseDesk
-from ..trainer.state import check_ledger
-from ..trainer.submission_queue import Inbox
+from ..trainer.scheduler import LeaseScheduler
+from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
+from ..trainer.submission_queue import SubmissionQueue
 from ..training.backend import TrainBackend
 from ..training.buffer import RolloutBuffer
-from ..training.saving.checkpoints import Checkpoints
+from ..training.checkpoint import Checkpoints
+from ..verification.calls import LocalAudits
+from ..verification.duplicates import CopyDetector
+from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
 from . import rundir
-from .eval_suite import online_evaluation, open_eval_tasks
-from .factories import Parts
+from .factories import Factories
 from .lease_settings import lease_policy
 from .restarts import Restarts, until_done
 from .running_node import Node
-from .services import Stack, open_stack, open_store
-from .startup import Opening
+from .services import NodeServices, open_services, open_store
+from .startup import Startup
 from .status_view import show_training, total_bytes, trainer_rows
-from .tickets import TicketBook
-from .verification import Verification
+from .tickets import TicketIssuer
+
+FILE = "evaluations.jsonl"
+
+
+async def open_eval_tasks(
+    config: RunConfig,
+    parts: Factories,
+    own: Environment,
+    model_dir: Path,
+    open_things: AsyncExitStack,
+) -> list[EvalTask]:
+    """Start the environments of [evaluation], closed with `open_things`; `own` is the run's, started.
+
+    Raises UsageError.
+    """
+    told, sampling = config.evaluation, config.sampling
+    if not told.interval:
+        return []
+    if not told.environments:
+        return [EvalTask(own.name, own, told.prompts, told.samples)]
+    found: list[EvalTask] = []
+    for one in told.environments:
+        environment = parts.environment(
+            one, model_dir, config.seed, sampling.max_tokens, sampling.temperature
+        )
+        open_things.push_async_callback(environment.close)
+        try:
+            await environment.start()
+        except EnvironmentFailed as error:
+            raise UsageError(
+                f"environment {one.title!r} of [evaluation] does not start: {error}"
+            ) from error
+        found.append(EvalTask(one.title, environment, one.prompts, one.samples, one.success))
+    return found
+
+
+def online_evaluation(
+    config: RunConfig, evaluator: Evaluator, tasks: Sequence[EvalTask], metrics: MetricsLog
+) -> OnlineEvaluation:
+    """Make the evaluation beside the training of `config`."""
+    return OnlineEvaluation(
+        evaluator,
+        tasks,
+        EvaluationLog(config.run_dir / FILE),
+        metrics,
+        interval=config.evaluation.interval,
+        last=config.max_steps,
+        seed=config.seed,
+    )
+
+
+class Verification:
+    """Made before the desk that workers talk to, which passes on what validators say."""
+
+    def __init__(
+        self, config: RunConfig, documents: rundir.RunDocuments, trainer: bytes, parts: Factories
+    ) -> None:
+        """`trainer` is this node's id. Raises UsageError for validators that are no node ids."""
+        settings = config.verification
+        self._documents = documents
+        self._auditor = parts.auditor(config.engine, settings.audit_timeout_s)
+        self.desk = AuditQueue(
+            run_id=documents.run_id,
+            trainer=trainer,
+            validators=read_validators(settings.validators),
+            timeout_s=settings.audit_timeout_s,
+        )
+        rollouts = config.rollouts
+        batch = rollouts.groups_per_batch * rollouts.group_size
+        self.expected_audits = 2 * config.max_steps * batch
+        """All rollouts of the run, twice: some are refused, some are made in vain."""
+
+    async def start(self, model_dir: Path) -> None:
+        """Read the architecture. Raises EngineError."""
+        await self._auditor.start(model_dir, self._documents.manifest)
+
+    async def close(self) -> None:
+        """End the process that audits."""
+        await self._auditor.close()
+
+    def verifier(self, environment: Environment, publisher: Publisher) -> Verifier:
+        """A verifier of the versions that `publisher` holds."""
+        run = self._documents.manifest
+        audits = RemoteAuditors(
+            LocalAudits(self._auditor),
+            self.desk,
+            run.proofs,
+            term=lambda: publisher.order[0],
+            chance=random.SystemRandom(),
+        )
+        run_id, states = self._documents.run_id, publisher.states
+        return Verifier(run_id, run, environment, audits, states, CopyDetector())
+
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +161,17 @@ class TrainerNode(Node):
         key: SecretKey,
         data_dir: Path,
         announce: Callable[[str], None],
-        parts: Parts | None = None,
+        parts: Factories | None = None,
     ) -> None:
         super().__init__(config, key, data_dir, "trainer")
         self._config = config
         self._announce = announce
-        self._parts = parts or Parts()
-        self._tickets: TicketBook | None = None
+        self._parts = parts or Factories()
+        self._tickets: TicketIssuer | None = None
         self._clock = PhaseClock()
         self._boot = 0
-        self._stack: Stack | None = None
-        self._desk: LeaseDesk | None = None
+        self._stack: NodeServices | None = None
+        self._desk: LeaseScheduler | None = None
         self._role: TrainerRole | None = None
         self._publisher: Publisher | None = None
         self._online: OnlineEvaluation | None = None
@@ -110,7 +204,7 @@ class TrainerNode(Node):
             documents = await rundir.documents(self._config, self.key, ledger, store, model_dir)
             run, own = documents.manifest, self.data_dir / "model"
             model_dir = await asyncio.to_thread(rundir.trained_model, run, store, model_dir, own)
-        async with open_stack(
+        async with open_services(
             self._config,
             self.key,
             ledger,
@@ -123,7 +217,7 @@ class TrainerNode(Node):
             self._stack = stack
             rundir.check_clock(run, stack.heads.latest(), int(time.time()))
             stack.keep_chunks.update(rundir.pinned(run, store))
-            self._tickets = TicketBook(
+            self._tickets = TicketIssuer(
                 stack,
                 self._config.run_dir / TICKET,
                 ttl_s=self._config.ticket_ttl_s,
@@ -152,7 +246,7 @@ class TrainerNode(Node):
 
     async def _train(
         self,
-        stack: Stack,
+        stack: NodeServices,
         documents: rundir.RunDocuments,
         environment: Environment,
         metrics: MetricsLog,
@@ -193,7 +287,7 @@ class TrainerNode(Node):
 
     async def _learn(
         self,
-        stack: Stack,
+        stack: NodeServices,
         documents: rundir.RunDocuments,
         environment: Environment,
         metrics: MetricsLog,
@@ -212,7 +306,7 @@ class TrainerNode(Node):
             stop_token_ids=documents.manifest.model.stop_token_ids,
             at_once=2 * self._config.engine.max_batch,
         )
-        opening = Opening(self._config, environment, backend, evaluator, self._clock, self._enter)
+        opening = Startup(self._config, environment, backend, evaluator, self._clock, self._enter)
         role, publisher, desk = self._build(stack, documents, environment, metrics, verification)
         self._role, self._publisher, self._desk = role, publisher, desk
         online = self._online = online_evaluation(self._config, evaluator, eval_tasks, metrics)
@@ -248,7 +342,7 @@ class TrainerNode(Node):
             for task in background:
                 task.cancel()
 
-    async def _tell_workers(self, stack: Stack, error: BaseException) -> None:
+    async def _tell_workers(self, stack: NodeServices, error: BaseException) -> None:
         """Tell those who watch our heads why we leave, and whether we may come back."""
         cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(cause, RankFailed):
@@ -261,17 +355,17 @@ class TrainerNode(Node):
 
     def _build(
         self,
-        stack: Stack,
+        stack: NodeServices,
         documents: rundir.RunDocuments,
         environment: Environment,
         metrics: MetricsLog,
         verification: Verification,
-    ) -> tuple[TrainerRole, Publisher, LeaseDesk]:
+    ) -> tuple[TrainerRole, Publisher, LeaseScheduler]:
         boot = self._boot = stack.ledger.count_boot()
-        arrivals: asyncio.Queue[Arrived] = asyncio.Queue(INBOX)
+        arrivals: asyncio.Queue[QueuedSubmission] = asyncio.Queue(INBOX)
         publisher = self._make_publisher(stack, documents)
         role: TrainerRole
-        desk = LeaseDesk(
+        desk = LeaseScheduler(
             key=self.key,
             run_id=documents.run_id,
             sealed_manifest=documents.sealed,
@@ -288,7 +382,7 @@ class TrainerNode(Node):
             model=cut_model(documents.manifest, stack.store, self._config.engine.max_batch),
         )
         buffer, progress = self._make_buffer(), Progress()
-        inbox = Inbox(
+        inbox = SubmissionQueue(
             key=self.key,
             run_id=documents.run_id,
             ledger=stack.ledger,
@@ -324,7 +418,7 @@ class TrainerNode(Node):
         if self._online is not None and self._publisher is not None:
             self._online.begin(version, self._publisher.states[version])
 
-    def _make_publisher(self, stack: Stack, documents: rundir.RunDocuments) -> Publisher:
+    def _make_publisher(self, stack: NodeServices, documents: rundir.RunDocuments) -> Publisher:
         return Publisher(
             key=self.key,
             run=documents.run_id,
@@ -362,7 +456,7 @@ class TrainerNode(Node):
         role: TrainerRole,
         publisher: Publisher,
         backend: TrainBackend,
-        desk: LeaseDesk,
+        desk: LeaseScheduler,
         before: EvalResult,
         after: EvalResult,
     ) -> None:
@@ -387,7 +481,7 @@ class TrainerNode(Node):
         )
 
     @property
-    def _issued(self) -> TicketBook:
+    def _issued(self) -> TicketIssuer:
         if self._tickets is None:
             raise BusyError("the trainer has no ticket yet: ask again in a moment")
         return self._tickets

@@ -5,10 +5,9 @@ from pathlib import Path
 from ...crypto.keys import SecretKey
 from ..config.run import JoinConfig
 from ..ops.control import Status
-from ..validator.loop import ValidatorRole
-from ..validator.state_cache import Shelf
-from .factories import Parts
-from .peer_node import Joined, JoinedNode
+from ..validator.loop import StateCache, ValidatorRole
+from .factories import Factories
+from .peer_node import JoinedRun, PeerNode
 
 AUDIT_TIMEOUT_S = 120.0
 """After this the process that audits is killed and started anew; the trainer's own deadline counts too."""
@@ -16,19 +15,19 @@ MORE_VERSIONS = 3
 """Versions to keep beyond the staleness bound, as many as the trainer does."""
 
 
-class ValidatorNode(JoinedNode):
+class ValidatorNode(PeerNode):
     """One validator process."""
 
     def __init__(
-        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Parts | None = None
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Factories | None = None
     ) -> None:
         super().__init__(config, key, data_dir, parts)
         self._role: ValidatorRole | None = None
 
-    async def _take_part(self, joined: Joined) -> None:
+    async def _take_part(self, joined: JoinedRun) -> None:
         run, stack = joined.documents.manifest, joined.stack
         auditor = self._parts.auditor(self._config.engine, AUDIT_TIMEOUT_S)
-        shelf = Shelf(run.limits.max_off_policy_steps + MORE_VERSIONS)
+        shelf = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
         try:
             await auditor.start(joined.model_dir, run)
             role = self._role = ValidatorRole(

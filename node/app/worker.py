@@ -18,42 +18,41 @@ from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import cannot_cut, cannot_hold
-from ..models.json_files import read_json
+from ..models.model_files import read_json
 from ..ops.control import Status
 from ..ops.errors import EngineError, NodeError, StorageError, UsageError
-from ..p2p.router import Handler, no_pipelines
+from ..p2p.connections import Handler, no_pipelines
 from ..pipeline.door import Door
 from ..storage import run_files
 from ..weights.partial import Share, everything
-from ..worker.loop import InferenceRole
+from ..worker.loop import InferenceRole, VerdictLog
 from ..worker.pipelined_engine import PipelinedEngine
-from ..worker.verdicts import VerdictBox
 from ..worker.weight_sync import stand
 from . import rundir
-from .factories import Parts
+from .factories import Factories
 from .lease_settings import served_length
-from .peer_node import Joined, JoinedNode
-from .services import Stack
-from .stage_supervisor import StageNode
+from .peer_node import JoinedRun, PeerNode
+from .services import NodeServices
+from .stage_supervisor import StageSupervisor
 
 logger = logging.getLogger(__name__)
 
 
-class WorkerNode(JoinedNode):
+class WorkerNode(PeerNode):
     """One inference worker process."""
 
     def __init__(
-        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Parts | None = None
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Factories | None = None
     ) -> None:
         super().__init__(config, key, data_dir, parts)
         self._role: InferenceRole | None = None
-        self._verdicts: VerdictBox | None = None
+        self._verdicts: VerdictLog | None = None
         """Of all seats that this node ever has."""
         self._environment: Environment | None = None
         self._door: Door | None = None
-        self._stages: StageNode | None = None
+        self._stages: StageSupervisor | None = None
 
-    async def _take_part(self, joined: Joined) -> None:
+    async def _take_part(self, joined: JoinedRun) -> None:
         try:
             await self._work_together(joined)
         except BaseException:
@@ -64,7 +63,7 @@ class WorkerNode(JoinedNode):
             raise
         self._write_last_status()
 
-    async def _work_together(self, joined: Joined) -> None:
+    async def _work_together(self, joined: JoinedRun) -> None:
         """Work as a whole engine or, where the model does not fit here, as a stage."""
         run = joined.documents.manifest
         config, longest = self._config.engine, served_length(self._config.engine, run)
@@ -90,7 +89,7 @@ class WorkerNode(JoinedNode):
 
     async def _infer(
         self,
-        joined: Joined,
+        joined: JoinedRun,
         engine: Engine,
         config: EngineConfig,
         work: Callable[[InferenceRole], Awaitable[None]],
@@ -121,13 +120,13 @@ class WorkerNode(JoinedNode):
 
     # -- pipelines -----------------------------------------------------------------------------------
 
-    def _pipelines(self, stack: Stack) -> Handler:
+    def _pipelines(self, stack: NodeServices) -> Handler:
         if self._config.pp.mode == "off":
             return no_pipelines
         self._door = Door(self.key.node_id, stack.run_id, stack.trainer)
         return self._door.handle
 
-    async def _is_split(self, joined: Joined, engine: EngineConfig) -> bool:
+    async def _is_split(self, joined: JoinedRun, engine: EngineConfig) -> bool:
         """Whether to hold the model together with others. Raises UsageError if that is wanted and cannot be."""
         config, run = self._config, joined.documents.manifest
         if config.pp.wanted:
@@ -156,7 +155,7 @@ class WorkerNode(JoinedNode):
             logger.warning("this node offers to hold a part of the model: %s", why)
         return bool(why) and not uncut
 
-    def _make_stages(self, joined: Joined) -> StageNode:
+    def _make_stages(self, joined: JoinedRun) -> StageSupervisor:
         assert self._door is not None  # made with the router, before anything is joined
 
         async def infer(engine: PipelinedEngine, config: EngineConfig, share: Share) -> None:
@@ -165,7 +164,7 @@ class WorkerNode(JoinedNode):
         def enter(phase: str) -> None:
             self.phase = phase
 
-        return StageNode(
+        return StageSupervisor(
             config=self._config,
             key=self.key,
             data_dir=self.data_dir,
@@ -196,7 +195,7 @@ class WorkerNode(JoinedNode):
 
     def _build(
         self,
-        joined: Joined,
+        joined: JoinedRun,
         engine: Engine,
         config: EngineConfig,
         environment: Environment,
@@ -204,7 +203,7 @@ class WorkerNode(JoinedNode):
     ) -> InferenceRole:
         stack, documents = joined.stack, joined.documents
         if self._verdicts is None:
-            self._verdicts = VerdictBox(
+            self._verdicts = VerdictLog(
                 node=self.key.node_id,
                 run_id=documents.run_id,
                 trainer=stack.trainer,

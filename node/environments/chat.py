@@ -273,7 +273,7 @@ def _compile(text: str) -> tuple["jinja2.Template", frozenset[str]]:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}` marks replies for loss masks; the tokens are the same without it."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
@@ -301,7 +301,7 @@ def _compile(text: str) -> tuple["jinja2.Template", frozenset[str]]:
         )
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals.update(raise_exception=refuse)  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -162,7 +162,7 @@ def mark_tasks(steps: Steps) -> Callable[..., asyncio.Task[Any]]:
     return make
 
 
-class Host:
+class EnvironmentHost:
     """Answers requests until close(); a SetUp comes first."""
 
     def __init__(self, outbox: Outbox, make: Callable[[SetUp], Environment], steps: Steps) -> None:
@@ -312,9 +312,9 @@ def main(environment: Callable[[SetUp], Environment]) -> None:
     """Answer at the standard input and output; what a taskset prints goes to the standard error."""
     steps = Steps(int(os.environ[MARK_VARIABLE]))
 
-    def make(outbox: Outbox) -> Host:
+    def make(outbox: Outbox) -> EnvironmentHost:
         asyncio.get_running_loop().set_task_factory(mark_tasks(steps))
-        return Host(outbox, environment, steps)
+        return EnvironmentHost(outbox, environment, steps)
 
     serve_parent(read_request, make)
 

@@ -26,6 +26,7 @@ from ..process.exit_reason import exit_reason
 from ..process.spawn import PARENT_VARIABLE
 from .environment import (
     Branch,
+    Environment,
     EnvironmentFailed,
     EnvironmentGivenUp,
     EnvironmentStuck,
@@ -433,3 +434,27 @@ def _where(lines: Sequence[str]) -> str:
         if "site-packages" in file or not file.startswith(library):
             return f" (in {frame['name']}, {Path(file).name} line {frame['line']})"
     return ""
+
+
+def build_environment(
+    config: EnvironmentConfig,
+    *,
+    model_dir: Path,
+    seed: int,
+    max_tokens: int,
+    temperature: float,
+    text: bool = False,
+) -> Environment:
+    """The environment of a run, not yet started: nothing of it is imported or run before start().
+
+    `model_dir` holds tokenizer.json and the chat template; with `text` conversations are of characters, and it
+    holds nothing. `max_tokens` bounds one turn.
+    """
+    return HostedEnvironment(
+        config,
+        model_dir=model_dir,
+        seed=seed,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        text=text,
+    )

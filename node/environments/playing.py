@@ -11,12 +11,10 @@ CPU a rollout). Two ways, and the same episode from both:
 Tasksets with tool servers or containers are refused: a node runs no commands for a stranger.
 """
 
-# The library's classes are generic over types that only a taskset knows.
-# pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
-
 import importlib
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,18 +34,100 @@ from verifiers.v1.utils.generic import concrete_type
 
 from ..config.run import EnvironmentConfig
 from ..inference.engine import Completion
-from . import outcome
 from .allowed import BUNDLED
 from .chat import Chat
-from .environment import EnvironmentFailed, Episode, Split
+from .environment import Branch, EnvironmentFailed, Episode, Score, Split
 from .exchange import Exchange
-from .indexing import TaskIndex
-from .options import load_tasksets
 from .replay import PlayFailed
+from .taskset import TaskIndex, load_tasksets
+
+
+def branch(
+    token_ids: list[int],
+    sampled: list[bool],
+    logprobs: list[float],
+    turns: Sequence[Completion],
+) -> Branch:
+    """A training sequence and the turns in it, in order; at least one."""
+    boundaries, plan = _crossed(turns)
+    return Branch(
+        token_ids=token_ids,
+        sampled=sampled,
+        logprobs=logprobs,
+        policy_first=min(turn.policy_first for turn in turns),
+        policy_last=max(turn.policy_last for turn in turns),
+        finish=turns[-1].finish,
+        spans=_spans(turns),
+        proof=b"".join(turn.proof for turn in turns),
+        boundaries=boundaries,
+        plan=plan,
+    )
+
+
+def _crossed(turns: Sequence[Completion]) -> tuple[tuple[bytes, ...], bytes]:
+    """What crossed between stages in all turns, and their plan; of several plans nothing, and the last one."""
+    plans = {turn.plan for turn in turns}
+    parts = [turn.boundaries for turn in turns]
+    if len(plans) > 1 or not all(parts) or len({len(one) for one in parts}) > 1:
+        return (), turns[-1].plan
+    return tuple(b"".join(column) for column in zip(*parts, strict=True)), plans.pop()
+
+
+def _spans(turns: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
+    """Where the policy changed, counted among the sampled tokens of all turns; empty if nowhere."""
+    found: list[tuple[int, int]] = []
+    before = 0
+    for turn in turns:
+        for start, version in turn.spans or ((0, turn.policy_first),):
+            if not found or found[-1][1] != version:
+                found.append((before + start, version))
+        before += len(turn.token_ids)
+    return tuple(found) if len(found) > 1 else ()
+
+
+def only_trace(traces: Sequence[Any]) -> Any:
+    """The episode's one trace. Raises PlayFailed if there are several, or if it failed."""
+    if len(traces) != 1:
+        raise PlayFailed(f"{len(traces)} rollouts in an episode: only 1 is supported")
+    trace = traces[0]
+    if not trace.ok or trace.is_timeout:
+        last = trace.last_error
+        raise PlayFailed(trace.stop_condition if last is None else f"{last.type}: {last.message}")
+    return trace
+
+
+def trace_branches(trace: Any, completions: Mapping[int, Completion]) -> list[Branch]:
+    """The trace's root-to-leaf paths that hold a turn; `completions` by id() of the sampled node.
+    Raises PlayFailed if there is none."""
+    found: list[Branch] = []
+    for it in trace.branches:
+        turns = [completions[id(node)] for node in it.nodes if node.sampled]
+        if turns:
+            found.append(branch(it.token_ids, it.sampled_mask, it.logprobs, turns))
+    if not found:
+        raise PlayFailed(f"the rollout ended without a turn: {trace.stop_condition}")
+    return found
+
+
+def score(trace: Any) -> Score:
+    """The weighted sum of the rewards; each reward stands by name among the metrics, unweighted.
+    Raises PlayFailed where one is NaN or infinite."""
+    named: dict[str, float] = {
+        name: float(reward.score) for name, reward in trace.rewards.items() if reward is not None
+    }
+    named |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    total = float(trace.reward)
+    if not all(map(math.isfinite, [total, *named.values()])):
+        raise PlayFailed("a reward or metric is not a finite number: mend the taskset")
+    return Score(reward=total, metrics=named)
+
+
+# The library's classes are generic over types that only a taskset knows.
+# pyright: reportMissingTypeArgument=false, reportUnknownParameterType=false
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedTask:
     """What all rollouts of one task share."""
 
     task: vf.Task
@@ -61,7 +141,7 @@ class Prepared:
     """The right first reply, where the task data has one and the taskset is plain."""
 
 
-class Player:
+class TasksetPlayer:
     """One taskset, ready to be played; made by open_player()."""
 
     def __init__(
@@ -99,7 +179,7 @@ class Player:
         """How far a walk to a task has come; empty while there is none."""
         return self._tasks.progress
 
-    async def load(self, index: int, split: Split) -> Prepared:
+    async def load(self, index: int, split: Split) -> PreparedTask:
         """Task number `index` of `split`, its prompt tokenised. Raises EnvironmentFailed."""
         task: vf.Task = await self._tasks.get(index, split)
         data, content = task.data, task.hash
@@ -109,7 +189,7 @@ class Player:
             raise EnvironmentFailed(f"task {index} has no prompt: mend the taskset")
         messages = [] if data.prompt is None else _messages(data.system_prompt, data.prompt)
         answer = getattr(data, "answer", None)
-        return Prepared(
+        return PreparedTask(
             task=task,
             digest=bytes.fromhex(content),
             record=vf.TraceTask(type=type(task).__name__, data=data, key=task.key, hash=content),
@@ -120,7 +200,7 @@ class Player:
             answer=answer if isinstance(answer, str) and self._env is None else None,
         )
 
-    async def play(self, prepared: Prepared, exchange: Exchange) -> Episode:
+    async def play(self, prepared: PreparedTask, exchange: Exchange) -> Episode:
         """One rollout. Raises PlayFailed, and what the policy raised."""
         try:
             if self._env is None:
@@ -130,7 +210,7 @@ class Player:
             exchange.check()
             raise PlayFailed(f"{type(error).__name__}: {error}") from error
 
-    async def _play_plain(self, prepared: Prepared, exchange: Exchange) -> Episode:
+    async def _play_plain(self, prepared: PreparedTask, exchange: Exchange) -> Episode:
         """One turn, in the order of the library's Rollout."""
         task, prompt = prepared.task, prepared.prompt
         trace = vf.Trace(task=prepared.record, state=prepared.state(), agent=self._info)
@@ -150,11 +230,11 @@ class Player:
                 await invoke(task.finalize, at_hand)
         await task.score(trace, self._box)
         logprobs = [0.0] * len(prompt) + completion.logprobs
-        sequence = outcome.branch(reply.token_ids, reply.mask, logprobs, [completion])
-        return Episode(branches=[sequence], score=outcome.score(trace))
+        sequence = branch(reply.token_ids, reply.mask, logprobs, [completion])
+        return Episode(branches=[sequence], score=score(trace))
 
     def _record(
-        self, trace: vf.Trace, prepared: Prepared, completion: Completion, started: float
+        self, trace: vf.Trace, prepared: PreparedTask, completion: Completion, started: float
     ) -> vf.MessageNode:
         """Put the one turn onto the trace, as graph.prepare_turn().commit() would (which spends 0.5 ms
         in pydantic's model_construct). Returns the reply's node."""
@@ -173,7 +253,7 @@ class Player:
         trace.calls.append(_call(prepared.prompt, completion, len(trace.nodes) - 1, started))
         return reply
 
-    async def _play_env(self, env: vf.Env, prepared: Prepared, exchange: Exchange) -> Episode:
+    async def _play_env(self, env: vf.Env, prepared: PreparedTask, exchange: Exchange) -> Episode:
         """The library's own way, from Env.run down to Rollout."""
         harness = PolicyHarness(self._chat, exchange)
         episode = vf.Episode(task=prepared.record)
@@ -190,9 +270,9 @@ class Player:
             await env.run(prepared.task, agents)
             await env.finalize(prepared.task, episode)
         exchange.check()
-        trace = outcome.only_trace(episode.traces)
-        branches = outcome.branches(trace, harness.completions)
-        return Episode(branches=branches, score=outcome.score(trace))
+        trace = only_trace(episode.traces)
+        branches = trace_branches(trace, harness.completions)
+        return Episode(branches=branches, score=score(trace))
 
 
 # -- the library's parts, played in process -------------------------------------------------------
@@ -333,7 +413,7 @@ class BorrowingAgent(vf.Agent):
 
 def open_player(
     config: EnvironmentConfig, *, chat: Chat, seed: int, max_tokens: int, temperature: float
-) -> Player:
+) -> TasksetPlayer:
     """Find the taskset and how to play it. Raises EnvironmentFailed."""
     tasksets = load_tasksets(config, seed, _find)
     agent = vf.AgentConfig(
@@ -346,7 +426,7 @@ def open_player(
     )
     tasks = TaskIndex(tasksets, dealt="eval" not in tasksets)
     env = _load_env(config.id, tasksets["train"])
-    return Player(config, chat=chat, tasks=tasks, env=env, agent=agent)
+    return TasksetPlayer(config, chat=chat, tasks=tasks, env=env, agent=agent)
 
 
 def _load_env(name: str, taskset: vf.Taskset) -> vf.Env | None:

@@ -47,7 +47,7 @@ def spans(branch: Branch) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-class Recording:
+class RecordedRollout:
     """The turns of a finished rollout, as a policy."""
 
     def __init__(self, branches: Sequence[Branch], *, stop_token_ids: Sequence[int]) -> None:

@@ -28,10 +28,10 @@ from .environment import (
     Task,
 )
 from .exchange import Exchange, Stuck
-from .replay import BadCompletion, PlayFailed, Recording
+from .replay import BadCompletion, PlayFailed, RecordedRollout
 
 if TYPE_CHECKING:
-    from .playing import Player, Prepared
+    from .playing import PreparedTask, TasksetPlayer
 
 PREPARED_TASKS = 4096
 """Tasks kept with their prompt tokens; a group's rollouts share one."""
@@ -57,10 +57,10 @@ class VerifiersEnvironment:
         self._seed = seed
         self._max_tokens = max_tokens
         self._temperature = temperature
-        self._prepared: OrderedDict[tuple[int, Split], Prepared] = OrderedDict()
+        self._prepared: OrderedDict[tuple[int, Split], PreparedTask] = OrderedDict()
         self._given = chat
         self._chat: Chat | None = None
-        self._player: Player | None = None
+        self._player: TasksetPlayer | None = None
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ class VerifiersEnvironment:
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turns and score what comes out; such a rollout has no score if the
         taskset itself fails on these replies (EnvironmentFailed)."""
-        recording = Recording(branches, stop_token_ids=self._format.stop_token_ids)
+        recording = RecordedRollout(branches, stop_token_ids=self._format.stop_token_ids)
         try:
             episode = await self._play(await self._own(task), recording)
         except BadCompletion as error:
@@ -140,7 +140,7 @@ class VerifiersEnvironment:
         recording.check(episode.branches)
         return replace(episode.score, turns=recording.turns())
 
-    async def _play(self, prepared: "Prepared", policy: Policy) -> Episode:
+    async def _play(self, prepared: "PreparedTask", policy: Policy) -> Episode:
         exchange = Exchange(
             policy,
             max_tokens=self._max_tokens,
@@ -150,7 +150,7 @@ class VerifiersEnvironment:
         async with exchange.bounded():
             return await self._started.play(prepared, exchange)
 
-    async def _own(self, task: Task) -> "Prepared":
+    async def _own(self, task: Task) -> "PreparedTask":
         prepared = await self._prepare(task.index, task.split)
         if prepared.digest != task.digest:
             raise ScoreMismatch(
@@ -159,7 +159,7 @@ class VerifiersEnvironment:
             )
         return prepared
 
-    async def _prepare(self, index: int, split: Split) -> "Prepared":
+    async def _prepare(self, index: int, split: Split) -> "PreparedTask":
         """The task, kept for the other rollouts of its group."""
         key = (index, split)
         if key not in self._prepared:
@@ -179,7 +179,7 @@ class VerifiersEnvironment:
         return self._prepared[key]
 
     @property
-    def _started(self) -> "Player":
+    def _started(self) -> "TasksetPlayer":
         if self._player is None:
             raise EnvironmentFailed(f"environment {self.name!r} is not running: call start() first")
         return self._player

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...protocol.manifests import RunManifest
 from ..models.model_files import read_base
 from ..ops.errors import EngineError
-from ..weights.adapters import Merged, changes, merge
+from ..weights.adapters import MergedAdapters, changes, merge
 from ..weights.state import Changed, State
 from .engine import Completion, Engine, EngineStats, GenerateRequest
 
@@ -31,7 +31,7 @@ class AdaptedEngine:
         self._engine = engine
         self._run = run
         self._base: State | None = None
-        self._held: Merged | None = None
+        self._held: MergedAdapters | None = None
         self._loading = asyncio.Lock()
 
     @property
@@ -77,7 +77,7 @@ class AdaptedEngine:
         await self._engine.close()
         self._base = self._held = None
 
-    async def _merge(self, adapters: State) -> tuple[Merged, Changed | None]:
+    async def _merge(self, adapters: State) -> tuple[MergedAdapters, Changed | None]:
         """What `adapters` make of the base, and where that differs from what the engine holds.
 
         Until the caller has loaded it, the engine counts as holding nothing that is known.
@@ -89,8 +89,8 @@ class AdaptedEngine:
         return await asyncio.to_thread(self._compute, base, adapters, held)
 
     def _compute(
-        self, base: State, adapters: State, held: Merged | None
-    ) -> tuple[Merged, Changed | None]:
+        self, base: State, adapters: State, held: MergedAdapters | None
+    ) -> tuple[MergedAdapters, Changed | None]:
         contract = self._run.adapters
         assert contract is not None  # or nobody makes this engine
         began = time.perf_counter()
@@ -98,7 +98,7 @@ class AdaptedEngine:
         state = merge(base, adapters, contract, before=held, threads=threads)
         differs = None if held is None else changes(held.state, state)
         logger.debug("adapters merged in %.2f s", time.perf_counter() - began)
-        return Merged(adapters, state), differs
+        return MergedAdapters(adapters, state), differs
 
 
 def adapted(engine: Engine, run: RunManifest) -> Engine:

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from ..ops.errors import EngineError
-from .engine import GenerateRequest
-from .network import Network, Session
-from .output import Output
-from .requests import narrowing
-from .sampling import Drawn, Narrowed, draw
+from .engine import GenerateRequest, narrowing
+from .model import LanguageModel, Session
+from .model_output import ModelOutput
+from .sampler import Narrowed, SampledTokens, draw
 
 COMPACT_AT = 0.75
 """Share of unfinished rows at which finished ones are dropped; copying the cache costs about a step."""
 
 
 @dataclass
-class Reply:
+class DecodedReply:
     """What one request got; `stopped` by a stop token, else by length.
 
     `hidden` [tokens, d] fp32 are the states that led to the tokens, if they were asked for.
@@ -63,19 +62,19 @@ class Rows:
 
 
 def decode(
-    network: Network,
+    network: LanguageModel,
     requests: Sequence[GenerateRequest],
     *,
     max_length: int,
     cancelled: Callable[[], bool],
     keep_hidden: bool = False,
-) -> list[Reply]:
+) -> list[DecodedReply]:
     """Sample every request, prompt and completion together at most `max_length` tokens.
 
     `cancelled` is asked before every step; EngineError is raised when it says yes, when the network's
     logits are not numbers, and when hidden states are to be kept that it does not show.
     """
-    replies = [Reply([], []) for _ in requests]
+    replies = [DecodedReply([], []) for _ in requests]
     trail = Trail()
     with torch.inference_mode():
         rows = _rows(requests, network.device, max_length)
@@ -111,7 +110,7 @@ class Trail:
         self._steps: list[Tensor] = []
         self._owners: list[Tensor] = []
 
-    def add(self, output: Output, rows: Rows) -> None:
+    def add(self, output: ModelOutput, rows: Rows) -> None:
         """Keep what leads to the next token of every live row."""
         if output.hidden is None:
             raise EngineError(
@@ -121,7 +120,7 @@ class Trail:
         self._steps.append(output.hidden)
         self._owners.append(rows.requests.where(rows.alive, -1))
 
-    def share_out(self, replies: list[Reply]) -> None:
+    def share_out(self, replies: list[DecodedReply]) -> None:
         """Give each reply its own, in order."""
         owners = torch.cat(self._owners)
         steps = torch.cat(self._steps)
@@ -158,7 +157,9 @@ def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length:
     )
 
 
-def _prefill(network: Network, requests: Sequence[GenerateRequest]) -> tuple[Session, Output]:
+def _prefill(
+    network: LanguageModel, requests: Sequence[GenerateRequest]
+) -> tuple[Session, ModelOutput]:
     """Read every different prompt once, then give each request its copy."""
     prompts = {prompt: row for row, prompt in enumerate(dict.fromkeys(r.prompt for r in requests))}
     width = max(map(len, prompts))
@@ -171,11 +172,11 @@ def _prefill(network: Network, requests: Sequence[GenerateRequest]) -> tuple[Ses
         owners = torch.tensor([prompts[r.prompt] for r in requests], device=network.device)
         session.select(owners)
         hidden = None if output.hidden is None else output.hidden[owners]
-        output = Output(hidden, output.logits[owners])
+        output = ModelOutput(hidden, output.logits[owners])
     return session, output
 
 
-def _record(replies: list[Reply], rows: Rows, drawn: Drawn, stopped: Tensor) -> None:
+def _record(replies: list[DecodedReply], rows: Rows, drawn: SampledTokens, stopped: Tensor) -> None:
     columns = (rows.requests, rows.alive, drawn.tokens, drawn.logprobs, stopped)
     for index, alive, token, logprob, stop in zip(*(c.tolist() for c in columns), strict=True):
         if not alive:

@@ -7,23 +7,58 @@ synchronisation: a load runs between two batches, and a batch has exactly one ve
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ..config.run import EngineConfig
 from ..ops.errors import EngineError, one_line
 from ..weights.state import Changed, State
-from .compute import ComputeThread
-from .engine import Completion, EngineStats, GenerateRequest
-from .requests import check_request, check_update, find_fingerprint
+from .engine import (
+    Completion,
+    EngineStats,
+    GenerateRequest,
+    check_request,
+    check_update,
+    find_fingerprint,
+)
 
 if TYPE_CHECKING:
-    from .decoding import Reply
+    from .decoding import DecodedReply
     from .fingerprint import Projection
-    from .network import Network, NetworkBuilder
+    from .model import LanguageModel, NetworkBuilder
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 60.0
+"""Longest wait for the call that runs while the thread is closed."""
+
+
+class ComputeThread:
+    """A thread that runs one call at a time, first come first served."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `function` in the thread. A cancelled wait does not stop the call."""
+        future = self._pool.submit(function, *args, **kwargs)
+        return await asyncio.wrap_future(future)
+
+    async def close(self) -> None:
+        """End the thread once what was submitted has run. Safe to call twice."""
+        end = asyncio.to_thread(self._pool.shutdown, wait=True)
+        try:
+            await asyncio.wait_for(end, CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            logger.warning("thread %s still runs after %.0fs", self._name, CLOSE_TIMEOUT_S)
+
 
 QUEUE_BATCHES = 16
 """Batches that may wait; whoever asks for more is told so."""
@@ -35,11 +70,11 @@ class Loaded:
     """A policy version and its network, replaced together."""
 
     version: int
-    network: "Network"
+    network: "LanguageModel"
 
 
 @dataclass(frozen=True)
-class Job:
+class DecodeJob:
     """A request and where its completion goes."""
 
     request: GenerateRequest
@@ -61,7 +96,7 @@ class HfEngine:
         self._model_dir: Path | None = None
         self._fingerprint: Projection | None = None
         self._loaded: Loaded | None = None
-        self._jobs: asyncio.Queue[Job] = asyncio.Queue(QUEUE_BATCHES * config.max_batch)
+        self._jobs: asyncio.Queue[DecodeJob] = asyncio.Queue(QUEUE_BATCHES * config.max_batch)
         self._waiting: set[asyncio.Future[Completion]] = set()
         self._thread: ComputeThread | None = None
         self._batcher: asyncio.Task[None] | None = None
@@ -112,7 +147,7 @@ class HfEngine:
             raise EngineError("the engine holds no weights: load a policy version first")
         check_request(request, loaded.network.vocab_size, self._config.max_model_len)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._enqueue(Job(request, done))
+        self._enqueue(DecodeJob(request, done))
         self._waiting.add(done)
         try:
             return await done
@@ -146,7 +181,7 @@ class HfEngine:
             raise EngineError("the engine died (its log says why): start another one")
         return self._thread
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: DecodeJob) -> None:
         try:
             self._jobs.put_nowait(job)
         except asyncio.QueueFull as error:
@@ -169,7 +204,7 @@ class HfEngine:
                 if not job.done.done():
                     job.done.set_result(completion)
 
-    async def _next_batch(self) -> list[Job]:
+    async def _next_batch(self) -> list[DecodeJob]:
         """Wait for a request, then a little for company; whoever gave up meanwhile is left out."""
         batch = [await self._jobs.get()]
         if self._jobs.qsize() + 1 < self._config.max_batch:
@@ -190,7 +225,7 @@ class HfEngine:
     # -- in the compute thread ---------------------------------------------------------------------
 
     def _load(self, version: int, state: State) -> None:
-        from .network import build_network
+        from .model import build_network
 
         self._check_open()
         assert self._model_dir is not None  # start() sets it
@@ -219,7 +254,7 @@ class HfEngine:
         self._loaded = Loaded(version, loaded.network)
         return True
 
-    def _generate(self, batch: list[Job]) -> list[Completion]:
+    def _generate(self, batch: list[DecodeJob]) -> list[Completion]:
         from .decoding import decode
 
         self._check_open()
@@ -240,7 +275,7 @@ class HfEngine:
         )
         return [self._complete(reply, loaded.version) for reply in replies]
 
-    def _complete(self, reply: "Reply", version: int) -> Completion:
+    def _complete(self, reply: "DecodedReply", version: int) -> Completion:
         return Completion(
             token_ids=reply.token_ids,
             logprobs=reply.logprobs,
@@ -250,7 +285,7 @@ class HfEngine:
             proof=self._prove(reply),
         )
 
-    def _prove(self, reply: "Reply") -> bytes:
+    def _prove(self, reply: "DecodedReply") -> bytes:
         from .fingerprint import ProofFailed
 
         if self._fingerprint is None:

@@ -14,10 +14,9 @@ from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, StorageError
 from ..weights.checkpoint import read_checkpoint, read_metadata
 from ..weights.state import Changed, State, Tensor
-from .engine import Completion, EngineStats, GenerateRequest
+from .engine import Completion, EngineStats, GenerateRequest, WeightsFault, Written
 from .handover import POSITIONS, VALUES, WHOLE, read_spans
 from .hf import HfEngine
-from .replica import Finding, Written
 
 
 class HfCore:
@@ -32,9 +31,9 @@ class HfCore:
         """See host.Core."""
         await self._engine.start(model_dir, fingerprint=fingerprint)
 
-    async def check(self, path: str) -> Finding:
+    async def check(self, path: str) -> WeightsFault:
         """Nothing is found here: load() refuses what does not fit, and has changed nothing then."""
-        return Finding("", [])
+        return WeightsFault("", [])
 
     async def load(self, version: int, path: str) -> Written:
         """See Replica."""
@@ -47,13 +46,13 @@ class HfCore:
         self._state = state
         return _written(began)
 
-    async def stage(self, path: str) -> Finding:
+    async def stage(self, path: str) -> WeightsFault:
         """See Replica."""
         try:
             self._staged = await asyncio.to_thread(read_update, Path(path), self._state)
         except (StorageError, ValueError, LookupError) as error:
-            return Finding(f"the update cannot be read ({error})", [])
-        return Finding("", [])
+            return WeightsFault(f"the update cannot be read ({error})", [])
+        return WeightsFault("", [])
 
     async def write(self, version: int) -> Written:
         """See Replica."""

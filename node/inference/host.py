@@ -14,11 +14,11 @@ from typing import Protocol, runtime_checkable
 
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, NodeError
-from ..pipeline.place import Place
+from ..pipeline.place import StagePlace
 from ..pipeline.vllm_place import decode_place
 from ..process.serve import Outbox, serve, take_standard_output
 from ..process.spawn import kill_group, leave_with_parent
-from .engine import EngineStats
+from .engine import EngineStats, Replica, Written
 from .host_frames import (
     FAULT,
     LOST,
@@ -45,7 +45,6 @@ from .host_frames import (
     as_request,
     read_request,
 )
-from .replica import Replica, Written
 from .sleeping import Sleeper, Sleepy
 
 BUSY_S = 0.25
@@ -98,7 +97,7 @@ class Serving(Protocol):
         ...
 
 
-class Host:
+class EngineHost:
     """Answers requests until close(); a SetUp comes first."""
 
     def __init__(self, outbox: Outbox, make: Make) -> None:
@@ -212,12 +211,14 @@ def main(make: Make) -> None:
         signal.signal(signal.SIGTERM, _end_all)
     leave_with_parent(os.environ)
     answers = take_standard_output()
-    asyncio.run(serve(sys.stdin.buffer, answers, read_request, lambda outbox: Host(outbox, make)))
+    asyncio.run(
+        serve(sys.stdin.buffer, answers, read_request, lambda outbox: EngineHost(outbox, make))
+    )
     sys.stderr.flush()
     os._exit(0)  # everything is closed; taking torch and vLLM apart would take seconds
 
 
-def make_core(config: EngineConfig, *place: Place) -> Core:
+def make_core(config: EngineConfig, *place: StagePlace) -> Core:
     """The real ones; only the one that is wanted is loaded."""
     if config.type == "hf":
         from .hf_core import HfCore

@@ -21,17 +21,23 @@ from ..config.engine import EngineConfig
 from ..memory_plan.memory import refuse_what_cannot_fit
 from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
 from ..ops.gpus import VARIABLE, shown, visible
-from ..pipeline.place import Place
+from ..pipeline.place import StagePlace
 from ..pipeline.vllm_place import check_placed, encode_place
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import Changed, State
-from .engine import Completion, EngineStats, GenerateRequest
+from .engine import (
+    Completion,
+    EngineStats,
+    GenerateRequest,
+    check_request,
+    check_update,
+    find_fingerprint,
+)
 from .host_frames import ApiOptions
 from .hosted_child import PROGRAM, EngineChild, Patience
-from .hosted_seat import Pauses, Seat
+from .hosted_seat import Pauses, ReplicaSupervisor
 from .hosted_weights import Weights
-from .requests import check_request, check_update, find_fingerprint
-from .vllm_shape import read_shape, resolve_parallel
+from .vllm_options import read_shape, resolve_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +62,7 @@ class HostedEngine:
         patience: Patience | None = None,
         pauses: Pauses | None = None,
         *,
-        place: Place | None = None,
+        place: StagePlace | None = None,
     ) -> None:
         """`program` is what each process runs; the real one is host.py. `place`: of the stage that it is, see
         pipelined/hosted_stage.py."""
@@ -66,9 +72,9 @@ class HostedEngine:
         self._place = place
         self._patience = patience
         self._pauses = pauses or Pauses()
-        self._seats: list[Seat] = []
+        self._seats: list[ReplicaSupervisor] = []
         self._weights = Weights()
-        self._groups: OrderedDict[bytes, Seat] = OrderedDict()
+        self._groups: OrderedDict[bytes, ReplicaSupervisor] = OrderedDict()
         self._vocab_size = 0
         self._pending: set[asyncio.Task[Any]] = set()
         self._in_turn = asyncio.Lock()
@@ -232,9 +238,9 @@ class HostedEngine:
 
     def _seat(
         self, number: int, environment: dict[str, str], start: Callable[[EngineChild], Any]
-    ) -> Seat:
+    ) -> ReplicaSupervisor:
         name, title = f"{self._config.type}[{number}]", self._title
-        return Seat(
+        return ReplicaSupervisor(
             name,
             start,
             lambda: EngineChild(name, environment, self._program, self._patience, title=title),
@@ -319,7 +325,7 @@ class HostedEngine:
             raise EngineError(self._seats[-1].fault if self._seats else "no engine was started")
         return hopeful[0].fault
 
-    def _choose(self, group: bytes) -> Seat | None:
+    def _choose(self, group: bytes) -> ReplicaSupervisor | None:
         """Where a request goes: to the others of its group, else to the least busy; None if all are down."""
         if group and (seat := self._groups.get(group)) is not None and seat.child:
             self._groups.move_to_end(group)

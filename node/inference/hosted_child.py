@@ -16,7 +16,7 @@ from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, NodeError, UsageError
 from ..process.child_process import EXIT_REASON_S, ChildProcess
 from ..process.exit_reason import LOOK, Causes, exit_reason, known_cause
-from .engine import Completion, GenerateRequest
+from .engine import Completion, GenerateRequest, WeightsFault, Written
 from .host_frames import (
     LOST,
     USAGE,
@@ -43,7 +43,6 @@ from .host_frames import (
     as_draw,
     read_answer,
 )
-from .replica import Finding, Written
 
 A = TypeVar("A")
 
@@ -165,10 +164,10 @@ class EngineChild(ChildProcess):
         self._ready = True
         self._watch(lambda: Ping(0), self._patience.ping, self._patience.silent)
 
-    async def check(self, path: str) -> Finding:
+    async def check(self, path: str) -> WeightsFault:
         """See Replica."""
         found = await self._ask(Check(next(self._numbers), path), Checked, self._patience.load)
-        return Finding(found.fault, found.placeless)
+        return WeightsFault(found.fault, found.placeless)
 
     async def load(self, version: int, path: str) -> Written:
         """See Replica."""
@@ -176,10 +175,10 @@ class EngineChild(ChildProcess):
         wrote = await self._ask(request, Wrote, self._patience.load)
         return Written(wrote.paused_s, wrote.writing_s)
 
-    async def stage(self, path: str) -> Finding:
+    async def stage(self, path: str) -> WeightsFault:
         """See Replica."""
         found = await self._ask(Stage(next(self._numbers), path), Checked, self._patience.load)
-        return Finding(found.fault, found.placeless)
+        return WeightsFault(found.fault, found.placeless)
 
     async def write(self, version: int) -> Written:
         """See Replica."""

@@ -33,7 +33,7 @@ class Pauses:
         return min(self.most, self.first * self.factor ** min(failures, 30))
 
 
-class Seat:
+class ReplicaSupervisor:
     """start() first, close() last."""
 
     def __init__(

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from ..ops.errors import EngineError, EngineLost
 from ..weights.state import Changed, State
+from .engine import Replica, WeightsFault, Written
 from .handover import make_delta, shared_file
-from .replica import Finding, Replica, Written
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Weights:
                 await engine.load(self.version, path)
 
     async def _check(self, engines: Sequence[Replica], path: str) -> None:
-        found: list[Finding] = [
+        found: list[WeightsFault] = [
             one for _, one in await _of_all(engines, lambda one: one.check(path))
         ]
         if fault := next((one.fault for one in found if one.fault), ""):

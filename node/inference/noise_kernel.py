@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
-"""The same draw as sampling.py's in one pass over the logits, for CUDA, in Triton.
+"""The same draw as sampler.py's in one pass over the logits, for CUDA, in Triton.
 
 Every line of the noise must round as noise.py's does, and be launched without floating-point fusion:
 a token drawn here is drawn again by whoever audits it, elsewhere.

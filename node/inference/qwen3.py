@@ -19,12 +19,11 @@ from torch import Tensor
 from ..models.tensors import to_torch, torch_dtype
 from ..weights.state import Changed, State
 from .compiling import compiles
-from .output import Output
+from .model_output import LayerHooks, ModelOutput
 from .packed import Attend, among
-from .placement import write
 from .qwen3_shapes import check_state, shapes
-from .taps import Taps
 from .transfers import upload
+from .vllm_worker import write
 
 logger = logging.getLogger(__name__)
 
@@ -141,14 +140,16 @@ class Qwen3Network:
         """Where the weights are."""
         return self._device
 
-    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["Qwen3Session", Output]:
+    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["Qwen3Session", ModelOutput]:
         """See Network."""
         session = Qwen3Session(self, mask)
         positions = (mask.long().cumsum(1) - 1).clamp_min(0)
         hidden = self.run(tokens.flatten(), positions.flatten(), session.attend_prompt)
         return session, self.output(hidden.unflatten(0, tokens.shape)[:, -1])
 
-    def packed(self, tokens: Tensor, lengths: Sequence[int], taps: Taps | None = None) -> Tensor:
+    def packed(
+        self, tokens: Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
+    ) -> Tensor:
         """See Network."""
         positions = upload(torch.cat([torch.arange(length) for length in lengths]), self._device)
         return self.run(tokens, positions, self.among(lengths), taps)
@@ -177,12 +178,12 @@ class Qwen3Network:
             write(self._places[name], state[name], positions)
         return True
 
-    def output(self, hidden: Tensor) -> Output:
+    def output(self, hidden: Tensor) -> ModelOutput:
         """The states [B, d] and what they come to."""
-        return Output(hidden, self.logits(hidden))
+        return ModelOutput(hidden, self.logits(hidden))
 
     def run(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: LayerHooks | None = None
     ) -> Tensor:
         """through(), from `tokens` [T] on: the states [T, d] that feed the head."""
         return self.through(self.embedded(tokens), positions, attend, taps)
@@ -192,7 +193,7 @@ class Qwen3Network:
         return F.embedding(tokens, self._embedding)
 
     def through(
-        self, x: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+        self, x: Tensor, positions: Tensor, attend: Attend, taps: LayerHooks | None = None
     ) -> Tensor:
         """The residual stream behind our layers, of `x` [T, d] at `positions` [T] of their sequences.
 
@@ -218,7 +219,7 @@ class Qwen3Network:
         return y
 
     def _tapped(
-        self, taps: Taps, layer: int, x: Tensor, y: Tensor, following: Tensor
+        self, taps: LayerHooks, layer: int, x: Tensor, y: Tensor, following: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The stream that goes on, and its norm."""
         seen = taps.take(layer, x)
@@ -288,7 +289,7 @@ class Qwen3Session:
         self._mask = self._mask[rows]
         self._positions = self._positions[rows]
 
-    def step(self, tokens: Tensor) -> Output:
+    def step(self, tokens: Tensor) -> ModelOutput:
         """See Session."""
         if self._used == self._keys.shape[3]:
             self._grow(max(_SPARE, self._used // 2))

@@ -14,9 +14,15 @@ import numpy as np
 
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
-from .engine import Completion, EngineStats, GenerateRequest
+from .engine import (
+    Completion,
+    EngineStats,
+    GenerateRequest,
+    check_request,
+    check_update,
+    find_fingerprint,
+)
 from .fingerprint import Hidden, Projection
-from .requests import check_request, check_update, find_fingerprint
 
 WIDTH = 256
 """Of scripted hidden states."""

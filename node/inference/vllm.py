@@ -29,29 +29,34 @@ from typing import Any
 
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, UsageError, named_line
-from .engine import Completion, EngineStats, GenerateRequest
+from .engine import (
+    Completion,
+    EngineStats,
+    GenerateRequest,
+    WeightsFault,
+    Written,
+    find_fingerprint,
+)
 from .host_frames import ApiOptions
-from .replica import Finding, Written
-from .requests import find_fingerprint
 from .sleeping import Sleeper
 from .vllm_api import ApiServer
-from .vllm_collector import Collector
-from .vllm_features import (
+from .vllm_collector import CompletionCollector
+from .vllm_meter import VllmMeter
+from .vllm_options import (
     NOT_INSTALLED,
+    check_cpu,
+    check_device,
     check_installed,
     check_names,
     check_overrides,
-    keeps_elsewhere,
-)
-from .vllm_meter import Meter
-from .vllm_options import (
-    check_device,
     engine_arguments,
+    head_size,
+    keeps_elsewhere,
+    read_shape,
     sampling_arguments,
     set_environment,
 )
 from .vllm_ranks import judge
-from .vllm_shape import check_cpu, head_size, read_shape
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
 START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
@@ -68,8 +73,8 @@ class VllmCore:
         self._config = config
         self._llm: Any = None
         self._pids: list[int] = []
-        self._collector: Collector | None = None
-        self._meter = Meter()
+        self._collector: CompletionCollector | None = None
+        self._meter = VllmMeter()
         self._serial = itertools.count()
         self._fault = ""
         self._version = -1
@@ -117,12 +122,12 @@ class VllmCore:
         faults = await self._rpc("primerl_record", fingerprint, *served)
         if fault := next(filter(None, faults), ""):
             raise EngineError(fault)
-        self._collector = Collector(self._ask, fingerprint)
+        self._collector = CompletionCollector(self._ask, fingerprint)
 
-    async def check(self, path: str) -> Finding:
+    async def check(self, path: str) -> WeightsFault:
         """See Replica."""
         fit = judge(await self._rpc("primerl_check", path))
-        return Finding(fit.fault, [] if fit.fault else sorted(fit.placeless))
+        return WeightsFault(fit.fault, [] if fit.fault else sorted(fit.placeless))
 
     async def load(self, version: int, path: str) -> Written:
         """Replace the weights in place; requests in flight go on under the new ones.
@@ -132,13 +137,13 @@ class VllmCore:
         """
         return await self._replace("primerl_load", version, path)
 
-    async def stage(self, path: str) -> Finding:
+    async def stage(self, path: str) -> WeightsFault:
         """Have every worker get an update ready."""
         await self._rpc("primerl_stage", path)
         while True:
             faults = await self._rpc("primerl_staged")
             if None not in faults:
-                return Finding(next(filter(None, faults), ""), [])
+                return WeightsFault(next(filter(None, faults), ""), [])
             await asyncio.sleep(STAGING_POLL_S)
 
     async def write(self, version: int) -> Written:

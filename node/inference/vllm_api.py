@@ -28,8 +28,8 @@ import msgspec
 from ..ops.errors import EngineError, UsageError, named_line
 from .host_frames import ApiOptions
 from .sleeping import Sleeper
-from .vllm_collector import Collector
-from .vllm_meter import Meter
+from .vllm_collector import CompletionCollector
+from .vllm_meter import VllmMeter
 from .vllm_options import GREEDY_BELOW, SAMPLING, SERVED
 
 WATCH_S, START_S, STOP_S = 0.5, 60.0, 2.0
@@ -60,10 +60,10 @@ class ApiServer:
         llm: Any,
         options: ApiOptions,
         *,
-        meter: Meter,
+        meter: VllmMeter,
         keys: Iterator[int],
         spans: Spans,
-        collector: Collector,
+        collector: CompletionCollector,
         version: Callable[[], int],
     ) -> None:
         """`keys` number the engine's own requests, too; `version` is the policy version that draws."""

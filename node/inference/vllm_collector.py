@@ -29,7 +29,7 @@ Ask = Callable[[list[list[int]], list[int]], Awaitable[list[list[Any]]]]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class CollectedTokens:
     """What was drawn for one request."""
 
     logprobs: list[float]
@@ -40,7 +40,7 @@ class Drawn:
     """Of a pipeline: the fingerprints at each boundary between stages."""
 
 
-class Collector:
+class CompletionCollector:
     """Asks for what many concurrent callers want."""
 
     def __init__(self, ask: Ask, fingerprint: str) -> None:
@@ -51,7 +51,7 @@ class Collector:
         self._forgotten: list[int] = []
         self._asking = asyncio.Lock()
 
-    async def collect(self, key: int, tokens: int) -> Drawn:
+    async def collect(self, key: int, tokens: int) -> CollectedTokens:
         """What was drawn for the request `key`, which ended after `tokens` tokens. Raises EngineError."""
         self._wanted[key] = tokens
         try:
@@ -94,7 +94,7 @@ class Collector:
         del self._forgotten[: len(forgotten)]
         self._came |= {one[0]: one for one in answer if one[0] in self._wanted}
 
-    def _made(self, came: list[Any], tokens: int) -> Drawn:
+    def _made(self, came: list[Any], tokens: int) -> CollectedTokens:
         _, rows, spans, *crossed = came
         numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
         logprobs = numbers[:, 0]
@@ -105,7 +105,7 @@ class Collector:
         except ProofFailed as error:
             raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
         versions = tuple((row, version) for row, version in spans)
-        return Drawn(logprobs.tolist(), versions, proof, tuple(*crossed))
+        return CollectedTokens(logprobs.tolist(), versions, proof, tuple(*crossed))
 
 
 def projection_proof(projected: NDArray[np.float32]) -> bytes:

@@ -15,7 +15,7 @@ from .engine import EngineStats
 _MOST_PAUSES = 64
 
 
-class Meter:
+class VllmMeter:
     """Watches one AsyncLLM; watch() comes before its first request."""
 
     def __init__(self) -> None:

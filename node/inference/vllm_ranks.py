@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 Shapes = dict[str, tuple[int, ...]]
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank is: ranks are numbered stage by stage (vLLM 0.25 to 0.33)."""
 
     first: bool
@@ -21,14 +21,14 @@ class Place(NamedTuple):
     """The one of these that vLLM takes its outputs from."""
 
     @classmethod
-    def of(cls, rank: int, parallel: Any) -> "Place":
+    def of(cls, rank: int, parallel: Any) -> "RankPlace":
         """The place of `rank`, by vLLM's parallel_config."""
         stage = int(parallel.tensor_parallel_size)
         last = stage * (int(parallel.pipeline_parallel_size) - 1)
         return cls(rank < stage, rank >= last, rank == last)
 
 
-class Fit(NamedTuple):
+class StateCheck(NamedTuple):
     """What all ranks together say of a state."""
 
     fault: str
@@ -37,13 +37,13 @@ class Fit(NamedTuple):
     """The tensors that an update has to bring whole."""
 
 
-def judge(answers: Sequence[Sequence[Any]]) -> Fit:
+def judge(answers: Sequence[Sequence[Any]]) -> StateCheck:
     """Of what primerl_check() answered on every rank: [fault, tensors it holds nothing of, placeless]."""
     fault = next((answer[0] for answer in answers if answer[0]), "")
     if not fault:
         nobody = set[str].intersection(*(set(answer[1]) for answer in answers))
         fault = f"tensor {min(nobody)!r} is not the model's" if nobody else ""
-    return Fit(fault, frozenset(name for answer in answers for name in answer[2]))
+    return StateCheck(fault, frozenset(name for answer in answers for name in answer[2]))
 
 
 def difference(known: Shapes, shapes: Shapes) -> str:

@@ -9,25 +9,89 @@ collected it.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .fingerprint import NUMBERS, signs
-from .sampling import Narrowed, draw
+from .sampler import Narrowed, draw
 from .transfers import upload_array
-from .vllm_sampling import Step
-from .vllm_slots import Ints, Slots
+from .vllm_sampling import SampledStep
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class RequestSlots:
+    """The requests that were not collected yet, each at its index of every array; all grow together."""
+
+    size: int
+    of: dict[str, int] = field(default_factory=dict[str, int])
+    ids: dict[int, str] = field(default_factory=dict[int, str])
+
+    def __post_init__(self) -> None:
+        self.seeds = np.zeros(self.size, np.int64)
+        self.temperatures = np.ones(self.size, np.float64)
+        self.top_ks = np.zeros(self.size, np.int64)
+        self.top_ps = np.ones(self.size, np.float64)
+        self.prompts = np.zeros(self.size, np.int64)
+        self.drawn = np.zeros(self.size, np.int64)
+        """Tokens whose drawing was begun."""
+        self.filed = np.zeros(self.size, np.int64)
+        """Tokens whose rows have come."""
+        self.versions = np.zeros(self.size, np.int64)
+        self.spans: list[list[list[int]]] = [[] for _ in range(self.size)]
+        self._free = list(range(self.size - 1, -1, -1))
+
+    def take(self, request_id: str, key: int) -> int:
+        """A slot with nothing drawn; call grow() first if full()."""
+        slot = self._free.pop()
+        self.of[request_id], self.ids[key] = slot, request_id
+        self.drawn[slot] = self.filed[slot] = 0
+        self.versions[slot] = np.iinfo(np.int64).min  # none: the first token begins a span
+        self.spans[slot] = []
+        return slot
+
+    def leave(self, key: int) -> None:
+        """Free the slot of a request, if it has one."""
+        if (request_id := self.ids.pop(key, None)) is not None:
+            self._free.append(self.of.pop(request_id))
+
+    def full(self) -> bool:
+        """Whether there is no slot to take."""
+        return not self._free
+
+    def grow(self) -> None:
+        """Twice as many slots."""
+        more = RequestSlots(self.size)
+        for name, column in list(vars(self).items()):
+            if isinstance(column, np.ndarray):
+                setattr(self, name, np.concatenate([column, getattr(more, name)]))
+        self.spans += more.spans
+        self._free = list(range(2 * self.size - 1, self.size - 1, -1))
+        self.size *= 2
+
+    def stamp(self, slots: Ints, rows: Ints, version: int) -> None:
+        """Begin a span for each request whose token at `rows` is the first of its under `version`."""
+        for index in np.flatnonzero(self.versions[slots] != version).tolist():
+            slot, row = int(slots[index]), int(rows[index])
+            spans = self.spans[slot]
+            while spans and spans[-1][0] >= row:
+                spans.pop()  # of tokens that vLLM has thrown away, and that are drawn again now
+            spans.append([row, version])
+            self.versions[slot] = version
+
 
 MOST_PENDING = 64
 """Copies on their way to the host; vLLM itself is never more than a few steps ahead."""
 
 
 @dataclass
-class Batch:
+class StepRequests:
     """A step's requests: on the host, and as columns on the device."""
 
     ids: list[str]
@@ -41,7 +105,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCopy:
     """A copy on its way to the host, and what to do with it there."""
 
     event: Any
@@ -64,7 +128,7 @@ class Recorder:
     ) -> None:
         """`width` and `dtype` of a hidden state; most `requests` at once, most tokens of one."""
         self._device, self._requests, self._length = device, requests, length
-        self._slots = Slots(requests)
+        self._slots = RequestSlots(requests)
         # in one pass on a GPU: the products with +-1 are exact in any type, their sums are fp32
         self._exact = device.type == "cuda" and dtype == torch.bfloat16
         projects, kind = bool(fingerprint), dtype if self._exact else torch.float32
@@ -74,9 +138,9 @@ class Recorder:
         # never written before it is used: what is not used takes no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)
         self._buffers: list[Tensor] = []
-        self._pending: deque[Pending] = deque()
-        self._batch: Batch | None = None
-        self._step: Step | None = None
+        self._pending: deque[PendingCopy] = deque()
+        self._batch: StepRequests | None = None
+        self._step: SampledStep | None = None
         self.version = -1
         """The policy version that draws."""
         self.collecting = True
@@ -113,7 +177,7 @@ class Recorder:
         slots.prompts[slot] = prompt
         self._batch = None  # a new request may bear an old one's id
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: SampledStep) -> None:
         """See Recording."""
         self.settle()
         batch = self._batch
@@ -142,7 +206,7 @@ class Recorder:
         if self._step is not None:
             raise RuntimeError("vLLM sampled past this node's sampler: use vLLM 0.25 to 0.33")
 
-    def _new_batch(self, step: Step) -> Batch:
+    def _new_batch(self, step: SampledStep) -> StepRequests:
         slots = self._slots
         if not slots.of.keys() >= set(step.ids):
             raise RuntimeError(
@@ -153,7 +217,7 @@ class Recorder:
             [slots.seeds[where], step.positions, slots.temperatures[where].view(np.int64)]
         )
         seeds, positions, temperatures = upload_array(columns, self._device)
-        return Batch(
+        return StepRequests(
             ids=step.ids,
             slots=where,
             last=step.positions,
@@ -173,7 +237,7 @@ class Recorder:
         places, ks, ps = upload_array(columns, self._device)
         return Narrowed(places, ks, ps.view(torch.float64).float())
 
-    def _record(self, batch: Batch, step: Step, logprobs: Tensor) -> None:
+    def _record(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
         slots = self._slots
         chosen = slice(None) if step.sampling.all() else np.flatnonzero(step.sampling)
         where = batch.slots[chosen]
@@ -218,7 +282,7 @@ class Recorder:
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        self._pending.append(Pending(event, file))
+        self._pending.append(PendingCopy(event, file))
 
     def _buffer(self, rows: int) -> Tensor:
         """Where the device puts the rows of a step; used again once they are filed."""

@@ -23,7 +23,7 @@ _WANTED = ("execute_model", "sample_tokens", "execute_model_state", "sampler")
 _WANTED_V1 = ("input_batch", "discard_request_mask")
 
 
-class Step(NamedTuple):
+class SampledStep(NamedTuple):
     """One batch, in the order of its rows of logits."""
 
     ids: list[str]
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     """[n, width]: what feeds the head."""
 
 
-class Recording(Protocol):
+class StepRecording(Protocol):
     """What Hooks tells of each step; see vllm_recorder.py."""
 
     def admit(
@@ -52,7 +52,7 @@ class Recording(Protocol):
         """A request of `prompt` tokens starts, or goes on after it was preempted. `temperature` > 0."""
         ...
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: SampledStep) -> None:
         """The model has computed a batch."""
         ...
 
@@ -68,7 +68,7 @@ class Recording(Protocol):
 class Hooks:
     """Wraps one model runner."""
 
-    def __init__(self, runner: Any, recording: Recording) -> None:
+    def __init__(self, runner: Any, recording: StepRecording) -> None:
         self._runner = runner
         self._recording = recording
         self._inside = False
@@ -143,7 +143,7 @@ class Hooks:
             return tokens, torch.log_softmax(logits, -1) if told else None
 
 
-def read_step(runner: Any, state: Any) -> Step:
+def read_step(runner: Any, state: Any) -> SampledStep:
     """The batch that a runner has computed and not sampled yet."""
     if _second(runner):
         batch = state.input_batch
@@ -155,7 +155,7 @@ def read_step(runner: Any, state: Any) -> Step:
             hidden = hidden[:count]  # each row is the only one of its request
         else:
             hidden = hidden.index_select(0, batch.logits_indices)
-        return Step(
+        return SampledStep(
             list(batch.req_ids[:count]),
             positions,
             positions >= batch.prefill_len_np[:count],
@@ -167,7 +167,9 @@ def read_step(runner: Any, state: Any) -> Step:
     scheduled = state.scheduler_output.num_scheduled_tokens
     positions = np.fromiter((scheduled[one] for one in ids), np.int64, count)
     positions += batch.num_computed_tokens_cpu[:count]
-    return Step(ids, positions, ~runner.discard_request_mask.np[:count], state.sample_hidden_states)
+    return SampledStep(
+        ids, positions, ~runner.discard_request_mask.np[:count], state.sample_hidden_states
+    )
 
 
 def _scaled(logits: Tensor, metadata: Any) -> Tensor:

@@ -4,13 +4,167 @@ A pure function of the config and the names of the visible GPUs; what cannot be 
 say instead. Without GPUs nothing is decided and nothing of the environment changed.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from ..config.run import LaunchConfig, RunConfig
-from ..ops.errors import UsageError
-from ..ops.gpus import is_slice
-from .gpu_choice import Choice, Names
+from ..config.run import LaunchConfig, ModelConfig, RunConfig
+from ..memory_plan.memory import worker_share
+from ..memory_plan.shape import ModelShape, read_shape
+from ..models.model_files import read_json
+from ..ops.errors import EngineError, UsageError
+from ..ops.gpus import GpuMemory, is_slice, visible_memory
+
+Names = tuple[str, ...]
+
+
+class GpuSplit:
+    """The GPUs of the trainer and of the workers: named ones first, counted ones from what is left."""
+
+    def __init__(self, config: RunConfig, gpus: Names, learns: bool, generates: bool) -> None:
+        self._config = config
+        self._launch = config.launch
+        self._gpus = gpus
+        self._generates = generates and self._launch.workers != 0
+        self._trainer = _ask("trainer-gpus", self._launch.trainer_gpus, gpus)
+        self._inference = _ask("inference-gpus", self._launch.inference_gpus, gpus)
+        if self._trainer is None and not learns:
+            self._trainer = 0
+        if self._inference is None and not self._generates:
+            self._inference = 0
+
+    def make(self) -> tuple[Names, Names]:
+        """Raises UsageError."""
+        if self._trainer is None:
+            self._trainer = self._trainer_count()
+        parts = [one for one in (self._trainer, self._inference) if isinstance(one, tuple)]
+        named = {name for part in parts for name in part}
+        free = [name for name in self._gpus if name not in named]
+        others = self._inference if isinstance(self._inference, tuple) else ()
+        trainer = self._take("trainer-gpus", self._trainer, free, others)
+        free = [name for name in free if name not in trainer]
+        if self._inference is None:
+            inference = tuple(free) or self._shared(trainer)
+        else:
+            inference = self._take("inference-gpus", self._inference, free, trainer)
+        if both := set(trainer) & set(inference):
+            self._may_share(sorted(both))
+        return trainer, inference
+
+    def _trainer_count(self) -> int:
+        fsdp = self._config.training.backend == "fsdp"
+        if fsdp and self._config.training.fsdp.ranks:
+            return self._config.training.fsdp.ranks
+        if not fsdp or len(self._gpus) == 1:
+            return 1
+        if self._inference is None:
+            raise UsageError(
+                f"training.backend is fsdp and {len(self._gpus)} GPUs are visible: say how many the "
+                "trainer gets with --trainer-gpus N; the workers get the others"
+            )
+        taken = self._inference if isinstance(self._inference, int) else len(self._inference)
+        return max(1, len(self._gpus) - taken)
+
+    def _take(self, option: str, asked: "int | Names", free: list[str], other: Names) -> Names:
+        if isinstance(asked, tuple):
+            return asked
+        if asked > len(free) and self._launch.share_gpus:
+            free = [*free, *reversed(other)]
+        if asked > len(free):
+            raise UsageError(
+                f"--{option} {asked}: {len(self._gpus)} visible, {len(free)} of them free: ask for "
+                "fewer, show more in CUDA_VISIBLE_DEVICES, or say --launch.share-gpus to let trainer and "
+                "workers have the same ones"
+            )
+        return tuple(free[:asked])
+
+    def _shared(self, trainer: Names) -> Names:
+        if len(self._gpus) > 1 and not self._launch.share_gpus:
+            raise UsageError(
+                f"the trainer takes all {len(self._gpus)} visible GPUs and leaves none to the workers: "
+                "lower --trainer-gpus, or say --launch.share-gpus"
+            )
+        return trainer
+
+    def _may_share(self, both: list[str]) -> None:
+        alone = len(self._gpus) == 1 and not self._launch.inference_gpus
+        if not alone and not self._launch.share_gpus:
+            raise UsageError(
+                f"GPU {','.join(both)} is given to the trainer and to the workers: name others, or say "
+                "--launch.share-gpus if that is meant"
+            )
+
+
+def _ask(option: str, text: str, gpus: Names) -> "int | Names | None":
+    """What an option asks for: a number, names of visible GPUs, or nothing. Raises UsageError."""
+    if not text:
+        return None
+    if text.isdigit():
+        return int(text)
+    names = [name for name in text.split(",") if name]
+    found = tuple(_find(option, name, gpus) for name in names)
+    if len(set(found)) < len(found):
+        raise UsageError(f"--{option} {text} names a GPU twice: name each once")
+    return found
+
+
+def _find(option: str, name: str, gpus: Names) -> str:
+    if name.isdigit() and int(name) < len(gpus):
+        return gpus[int(name)]
+    matching = [gpu for gpu in gpus if not name.isdigit() and gpu.startswith(name)]
+    if len(matching) == 1:
+        return matching[0]
+    raise UsageError(
+        f"--{option}: there is no GPU {name} among the visible ones ({', '.join(gpus)}); numbers count these "
+        f"from 0 to {len(gpus) - 1}"
+    )
+
+
+logger = logging.getLogger(__name__)
+
+KEPT_FREE = 0.1
+"""Of what the trainer leaves."""
+MOST = 0.7
+"""More cache than that makes no worker faster, and all that is planned here is an estimate."""
+LEAST = 0.03
+
+
+def planned_share(
+    config: RunConfig, gpus: Callable[[], Sequence[GpuMemory]] = visible_memory
+) -> float | None:
+    """vLLM's gpu_memory_utilization beside the trainer of `config`; None if model or GPU are not known.
+
+    Raises UsageError where the trainer leaves nothing.
+    """
+    shape = shape_of(config.model)
+    there = gpus() if shape is not None else ()
+    if shape is None or not there:
+        return None
+    share = min(
+        MOST, (1 - KEPT_FREE) * worker_share(config, shape, min(one.total for one in there))
+    )
+    if share < LEAST:
+        raise UsageError(
+            "trainer and vLLM worker do not fit on one GPU (`primerl-node doctor` has the plan): use two, "
+            "a smaller model, or training.optimizer_offload; to try it all the same, set "
+            "engine.vllm.gpu_memory_utilization"
+        )
+    return round(share, 2)
+
+
+def shape_of(model: ModelConfig) -> ModelShape | None:
+    """The shape of a model that is made here or lies in a directory."""
+    try:
+        if model.create is not None:
+            family = "qwen3_moe" if model.create.num_experts else "qwen3"
+            return read_shape({"model_type": family, **model.create.model_dump()})
+        directory = Path(model.name).expanduser()
+        return read_shape(read_json(directory / "config.json")) if directory.is_dir() else None
+    except EngineError as error:
+        logger.info("memory is not planned: %s", error)
+        return None
+
 
 CPU_WORKERS = 2
 MEMORY_BESIDE_TRAINER = 0.4
@@ -21,7 +175,7 @@ MEMORY_KEYS = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes"})
 
 
 @dataclass(frozen=True)
-class Placement:
+class GpuPlacement:
     """Who gets which GPUs, by the names that CUDA_VISIBLE_DEVICES takes."""
 
     trainer: Names | None
@@ -65,7 +219,7 @@ class Placement:
 
 def place(
     config: RunConfig, gpus: Sequence[str], share: Callable[[RunConfig], float | None]
-) -> Placement:
+) -> GpuPlacement:
     """Placement of a run on the visible `gpus`, in torch's order.
 
     `share` is asked only where vLLM has to share a GPU with the trainer: how much of its memory is for the
@@ -79,11 +233,11 @@ def place(
     if not gpus or not (learns or generates):
         _none_wanted(launch, gpus)
         workers = CPU_WORKERS if launch.workers is None else launch.workers
-        return Placement(None, (None,) * workers)
+        return GpuPlacement(None, (None,) * workers)
     _check_devices(config)
-    trainer, inference = Choice(config, tuple(gpus), learns, generates).make()
+    trainer, inference = GpuSplit(config, tuple(gpus), learns, generates).make()
     places, notes = _places(config, inference) if generates else _cpu_workers(config)
-    return Placement(
+    return GpuPlacement(
         trainer=trainer,
         workers=places,
         ranks=_ranks(config, trainer),

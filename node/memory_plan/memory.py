@@ -15,9 +15,9 @@ from typing import Literal
 from ..config.engine import EngineConfig
 from ..config.run import RunConfig
 from ..config.training import TrainingConfig
-from ..models.json_files import read_json
+from ..models.model_files import read_json
 from ..ops.errors import EngineError, UsageError
-from ..ops.gpu_memory import GpuMemory, visible
+from ..ops.gpus import GpuMemory, visible_memory
 from .shape import ModelShape, read_shape
 
 logger = logging.getLogger(__name__)
@@ -430,7 +430,7 @@ def refuse_what_cannot_fit(
     """
     if config.type != "vllm" or config.device == "cpu":
         return
-    gpus = visible() if gpus is None else gpus
+    gpus = visible_memory() if gpus is None else gpus
     if not gpus:
         return
     tp = config.tp if isinstance(config.tp, int) else max(1, len(gpus) // (config.dp * config.pp))

@@ -11,9 +11,8 @@ from ...protocol.manifests import RunManifest
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
 from ..ops import gpus
 from ..ops.errors import EngineError
-from ..ops.gpu_memory import GpuMemory, visible
-from ..ops.machine_memory import machine_memory
-from ..pipeline.planner import Costs, Terms
+from ..ops.gpus import GpuMemory, machine_memory, visible_memory
+from ..pipeline.planner import Costs, PlanLimits
 from ..storage.chunk_store import Store
 from .memory import (
     ELEMENT,
@@ -41,7 +40,7 @@ class CutModel:
     """A run's model, as its trainer cuts it into stages."""
 
     shape: ModelShape
-    terms: Terms
+    terms: PlanLimits
 
     def costs(self, engine: str) -> Costs:
         """Bytes of a stage. Raises EngineError where this engine has no stages of the model."""
@@ -66,7 +65,7 @@ def cut_model(run: RunManifest, store: Store, max_sequences: int) -> CutModel | 
         return None
     return CutModel(
         shape,
-        Terms(
+        PlanLimits(
             dtype=run.proofs.dtype,
             hidden_size=shape.hidden,
             max_model_len=min(run.limits.max_model_len, shape.longest or run.limits.max_model_len),
@@ -159,7 +158,7 @@ def _device(
 ) -> tuple[Device, int]:
     """The smallest device that the engine would use, and its tensor-parallel ranks (of hf always one)."""
     if there is None:
-        there = visible() if gpus.usable(os.environ) and config.device != "cpu" else ()
+        there = visible_memory() if gpus.usable(os.environ) and config.device != "cpu" else ()
     ranks = max(1, len(there)) if config.tp == "auto" else tensor_parallel(config)
     ranks = ranks if config.type == "vllm" else 1
     if not there:

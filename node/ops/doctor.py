@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ..config.engine import EngineConfig
 from ..config.run import NodeConfig, RunConfig
-from ..inference.vllm_features import check_release, installed_release
+from ..inference.vllm_options import check_release, installed_release
 from ..memory_plan.memory import (
     GIB,
     MIB,
@@ -39,11 +39,11 @@ from ..memory_plan.memory import (
 from ..memory_plan.shape import ModelShape
 from ..models.architectures import untrainable
 from ..p2p import libp2p
-from . import gpu_memory
+from . import gpus
 from .errors import EngineError, UsageError
-from .gpu_memory import GpuMemory
-from .machine_memory import Memory as Memory
-from .machine_memory import machine_memory as machine_memory
+from .gpus import GpuMemory
+from .gpus import HostMemory as Memory
+from .gpus import machine_memory as machine_memory
 
 State = Literal["ok", "warning", "problem"]
 
@@ -68,7 +68,7 @@ class Check:
 
 def examine(config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0) -> list[Check]:
     """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
-    found = gpu_memory.visible(environ)
+    found = gpus.visible_memory(environ)
     home = config.data_dir or Path.home() / ".primerl"
     shared = Path("/dev/shm")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

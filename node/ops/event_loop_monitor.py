@@ -25,7 +25,7 @@ FRAMES, OTHERS = 4, 8
 """Of the loop's stack, innermost last; and of how many other threads the innermost call is told."""
 
 
-class LoopLag:
+class EventLoopMonitor:
     """Measures the loop that it runs on."""
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class LoopLag:
         }
 
     def _look_on(self, loop_thread: int, over: threading.Event) -> None:
-        still = Standstill(time.monotonic())
+        still = StallDetector(time.monotonic())
         while not over.wait(LOOK_S):
             if words := still.look(time.monotonic(), self._beat):
                 frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
                 logger.warning("%s: %s", words, scene(frames, loop_thread))
 
 
-class Standstill:
+class StallDetector:
     """Says once of each standstill that there is one, and once how long it was. Time is an argument."""
 
     def __init__(self, now: float) -> None:

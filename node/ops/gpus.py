@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -129,3 +130,87 @@ def shown(names: Sequence[str]) -> str:
 def is_slice(name: str) -> bool:
     """Whether it is a part of a GPU, which CUDA does not join with others in one process."""
     return name.startswith("MIG-")
+
+
+FIELDS = "index,uuid,name,memory.total,memory.free,driver_version"
+COMMAND = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
+ANSWER_S = 20.0
+MIB = 1 << 20
+
+
+class GpuMemory(NamedTuple):
+    """One GPU."""
+
+    number: str
+    """What CUDA_VISIBLE_DEVICES calls it."""
+    uuid: str
+    name: str
+    total: int
+    """Bytes."""
+    free: int
+    driver: str
+
+
+Ask = Callable[[], Sequence[GpuMemory]]
+
+
+def installed_memory() -> list[GpuMemory]:
+    """The GPUs of this machine, by nvidia-smi, about 0.1 s; empty where it is missing or knows none."""
+    try:
+        done = subprocess.run(
+            COMMAND, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse_memory(done.stdout) if done.returncode == 0 else []
+
+
+def parse_memory(listing: str) -> list[GpuMemory]:
+    """What COMMAND prints; a GPU whose memory it does not tell (a MIG parent, say) is left out."""
+    found: list[GpuMemory] = []
+    for line in listing.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(FIELDS.split(",")):
+            continue
+        number, uuid, name, total, free, driver = cells
+        if total.isdigit() and free.isdigit():
+            found.append(GpuMemory(number, uuid, name, int(total) * MIB, int(free) * MIB, driver))
+    return found
+
+
+def visible_memory(
+    environ: Mapping[str, str] | None = None, ask: Ask = installed_memory
+) -> list[GpuMemory]:
+    """Those that a process with this environment may use, in torch's order; None: this one's."""
+    there = ask()
+    known = [Gpu(one.number, one.uuid) for one in there]
+    names = visible(os.environ if environ is None else environ, lambda: known)
+    return [one for name in names for one in there if Gpu(one.number, one.uuid).answers_to(name)]
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of the machine, or of the container."""
+
+    total: int
+    available: int
+
+
+def machine_memory(
+    meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
+) -> HostMemory:
+    """Of this machine, or of this container."""
+    try:
+        text = meminfo.read_text(encoding="utf-8")
+    except OSError:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return HostMemory(total, total)
+    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB", text, re.M)}
+    total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    try:
+        most = limit.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        most = ""
+    if most.isdigit():
+        total, available = min(total, int(most)), min(available, int(most))
+    return HostMemory(total, available)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunningEntry:
     """One running node."""
 
     pid: int
@@ -47,7 +47,7 @@ def register(data_dir: Path, role: str, run: str, *, where: Path | None = None) 
     where = where or directory()
     data_dir = data_dir.resolve()
     pid = os.getpid()
-    entry = Entry(pid, str(data_dir), role, run, time.time(), _birth(pid))
+    entry = RunningEntry(pid, str(data_dir), role, run, time.time(), _birth(pid))
     mark = hashlib.sha256(str(data_dir).encode()).hexdigest()[:8]
     path = where / f"{pid}-{mark}.json"
     temporary = path.with_suffix(".tmp")
@@ -65,9 +65,9 @@ def unregister(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def running(*, where: Path | None = None) -> list[Entry]:
+def running(*, where: Path | None = None) -> list[RunningEntry]:
     """Every node that runs, the latest started first. Entries of dead processes are removed."""
-    found: list[Entry] = []
+    found: list[RunningEntry] = []
     for path in sorted((where or directory()).glob("*.json")):
         entry = _read(path)
         if entry is None or not _alive(entry):
@@ -77,15 +77,15 @@ def running(*, where: Path | None = None) -> list[Entry]:
     return sorted(found, key=lambda entry: -entry.started)
 
 
-def _read(path: Path) -> Entry | None:
+def _read(path: Path) -> RunningEntry | None:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Entry(**fields)
+        return RunningEntry(**fields)
     except (OSError, ValueError, TypeError):
         return None  # not ours, half gone, or of a version that wrote other fields
 
 
-def _alive(entry: Entry) -> bool:
+def _alive(entry: RunningEntry) -> bool:
     try:
         os.kill(entry.pid, 0)
     except ProcessLookupError:

@@ -13,8 +13,8 @@ from ..config.run import RunConfig
 from ..evaluation.evaluator import EvalResult
 from ..evaluation.online import Evaluated
 from ..storage import run_files
-from ..trainer.progress import Progress
-from ..trainer.scheduler import Worker
+from ..trainer.scheduler import WorkerState
+from ..trainer.state import Progress
 from . import report
 
 STALE = "stale"
@@ -32,7 +32,7 @@ def write(
     evaluations: Sequence[Evaluated] = (),
     delta_bytes: int,
     full_bytes: int,
-    workers: Mapping[bytes, Worker],
+    workers: Mapping[bytes, WorkerState],
     reputations: Mapping[bytes, Reputation],
     weights: Path,
     seconds: Mapping[str, float],
@@ -88,13 +88,13 @@ def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, flo
     return found
 
 
-def _worked(worker: Worker, reputation: Reputation | None) -> bool:
+def _worked(worker: WorkerState, reputation: Reputation | None) -> bool:
     """Whether a node did anything but say hello: it held a policy, or something of it was judged."""
     judged = reputation is not None and (reputation.accepted or reputation.rejected)
     return worker.stats.version >= 0 or bool(judged)
 
 
-def _worker(worker: Worker, reputation: Reputation | None) -> dict[str, float]:
+def _worker(worker: WorkerState, reputation: Reputation | None) -> dict[str, float]:
     known = reputation or Reputation()
     return {
         "accepted": known.accepted,

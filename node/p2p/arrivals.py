@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 
-class Watch:
+class ChunkWatch:
     """Which of some chunks are held: bit i % 8 of byte i // 8 of `held` stands for the i-th."""
 
     def __init__(self, names: Sequence[bytes]) -> None:
@@ -47,14 +47,14 @@ class Watch:
         self.news.set()
 
 
-class Arrivals:
+class ChunkArrivals:
     """Tells those who wait that a chunk is here."""
 
     def __init__(self) -> None:
         self._events: dict[bytes, asyncio.Event] = {}
         self._waiting: Counter[asyncio.Event] = Counter()
         self._expected: Counter[bytes] = Counter()
-        self._watches: set[Watch] = set()
+        self._watches: set[ChunkWatch] = set()
 
     @property
     def watched(self) -> int:
@@ -79,9 +79,9 @@ class Arrivals:
                     del self._expected[name]
 
     @contextmanager
-    def watching(self, names: Sequence[bytes]) -> Generator[Watch]:
+    def watching(self, names: Sequence[bytes]) -> Generator[ChunkWatch]:
         """A watch that hears of every chunk from now on; the caller adds what is held already."""
-        watch = Watch(names)
+        watch = ChunkWatch(names)
         self._watches.add(watch)
         try:
             yield watch

@@ -9,13 +9,33 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from ...crypto.keys import NODE_ID_BYTES
 from .transport import Stream
+
+PEER_ID_PREFIX = bytes.fromhex("002408011220")
+"""Identity multihash (00, 36 bytes) of a protobuf PublicKey{Type = Ed25519, Data = 32 bytes}."""
+
+
+def peer_id_of(node_id: bytes) -> bytes:
+    """The libp2p peer id, 38 bytes, of a node id. Raises ValueError for anything else."""
+    if len(node_id) != NODE_ID_BYTES:
+        raise ValueError(f"a node id has {NODE_ID_BYTES} bytes, not {len(node_id)}")
+    return PEER_ID_PREFIX + node_id
+
+
+def node_id_of(peer_id: bytes) -> bytes:
+    """The node id inside a libp2p peer id. Raises ValueError unless it holds an Ed25519 key."""
+    node_id = peer_id[len(PEER_ID_PREFIX) :]
+    if not peer_id.startswith(PEER_ID_PREFIX) or len(node_id) != NODE_ID_BYTES:
+        raise ValueError("not the peer id of an Ed25519 key: only such keys name nodes")
+    return node_id
+
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Fact:
+class GossipFact:
     """A gossiped fact as it came in: the sealed bytes and which neighbour handed them over."""
 
     sealed: bytes
@@ -23,7 +43,7 @@ class Fact:
     """NodeId of the neighbour (not of the signer); empty when unknown."""
 
 
-class Carrier(Protocol):
+class StreamCarrier(Protocol):
     """Streams over the connections of discovery: the way to a peer where QUIC does not get through."""
 
     async def converse(
@@ -48,7 +68,7 @@ class Carrier(Protocol):
         ...
 
 
-class Discovery(Carrier, Protocol):
+class Discovery(StreamCarrier, Protocol):
     """Finds peers of one run and spreads facts among them."""
 
     def addresses(self) -> tuple[str, ...]:
@@ -63,7 +83,7 @@ class Discovery(Carrier, Protocol):
         """Gossip a sealed fact of at most MAX_GOSSIP bytes. Best effort; never blocks for long."""
         ...
 
-    def facts(self) -> AsyncIterator[Fact]:
+    def facts(self) -> AsyncIterator[GossipFact]:
         """Facts from others, de-duplicated by content, bounded: the oldest are dropped first."""
         ...
 

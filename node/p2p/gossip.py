@@ -9,15 +9,57 @@ import time
 from collections.abc import Callable
 
 from ...crypto.hashing import short
-from ...protocol.envelope import Purpose, read_envelope, unseal
+from ...crypto.keys import SecretKey
+from ...protocol.envelope import Purpose, read_envelope, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import PeerRecord
+from ...protocol.manifests import Holding, PeerRecord
 from ...protocol.messages import HeadNotice
 from ...protocol.trust import EquivocationProof
-from .discovery import Discovery, Fact
-from .heads import HeadBook
-from .holdings import HOLDING_INTERVAL_S, OwnHoldings, read_holding
+from .discovery import Discovery, GossipFact
+from .heads import HeadStore
 from .peers import PeerTable
+
+HOLDING_TTL_S = 600
+HOLDING_INTERVAL_S = 1.0
+"""Between two facts of one node: of versions that pass faster only the latest is told."""
+
+
+def read_holding(sealed: bytes, run: bytes, now: int) -> tuple[Holding, int]:
+    """A holding that its own subject signed, and until when to believe it. Raises RemoteProtocolError."""
+    opened = unseal(sealed, Purpose.HOLDING, Holding, now=now, run=run)
+    if opened.body.node != opened.signer:
+        raise RemoteProtocolError(Reason.WRONG_SIGNER, "a holding of somebody else")
+    return opened.body, min(opened.expires, now + HOLDING_TTL_S)
+
+
+class HoldingsAnnouncer:
+    """What this node has to tell: only the newest counts, and none is told twice."""
+
+    def __init__(self, key: SecretKey, run: bytes) -> None:
+        self._key = key
+        self._run = run
+        self._newest = (0, -1, True)
+        self._news = asyncio.Event()
+
+    @property
+    def node(self) -> bytes:
+        """Our own id."""
+        return self._key.node_id
+
+    def tell(self, term: int, version: int, complete: bool) -> None:
+        """We hold that version, or (not complete) begin to fetch it. Older news than before is none."""
+        if (term, version, complete) > self._newest:
+            self._newest = (term, version, complete)
+            self._news.set()
+
+    async def take(self) -> bytes:
+        """Wait until there is something to tell; the sealed fact."""
+        await self._news.wait()
+        self._news.clear()
+        holding = Holding(self.node, *self._newest)
+        expires = int(time.time()) + HOLDING_TTL_S
+        return seal(self._key, Purpose.HOLDING, self._run, holding, expires=expires)
+
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +80,11 @@ class Gossip:
     def __init__(
         self,
         discovery: Discovery,
-        book: HeadBook,
+        book: HeadStore,
         peers: PeerTable,
         *,
         record: Callable[[], bytes],
-        holdings: OwnHoldings,
+        holdings: HoldingsAnnouncer,
         on_fraud: Callable[[RemoteProtocolError], None],
     ) -> None:
         self._discovery = discovery
@@ -84,7 +126,7 @@ class Gossip:
                     self._peers.blame(fact.source, error.reason)
                 logger.info("gossip from %s refused: %s", short(fact.source), error)
 
-    async def _take(self, fact: Fact) -> None:
+    async def _take(self, fact: GossipFact) -> None:
         purpose = read_envelope(fact.sealed).purpose
         run, now = self._book.trusted.run, int(time.time())
         if purpose == Purpose.HEAD:

@@ -24,7 +24,7 @@ from ...protocol.messages import (
 from ...protocol.trust import AdmittedHead, TrustedRun
 from ...protocol.version import ALPN_CONTROL, MAX_MESSAGE, MAX_NAME
 from ..storage.ledger import Ledger
-from .links import Links
+from .connections import ConnectionPool
 from .rpc import Refused, receive_reply, send
 from .transport import Stream, TransportError
 
@@ -39,7 +39,7 @@ RECONNECT_S = 0.3
 RECONNECT_MAX_S = 3.0
 
 
-class HeadBook:
+class HeadStore:
     """The heads and manifests that this node knows, durable through the ledger."""
 
     def __init__(self, trusted: TrustedRun, ledger: Ledger) -> None:
@@ -150,7 +150,7 @@ class HeadBook:
 class HeadServer:
     """Answers WatchHeads and GetHeads."""
 
-    def __init__(self, book: HeadBook) -> None:
+    def __init__(self, book: HeadStore) -> None:
         self._book = book
         self._watchers = 0
         self._cut_off = 0
@@ -246,8 +246,8 @@ class HeadFollower:
 
     def __init__(
         self,
-        book: HeadBook,
-        links: Links,
+        book: HeadStore,
+        links: ConnectionPool,
         peer: bytes,
         *,
         authority: bool,

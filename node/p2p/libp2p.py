@@ -4,11 +4,15 @@ Nothing here is believed and nothing depends on it: libp2p failing costs speed, 
 The library is handed foreign bytes all day, so every way in has a limit and a last resort.
 """
 
+import errno
 import importlib.util
 import ipaddress
 import logging
 import os
+import random
+import socket
 import sys
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -17,26 +21,235 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from ...crypto.hashing import digest
 from ...crypto.keys import SecretKey
-from ...protocol.version import KIB, MIB
-from .discovery import Fact
-from .gossip_limits import Gate
-from .peer_ids import node_id_of, peer_id_of
-from .ports import check_free
-from .transport import AddressInUse, Stream
-from .trio_dialling import Dialler
-from .trio_discovery import TrioDiscovery
-from .trio_streams import TrioStream, open_whole
-from .trio_thread import attempt
+from ...protocol.version import KIB, MAX_GOSSIP, MIB
+from .discovery import GossipFact, node_id_of, peer_id_of
+from .limits import TokenBuckets
+from .transport import AddressInUse, Stream, TransportError, Unreachable
+from .trio_bridge import TrioDiscovery, TrioStream, attempt, open_whole
 
 if TYPE_CHECKING:
+    import trio
     from libp2p.abc import IHost, INetStream
+    from libp2p.kad_dht.kad_dht import KadDHT
     from libp2p.peer.id import ID
     from libp2p.peer.peerinfo import PeerInfo
     from libp2p.pubsub.gossipsub import GossipSub
     from libp2p.pubsub.pb import rpc_pb2
     from libp2p.pubsub.pubsub import Pubsub
     from multiaddr import Multiaddr
+
+
+def check_free(host: str, port: int) -> None:
+    """Return if the TCP port of the IP address `host` can be bound; 0 asks about `host` alone.
+
+    Raises:
+        AddressInUse: another program listens there, even one that set SO_REUSEPORT.
+        TransportError: `host` is no IP address, or not one of this machine's.
+    """
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError as error:
+        raise TransportError(f"{host!r} is no IP address: set network.host to one") from error
+    family = socket.AF_INET6 if version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As a server would: without it, a port whose last owner just left looks busy.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUse(
+                    f"TCP port {port} of {host} is in use: free it, or choose another one"
+                    " (0 takes any)"
+                ) from error
+            raise TransportError(
+                f"cannot listen on {host}, TCP port {port} ({error.strerror}):"
+                " choose an address of this machine"
+            ) from error
+
+
+NEIGHBOUR_RATE = 16.0
+"""Facts a second that one neighbour may hand us, its own and relayed ones alike."""
+NEIGHBOUR_BURST = 64.0
+ORIGIN_RATE = 4.0
+"""Facts a second that one signer may spread: a flood must not use up its relay's allowance."""
+ORIGIN_BURST = 32.0
+BYTE_RATE = 128.0 * KIB
+"""Bytes a second that are read from one neighbour; the rest waits in its own send buffer."""
+BYTE_BURST = 512.0 * KIB
+KNOWN_IDS = 1024
+KNOWN_FACTS = 4096
+
+
+class RecentSet:
+    """The last `limit` different keys; asking refreshes nothing, so repetition cannot pin a key."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, key: bytes) -> None:
+        """Remember `key`, and forget the oldest beyond the limit."""
+        self._keys[key] = None
+        if len(self._keys) > self._limit:
+            self._keys.popitem(last=False)
+
+
+class GossipFilter:
+    """Decides which gossiped contents come in; `dropped` counts the others by reason."""
+
+    def __init__(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._bytes = TokenBuckets(BYTE_RATE, BYTE_BURST, KNOWN_IDS)
+        self._neighbours = TokenBuckets(NEIGHBOUR_RATE, NEIGHBOUR_BURST, KNOWN_IDS)
+        self._origins = TokenBuckets(ORIGIN_RATE, ORIGIN_BURST, KNOWN_IDS)
+        self._seen = RecentSet(KNOWN_FACTS)
+
+    def pause(self, neighbour: bytes, size: int, now: float) -> float:
+        """Seconds to leave `neighbour` unread after a frame of `size` bytes."""
+        return self._bytes.debt(neighbour, now, size)
+
+    def admits(self, neighbour: bytes, data: bytes, now: float) -> bool:
+        """The cheap checks, before a signature is verified. A repeat spends an allowance too."""
+        if not self._neighbours.take(neighbour, now):
+            return self._drop("neighbour_rate")
+        if len(data) > MAX_GOSSIP:
+            return self._drop("too_large")
+        return digest(data) not in self._seen or self._drop("repeated")
+
+    def accepts(self, origin: bytes, data: bytes, now: float) -> bool:
+        """The last check, once `origin` is known to have signed `data`; True takes it in."""
+        if len(data) > MAX_GOSSIP:
+            return self._drop("too_large")
+        if not self._origins.take(origin, now):
+            return self._drop("origin_rate")
+        self._seen.add(digest(data))
+        return True
+
+    def knows(self, data: bytes) -> None:
+        """Our own fact: it is not news when it comes back."""
+        self._seen.add(digest(data))
+
+    def _drop(self, reason: str) -> bool:
+        self.dropped[reason] += 1
+        return False
+
+
+WANTED_NEIGHBOURS = 4
+"""Below this, bootstrap peers are dialled again."""
+DIAL_SECONDS = 10.0
+REACH_SECONDS = 3.0
+"""For one address of a peer that somebody waits for: there may be others, and other peers."""
+RETRY_SECONDS = (1.0, 30.0)
+"""First and longest pause between two dials of a bootstrap peer."""
+LOOKUP_SECONDS = 20.0
+LOOKUP_PAUSES = (2.0, 600.0)
+"""First and longest pause between two rounds of Kademlia."""
+DIALS_PER_LOOKUP = 3
+
+
+class Dialler:
+    """Keeps one host connected."""
+
+    def __init__(
+        self,
+        host: "IHost",
+        dht: "KadDHT",
+        content: str,
+        *,
+        neighbours: Callable[[], int],
+        known: "Callable[[], list[PeerInfo]]",
+    ) -> None:
+        """`content`: the key of the run; `known()`: peers whose addresses we have from mDNS or better days."""
+        self._host = host
+        self._dht = dht
+        self._content = content
+        self._neighbours = neighbours
+        self._known = known
+        self._reaching: dict[ID, trio.Lock] = {}
+
+    def is_connected(self, peer: "ID") -> bool:
+        """Whether there is a connection to `peer`, or it is us."""
+        return peer == self._host.get_id() or bool(self._host.get_network().get_connections(peer))
+
+    async def reach(self, infos: "Sequence[PeerInfo]", peer: "ID") -> None:
+        """Be connected to `peer`, by the first of `infos` that leads to it; those of others are not used.
+
+        Raises Unreachable.
+        """
+        import trio
+
+        lock = self._reaching.setdefault(peer, trio.Lock())
+        try:
+            async with lock:
+                await self._reach([info for info in infos if info.peer_id == peer], peer)
+        finally:
+            if not lock.locked():
+                self._reaching.pop(peer, None)
+
+    async def _reach(self, infos: "Sequence[PeerInfo]", peer: "ID") -> None:
+        # One address after the other: left to itself, the library dials only the first of each kind.
+        for address in [address for info in infos for address in info.addrs]:
+            if self.is_connected(peer):
+                return
+            await attempt(REACH_SECONDS, self._host.get_network().dial_addr, address, peer)
+        if not self.is_connected(peer):
+            raise Unreachable(f"no TCP address of {peer} led to it: is its libp2p port open?")
+
+    async def keep_dialling(self, info: "PeerInfo") -> None:
+        """Dial a bootstrap peer whenever we are short of neighbours."""
+        import trio
+
+        pause, longest = RETRY_SECONDS
+        while True:
+            if self._neighbours() < WANTED_NEIGHBOURS and not self.is_connected(info.peer_id):
+                pause = RETRY_SECONDS[0] if await self._dial(info) else min(2 * pause, longest)
+            await trio.sleep(pause * random.uniform(0.8, 1.2))
+
+    async def keep_looking(self, tidy: Callable[[], None]) -> None:
+        """Ask Kademlia for others of the run now and then; `tidy()` comes before every round."""
+        import trio
+
+        pause, longest = LOOKUP_PAUSES
+        while True:
+            await trio.sleep(pause * random.uniform(0.8, 1.2))
+            tidy()
+            alone = not self._host.get_connected_peers()
+            await (self._dial_some(self._known()) if alone else self._look())
+            pause = min(2 * pause, RETRY_SECONDS[1] if alone else longest)
+
+    async def _look(self) -> None:
+        """One round of Kademlia: who else serves this run, and tell that we do."""
+        for peer in self._host.get_connected_peers():
+            await attempt(LOOKUP_SECONDS, self._dht.add_peer, peer)
+        found = await attempt(LOOKUP_SECONDS, self._find) or []
+        await attempt(LOOKUP_SECONDS, self._dht.provide, self._content)
+        await self._dial_some([info for info in found if not self.is_connected(info.peer_id)])
+
+    async def _dial_some(self, infos: "list[PeerInfo]") -> None:
+        for info in random.sample(infos, min(DIALS_PER_LOOKUP, len(infos))):
+            await self._dial(info)
+
+    async def _find(self) -> "list[PeerInfo]":
+        """Providers of the run: those that told us, and those that others know of."""
+        records, key = self._dht.provider_store.providers, bytes.fromhex(self._content)
+        # A key with local records, our own among them, is never looked up elsewhere.
+        told = records.pop(key, {})
+        try:
+            found = await self._dht.find_providers(self._content)
+        finally:
+            records.setdefault(key, {}).update(told)
+        return found + [record.provider_info for record in told.values()]
+
+    async def _dial(self, info: "PeerInfo") -> bool:
+        await attempt(DIAL_SECONDS, self._host.connect, info)
+        return self.is_connected(info.peer_id)
+
 
 logger = logging.getLogger(__name__)
 
@@ -110,26 +323,31 @@ class Libp2pDiscovery(TrioDiscovery):
         self, key: SecretKey, *, run_id: bytes, host: str, port: int, mdns: bool = False
     ) -> None:
         super().__init__(self._begin_life, port=port)
-        self.gate = Gate()
+        self.gate = GossipFilter()
         self._key = key
         self._run = run_id.hex()
         self._host = host
         self._mdns = mdns
 
     def _begin_life(
-        self, port: int, receive: Callable[[Fact], None]
-    ) -> AbstractAsyncContextManager["Libp2pLife"]:
+        self, port: int, receive: Callable[[GossipFact], None]
+    ) -> AbstractAsyncContextManager["Libp2pSession"]:
         _quiet()
         check_free(self._host, port)
-        life = Libp2pLife(self._key, self._run, self.gate, receive, self.incoming.take)
+        life = Libp2pSession(self._key, self._run, self.gate, receive, self.incoming.take)
         return life.open(self._host, port, mdns=self._mdns)
 
 
-class Libp2pLife:
+class Libp2pSession:
     """One libp2p host with its gossip and its Kademlia. For the trio thread only."""
 
     def __init__(
-        self, key: SecretKey, run: str, gate: Gate, receive: Callable[[Fact], None], take: Take
+        self,
+        key: SecretKey,
+        run: str,
+        gate: GossipFilter,
+        receive: Callable[[GossipFact], None],
+        take: Take,
     ) -> None:
         """`take(peer, stream)` answers a stream that a peer opened, and returns when it is over."""
         from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
@@ -150,7 +368,7 @@ class Libp2pLife:
         self._take = take
 
     @asynccontextmanager
-    async def open(self, host: str, port: int, *, mdns: bool) -> "AsyncGenerator[Libp2pLife]":
+    async def open(self, host: str, port: int, *, mdns: bool) -> "AsyncGenerator[Libp2pSession]":
         """Listen and run every service until the block is left."""
         from libp2p.custom_types import TProtocol
         from libp2p.tools.anyio_service import background_trio_service
@@ -260,7 +478,11 @@ class Libp2pLife:
 
 
 def _guarded_pubsub(
-    host: "IHost", router: "GossipSub", topic: str, gate: Gate, receive: Callable[[Fact], None]
+    host: "IHost",
+    router: "GossipSub",
+    topic: str,
+    gate: GossipFilter,
+    receive: Callable[[GossipFact], None],
 ) -> "Pubsub":
     """Pubsub that reads no faster than the gate allows and survives whatever it is sent."""
     import trio
@@ -273,7 +495,7 @@ def _guarded_pubsub(
         origin = node_id_of(message.from_id)
         if not gate.accepts(origin, message.data, trio.current_time()):
             return False
-        receive(Fact(bytes(message.data), node_id_of(forwarder.to_bytes())))
+        receive(GossipFact(bytes(message.data), node_id_of(forwarder.to_bytes())))
         return True
 
     # No cache of verdicts: what came too fast may come again when its origin has slowed down.
@@ -284,7 +506,7 @@ def _guarded_pubsub(
     return pubsub
 
 
-def _guarded_class(host: "IHost", topic: str, gate: Gate) -> "type[Pubsub]":
+def _guarded_class(host: "IHost", topic: str, gate: GossipFilter) -> "type[Pubsub]":
     """The library's Pubsub with its three careless methods replaced. Made here because it is imported here."""
     import trio
     from libp2p.io.exceptions import IOException, MessageTooLarge

@@ -10,7 +10,7 @@ from ...crypto.hashing import digest
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import SubmitFrom, SubmitOffer, Submitted
 from ...protocol.version import ALPN_CONTROL, MAX_SUBMISSION
-from .links import Links
+from .connections import ConnectionPool
 from .rpc import TooSlow, receive_reply, send
 from .transport import Stream, StreamClosed, TransportError
 
@@ -23,7 +23,7 @@ PARTIAL_TTL_S = 300.0
 
 
 async def upload(
-    links: Links, trainer: bytes, sealed: bytes, lease_id: int, *, deadline: float
+    links: ConnectionPool, trainer: bytes, sealed: bytes, lease_id: int, *, deadline: float
 ) -> bytes:
     """Hand a sealed submission to the trainer; returns the sealed receipt.
 
@@ -53,7 +53,7 @@ async def upload(
 
 
 @dataclass
-class Partial:
+class PartialUpload:
     """Bytes of an upload that broke off."""
 
     data: bytearray = field(default_factory=bytearray)
@@ -67,7 +67,7 @@ class UploadReceiver:
     def __init__(self, *, grace_s: float = GRACE_S) -> None:
         """`grace_s` is how long an upload may take beyond what MIN_RATE allows for its size."""
         self._grace_s = grace_s
-        self._partials: dict[tuple[bytes, bytes], Partial] = {}
+        self._partials: dict[tuple[bytes, bytes], PartialUpload] = {}
 
     async def repeat(self, stream: Stream, receipt: bytes) -> None:
         """Answer an offer of what is already here with its receipt."""
@@ -105,14 +105,14 @@ class UploadReceiver:
         await send(stream, Submitted(receipt))
         await stream.finish()
 
-    async def _fill(self, stream: Stream, partial: Partial, size: int) -> None:
+    async def _fill(self, stream: Stream, partial: PartialUpload, size: int) -> None:
         async with asyncio.timeout(self._grace_s + size / MIN_RATE):
             await send(stream, SubmitFrom(len(partial.data)))
             while len(partial.data) < size:
                 piece = min(PIECE_BYTES, size - len(partial.data))
                 partial.data += await stream.read_exact(piece)
 
-    def _open(self, peer: bytes, name: bytes) -> Partial:
+    def _open(self, peer: bytes, name: bytes) -> PartialUpload:
         now = time.monotonic()
         for key, old in list(self._partials.items()):
             if not old.busy and now - old.touched > PARTIAL_TTL_S:
@@ -121,7 +121,7 @@ class UploadReceiver:
         if partial is None:
             if sum(1 for owner, _ in self._partials if owner == peer) >= PARTIALS_PER_PEER:
                 raise RemoteProtocolError(Reason.RATE_LIMITED, "too many unfinished uploads")
-            partial = self._partials[peer, name] = Partial()
+            partial = self._partials[peer, name] = PartialUpload()
         elif partial.busy:
             raise RemoteProtocolError(Reason.BUSY, "this upload is under way")
         return partial

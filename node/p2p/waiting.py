@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Signal:
+class Notifier:
     """Wakes everybody who waits; each looks for itself whether its wait is over."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Signal:
         await self._event.wait()
 
 
-class Inbox(Generic[T]):
+class AsyncQueue(Generic[T]):
     """A bounded queue that can end: once closed, whatever it still held is dropped."""
 
     def __init__(self, limit: int, ended: Callable[[], Exception]) -> None:
@@ -36,7 +36,7 @@ class Inbox(Generic[T]):
         self._limit = limit
         self._ended = ended
         self._closed = False
-        self._changed = Signal()
+        self._changed = Notifier()
 
     def offer(self, item: T) -> bool:
         """Add `item`; False when the inbox is full or closed."""

@@ -15,7 +15,7 @@ from ..inference.hosted import HostedEngine
 from ..inference.hosted_child import Patience
 from ..inference.hosted_seat import Pauses
 from ..ops.errors import EngineError, EngineLost
-from .place import Place
+from .place import StagePlace
 from .vllm_place import HEAD_PROGRAM_MODULE, STAGE_PROGRAM_MODULE
 
 
@@ -88,7 +88,7 @@ class HostedHead(HostedEngine):
     def __init__(
         self,
         config: EngineConfig,
-        place: Place,
+        place: StagePlace,
         patience: Patience | None = None,
         pauses: Pauses | None = None,
     ) -> None:
@@ -115,7 +115,7 @@ class HostedStage(HostedEngine):
     def __init__(
         self,
         config: EngineConfig,
-        place: Place,
+        place: StagePlace,
         patience: Patience | None = None,
         pauses: Pauses | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class HostedStage(HostedEngine):
         raise EngineError("tokens are asked of stage 0 of a pipeline, and this is another one")
 
 
-def _planned(config: EngineConfig, place: Place) -> EngineConfig:
+def _planned(config: EngineConfig, place: StagePlace) -> EngineConfig:
     """With the lengths and numbers that all stages have."""
     shape = place.shape
     return config.model_copy(

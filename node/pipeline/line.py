@@ -14,7 +14,7 @@ from ...crypto.hashing import short
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.messages import Accepted, OpenLine
 from ...protocol.version import ALPN_PIPELINE
-from ..p2p.links import Links
+from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import Refused, receive_reply, send
 from ..p2p.transport import Connection, Stream, TransportError
 from .frame_codec import BEAT, FrameLimits
@@ -42,7 +42,7 @@ class LineOut:
 
     def __init__(
         self,
-        links: Links,
+        links: ConnectionPool,
         peer: bytes,
         sealed: bytes,
         *,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ...protocol.version import MIB
-from ..p2p.waiting import Signal
+from ..p2p.waiting import Notifier
 from .packets import Packet
 
 MAX_FRAMES = 80
@@ -23,7 +23,7 @@ class Outbox:
         self._limit = size
         self._packets: deque[Packet] = deque()
         self._bytes = 0
-        self._changed = Signal()
+        self._changed = Notifier()
 
     def __len__(self) -> int:
         return len(self._packets)

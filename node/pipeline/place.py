@@ -9,7 +9,7 @@ from ...protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from .frame import Frame
 
 
-class Place(msgspec.Struct, frozen=True):
+class StagePlace(msgspec.Struct, frozen=True):
     """One stage of a plan, for the process that computes it."""
 
     plan: PipelinePlan

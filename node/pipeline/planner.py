@@ -70,7 +70,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Terms:
+class PlanLimits:
     """What a run fixes of every plan."""
 
     dtype: Literal["float32", "bfloat16"]
@@ -95,7 +95,7 @@ class Offered(NamedTuple):
 def make_plan(
     offers: Sequence[Offered],
     costs: Costs,
-    terms: Terms,
+    terms: PlanLimits,
     *,
     group: bytes,
     generation: int,
@@ -206,7 +206,7 @@ def _explicit(
 
 
 def _free(
-    offers: Sequence[Offered], costs: Costs, terms: Terms, tokens: int, head: bytes | None
+    offers: Sequence[Offered], costs: Costs, terms: PlanLimits, tokens: int, head: bytes | None
 ) -> list[Offered] | None:
     """The best order of the fewest of those that leave their place to us."""
     free = [one for one in offers if one.offer.rank < 0]
@@ -222,7 +222,12 @@ def _free(
 
 
 def _best(
-    able: list[Offered], count: int, costs: Costs, terms: Terms, tokens: int, head: bytes | None
+    able: list[Offered],
+    count: int,
+    costs: Costs,
+    terms: PlanLimits,
+    tokens: int,
+    head: bytes | None,
 ) -> list[Offered] | None:
     """The shortest ring of `count` of these, largest first, that has room for `tokens`."""
     if head is not None:
@@ -309,7 +314,7 @@ def holds(order: Sequence[Offered], costs: Costs, tokens: int) -> bool:
     return len(order) <= costs.layers and min(caps) >= 1 and sum(caps) >= costs.layers
 
 
-def _tokens(sequences: int, terms: Terms, block: int) -> int:
+def _tokens(sequences: int, terms: PlanLimits, block: int) -> int:
     """Room for so many of full length, in whole blocks, of which vLLM keeps one for itself."""
     return (-(-sequences * terms.max_model_len // block) + 1) * block
 
@@ -341,7 +346,7 @@ def _plan_of(
     order: Sequence[Offered],
     offers: Sequence[Offered],
     costs: Costs,
-    terms: Terms,
+    terms: PlanLimits,
     group: bytes,
     generation: int,
 ) -> PipelinePlan:
@@ -366,7 +371,7 @@ def _plan_of(
     )
 
 
-def _shape(order: Sequence[Offered], costs: Costs, terms: Terms) -> PipelineShape:
+def _shape(order: Sequence[Offered], costs: Costs, terms: PlanLimits) -> PipelineShape:
     offer = order[0].offer
     block = BLOCK["cpu" if offer.software.endswith("+cpu") else "cuda"]
     step = max(STEP_TOKENS, terms.max_sequences)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import MAX_PROBE, Probe
 from ...protocol.version import ALPN_PIPELINE, MIB
+from ..p2p.connections import ConnectionPool
 from ..p2p.limits import TokenBuckets
-from ..p2p.links import Links
 from ..p2p.rpc import ask, send
 from ..p2p.transport import Stream
 
@@ -26,7 +26,7 @@ BURST = 16.0 * MIB
 
 
 @dataclass(frozen=True)
-class Way:
+class PathQuality:
     """From here to a node."""
 
     rtt_ms: float
@@ -34,7 +34,7 @@ class Way:
     """The lower of both directions."""
 
 
-async def probe(links: Links, peer: bytes, *, deadline: float) -> Way:
+async def probe(links: ConnectionPool, peer: bytes, *, deadline: float) -> PathQuality:
     """Measure the way to `peer`; each message has `deadline` seconds. Raises Refused, TransportError."""
     connection = await links.get(peer, ALPN_PIPELINE, lane=LANE)
 
@@ -49,7 +49,7 @@ async def probe(links: Links, peer: bytes, *, deadline: float) -> Way:
     up = min([await took(Probe(bytes(MAX_PROBE))) for _ in range(LARGE)])
     down = min([await took(Probe(answer=MAX_PROBE)) for _ in range(LARGE)])
     slower = max(LEAST_S, max(up, down) - round_trip)
-    return Way(round_trip * 1e3, MAX_PROBE / slower)
+    return PathQuality(round_trip * 1e3, MAX_PROBE / slower)
 
 
 class Answers:

@@ -15,10 +15,10 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import Accepted, Prepared, PrepareVersion
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.version import ALPN_PIPELINE
-from ..p2p.links import Links
+from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import ask, send
 from ..p2p.transport import Stream, TransportError
-from ..p2p.waiting import Signal
+from ..p2p.waiting import Notifier
 from .boundaries import BadTrail
 from .frame import Frame, Kind
 from .frame_codec import words_of
@@ -56,7 +56,7 @@ class Ring:
         plan: PipelinePlan,
         rank: int,
         *,
-        links: Links,
+        links: ConnectionPool,
         local: LocalEnd,
         stall_s: float = 20.0,
         shaper: Shaper | None = None,
@@ -90,7 +90,7 @@ class Ring:
         self._handed = Handed()
         self._breaks = 0
         self._running = False
-        self._changed = Signal()
+        self._changed = Notifier()
 
     # -- for the composition ---------------------------------------------------------------------
 

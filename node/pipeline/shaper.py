@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections import deque
 
-from ..p2p.waiting import Signal
+from ..p2p.waiting import Notifier
 from .outbox import Outbox
 from .packets import Packet
 from .together import together
@@ -32,7 +32,7 @@ class Shaper:
         self._jitter = jitter_s
         self._random = random.Random(seed)
         self._under_way: deque[tuple[float, Packet]] = deque()
-        self._changed = Signal()
+        self._changed = Notifier()
         self._last_due = 0.0
 
     async def carry(self, source: Outbox, target: Outbox) -> None:

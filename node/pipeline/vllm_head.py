@@ -12,7 +12,7 @@ from ..inference.engine import EngineStats
 from ..inference.vllm import VllmCore
 from ..memory_plan.memory import tensor_parallel
 from ..ops.errors import EngineError
-from .place import Place
+from .place import StagePlace
 from .vllm_place import START_SHARE, check_placed, environment_of, placed_arguments
 
 LOOK_S = 1.0
@@ -30,7 +30,7 @@ class HeadStats(EngineStats):
 class HeadCore(VllmCore):
     """Implements host.Core and host.Rejoining."""
 
-    def __init__(self, config: EngineConfig, place: Place) -> None:
+    def __init__(self, config: EngineConfig, place: StagePlace) -> None:
         super().__init__(config)
         self._place = place
         self._cut: list[float] = [0, 0, 0.0]

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from ..config.engine import EngineConfig
-from ..inference.vllm_shape import head_size, kv_heads
+from ..inference.vllm_options import head_size, kv_heads
 from ..ops.errors import EngineError, UsageError
-from .place import Place
+from .place import StagePlace
 
 VARIABLE = "PRIMERL_PLACE"
 _ROOM = f"{__package__}"
@@ -42,25 +42,25 @@ SPLITTING = ("enable_sp", "fuse_gemm_comms")
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def encode_place(place: Place) -> bytes:
+def encode_place(place: StagePlace) -> bytes:
     """For decode_place()."""
     return msgspec.msgpack.encode(place)
 
 
-def decode_place(body: bytes) -> Place:
+def decode_place(body: bytes) -> StagePlace:
     """Raises EngineError."""
     try:
-        return msgspec.msgpack.decode(body, type=Place)
+        return msgspec.msgpack.decode(body, type=StagePlace)
     except msgspec.DecodeError as error:
         raise EngineError(f"the place in the pipeline cannot be read ({error})") from error
 
 
-def read_place(environ: Mapping[str, str]) -> Place:
+def read_place(environ: Mapping[str, str]) -> StagePlace:
     """The place that set_place() put there. Raises EngineError."""
     return decode_place(base64.b64decode(environ.get(VARIABLE, "")))
 
 
-def environment_of(place: Place) -> dict[str, str]:
+def environment_of(place: StagePlace) -> dict[str, str]:
     """What vLLM's processes must have in their environment."""
     stages = place.plan.stages
     return {
@@ -70,7 +70,7 @@ def environment_of(place: Place) -> dict[str, str]:
     }
 
 
-def check_placed(config: EngineConfig, place: Place, shape: Mapping[str, Any]) -> None:
+def check_placed(config: EngineConfig, place: StagePlace, shape: Mapping[str, Any]) -> None:
     """Raise UsageError for a config that cannot be one stage, EngineError for a plan of another model."""
     for name in ("pp", "dp"):
         if getattr(config, name) != 1:
@@ -107,7 +107,7 @@ def check_passes(compilation: Any) -> None:
             )
 
 
-def placed_arguments(place: Place, shape: Mapping[str, Any], tp: int) -> dict[str, Any]:
+def placed_arguments(place: StagePlace, shape: Mapping[str, Any], tp: int) -> dict[str, Any]:
     """Engine arguments that the plan decides; `shape` is the model's config.json, `tp` the stage's ranks.
 
     Bytes of a block on each rank = layers x 2 (key and value) x heads x head size x element size x block size.

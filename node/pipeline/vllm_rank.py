@@ -27,7 +27,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
 from vllm.v1.worker import gpu_model_runner  # pyright: ignore
 
 from ..ops.errors import EngineError
-from .place import Place
+from .place import StagePlace
 from .vllm_followers import FAILED, Followers, end_with_first, obey
 from .vllm_place import check_passes, read_place
 from .vllm_runner import LaneBatches, remember_making
@@ -104,7 +104,7 @@ class RankExecutor(_ExecutorBase):
     """One rank of a stage: its worker is in this process."""
 
     supports_pp = True
-    place: Place
+    place: StagePlace
     _member = 0
     """Which of its stage's ranks it is."""
     _method: str

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..inference.transfers import Mark, download
-from ..inference.vllm_recorder import Batch, Recorder
-from ..inference.vllm_sampling import Step
+from ..inference.vllm_recorder import Recorder, StepRequests
+from ..inference.vllm_sampling import SampledStep
 from ..ops.errors import EngineError
 from .boundaries import ROW, BadTrail, check
 
@@ -42,10 +42,10 @@ class Teller(Recorder):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._numbers: Tensor | None = None
-        self._lanes: dict[str, Batch] = {}
+        self._lanes: dict[str, StepRequests] = {}
         """First sequence of a lane -> its batch: lanes take turns."""
 
-    def tell(self, step: Step, logits: Tensor) -> Told:
+    def tell(self, step: SampledStep, logits: Tensor) -> Told:
         """Draw in a step whose logits [n, vocabulary] are these, in fp32; the device is not waited for."""
         self._batch = self._lanes.get(step.ids[0])
         self.begin(step)
@@ -62,7 +62,7 @@ class Teller(Recorder):
             if name in self._slots.of:
                 self._slots.leave(number_of(name))
 
-    def _record(self, batch: Batch, step: Step, logprobs: Tensor) -> None:
+    def _record(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
         self._numbers = self._project(step.hidden, logprobs)
 
 

@@ -16,15 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..config.engine import EngineConfig
-from ..inference.engine import Completion, EngineStats, GenerateRequest
-from ..inference.replica import Finding, Written
-from ..inference.requests import find_fingerprint
+from ..inference.engine import (
+    Completion,
+    EngineStats,
+    GenerateRequest,
+    WeightsFault,
+    Written,
+    find_fingerprint,
+)
+from ..inference.vllm_options import read_shape
 from ..inference.vllm_ranks import judge
-from ..inference.vllm_shape import read_shape
 from ..memory_plan.memory import tensor_parallel
 from ..ops.errors import EngineError, EngineLost, named_line
 from .frame_codec import FrameLimits
-from .place import Place
+from .place import StagePlace
 from .port import Port, PortClosed
 from .socket_port import SocketPort
 from .stage_loop import LoopStats, serve
@@ -42,7 +47,7 @@ NOT_HERE = "tokens are asked of stage 0 of a pipeline, and this is another one"
 class StageCore:
     """Implements host.Core; generate() is refused."""
 
-    def __init__(self, config: EngineConfig, place: Place) -> None:
+    def __init__(self, config: EngineConfig, place: StagePlace) -> None:
         self._config = config
         self._place = place
         self._executor: Any = None
@@ -69,10 +74,10 @@ class StageCore:
         self._thread = threading.Thread(target=self._serve, name="primerl-stage", daemon=True)
         self._thread.start()
 
-    async def check(self, path: str) -> Finding:
+    async def check(self, path: str) -> WeightsFault:
         """See Replica."""
         fit = judge(await self._call(self._ranks().beside, "primerl_check", path))
-        return Finding(fit.fault, [] if fit.fault else sorted(fit.placeless))
+        return WeightsFault(fit.fault, [] if fit.fault else sorted(fit.placeless))
 
     async def load(self, version: int, path: str) -> Written:
         """At once before the first chain; then it waits for its SWITCH."""
@@ -80,12 +85,12 @@ class StageCore:
         await self._call(self._steps.load, version, path)
         return Written(0.0, 0.0)
 
-    async def stage(self, path: str) -> Finding:
+    async def stage(self, path: str) -> WeightsFault:
         """See Replica."""
         ranks = self._ranks()
         await self._call(ranks.beside, "primerl_stage", path)
         fault = await self._call(_staged, ranks)
-        return Finding(fault, [])
+        return WeightsFault(fault, [])
 
     async def write(self, version: int) -> Written:
         """As load()."""

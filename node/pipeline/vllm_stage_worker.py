@@ -30,7 +30,7 @@ from ..ops.errors import EngineError
 from . import activations, boundaries
 from .frame import Array, Frame, Kind
 from .frame_codec import FrameLimits
-from .place import Later, Place
+from .place import Later, StagePlace
 from .socket_port import SocketOutlet
 from .step_codec import Drawn, Going, New, Sequences, Step, decode_step, draws, encode
 from .vllm_place import read_place
@@ -41,7 +41,7 @@ from .vllm_runner import Arrivals, Departure, Ints, drawing, gather, leaving, or
 class HeadExtension(WorkerExtension):
     """As everywhere, but that nothing is drawn here."""
 
-    _primerl_place: Place
+    _primerl_place: StagePlace
     _primerl_handles: Connection
     _primerl_outlet: SocketOutlet | None = None
     """Of the first rank."""
@@ -101,7 +101,7 @@ class StageExtension(WorkerExtension):
     primerl_recorder_type = Teller
     _primerl_prepared: list[tuple[int, Staged]]
     _primerl_version: int
-    _primerl_place: Place
+    _primerl_place: StagePlace
     _primerl_arrivals: Arrivals
 
     def primerl_record(self, fingerprint: str, served: bool = False) -> str:
@@ -205,7 +205,7 @@ class StageExtension(WorkerExtension):
 class StageSteps:
     """Implements StageCompute on the ranks of a stage; the weights' side is called by another thread."""
 
-    def __init__(self, place: Place, ranks: Any) -> None:
+    def __init__(self, place: StagePlace, ranks: Any) -> None:
         """`ranks`: the executor of vllm_rank.py."""
         self._place, self._ranks = place, ranks
         self._worker = ranks.worker

@@ -20,8 +20,8 @@ from ..config.sft import SftConfig
 from ..ops.errors import RunFailed, StorageError, UsageError
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..storage.run_files import CHECKPOINTS, METRICS, weights_dir
-from ..training.backend import Batch, TrainBackend
-from ..training.saving.checkpoints import Checkpoints
+from ..training.backend import TrainBackend, TrainBatch
+from ..training.checkpoint import Checkpoints
 from .data import BatchReader, Data, DataBatch, DataCursor
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class SftLoop:
         """Train one step; measure, save and export where its number is due."""
         started = time.monotonic()
         with self._clock.phase("train"):
-            figures = await self._backend.step(Batch(self._step + 1, data.samples, "ce"))
+            figures = await self._backend.step(TrainBatch(self._step + 1, data.samples, "ce"))
         self._step += 1
         seconds = time.monotonic() - started
         values = self._figures(data, figures.values, seconds, waited)

@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Arrived:
+class QueuedSubmission:
     """A submission in the inbox, numbered in order of arrival."""
 
     arrival: int
@@ -92,7 +92,7 @@ class IssuedTicket:
 
 
 @dataclass(frozen=True)
-class Admission:
+class AdmittedNode:
     """A node that was admitted."""
 
     node: bytes
@@ -215,10 +215,10 @@ class Ledger:
             (node,),
         )
 
-    def admitted(self) -> list[Admission]:
+    def admitted(self) -> list[AdmittedNode]:
         """Nodes that were admitted, in order."""
         rows = self._db.execute("SELECT node, ticket, record FROM admitted ORDER BY since")
-        return [Admission(bytes(node), bytes(t), bytes(record)) for node, t, record in rows]
+        return [AdmittedNode(bytes(node), bytes(t), bytes(record)) for node, t, record in rows]
 
     def ticket_of(self, node: bytes) -> bytes:
         """Id of the ticket under which a node was admitted; empty where that is not known."""
@@ -271,14 +271,16 @@ class Ledger:
         """Number of the last submission that was received; 0 before the first."""
         return self._db.execute("SELECT MAX(arrival) FROM inbox").fetchone()[0] or 0
 
-    def arrived_after(self, arrival: int) -> list[Arrived]:
+    def arrived_after(self, arrival: int) -> list[QueuedSubmission]:
         """Submissions that arrived after number `arrival`, in order."""
         rows = self._db.execute(
             "SELECT arrival, digest, lease_id, node, sealed FROM inbox"
             " WHERE arrival > ? AND sealed IS NOT NULL ORDER BY arrival",
             (arrival,),
         )
-        return [Arrived(a, bytes(d), lease, bytes(n), bytes(s)) for a, d, lease, n, s in rows]
+        return [
+            QueuedSubmission(a, bytes(d), lease, bytes(n), bytes(s)) for a, d, lease, n, s in rows
+        ]
 
     def waiting_by_node(self, arrival: int) -> dict[bytes, int]:
         """How many submissions of each node arrived after number `arrival`, and are still here."""

@@ -18,19 +18,152 @@ from ...protocol.errors import Reason
 from ..config.run import RunConfig
 from ..ops.errors import RunFailed
 from ..ops.metrics import MetricsLog, PhaseClock
-from ..p2p.heads import HeadBook
+from ..p2p.heads import HeadStore
 from ..storage.ledger import Ledger
 from ..storage.run_files import weights_dir
-from ..training.advantages import CreditedBatch, credit
-from ..training.backend import Batch, TrainBackend
-from ..training.buffer import BufferSnapshot, Group, RolloutBuffer, peer_cap, peer_room
-from ..training.saving.checkpoints import Checkpoints
-from .progress import Progress
+from ..training.advantages import CreditedBatch, credit, has_equal_rewards
+from ..training.backend import TrainBackend, TrainBatch
+from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap, peer_room
+from ..training.checkpoint import Checkpoints
 from .publisher import Publisher
-from .scheduler import LeaseDesk
-from .state import Cursor, snapshots
-from .submission_queue import Inbox
-from .waiting import next_batch
+from .scheduler import LeaseScheduler, WorkerState
+from .state import Progress, TrainerState, snapshots
+from .submission_queue import SubmissionQueue
+
+SILENT_S = 15.0
+"""Workers say something every five seconds (loop.py, HEARTBEAT_S)."""
+REFUSED = "refused work"
+SILENT = "silent"
+EXPLAIN = "`primerl-node explain` says why"
+STALE = "set a smaller rollouts.groups_per_lease, or a higher rollouts.max_off_policy_steps"
+
+
+def next_batch(
+    config: RunConfig,
+    progress: Progress,
+    buffer: RolloutBuffer,
+    unjudged: int,
+    desk: LeaseScheduler,
+    now: float,
+) -> str:
+    """What the next batch waits for; `unjudged` submissions are in verification, `now` is in Unix seconds."""
+    wanted = config.rollouts.groups_per_batch
+    on_lease = desk.book.leased()
+    said = f"{len(buffer)} of {wanted} groups are in"
+    equal = _equal_rewards(config, buffer)
+    if equal:
+        said += f", all of equal rewards ({equal})"
+    if on_lease:
+        said += f", {on_lease.total()} on lease{_silent_holders(desk, on_lease)}"
+    if unjudged:
+        said += f", {unjudged} submissions in verification"
+    if len(buffer) >= wanted:
+        said += "; other workers' groups are waited for"
+    elif not on_lease and not unjudged:
+        said += f"; {_workers(desk, now)}"
+    return "; ".join([*_no_progress(config, progress), said])
+
+
+def _equal_rewards(config: RunConfig, buffer: RolloutBuffer) -> str:
+    """The rewards in the buffer, if several groups are there and none of them teaches anything."""
+    training = config.training
+    if not (training.filter_zero_advantages and training.loss.reads_advantages) or len(buffer) < 2:
+        return ""
+    if not all(has_equal_rewards(group, training) for group in buffer.groups()):
+        return ""
+    rewards = [group.rollouts[0].reward for group in buffer.groups()]
+    return reward_range(min(rewards), max(rewards))
+
+
+def reward_range(low: float, high: float) -> str:
+    """Rewards in two decimals, from the lowest to the highest."""
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
+def _silent_holders(desk: LeaseScheduler, on_lease: Counter[bytes]) -> str:
+    silence = min(desk.silence(node) for node in on_lease)
+    if silence < SILENT_S:
+        return ""
+    return f" to workers that have been silent for {silence:.0f} s"
+
+
+def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
+    """Batches that taught nothing, and a batch of which everything is rejected."""
+    rollouts, said = config.rollouts, list[str]()
+    limit = f"the run stops after {rollouts.max_empty_batches} without signal"
+    if progress.zero_advantage:
+        count = progress.zero_advantage
+        which = "batch" if count == 1 else f"{count} batches"
+        rewards = reward_range(*progress.equal_rewards)
+        said.append(f"every group of the last {which} had equal rewards ({rewards}): {limit}")
+    if progress.late:
+        tried = f"{progress.late} x {rollouts.batch_timeout_s:.0f} s"
+        said.append(f"no batch was full within {tried}: {limit}")
+    lost = progress.all_rejected()
+    if lost:
+        ordered = ", ".join(f"{name} {count}" for name, count in lost.most_common(3))
+        advice = STALE if set(lost) == {Reason.STALE.value} else EXPLAIN
+        said.append(f"everything since step {progress.step} was rejected ({ordered}): {advice}")
+    return said
+
+
+def _workers(desk: LeaseScheduler, now: float) -> str:
+    """Why nobody is at work on a lease, and what to do."""
+    workers = {n: one for n, one in desk.workers.items() if n not in desk.audits.seats}
+    if not workers:
+        return (
+            f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(desk)}"
+        )
+    newest = max(desk.version, 0)
+    states = {node: _state(desk, node, one, newest, now) for node, one in workers.items()}
+    refused = [_why_refused(desk, node) for node, state in states.items() if state == REFUSED]
+    if len(refused) == len(workers):
+        return (
+            f"every worker is refused work ({_commonest(refused)}): mend or replace them, {EXPLAIN}"
+        )
+    silent = [desk.silence(node) for node, state in states.items() if state == SILENT]
+    if len(silent) == len(workers):
+        return f"none of {len(workers)} workers is here, the last was heard {min(silent):.0f} s ago"
+    counted = Counter(states.values())
+    if REFUSED in counted:
+        counted[f"{REFUSED} ({_commonest(refused)})"] = counted.pop(REFUSED)
+    return f"workers: {', '.join(f'{count} {state}' for state, count in counted.most_common())}"
+
+
+def _state(desk: LeaseScheduler, node: bytes, worker: WorkerState, newest: int, now: float) -> str:
+    if desk.refusal(node):
+        return REFUSED
+    if worker.left:
+        return f"failed ({worker.failure})" if worker.failure else "left"
+    if desk.silence(node) >= SILENT_S:
+        return SILENT
+    if worker.stats.version < 0:
+        return f"loading a first policy, version {newest}"
+    rest = desk.book.record(node).rest_until - now
+    if rest > 0:
+        return f"resting {rest:.0f} s as leases did not come back"
+    if worker.stats.version < newest:
+        return f"fetching version {newest}"
+    return "asking for work"
+
+
+def _why_refused(desk: LeaseScheduler, node: bytes) -> str:
+    known = desk.reputations.get(node)
+    if known is None:
+        return "not known"
+    return f"{'banned' if known.banned else 'too much was rejected'}: {known.top_reason()}"
+
+
+def _commonest(sentences: list[str]) -> str:
+    return Counter(sentences).most_common(1)[0][0]
+
+
+def _turned_away(desk: LeaseScheduler) -> str:
+    if not desk.turned_away:
+        return ""
+    reason, count = Counter(desk.turned_away).most_common(1)[0]
+    return f" ({count} that tried were refused: {reason})"
+
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +184,9 @@ class TrainerRole:
         *,
         config: RunConfig,
         ledger: Ledger,
-        heads: HeadBook,
-        desk: LeaseDesk,
-        inbox: Inbox,
+        heads: HeadStore,
+        desk: LeaseScheduler,
+        inbox: SubmissionQueue,
         buffer: RolloutBuffer,
         progress: Progress,
         backend: TrainBackend,
@@ -142,7 +275,7 @@ class TrainerRole:
 
     async def restore(self, step: int, parts: dict[str, bytes]) -> None:
         """Take in the checkpoint of `step`: buffer, cursor; then re-verify what arrived after it."""
-        cursor = msgspec.json.decode(parts["cursor"], type=Cursor)
+        cursor = msgspec.json.decode(parts["cursor"], type=TrainerState)
         await asyncio.to_thread(self._metrics.go_back, step, cursor.line)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
         self.inbox.verified_up_to = cursor.verified_up_to
@@ -202,11 +335,11 @@ class TrainerRole:
             self.training = False
         await self._desk.work_changed()
 
-    async def _learn(self, groups: list[Group], batch: CreditedBatch, waited: float) -> None:
+    async def _learn(self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float) -> None:
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
         with self._clock.phase("train"):
-            figures = await self._backend.step(Batch(step, batch.samples))
+            figures = await self._backend.step(TrainBatch(step, batch.samples))
             snapshot = await self._backend.snapshot()
         self._note(step, groups, staleness.mean, staleness.max, figures.values)
         self._count_swept(self._buffer.advance(step))
@@ -237,7 +370,7 @@ class TrainerRole:
     def _note(
         self,
         step: int,
-        groups: list[Group],
+        groups: list[RolloutGroup],
         staleness: float,
         staleness_max: int,
         figures: dict[str, float],
@@ -297,7 +430,7 @@ class TrainerRole:
             line["time/wait_for_batch"],
         )
 
-    async def _next_batch(self) -> list[Group] | None:
+    async def _next_batch(self) -> list[RolloutGroup] | None:
         """The next full batch, or None when none came within batch_timeout_s."""
         self._full_since = math.inf
         try:
@@ -308,7 +441,7 @@ class TrainerRole:
             return None
         return groups
 
-    def _cut(self, now: float) -> list[Group] | None:
+    def _cut(self, now: float) -> list[RolloutGroup] | None:
         """A batch in which no worker has more than its share; `now` in monotonic seconds.
 
         Once there have been enough groups for some time, slow companions are waited for no longer: else one
@@ -324,7 +457,7 @@ class TrainerRole:
         cap = peer_cap(wanted, rollouts.max_peer_share, self._buffer.by_node(), self._coming())
         return self._buffer.cut(wanted, per_node=cap)
 
-    def _count_empty(self, groups: list[Group] | None) -> None:
+    def _count_empty(self, groups: list[RolloutGroup] | None) -> None:
         progress, limit = self.progress, self._config.rollouts.max_empty_batches
         if groups is None:
             progress.late += 1
@@ -366,7 +499,7 @@ class TrainerRole:
         progress = self.progress
         # Leases that are out when we die will be asked for again: their tasks come first then.
         out = [task.index for held in book.held.values() for task in held.lease.tasks]
-        cursor = Cursor(
+        cursor = TrainerState(
             next_task=book.next_task,
             requeued=[*book.requeued, *out],
             verified_up_to=self.inbox.verified_up_to,
@@ -408,7 +541,7 @@ class TrainerRole:
             async with self.inbox.grown:
                 self.inbox.grown.notify_all()
 
-    def _count_swept(self, groups: list[Group]) -> None:
+    def _count_swept(self, groups: list[RolloutGroup]) -> None:
         count = sum(len(group.rollouts) for group in groups)
         self.progress.accepted -= count
         if count:

@@ -9,13 +9,15 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import structs
 
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
+from ...protocol.envelope import Purpose, seal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import MAX_RECORDS, OfferStage, StagePlanned, StageWait
 from ...protocol.pipelines import PipelinePlan, StageOffer
@@ -24,10 +26,259 @@ from ..ops.control import GroupRow
 from ..ops.errors import EngineError
 from ..p2p.limits import TokenBuckets
 from ..p2p.peers import PeerTable
-from ..pipeline.planner import Offered, fits, make_plan, replace
+from ..pipeline.planner import Offered, fits, is_measured, make_plan, replace, ring_ms
 from ..storage.ledger import Ledger
-from .pipeline_book import ALIVE_S, Kind, StageBook
-from .pipeline_group import LEDGER, Group, Kept
+
+MAX_OFFERS = 256
+POOL = 24
+"""Offers that one plan is chosen from: those that wait the longest."""
+ALIVE_S = 20.0
+"""Who has offered nothing for so long is not there."""
+SETTLE_S = 3.0
+"""After the last newcomer, for others that start at the same time."""
+MEASURE_S = 12.0
+"""For all of them to measure the way to each other; then they are planned without."""
+BENCH_S, MAX_BENCH_S = 30.0, 3600.0
+"""Out of plans after a first failure; twice as long after each further one."""
+MANY_RESTARTS = 3
+FORGIVE_S = 3600.0
+"""A failure is forgotten after so long."""
+
+Kind = tuple[str, str, str]
+
+
+@dataclass
+class StageCandidate:
+    """A node that offers."""
+
+    offer: StageOffer
+    since: float
+    """Monotonic seconds of its first offer in a row."""
+    seen: float
+
+
+@dataclass
+class StageFailures:
+    """Of one node, as a stage."""
+
+    count: int = 0
+    last: float = 0.0
+    """Monotonic seconds."""
+    benched_until: float = -1e18
+
+    def add(self, now: float) -> None:
+        """One more; old ones are forgotten."""
+        self.count = 1 if now - self.last > FORGIVE_S else self.count + 1
+        self.last = now
+
+    def bench(self, now: float) -> None:
+        """Out of plans for a while."""
+        self.benched_until = now + min(BENCH_S * 2 ** (self.count - 1), MAX_BENCH_S)
+
+
+class StageCandidates:
+    """Offers and failures."""
+
+    def __init__(self, refused: Callable[[bytes], str], started: float) -> None:
+        """`refused`: why a node is given no work, or ""; until ALIVE_S after `started` everybody counts as
+        alive, as a trainer that was away has heard nobody."""
+        self._refused = refused
+        self._grace_until = started + ALIVE_S
+        self._offers: dict[bytes, StageCandidate] = {}
+        self._failures: dict[bytes, StageFailures] = {}
+        self.excluded: dict[bytes, str] = {}
+        """Nodes that are in no plan ever after, and why."""
+
+    def refusal(self, node: bytes) -> str:
+        """Why a node is put into no plan, or ""."""
+        return self._refused(node) or self.excluded.get(node, "")
+
+    def take(self, node: bytes, offer: StageOffer, now: float) -> None:
+        """Keep what a node offers. Raises RemoteProtocolError (BUSY) where too many do."""
+        known = self._offers.get(node)
+        if known is None and len(self._offers) >= MAX_OFFERS:
+            raise RemoteProtocolError(Reason.BUSY, "too many offer already")
+        self._offers[node] = StageCandidate(offer, known.since if known else now, now)
+
+    def get(self, node: bytes) -> StageOffer | None:
+        """What a node offers."""
+        known = self._offers.get(node)
+        return known.offer if known else None
+
+    def drop(self, node: bytes) -> None:
+        """It offers nothing any more."""
+        self._offers.pop(node, None)
+
+    def sweep(self, now: float) -> None:
+        """Forget who is silent, and old failures."""
+        for node, one in list(self._offers.items()):
+            if now - one.seen > ALIVE_S:
+                del self._offers[node]
+        for node, failures in list(self._failures.items()):
+            if now - failures.last > FORGIVE_S:
+                del self._failures[node]
+
+    def alive(self, node: bytes, now: float) -> bool:
+        """Whether it was heard lately."""
+        known = self._offers.get(node)
+        if known is None:
+            return now < self._grace_until
+        return now - known.seen <= ALIVE_S
+
+    def waiting(self, kind: Kind, now: float, taken: Callable[[bytes], bool]) -> list[Offered]:
+        """Offers of this kind of nodes that are not `taken`, the oldest first; who failed lately has none."""
+        found: list[Offered] = []
+        for node, one in sorted(self._offers.items(), key=lambda item: item[1].since):
+            offered = Offered(node, one.offer)
+            failures = self._failures.get(node)
+            benched = failures is not None and now < failures.benched_until
+            if offered.kind != kind or benched or taken(node) or self.refusal(node):
+                continue
+            if self.alive(node, now):
+                found.append(offered)
+        return found[:POOL]
+
+    def settled(self, pool: list[Offered], now: float) -> bool:
+        """Whether nobody came lately, and all have measured the way to all others, or had time to.
+
+        Where operators said who is which stage there is nothing to wait for.
+        """
+        if all(one.offer.rank >= 0 for one in pool):
+            return True
+        newest = max(self._offers[one.node].since for one in pool)
+        if now - newest >= MEASURE_S:
+            return True
+        nodes = {one.node for one in pool}
+        measured = all(nodes <= {one.node, *one.offer.round_trips} for one in pool)
+        return measured and now - newest >= SETTLE_S
+
+    def blame(self, by: bytes, node: bytes, now: float) -> bytes:
+        """`by` says that `node` is lost: who of them is benched.
+
+        Who talks to us is perhaps slandered, so that the complaint then counts against both.
+        """
+        mine = self._failures.setdefault(by, StageFailures())
+        theirs = self._failures.setdefault(node, StageFailures())
+        theirs.add(now)
+        guilty = node
+        if self.alive(node, now):
+            mine.add(now)
+            guilty = node if theirs.count >= mine.count else by
+        self._failures[guilty].bench(now)
+        return guilty
+
+    def forgive(self, node: bytes) -> None:
+        """Its failures so far count no more."""
+        self._failures.pop(node, None)
+
+    def fell_silent(self, node: bytes, now: float) -> None:
+        """It is lost: others say so, and it does not say otherwise."""
+        failures = self._failures.setdefault(node, StageFailures())
+        failures.add(now)
+        failures.bench(now)
+        self.drop(node)
+
+    def restarts(self, node: bytes, now: float) -> bool:
+        """It was lost, and is there again: whether that was once too often."""
+        failures = self._failures.setdefault(node, StageFailures())
+        failures.add(now)
+        if failures.count < MANY_RESTARTS:
+            return False
+        failures.bench(now)
+        return True
+
+    def weigh(self, accusers: Collection[bytes], head: bytes, now: float) -> set[bytes]:
+        """`accusers` say that stage 0 is lost, which talks to us: who of them all is benched.
+
+        A doubt is for stage 0, as it has work in its hands: one false word costs whoever says it.
+        """
+        theirs = self._failures.setdefault(head, StageFailures())
+        for _ in accusers:
+            theirs.add(now)
+        sworn = {node: self._failures.setdefault(node, StageFailures()) for node in accusers}
+        for mine in sworn.values():
+            mine.add(now)
+        guilty = {node for node, mine in sworn.items() if mine.count >= theirs.count} or {head}
+        for node in guilty:
+            self._failures[node].bench(now)
+        return guilty
+
+
+LEDGER = "pipelines"
+PLAN_TTL_S = 7 * 86400
+"""A plan is sealed anew at half of it. Nobody has to hear of that in time: lines open by the old one as well,
+and what ends a plan is a newer generation."""
+NEVER = -1e18
+
+
+class SavedPipeline(msgspec.Struct, frozen=True):
+    """What survives a restart of the trainer."""
+
+    plans: tuple[PipelinePlan, ...]
+    excluded: dict[bytes, str]
+
+
+@dataclass
+class PipelineGroup:
+    """One pipeline."""
+
+    plan: PipelinePlan
+    """The newest."""
+    heard: float
+    """Monotonic seconds of the last word of any stage."""
+    missing: set[bytes] = field(default_factory=set[bytes])
+    """Stages that are lost and that nobody can replace; the others keep their places and wait."""
+    missing_since: float = 0.0
+    doubts: dict[bytes, float] = field(default_factory=dict[bytes, float])
+    """Stages that call stage 0 lost, and the monotonic seconds at which each first did."""
+    void: bool = False
+    """The plan counts no more: those that were in it are free for another one."""
+    sealed: bytes = b""
+    sealed_at: float = NEVER
+    """Unix seconds."""
+
+    @property
+    def head(self) -> bytes:
+        """Stage 0, which has work in its hands."""
+        return self.plan.stages[0].node
+
+    @property
+    def nodes(self) -> list[bytes]:
+        """Its stages, in order."""
+        return [stage.node for stage in self.plan.stages]
+
+    def use(self, plan: PipelinePlan, now: float) -> None:
+        """A new plan is in force."""
+        self.plan, self.heard, self.sealed_at = plan, now, NEVER
+        self.missing, self.doubts, self.void = set(), {}, False
+
+    def seal(self, key: SecretKey, run_id: bytes, now: float) -> bytes:
+        """The sealed plan; `now` in Unix seconds."""
+        if now - self.sealed_at > PLAN_TTL_S / 2:
+            expires, sequence = int(now) + PLAN_TTL_S, self.plan.generation
+            self.sealed = seal(
+                key, Purpose.PIPELINE, run_id, self.plan, expires=expires, sequence=sequence
+            )
+            self.sealed_at = now
+        return self.sealed
+
+    def row(self, offer_of: Callable[[bytes], StageOffer | None]) -> GroupRow:
+        """For `status`."""
+        plan = self.plan
+        offers = ((node, offer_of(node)) for node in self.nodes)
+        order = [Offered(node, offer) for node, offer in offers if offer is not None]
+        known = len(order) == len(plan.stages) and is_measured(order)
+        return GroupRow(
+            group=short(plan.group),
+            generation=plan.generation,
+            stages=[short(node) for node in self.nodes],
+            layers=[f"{stage.first}-{stage.end - 1}" for stage in plan.stages],
+            spares=len(plan.spares),
+            round_trip_ms=round(ring_ms(order, 0), 1) if known else None,
+            kv_tokens=plan.shape.kv_tokens,
+            state="waiting" if self.void or self.missing else "planned",
+        )
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +297,7 @@ KEPT_PLANS = 64
 KEPT_POOLS = 64
 
 
-class PipelineDesk:
+class PipelineCoordinator:
     """Answers OfferStage."""
 
     def __init__(
@@ -74,8 +325,8 @@ class PipelineDesk:
         self._clock = clock
         self._wall = wall
         self._heard = heard
-        self._book = StageBook(refused, clock())
-        self._groups: dict[bytes, Group] = {}
+        self._book = StageCandidates(refused, clock())
+        self._groups: dict[bytes, PipelineGroup] = {}
         self._hopeless: OrderedDict[object, None] = OrderedDict()
         """Pools that make no plan: not tried again."""
         self._buckets = TokenBuckets(PEER_RATE, PEER_BURST, PEERS)
@@ -217,10 +468,10 @@ class PipelineDesk:
         for name, old in list(self._groups.items()):
             if old.void and plan.rank_of(old.head) is not None:
                 del self._groups[name]  # its stage 0 is elsewhere now: nothing of it is left
-        group = self._groups[plan.group] = Group(plan, now)
+        group = self._groups[plan.group] = PipelineGroup(plan, now)
         self._use(group, plan, "made")
 
-    def _again(self, group: Group, pool: Sequence[Offered]) -> bool:
+    def _again(self, group: PipelineGroup, pool: Sequence[Offered]) -> bool:
         """A new plan for a group that broke, with the stage 0 that it had."""
         old = group.plan
         plan = self._make(pool, old.group, old.generation + 1, head=group.head)
@@ -252,14 +503,16 @@ class PipelineDesk:
     def _taken(self, node: bytes) -> bool:
         return self._group_of(node) is not None
 
-    def _group_of(self, node: bytes) -> Group | None:
+    def _group_of(self, node: bytes) -> PipelineGroup | None:
         """The working group that a node is in."""
         groups = self._groups.values()
         return next((g for g in groups if not g.void and g.plan.rank_of(node) is not None), None)
 
     # -- mending them ------------------------------------------------------------------------------
 
-    def _look_after(self, peer: bytes, group: Group, request: OfferStage, now: float) -> None:
+    def _look_after(
+        self, peer: bytes, group: PipelineGroup, request: OfferStage, now: float
+    ) -> None:
         """Whether `peer` can still be the stage that it is, and what it says of others."""
         plan = group.plan
         if not self._can_be(plan, peer, now):
@@ -276,7 +529,7 @@ class PipelineDesk:
             why = "calls others lost that we hear" if peer in gone else f"lost, says {short(peer)}"
             self._without(gone, why)
 
-    def _hear_head(self, group: Group, now: float) -> None:
+    def _hear_head(self, group: PipelineGroup, now: float) -> None:
         """Whether a stage 0 that others call lost is: if it speaks after that, its word counts like theirs."""
         head, doubts = group.head, group.doubts
         if not doubts or group.void:
@@ -293,7 +546,7 @@ class PipelineDesk:
         names = ", ".join(short(node) for node in doubts)
         self._without(gone, f"stage 0 is lost, say {names}")
 
-    def _wait_for_missing(self, peer: bytes, group: Group, now: float) -> None:
+    def _wait_for_missing(self, peer: bytes, group: PipelineGroup, now: float) -> None:
         """Who was lost may come back to its place; the others do not wait for ever."""
         if peer in group.missing and self._can_be(group.plan, peer, now):
             group.missing.discard(peer)
@@ -309,7 +562,7 @@ class PipelineDesk:
                 logger.warning("pipeline %s: %s: %s", short(group.plan.group), names, why)
                 self._mend(group, gone)
 
-    def _mend(self, group: Group, gone: set[bytes]) -> None:
+    def _mend(self, group: PipelineGroup, gone: set[bytes]) -> None:
         """Spares for who is gone; else a new plan of all that are left; else the same one again; else wait."""
         now, old = self._clock(), group.plan
         assert self._model is not None
@@ -357,7 +610,7 @@ class PipelineDesk:
         pool = self._book.waiting(kind, now, self._taken)
         return StageWait(WAIT_MS, self._records(one.node for one in pool if one.node != peer))
 
-    def _planned(self, peer: bytes, group: Group) -> StagePlanned:
+    def _planned(self, peer: bytes, group: PipelineGroup) -> StagePlanned:
         sealed = group.seal(self._key, self._run_id, self._wall())
         return StagePlanned(sealed, self._records(n for n in group.nodes if n != peer), PLANNED_MS)
 
@@ -367,7 +620,7 @@ class PipelineDesk:
 
     # -- what is kept ------------------------------------------------------------------------------
 
-    def _use(self, group: Group, plan: PipelinePlan, what: str) -> None:
+    def _use(self, group: PipelineGroup, plan: PipelinePlan, what: str) -> None:
         """A new plan is in force: remember it."""
         group.use(plan, self._clock())
         self._plans[plan.group, plan.generation] = plan
@@ -382,17 +635,17 @@ class PipelineDesk:
 
     def _keep(self) -> None:
         plans = tuple(group.plan for group in self._groups.values())
-        self._ledger.set(LEDGER, msgspec.msgpack.encode(Kept(plans, self._book.excluded)))
+        self._ledger.set(LEDGER, msgspec.msgpack.encode(SavedPipeline(plans, self._book.excluded)))
 
     def _load(self) -> None:
         """Plans that a trainer before us sealed: if a stage is not there any more, others will say so."""
         found = self._ledger.get(LEDGER)
         if found is None:
             return
-        kept = msgspec.msgpack.decode(found, type=Kept)
+        kept = msgspec.msgpack.decode(found, type=SavedPipeline)
         self._book.excluded.update(kept.excluded)
         for plan in kept.plans:
             if plan.shape.engine != "vllm":
                 continue  # of an engine that has no stages any more
-            self._groups[plan.group] = Group(plan, self._clock())
+            self._groups[plan.group] = PipelineGroup(plan, self._clock())
             self._plans[plan.group, plan.generation] = plan

@@ -21,7 +21,7 @@ from ...protocol.reputation import (
     Room,
     outcome_of,
 )
-from ..verification.blame import Blame
+from ..verification.blame import StageAttribution
 from ..verification.verifier import AuditResults, Verified
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def observed(audits: AuditResults) -> list[Audited]:
     return found
 
 
-def _stated(one: Blame, tally: Tally) -> Blame:
+def _stated(one: StageAttribution, tally: Tally) -> StageAttribution:
     """A rollout without boundaries is stage 0's, but for as many as can have been begun with other stages."""
     if one.distances or one.outcome == "clean":
         return one
@@ -130,13 +130,13 @@ def spared(audits: AuditResults) -> int:
     return sum(one.outcome == "rejected" and one.stages != (0,) for one in audits.blames)
 
 
-def _doubt(nats: float, blames: Sequence[Blame], rank: int) -> float:
+def _doubt(nats: float, blames: Sequence[StageAttribution], rank: int) -> float:
     for one in blames:
         nats = max(0.0, nats + INCREMENT[one.outcome if rank in one.stages else "clean"])
     return nats
 
 
-def _laid(one: Blame, rank: int, count: int) -> Audited:
+def _laid(one: StageAttribution, rank: int, count: int) -> Audited:
     """What a rollout says of stage `rank` of `count`, which share what it says of another policy."""
     other = one.other_policy / count
     if rank in one.stages:

@@ -26,18 +26,18 @@ from ...protocol.messages import HeadNotice
 from ...protocol.version import MAX_MANIFEST
 from ..config.run import WeightsConfig
 from ..ops.errors import StorageError
-from ..p2p.arrivals import Arrivals
-from ..p2p.heads import HeadBook
+from ..p2p.arrivals import ChunkArrivals
+from ..p2p.heads import HeadStore
 from ..storage.chunk_store import Store, read_chunk
 from ..training.backend import Snapshot
-from ..weights.chain import Chain
+from ..weights.chain import VersionChain
 from ..weights.chunking import cut
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
 from ..weights.errors import WeightsError
 from ..weights.offsets import Offsets
 from ..weights.payload import layout_of
-from ..weights.replica import EMPTY, Mirror, Policy, prove
+from ..weights.replica import EMPTY, Policy, WeightReplica, prove
 from ..weights.retention import retain
 from ..weights.state import State, state_bytes
 
@@ -55,9 +55,9 @@ class Publisher:
         *,
         key: SecretKey,
         run: bytes,
-        book: HeadBook,
+        book: HeadStore,
         store: Store,
-        arrivals: Arrivals,
+        arrivals: ChunkArrivals,
         config: WeightsConfig,
         keep_states: int,
         keep_chunks: set[bytes],
@@ -76,7 +76,7 @@ class Publisher:
         self._keep_states = keep_states
         self._keep_chunks = keep_chunks
         self._encoders = encoders or Encoders(1)
-        self._chain = Chain()
+        self._chain = VersionChain()
         self._policy: Policy = EMPTY
         self._term = 0
         self.states: OrderedDict[int, State] = OrderedDict()
@@ -154,7 +154,7 @@ class Publisher:
 
         Those that the store does not lead to are left out.
         """
-        mirror = Mirror(threads=_threads())
+        mirror = WeightReplica(threads=_threads())
         for wanted in range(max(0, version - self._keep_states + 1), version):
             if self._chain.get(wanted) is None:
                 continue
@@ -165,7 +165,7 @@ class Publisher:
             else:
                 self.states[wanted] = mirror.policy.state
 
-    def _climb(self, mirror: Mirror, version: int) -> None:
+    def _climb(self, mirror: WeightReplica, version: int) -> None:
         """Bring `mirror` to `version`, each step proved against its manifest.
 
         Raises WeightsError, StorageError.
@@ -183,7 +183,7 @@ class Publisher:
     def _begin_term(self, version: int) -> None:
         """The chain went further than the checkpoint: a new term starts here, with an anchor."""
         self._term += 1
-        self._chain = Chain()
+        self._chain = VersionChain()
         self._policy = EMPTY
         logger.warning(
             "resuming version %d in term %d: later versions are void", version, self._term

@@ -54,10 +54,10 @@ from ..p2p.limits import TokenBuckets
 from ..p2p.peers import PeerTable, Tier
 from ..p2p.rpc import receive, send
 from ..p2p.transport import Stream
-from ..storage.ledger import Arrived, Ledger
-from .audit_queue import AuditDesk
-from .pipeline_coordinator import PipelineDesk
-from .submissions import SubmissionDesk
+from ..storage.ledger import Ledger, QueuedSubmission
+from .audits import AuditQueue
+from .pipeline_coordinator import PipelineCoordinator
+from .submissions import SubmissionReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ VERDICT_BYTES = 256 * 1024
 
 
 @dataclass
-class Worker:
+class WorkerState:
     """What the desk knows of an admitted worker."""
 
     rank: int
@@ -134,7 +134,7 @@ class PendingRequest:
     """Set with leases, or because there is something else to say."""
 
 
-class LeaseDesk:
+class LeaseScheduler:
     """Answers the control requests of workers."""
 
     def __init__(
@@ -151,8 +151,8 @@ class LeaseDesk:
         environment: Environment,
         capacity: Callable[[bytes | None], int],
         order: Callable[[], tuple[int, int]],
-        arrivals: "asyncio.Queue[Arrived]",
-        audits: AuditDesk | None = None,
+        arrivals: "asyncio.Queue[QueuedSubmission]",
+        audits: AuditQueue | None = None,
         model: CutModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -171,8 +171,8 @@ class LeaseDesk:
         """Set when tasks are leased: more of them are to be prepared."""
         self._capacity = capacity
         self._order = order
-        self.audits = audits or AuditDesk()
-        self.pipelines = PipelineDesk(
+        self.audits = audits or AuditQueue()
+        self.pipelines = PipelineCoordinator(
             key=key,
             run_id=run_id,
             model=model,
@@ -182,7 +182,7 @@ class LeaseDesk:
             refused=self.refusal,
             clock=clock,
         )
-        self._submissions = SubmissionDesk(
+        self._submissions = SubmissionReceiver(
             key=key,
             run_id=run_id,
             book=book,
@@ -201,10 +201,10 @@ class LeaseDesk:
         self._ranks = itertools.count()
         self.turned_away: deque[str] = deque(maxlen=64)
         """Why nodes were not admitted, the newest last."""
-        self.workers: dict[bytes, Worker] = {}
+        self.workers: dict[bytes, WorkerState] = {}
         self.reputations: dict[bytes, Reputation] = {}
         for one in ledger.admitted():
-            self.workers[one.node] = Worker(next(self._ranks), one.ticket, heard=clock())
+            self.workers[one.node] = WorkerState(next(self._ranks), one.ticket, heard=clock())
             if one.record:
                 self._remember(one.record)
 
@@ -398,7 +398,7 @@ class LeaseDesk:
                 raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
             self._peers.learn(record, sealed)
 
-    def _worker(self, peer: bytes) -> Worker:
+    def _worker(self, peer: bytes) -> WorkerState:
         worker = self.workers.get(peer)
         if worker is None:
             raise RemoteProtocolError(Reason.NOT_ADMITTED, "say hello with a ticket first")
@@ -426,7 +426,7 @@ class LeaseDesk:
         if peer not in self.workers:
             self._make_room()
             self._ledger.admit(peer, now, ticket, hello.record)
-            self.workers[peer] = Worker(next(self._ranks), ticket, heard=self._clock())
+            self.workers[peer] = WorkerState(next(self._ranks), ticket, heard=self._clock())
             self._peers.admit(peer, self._tier(peer), ticket)
             logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
         else:
@@ -487,7 +487,7 @@ class LeaseDesk:
             del self.reputations[gone]
             self._ledger.drop_reputation(gone)
 
-    async def _lease(self, worker: Worker, peer: bytes, request: LeaseRequest) -> LeaseReply:
+    async def _lease(self, worker: WorkerState, peer: bytes, request: LeaseRequest) -> LeaseReply:
         if worker.stats.version < 0 <= request.stats.version:
             self._sources_at = -math.inf  # it holds weights now: others may fetch them from it
         worker.stats, worker.left, worker.failure = request.stats, False, ""
@@ -511,7 +511,7 @@ class LeaseDesk:
         why = "" if leases or not request.wanted else self._no_lease(peer, now)
         return LeaseReply(tuple(leases), verdicts, before, self._retry_ms(peer), after, why)
 
-    async def _wait_for_work(self, worker: Worker, peer: bytes, wanted: int) -> list[bytes]:
+    async def _wait_for_work(self, worker: WorkerState, peer: bytes, wanted: int) -> list[bytes]:
         """Leases for `peer`, at once or as soon as there is work; none after a while, or with a verdict."""
         self._answer(peer, [])  # it asks anew: the earlier request is of no use to it
         proven = self.proven(peer)

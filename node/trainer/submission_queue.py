@@ -24,13 +24,12 @@ from ...protocol.manifests import ProofContract
 from ...protocol.reputation import ban_test
 from ...protocol.rollouts import Submission, Verdict
 from ..ops.errors import first_cause
-from ..storage.ledger import Arrived, Ledger
+from ..storage.ledger import Ledger, QueuedSubmission
 from ..training.buffer import RolloutBuffer
-from ..verification.verifier import Arrival, Verified, Verifier, refuse_all
-from .epochs import Term
+from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from .pipeline_faults import StageFaults, spared
-from .progress import Progress
-from .scheduler import LeaseDesk
+from .scheduler import LeaseScheduler
+from .state import ChainEpoch, Progress
 from .submissions import open_lease
 
 logger = logging.getLogger(__name__)
@@ -41,16 +40,16 @@ AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Begun:
+class PendingVerification:
     """A submission that is being verified."""
 
-    arrived: Arrived
+    arrived: QueuedSubmission
     before: bytes | None
     """The sealed verdict that was told of it before the trainer was killed."""
     verifying: asyncio.Task[Verified]
 
 
-class Inbox:
+class SubmissionQueue:
     """Takes submissions from the ledger, in order, to the buffer."""
 
     def __init__(
@@ -59,8 +58,8 @@ class Inbox:
         key: SecretKey,
         run_id: bytes,
         ledger: Ledger,
-        desk: LeaseDesk,
-        arrivals: "asyncio.Queue[Arrived]",
+        desk: LeaseScheduler,
+        arrivals: "asyncio.Queue[QueuedSubmission]",
         buffer: RolloutBuffer,
         verifier: Verifier,
         progress: Progress,
@@ -92,7 +91,7 @@ class Inbox:
         """Notified after every judgement."""
         self.verified_up_to = 0
         """Arrival number of the last submission that was judged."""
-        self.term = Term()
+        self.term = ChainEpoch()
 
     def waiting(self) -> int:
         """Submissions that are not judged yet."""
@@ -100,7 +99,7 @@ class Inbox:
 
     async def run(self) -> None:
         """Verify what is left from before, then what comes, for ever."""
-        begun: asyncio.Queue[Begun] = asyncio.Queue()
+        begun: asyncio.Queue[PendingVerification] = asyncio.Queue()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._judge_all(begun))
@@ -112,7 +111,10 @@ class Inbox:
             raise first_cause(group) from group
 
     async def _begin(
-        self, arrived: Arrived, begun: "asyncio.Queue[Begun]", tasks: asyncio.TaskGroup
+        self,
+        arrived: QueuedSubmission,
+        begun: "asyncio.Queue[PendingVerification]",
+        tasks: asyncio.TaskGroup,
     ) -> None:
         """Have it verified, as soon as there is room."""
         if arrived.arrival <= max(self.verified_up_to, self._taken_up_to):
@@ -122,9 +124,9 @@ class Inbox:
         await self._room.acquire()
         before = self._ledger.verdict_on(arrived.arrival)
         verifying = tasks.create_task(self._verify(arrived, before))
-        begun.put_nowait(Begun(arrived, before, verifying))
+        begun.put_nowait(PendingVerification(arrived, before, verifying))
 
-    async def _judge_all(self, begun: "asyncio.Queue[Begun]") -> None:
+    async def _judge_all(self, begun: "asyncio.Queue[PendingVerification]") -> None:
         """In order of arrival; wakes whoever waits for groups or for the room that they leave."""
         while True:
             one = await begun.get()
@@ -136,7 +138,7 @@ class Inbox:
                 self.grown.notify_all()
             await self._desk.work_changed()
 
-    def _judge(self, arrived: Arrived, verified: Verified, before: bytes | None) -> None:
+    def _judge(self, arrived: QueuedSubmission, verified: Verified, before: bytes | None) -> None:
         """Count it, once however often the trainer is killed, and put what holds into the buffer."""
         self.verified_up_to = arrived.arrival
         if arrived.arrival > self._counted_up_to:
@@ -179,12 +181,14 @@ class Inbox:
         base, odd = self._contract.audit_rate, self._outliers.outlierness(node)
         return audit_rate(reputation, base, odd, reputation.recent_fault)
 
-    async def _verify(self, arrived: Arrived, told: bytes | None) -> Verified:
+    async def _verify(self, arrived: QueuedSubmission, told: bytes | None) -> Verified:
         submission, lease = self.open(arrived)
         before = None if told is None else unseal(told, Purpose.VERDICT, Verdict, now=0).body
         # Drawn now that the bundle is fixed: nobody could choose what to get right.
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        arrival = Arrival(arrived.arrival, arrived.digest, arrived.node, arrived.sealed, challenge)
+        arrival = ReceivedSubmission(
+            arrived.arrival, arrived.digest, arrived.node, arrived.sealed, challenge
+        )
         if self.term.voids(submission, lease):
             error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
             return refuse_all(arrival, lease, error)
@@ -197,7 +201,7 @@ class Inbox:
             logger.warning("submission of %s refused: %s", short(arrived.node), error)
             return refuse_all(arrival, lease, error)
 
-    def open(self, arrived: Arrived) -> tuple[Submission, Lease]:
+    def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
         """What was submitted, and the lease that it answers."""
         submission = unseal(
             arrived.sealed, Purpose.SUBMISSION, Submission, now=0, run=self._run_id
@@ -206,7 +210,7 @@ class Inbox:
             submission.lease, self._run_id, self._key.node_id, arrived.node
         )
 
-    def _keep(self, arrived: Arrived, verified: Verified) -> bytes:
+    def _keep(self, arrived: QueuedSubmission, verified: Verified) -> bytes:
         """Make the verdict durable, with all that it says of nodes; returns it sealed."""
         sealed = seal(
             self._key,
@@ -224,7 +228,7 @@ class Inbox:
         self._ledger.add_verdict(arrived.node, sealed, arrived.arrival, reputations)
         return sealed
 
-    def _deliver(self, arrived: Arrived, sealed: bytes) -> None:
+    def _deliver(self, arrived: QueuedSubmission, sealed: bytes) -> None:
         node = arrived.node
         if node in self._desk.workers:
             self._desk.workers[node].verdicts.append(sealed)

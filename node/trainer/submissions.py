@@ -17,15 +17,15 @@ from ...protocol.rollouts import Receipt, Submission
 from ..ops.errors import StorageError
 from ..p2p.transport import Stream
 from ..p2p.uploads import UploadReceiver
-from ..storage.ledger import Arrived, Ledger
-from .epochs import LEASES_PER_BOOT
+from ..storage.ledger import Ledger, QueuedSubmission
+from .state import LEASES_PER_BOOT
 
 logger = logging.getLogger(__name__)
 
 LATE_GRACE_S = 5.0
 
 
-class SubmissionDesk:
+class SubmissionReceiver:
     """Takes in what workers made of their leases."""
 
     def __init__(
@@ -36,7 +36,7 @@ class SubmissionDesk:
         book: LeaseBook,
         boot: int,
         ledger: Ledger,
-        arrivals: "asyncio.Queue[Arrived]",
+        arrivals: "asyncio.Queue[QueuedSubmission]",
         work_changed: Callable[[], Awaitable[None]],
     ) -> None:
         """`boot` counts the starts of this trainer; `work_changed` is called when a lease has come back."""
@@ -100,7 +100,9 @@ class SubmissionDesk:
             ) from error
         if lease.lease_id in self._book.held:
             self._book.settle(lease.lease_id, peer, now)
-        self._arrivals.put_nowait(Arrived(arrival, offer.digest, lease.lease_id, peer, data))
+        self._arrivals.put_nowait(
+            QueuedSubmission(arrival, offer.digest, lease.lease_id, peer, data)
+        )
         await self._work_changed()
         return receipt
 

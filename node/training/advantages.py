@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..config.training import LengthPenaltyConfig, TrainingConfig
 from .backend import Sample
-from .buffer import Group, ScoredRollout
+from .buffer import RolloutGroup, ScoredRollout
 
 STD_EPSILON = 1e-4
 NO_SIGNAL = 1e-9
@@ -118,7 +118,7 @@ def grpo_length(
     )
 
 
-def credit(groups: Iterable[Group], training: TrainingConfig) -> CreditedBatch:
+def credit(groups: Iterable[RolloutGroup], training: TrainingConfig) -> CreditedBatch:
     """One sample per branch of every rollout; all branches of a rollout share its advantage.
 
     A rollout without tokens or with a reward that is not finite is left out of its group's baseline;
@@ -144,7 +144,7 @@ def credit(groups: Iterable[Group], training: TrainingConfig) -> CreditedBatch:
     return CreditedBatch(samples, used, flat if prune else 0, thin, flat)
 
 
-def has_equal_rewards(group: Group, training: TrainingConfig) -> bool:
+def has_equal_rewards(group: RolloutGroup, training: TrainingConfig) -> bool:
     """Whether a group's rewards alone say that all its advantages are 0; with a length penalty they may not."""
     rewards = [rollout.reward for rollout in group.rollouts]
     if training.advantage == "grpo_length" and math.fsum(rewards) > 0:

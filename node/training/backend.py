@@ -1,10 +1,11 @@
 """The trainer backend seam: a batch in, one optimizer step, a bf16 policy out.
 
-The daemon awaits; whatever computes does so off the event loop. Implementations: local.py (real, one
+The daemon awaits; whatever computes does so off the event loop. Implementations: local_backend.py (real, one
 process), tests/support/counting_backend.py (fake). Suite: tests/conformance/backend.py.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -12,6 +13,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config.training import TrainingConfig
+from ..ops.gpus import is_on_gpu
 from ..weights.state import Changed, State
 
 
@@ -33,7 +36,7 @@ Objective = Literal["policy", "ce"]
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainBatch:
     """What one optimizer step learns from; `step` counts from 1 and trains policy `step - 1`."""
 
     step: int
@@ -74,7 +77,7 @@ class TrainBackend(Protocol):
         """Build model and optimizer; `model_dir` holds a Hugging Face model (config and weights)."""
         ...
 
-    async def step(self, batch: Batch) -> StepMetrics:
+    async def step(self, batch: TrainBatch) -> StepMetrics:
         """One optimizer step; an empty batch only advances the schedule. Raises EngineError."""
         ...
 
@@ -108,3 +111,28 @@ class TrainBackend(Protocol):
     async def close(self) -> None:
         """Free everything."""
         ...
+
+
+logger = logging.getLogger(__name__)
+
+ALONE = {"ranks": 1, "nodes": 1, "replicas": 1, "rendezvous": ""}
+"""The ranks of a learner that has one GPU for itself: nothing is sharded (world.py)."""
+
+
+def resolve_backend(config: TrainingConfig, visible: Callable[[], Sequence[str]]) -> TrainingConfig:
+    """`config` with a backend that is "local" or "fsdp": "auto" is one rank where there is a GPU, else local.
+
+    `visible` names the GPUs that a process may use; it is asked only where that matters.
+    """
+    if config.backend == "fsdp":
+        return config
+    gpu = is_on_gpu(config.device, visible)
+    if config.backend == "auto" and gpu:
+        fsdp = config.fsdp.model_copy(update=ALONE)
+        return config.model_copy(update={"backend": "fsdp", "fsdp": fsdp})
+    if gpu:
+        logger.warning(
+            'training.backend = "local" computes in the daemon: on a GPU its network stands still for seconds '
+            "at a time; leave it out, and the learner has a process of its own"
+        )
+    return config.model_copy(update={"backend": "local"})

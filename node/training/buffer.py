@@ -35,7 +35,7 @@ class ScoredRollout:
 
 
 @dataclass(frozen=True)
-class Group:
+class RolloutGroup:
     """All surviving rollouts of one task under one lease; they are compared with each other only."""
 
     task: bytes
@@ -63,7 +63,7 @@ class BufferSnapshot:
     """Everything of a buffer, in order, of plain types: msgspec encodes and decodes it as it is."""
 
     version: int
-    groups: list[Group]
+    groups: list[RolloutGroup]
     counts: dict[str, int] = field(default_factory=dict[str, int])
 
 
@@ -77,7 +77,7 @@ class RolloutBuffer:
         self.counts: Counter[str] = Counter()
         """Groups so far by what became of them: added, cut, swept, and each Refusal."""
         self._version = 0
-        self._groups: list[Group] = []
+        self._groups: list[RolloutGroup] = []
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -87,7 +87,7 @@ class RolloutBuffer:
         """The policy version being trained: batch `version + 1` is cut next."""
         return self._version
 
-    def add(self, group: Group, trained_version: int) -> Refusal | None:
+    def add(self, group: RolloutGroup, trained_version: int) -> Refusal | None:
         """Take a group in while `trained_version` is being trained, or say why not.
 
         A newer `trained_version` than the buffer's own advances it first; an older one is ignored.
@@ -99,7 +99,7 @@ class RolloutBuffer:
             insort(self._groups, group, key=_age_key)
         return refusal
 
-    def advance(self, version: int) -> list[Group]:
+    def advance(self, version: int) -> list[RolloutGroup]:
         """`version` is being trained now; returns the groups that became too old, which are gone."""
         self._version = max(self._version, version)
         swept = [group for group in self._groups if self._is_stale(group)]
@@ -108,7 +108,7 @@ class RolloutBuffer:
             self.counts["swept"] += len(swept)
         return swept
 
-    def cut(self, n_groups: int, *, per_node: int | None = None) -> list[Group] | None:
+    def cut(self, n_groups: int, *, per_node: int | None = None) -> list[RolloutGroup] | None:
         """Take a batch of `n_groups` out, or None while there are too few.
 
         With `per_node` (see peer_cap) no worker supplies more than that many; what exceeds it waits for a
@@ -132,7 +132,7 @@ class RolloutBuffer:
         self.counts["cut"] += n_groups
         return batch
 
-    def groups(self) -> Sequence[Group]:
+    def groups(self) -> Sequence[RolloutGroup]:
         """Those that wait, in order."""
         return self._groups
 
@@ -140,7 +140,7 @@ class RolloutBuffer:
         """Groups that wait, by worker."""
         return Counter(group.node for group in self._groups)
 
-    def staleness(self, groups: Iterable[Group] | None = None) -> StalenessStats:
+    def staleness(self, groups: Iterable[RolloutGroup] | None = None) -> StalenessStats:
         """Staleness of `groups` (say, a batch just cut), or of all that wait, as of now."""
         chosen = self._groups if groups is None else groups
         ages = [self._version - group.policy_oldest for group in chosen]
@@ -152,14 +152,14 @@ class RolloutBuffer:
         """What restore() needs to go on exactly here."""
         return BufferSnapshot(self._version, list(self._groups), dict(self.counts))
 
-    def restore(self, snapshot: BufferSnapshot) -> list[Group]:
+    def restore(self, snapshot: BufferSnapshot) -> list[RolloutGroup]:
         """Become what was saved; returns what a bound that was tightened since then sweeps."""
         self._version = snapshot.version
         self._groups = list(snapshot.groups)
         self.counts = Counter(snapshot.counts)
         return self.advance(snapshot.version)
 
-    def _refusal(self, group: Group) -> Refusal | None:
+    def _refusal(self, group: RolloutGroup) -> Refusal | None:
         if group.policy_oldest > self._version:
             return "future"
         if self._is_stale(group):
@@ -170,7 +170,7 @@ class RolloutBuffer:
             return "full"
         return None
 
-    def _is_stale(self, group: Group) -> bool:
+    def _is_stale(self, group: RolloutGroup) -> bool:
         return self._version - group.policy_oldest > self.max_off_policy_steps
 
 
@@ -204,6 +204,6 @@ def peer_room(n_groups: int, share: float, node: bytes, there: Mapping[bytes, in
     return math.ceil(n_groups * max(1.0, 2.0 * share)) - there.get(node, 0)
 
 
-def _age_key(group: Group) -> int:
+def _age_key(group: RolloutGroup) -> int:
     """insort puts equals to the right: first in, first out within a version."""
     return group.policy_oldest

@@ -19,22 +19,25 @@ from ..config.training import TrainingConfig
 from ..models import model_files
 from ..models.tensors import bf16_state
 from ..weights.state import State
-from .backend import Batch, Sample, Snapshot, StepMetrics
-from .export.device import DeviceExporter
-from .export.gathering import Source, named_sources, policy_sources, whole_tensors
-from .flops import Cost, cost_of
-from .losses.by_name import cross_entropy, formula, policy_loss
-from .losses.formulas import TokenInputs
-from .losses.sums import LossSums
-from .meter import Meter
-from .model import lora
-from .model.trained_model import MULTIPLE, TrainedModel, compute_dtype
-from .optimizer import Optimizer
+from . import lora
+from .backend import Sample, Snapshot, StepMetrics, TrainBatch
+from .export import DeviceExporter
+from .gather import Source, named_sources, policy_sources, whole_tensors
+from .learner_state import (
+    ALONE,
+    CutLearner,
+    HostRoom,
+    Ranks,
+    SavedLearner,
+    read_saved,
+    rng_state,
+    set_rng_state,
+)
+from .losses import LossSums, TokenInputs, cross_entropy, formula, policy_loss
+from .meter import Cost, StepMeter, cost_of
+from .model import MULTIPLE, TrainedModel, compute_dtype
+from .optimizer import Optimizer, learning_rate
 from .packing import MicroBatch, Packed, pack
-from .saving.agreement import ALONE, Ranks
-from .saving.saved import CutLearner, SavedLearner, read_saved, rng_state, set_rng_state
-from .saving.staging import HostRoom
-from .schedule import learning_rate
 from .world import World, pick_device
 
 if TYPE_CHECKING:
@@ -85,7 +88,7 @@ class Learner:
         self._warmup_optimizer: Optimizer | None = None
         # before the first forward pass: after it a sharded model shows some parameters whole
         self._sources = self._published()
-        self._meter = Meter(_cost(model), world.device, world.size)
+        self._meter = StepMeter(_cost(model), world.device, world.size)
 
     @classmethod
     def build(
@@ -122,7 +125,7 @@ class Learner:
             ranks=ranks,
         )
 
-    def step(self, batch: Batch) -> StepMetrics:
+    def step(self, batch: TrainBatch) -> StepMetrics:
         """One optimizer step over `batch`; an empty one only advances the schedule."""
         if batch.step <= self.step_done:
             raise ValueError(
@@ -187,7 +190,7 @@ class Learner:
                 self._parameters, self._config, betas=WARMUP_BETAS, weight_decay=0.0
             )
         packed = self._pack([_demonstration(example) for example in examples])
-        sums = self._accumulate(packed, Batch(0, [], "ce")) if packed.tokens else LossSums()
+        sums = self._accumulate(packed, TrainBatch(0, [], "ce")) if packed.tokens else LossSums()
         loss = sums.metrics().get("loss/mean", 0.0)
         if packed.tokens and math.isfinite(loss) and math.isfinite(self._warmup_optimizer.clip()):
             self._warmup_optimizer.step(lr)
@@ -288,7 +291,7 @@ class Learner:
             and _can_be_logprobs(sample.logprobs)
         )
 
-    def _accumulate(self, packed: Packed, batch: Batch) -> LossSums:
+    def _accumulate(self, packed: Packed, batch: TrainBatch) -> LossSums:
         """Forward and backward over this rank's rows; the sums are those of all ranks."""
         self._optimizer.zero_grad()
         self._model.expert_load.reset()

@@ -4,6 +4,7 @@ A step is a function of gradients, moments and rate alone: where the moments lie
 that are sharded each rank changes its own shard; only the norm of the gradient is exchanged.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -12,6 +13,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..config.training import TrainingConfig
+
+
+def learning_rate(config: TrainingConfig, step: int, max_steps: int) -> float:
+    """Learning rate of optimizer step `step` (counted from 1).
+
+    Rises linearly to `lr` over `warmup_steps`; then `constant` stays there, `linear` and `cosine` (half a
+    period) fall to lr * min_lr_ratio at `max_steps`, where they stay.
+    """
+    if step < 1:
+        raise ValueError("steps count from 1")
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.scheduler == "constant":
+        return config.lr
+    span = max(1, max_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    if config.scheduler == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return config.lr * (1 - (1 - config.min_lr_ratio) * progress)
+
 
 BUCKET = 1 << 26
 """Elements whose moments are on the device at once where they live in the host's memory: 512 MiB of them."""

@@ -21,7 +21,7 @@ from ..ops.errors import EngineError, StorageError
 from ..process.frames import Message
 from ..process.serve import ParentGone, ParentSocket
 from ..process.spawn import die_with_parent
-from .backend import Batch, Sample, StepMetrics
+from .backend import Sample, StepMetrics, TrainBatch
 from .ranks.calls import (
     ENDED,
     EXIT_LOST,
@@ -73,7 +73,7 @@ PATIENCE_S = 3.0
 class Share(Protocol):
     """One rank's share of a learner; every method is collective. See Learner and TrainBackend."""
 
-    def step(self, batch: Batch) -> StepMetrics: ...  # noqa: D102
+    def step(self, batch: TrainBatch) -> StepMetrics: ...  # noqa: D102
     def evaluate(self, samples: list[Sample]) -> dict[str, float]: ...  # noqa: D102
     def supervised_step(  # noqa: D102
         self, examples: list[tuple[list[int], list[int]]], lr: float

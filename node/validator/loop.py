@@ -7,9 +7,10 @@ of signed heads. What it reports are measurements; the trainer judges.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isnan
+from pathlib import Path
 
 from msgspec import UNSET
 
@@ -36,11 +37,13 @@ from ...protocol.reports import (
     UnreadableRow,
 )
 from ...protocol.rollouts import Submission
+from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
+from ..inference.engine import Completion, EngineStats, GenerateRequest
 from ..ops.errors import EngineError
-from ..p2p.exchange import BlobFetcher
-from ..p2p.heads import HeadBook
-from ..p2p.links import Links
+from ..p2p.connections import ConnectionPool
+from ..p2p.download import BlobFetcher
+from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused, TooSlow, receive_reply, send
 from ..p2p.transport import Stream, StreamClosed, TransportError
 from ..p2p.waiting import LogBackoff
@@ -48,9 +51,70 @@ from ..trainer.submissions import open_lease
 from ..verification.auditor import AuditItem, Auditor, Measured, Unreadable
 from ..verification.checks import check_submission
 from ..verification.items import audit_items, plain_turns, plan_of
-from ..worker.upstreams import Upstreams
-from ..worker.weight_sync import CatchUp
-from .state_cache import Shelf
+from ..weights.replica import Policy
+from ..weights.state import Changed, State
+from ..worker.weight_sync import Upstreams, WeightSync
+
+NOTHING = -1
+
+
+class StateCache:
+    """The last `keep` policies. An Engine to those who load weights; it generates nothing."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._policies: dict[int, Policy] = {}
+        self._loaded = NOTHING
+
+    @property
+    def policy_version(self) -> int:
+        """See Engine."""
+        return self._loaded
+
+    def put(self, policy: Policy) -> None:
+        """Keep a proved policy, and let go of the one that was put here the longest ago."""
+        self._policies.pop(policy.version, None)
+        self._policies[policy.version] = policy
+        while len(self._policies) > self._keep:
+            del self._policies[next(iter(self._policies))]
+
+    def held(self, heads: Mapping[tuple[int, int], AdmittedHead], term: int) -> tuple[int, ...]:
+        """Versions of `term` that are here, as the heads of that term name them."""
+        return tuple(
+            version
+            for version, policy in sorted(self._policies.items())
+            if (head := heads.get((term, version))) and head.head.state == policy.digest
+        )
+
+    def states(self, versions: tuple[int, ...]) -> dict[int, State] | None:
+        """The states of these versions; None if one of them is gone."""
+        if any(version not in self._policies for version in versions):
+            return None
+        return {version: self._policies[version].state for version in versions}
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """See Engine. There is nothing to start."""
+
+    async def load(self, version: int, state: State) -> None:
+        """See Engine. What is kept comes by put(), also the versions between."""
+        self._loaded = version
+
+    async def update(self, version: int, state: State, changed: Changed) -> None:
+        """See Engine."""
+        self._loaded = version
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Engine. Raises EngineError."""
+        raise EngineError("a validator generates nothing: join with --role inference")
+
+    def stats(self) -> EngineStats:
+        """See Engine."""
+        return EngineStats()
+
+    async def close(self) -> None:
+        """See Engine."""
+        self._policies.clear()
+
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +143,11 @@ class ValidatorRole:
         key: SecretKey,
         run_id: bytes,
         run: RunManifest,
-        links: Links,
-        book: HeadBook,
+        links: ConnectionPool,
+        book: HeadStore,
         fetcher: BlobFetcher,
-        catchup: CatchUp,
-        shelf: Shelf,
+        catchup: WeightSync,
+        shelf: StateCache,
         auditor: Auditor,
         upstreams: Upstreams,
         record: Callable[[], bytes],

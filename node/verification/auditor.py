@@ -1,6 +1,6 @@
 """The auditor seam: branches under the policies that they claim, in; what was measured on each, out.
 
-It measures and does not judge: judgement.py does. What comes in is hostile but already passed the cheap
+It measures and does not judge: judge.py does. What comes in is hostile but already passed the cheap
 checks. Implementations: hf_auditor.py (one batched prefill, in a process that can be killed), remote
 validators (roles), and a fake in the tests.
 Suite: tests/conformance/test_auditor.py.
@@ -17,7 +17,7 @@ from ..weights.state import State
 
 
 @dataclass(frozen=True)
-class Reply:
+class SampledSpan:
     """One run of sampled tokens: positions start..end-1 of the branch, drawn by the noise of `seed`."""
 
     start: int
@@ -26,7 +26,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class BoundaryClaim:
     """What is claimed of the states that crossed from one stage of a pipeline to the next."""
 
     layers: int
@@ -42,14 +42,14 @@ class AuditItem:
     """One branch; S is the number of its sampled tokens."""
 
     token_ids: Sequence[int]
-    replies: Sequence[Reply]
+    replies: Sequence[SampledSpan]
     """In order, none empty."""
     logprobs: Sequence[float]
     """[S], claimed."""
     versions: Sequence[int]
     """[S], claimed: the policy version that drew each token; never decreasing."""
     proof: bytes
-    boundaries: Sequence[Boundary] = ()
+    boundaries: Sequence[BoundaryClaim] = ()
     """From the lowest on; empty if one node computed all, or does not say."""
 
 

@@ -16,8 +16,7 @@ from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import Evidence
 from ..ops.errors import UsageError
-from .judgement import judge
-from .thresholds import BUILT_IN, FIELDS
+from .judge import BUILT_IN, FIELDS, judge
 
 Values = NDArray[np.float64]
 

@@ -13,14 +13,14 @@ from ...protocol.errors import Reason
 from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.reputation import Outcome
 from ...protocol.rollouts import Evidence
-from .judgement import Judgement
+from .judge import Judgement
 
 CLEAR = 0.5
 """Share of the suspect bound below which an input is surely right where an output is only suspect."""
 
 
 @dataclass(frozen=True)
-class Blame:
+class StageAttribution:
     """What an audited rollout says of the stages that made it."""
 
     group: int
@@ -40,7 +40,7 @@ class Blame:
 
 def blame(
     evidence: Evidence, judgement: Judgement, distances: Sequence[float], contract: ProofContract
-) -> Blame:
+) -> StageAttribution:
     """Whose fault it can be what `judgement` says of a rollout with these `distances` at its boundaries.
 
     Without distances it cannot be told: some of it may have been made by stages that are gone.
@@ -62,7 +62,7 @@ def blame(
         # What came out is right, so all was: whoever had the trail in hands since then may have changed it.
         outcome = "suspect"
         stages = (0, *range(max(1, off[0]), len(outputs)))
-    return Blame(
+    return StageAttribution(
         evidence.group,
         evidence.rollout,
         tuple(distances),
@@ -72,7 +72,7 @@ def blame(
     )
 
 
-def most_named(blames: Iterable[Blame]) -> int | None:
+def most_named(blames: Iterable[StageAttribution]) -> int | None:
     """The stage that is named alone by most rejected rollouts; None if none is."""
     counts = Counter(
         one.named for one in blames if one.outcome == "rejected" and one.named is not None
@@ -80,7 +80,7 @@ def most_named(blames: Iterable[Blame]) -> int | None:
     return max(counts, key=lambda stage: (counts[stage], -stage), default=None)
 
 
-def words(one: Blame, nodes: Sequence[bytes]) -> str:
+def words(one: StageAttribution, nodes: Sequence[bytes]) -> str:
     """Who it can have been, for a rejection's detail; `nodes` of the stages."""
     last = len(nodes) - 1
     who = [f"{stage} of 0..{last} ({nodes[stage].hex()[:8]})" for stage in one.stages]

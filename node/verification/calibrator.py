@@ -38,7 +38,7 @@ from .forging import (
     COOL,
     CUT,
     Choose,
-    Line,
+    ForgedReply,
     as_played,
     cooler,
     cut,
@@ -50,12 +50,12 @@ from .forging import (
     honestly,
     said_by,
 )
-from .honest import Played, Player, Say, company, entropy_share, measure, trial_run
+from .honest import HonestPlayer, HonestRollout, Say, company, entropy_share, measure, trial_run
+from .judge import Calibration
 from .separation import VARIANTS, Separated, nudged, separate
-from .thresholds import Calibration
 
 if TYPE_CHECKING:
-    from ..inference.network import Network
+    from ..inference.model import LanguageModel
 
 EngineName = Literal["hf", "vllm", "scripted"]
 
@@ -71,7 +71,7 @@ FEWEST_CHANGED = 8
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CalibrationRequest:
     """What to measure."""
 
     rollouts: int = 512
@@ -86,7 +86,7 @@ class Wanted:
     """Whether to go on with a model that knows nothing."""
 
 
-class Noise(msgspec.Struct, frozen=True):
+class EngineNoise(msgspec.Struct, frozen=True):
     """Honest rollouts of one engine."""
 
     engine: str
@@ -96,7 +96,7 @@ class Noise(msgspec.Struct, frozen=True):
     """Of each measure: bands.SHARES, then the largest."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class CalibrationReport(msgspec.Struct, frozen=True):
     """All that was found."""
 
     model: str
@@ -104,7 +104,7 @@ class Report(msgspec.Struct, frozen=True):
     name: str
     dtype: Literal["float32", "bfloat16"]
     device: str
-    noise: list[Noise]
+    noise: list[EngineNoise]
     rollouts: int
     tokens: int
     entropy: float
@@ -156,7 +156,7 @@ class Calibrator:
         model_dir: Path,
         state: State,
         environment: Environment,
-        wanted: Wanted,
+        wanted: CalibrationRequest,
         *,
         make_auditor: Callable[[EngineConfig], Auditor],
         seed: int,
@@ -176,7 +176,7 @@ class Calibrator:
         self._vocab_size = huggingface.vocab_size(model_dir)
         self._stops = huggingface.stop_token_ids(model_dir)
 
-    async def run(self) -> Report:
+    async def run(self) -> CalibrationReport:
         """Measure. Raises UsageError and EngineError with what is in the way."""
         config, run = self._config, self._trial()
         played = {
@@ -201,7 +201,7 @@ class Calibrator:
             separate(name, found, contract, chance=chance, required=self._required(name, found))
             for name, found in cheats.items()
         ]
-        return Report(
+        return CalibrationReport(
             model=run.model.base_state.hex(),
             name=config.model.name,
             dtype=config.engine.dtype,
@@ -241,13 +241,13 @@ class Calibrator:
 
     async def _play(
         self, name: EngineName, run: RunManifest, rollouts: int, dtype: str = ""
-    ) -> list[Played]:
+    ) -> list[HonestRollout]:
         """Honest rollouts of one engine, in every company. Raises UsageError if most of them fail."""
         update = {"type": name, "dtype": dtype or self._config.engine.dtype}
         config = self._config.engine.model_copy(update=update)
         engine = self._make_engine(config)
-        player = Player(run, self._environment, seed=self._seed)
-        played: list[Played] = []
+        player = HonestPlayer(run, self._environment, seed=self._seed)
+        played: list[HonestRollout] = []
         try:
             await engine.start(self._model_dir, fingerprint=run.proofs.fingerprint)
             await engine.load(CLAIMED, self._states[CLAIMED])
@@ -263,7 +263,7 @@ class Calibrator:
             )
         return played
 
-    def _look(self, played: Sequence[Played]) -> float:
+    def _look(self, played: Sequence[HonestRollout]) -> float:
         """Entropy over its largest. Raises UsageError for a model that draws nearly evenly."""
         share = entropy_share(played, self._vocab_size)
         if share > RANDOM_WEIGHTS:
@@ -284,13 +284,13 @@ class Calibrator:
                 "stays on the last version is found only where it differs by much"
             )
 
-    async def _measure(self, auditor: Auditor, played: Sequence[Played]) -> list[Evidence]:
+    async def _measure(self, auditor: Auditor, played: Sequence[HonestRollout]) -> list[Evidence]:
         return await measure(auditor, played, self._states, {CLAIMED: [NEXT]}, self._say)
 
     # -- cheats ------------------------------------------------------------------------------------
 
     async def _cheat(
-        self, run: RunManifest, auditor: Auditor, honest: Sequence[Played], count: int
+        self, run: RunManifest, auditor: Auditor, honest: Sequence[HonestRollout], count: int
     ) -> dict[str, list[Evidence]]:
         """Every cheat's rollouts; of who runs the right model, those that differ from honest ones."""
         replies = first_replies(honest, count)
@@ -298,7 +298,7 @@ class Calibrator:
         found = await self._other_models(run, auditor, lines)
         network = await self._network(self._states[CLAIMED])
         said = [reply for _, reply in replies]
-        plans: dict[str, tuple[Sequence[Line], Choose]] = {
+        plans: dict[str, tuple[Sequence[ForgedReply], Choose]] = {
             f"temperature x {COOL}": (lines, cooler),
             f"top-k {CUT}": (lines, cut),
             "foreign text": (foreign(replies), honestly),
@@ -313,7 +313,7 @@ class Calibrator:
         return found
 
     async def _other_models(
-        self, run: RunManifest, auditor: Auditor, lines: Sequence[Line]
+        self, run: RunManifest, auditor: Auditor, lines: Sequence[ForgedReply]
     ) -> dict[str, list[Evidence]]:
         claimed = self._states[CLAIMED]
         states = {name: variant(claimed) for name, variant in VARIANTS.items()}
@@ -325,8 +325,8 @@ class Calibrator:
             self._say(f"{name}: {len(forged)} rollouts")
         return found
 
-    async def _network(self, state: State) -> "Network":
-        from ..inference.network import build_network
+    async def _network(self, state: State) -> "LanguageModel":
+        from ..inference.model import build_network
 
         engine = self._config.engine
         return await asyncio.to_thread(
@@ -344,5 +344,5 @@ class Calibrator:
         return not optional and len(found) >= FEWEST_CHANGED
 
 
-def _noise(engine: str, found: Sequence[Evidence]) -> Noise:
-    return Noise(engine, len(found), sum(one.tokens for one in found), quantiles(found))
+def _noise(engine: str, found: Sequence[Evidence]) -> EngineNoise:
+    return EngineNoise(engine, len(found), sum(one.tokens for one in found), quantiles(found))

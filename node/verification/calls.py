@@ -14,7 +14,7 @@ from .checks import CheckedRollout
 
 
 @dataclass(frozen=True)
-class Chosen:
+class AuditTarget:
     """One rollout to audit, with its items: one per branch."""
 
     rollout: CheckedRollout
@@ -32,7 +32,7 @@ class AuditCall:
     node: bytes
     challenge: bytes
     """What was drawn after the receipt, and decided what is audited."""
-    chosen: Sequence[Chosen]
+    chosen: Sequence[AuditTarget]
     states: Mapping[int, State]
     """Every version that is claimed, and every one in `others`."""
     others: Mapping[int, Sequence[int]]
@@ -40,7 +40,7 @@ class AuditCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AuditAnswer:
     """`measured` holds one list per chosen rollout, one entry per branch."""
 
     measured: Sequence[Sequence[Measured | Unreadable]]
@@ -48,22 +48,22 @@ class Answer:
     """Who measured, if not this node."""
 
 
-class Audits(Protocol):
+class AuditService(Protocol):
     """Whoever can have rollouts audited."""
 
-    async def audit(self, call: AuditCall) -> Answer:
+    async def audit(self, call: AuditCall) -> AuditAnswer:
         """Measure every chosen rollout. Raises EngineError when nobody can."""
         ...
 
 
-class OwnAudits:
+class LocalAudits:
     """Audits by this node's own auditor."""
 
     def __init__(self, auditor: Auditor) -> None:
         self._auditor = auditor
 
-    async def audit(self, call: AuditCall) -> Answer:
+    async def audit(self, call: AuditCall) -> AuditAnswer:
         """See Audits."""
         items = [item for one in call.chosen for item in one.items]
         measured = iter(await self._auditor.audit(items, call.states, call.others))
-        return Answer([[next(measured) for _ in one.items] for one in call.chosen])
+        return AuditAnswer([[next(measured) for _ in one.items] for one in call.chosen])

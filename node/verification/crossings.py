@@ -27,7 +27,7 @@ def key_of(item: AuditItem) -> Key:
     return tuple((one.layers, one.encoding) for one in item.boundaries)
 
 
-class Lookout:
+class BoundaryChecker:
     """Taps of one pass: of the tokens that are asked about, what a fingerprint of each boundary compares."""
 
     def __init__(self, key: Key, places: Integers, rows: Tensor) -> None:

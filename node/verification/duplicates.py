@@ -11,12 +11,16 @@ Who claims less surprise than there was at every size escapes this book; audits 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...crypto.hashing import digest
+from ...crypto.hashing import digest, short
+from ...protocol.errors import Reason
+from ..environments.environment import Branch
+from .checks import CheckedRollout, Rejected
 
 SURPRISE = 40.0
 """Nats in a window."""
@@ -46,7 +50,7 @@ class Owner(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Text:
+class SampledText:
     """The sampled tokens of one branch and their logprobs under the distribution that drew them."""
 
     tokens: Sequence[int]
@@ -54,7 +58,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Found:
+class KnownText:
     """What is known of a rollout's text; the owners are those of most of it."""
 
     copy_of: Owner | None = None
@@ -75,14 +79,14 @@ SavedWindow = tuple[int, bytes, int]
 
 
 @dataclass(frozen=True)
-class SavedBook:
+class SavedDuplicates:
     """A CopyBook in plain types, the window that goes first in front."""
 
     owners: list[tuple[int, int, bytes]]
     windows: list[SavedWindow]
 
 
-class CopyBook:
+class DuplicateIndex:
     """Texts of the rollouts that were verified lately, and who sent each first."""
 
     def __init__(self, max_windows: int = MAX_WINDOWS) -> None:
@@ -92,7 +96,7 @@ class CopyBook:
     def __len__(self) -> int:
         return len(self._windows)
 
-    def add(self, owner: Owner, texts: Sequence[Text]) -> Found:
+    def add(self, owner: Owner, texts: Sequence[SampledText]) -> KnownText:
         """Look for a rollout's text, then remember what nobody sent before, unless it is a copy.
 
         To be called once for each rollout that passed the cheap checks; again, for the same owner, is harmless.
@@ -105,23 +109,23 @@ class CopyBook:
         total = max(1, sum(len(branch.tokens) for branch in branches))
         share, after = sum(earlier.values()) / total, sum(later.values()) / total
         if share >= SHARE:  # not remembered: copies of the copy are the source's too
-            return Found(copy_of=_most(earlier), share=share)
+            return KnownText(copy_of=_most(earlier), share=share)
         for branch in branches:
             self._remember(branch, owner)
-        return Found(copied_by=_most(later) if after >= SHARE else None, share=share)
+        return KnownText(copied_by=_most(later) if after >= SHARE else None, share=share)
 
-    def snapshot(self) -> SavedBook:
+    def snapshot(self) -> SavedDuplicates:
         """Everything, for a checkpoint."""
         owners = {window.owner: 0 for window in self._windows.values()}
         place = {owner: at for at, owner in enumerate(owners)}
-        return SavedBook(
+        return SavedDuplicates(
             owners=[(owner.arrival, owner.place, owner.node) for owner in owners],
             windows=[
                 (key, window.name, place[window.owner]) for key, window in self._windows.items()
             ],
         )
 
-    def restore(self, saved: SavedBook) -> None:
+    def restore(self, saved: SavedDuplicates) -> None:
         """Know what was known when `saved` was made, and nothing else."""
         owners = [Owner(*owner) for owner in saved.owners]
         self._windows = {key: _Window(name, owners[at]) for key, name, at in saved.windows}
@@ -164,7 +168,7 @@ class CopyBook:
 class _Branch:
     """The windows of one text that carry enough surprise."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: SampledText) -> None:
         self.tokens = np.asarray(text.tokens, np.uint32)
         nats = -np.asarray(text.logprobs, np.float64)
         nats = np.clip(np.where(np.isnan(nats), 0.0, nats), 0.0, _MOST_SURPRISE)
@@ -229,3 +233,35 @@ def _powers(base: np.uint64, count: int) -> Keys:
 def _most(tokens: dict[Owner, int]) -> Owner | None:
     """Who has most of them; of equals, who came first."""
     return min(tokens, key=lambda owner: (-tokens[owner], owner), default=None)
+
+
+_PLACES = 4096
+"""Most rollouts in a group (protocol/rollouts.py)."""
+
+
+class CopyDetector:
+    """Says which rollouts are copies of what was received earlier."""
+
+    def __init__(self) -> None:
+        self._book = DuplicateIndex()
+
+    def check(self, arrival: int, node: bytes, rollout: CheckedRollout) -> None:
+        """Raise Rejected(DUPLICATE) if most of the rollout was received before."""
+        place = rollout.group * _PLACES + rollout.index
+        found = self._book.add(
+            Owner(arrival, place, node), [_text(one) for one in rollout.branches]
+        )
+        if found.copy_of is not None:
+            source = found.copy_of
+            owner = short(source.node)
+            detail = (
+                f"{found.share:.0%} of its tokens came with arrival {source.arrival} of {owner}"
+            )
+            raise Rejected(Reason.DUPLICATE, detail)
+
+
+def _text(branch: Branch) -> SampledText:
+    return SampledText(
+        list(compress(branch.token_ids, branch.sampled)),
+        list(compress(branch.logprobs, branch.sampled)),
+    )

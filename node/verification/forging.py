@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from ...protocol.manifests import RunManifest
 from ..inference.fingerprint import Projection
 from ..ops.errors import EngineError
-from .auditor import AuditItem, Reply
+from .auditor import AuditItem, SampledSpan
 from .checks import CheckedRollout
-from .honest import Played
+from .honest import HonestRollout
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..inference.network import Network, Output
+    from ..inference.model import LanguageModel, ModelOutput
 
 CLAIMED = 0
 """The policy version that every forged rollout claims."""
@@ -34,7 +34,7 @@ COOL = 0.9
 
 
 @dataclass(frozen=True)
-class Line:
+class ForgedReply:
     """What a reply is forged from."""
 
     prompt: tuple[int, ...]
@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Step:
+class ForgeStep:
     """What is known where B rows need their next tokens."""
 
     logits: "Tensor"
@@ -58,59 +58,63 @@ class Step:
     """[B] int64, in the sequence."""
 
 
-Choose = Callable[[Step], "Tensor"]
+Choose = Callable[[ForgeStep], "Tensor"]
 """How a worker draws: token ids [B]."""
 
 
-def honestly(step: Step) -> "Tensor":
+def honestly(step: ForgeStep) -> "Tensor":
     """As the run asks."""
     return _draw(step, step.logits, 1.0)
 
 
-def cooler(step: Step) -> "Tensor":
+def cooler(step: ForgeStep) -> "Tensor":
     """At a lower temperature, for better rewards."""
     return _draw(step, step.logits, COOL)
 
 
-def cut(step: Step) -> "Tensor":
+def cut(step: ForgeStep) -> "Tensor":
     """From the most probable tokens only."""
     top = step.logits.topk(min(CUT, step.logits.shape[-1]), -1)
     kept = step.logits.new_full(step.logits.shape, -float("inf"))
     return _draw(step, kept.scatter_(1, top.indices, top.values), 1.0)
 
 
-def first_replies(played: Sequence[Played], count: int) -> list[tuple[Line, tuple[int, ...]]]:
+def first_replies(
+    played: Sequence[HonestRollout], count: int
+) -> list[tuple[ForgedReply, tuple[int, ...]]]:
     """(prompt and seed, honest reply) of the first replies of `count` rollouts."""
-    found: list[tuple[Line, tuple[int, ...]]] = []
+    found: list[tuple[ForgedReply, tuple[int, ...]]] = []
     for item in (one.items[0] for one in played[:count]):
         first = item.replies[0]
         prompt, reply = item.token_ids[: first.start], item.token_ids[first.start : first.end]
-        found.append((Line(tuple(prompt), first.seed), tuple(reply)))
+        found.append((ForgedReply(tuple(prompt), first.seed), tuple(reply)))
     return found
 
 
-def foreign(honest: Sequence[tuple[Line, tuple[int, ...]]]) -> list[Line]:
+def foreign(honest: Sequence[tuple[ForgedReply, tuple[int, ...]]]) -> list[ForgedReply]:
     """Each prompt with the reply to another one: what prefill forgery feeds the right model with."""
     half = len(honest) // 2
     replies = [reply for _, reply in [*honest[half:], *honest[:half]]]
     return [
-        Line(line.prompt, line.seed, reply)
+        ForgedReply(line.prompt, line.seed, reply)
         for (line, _), reply in zip(honest, replies, strict=True)
     ]
 
 
-def edited(honest: Sequence[tuple[Line, tuple[int, ...]]], stops: Sequence[int]) -> list[Line]:
+def edited(
+    honest: Sequence[tuple[ForgedReply, tuple[int, ...]]], stops: Sequence[int]
+) -> list[ForgedReply]:
     """Each reply up to its middle, where another token stands that the model is known to say; what follows
     is then drawn as it should be."""
     said = sorted({token for _, reply in honest for token in reply} - set(stops))
-    return [Line(line.prompt, line.seed, _edit(reply, said)) for line, reply in honest]
+    return [ForgedReply(line.prompt, line.seed, _edit(reply, said)) for line, reply in honest]
 
 
 def device_name(device: str) -> str:
     """A device by the name that its maker gave it."""
     import torch
 
-    from ..inference.network import pick_device
+    from ..inference.model import pick_device
 
     found = pick_device(device)
     return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
@@ -122,13 +126,19 @@ def said_by(item: AuditItem) -> tuple[int, ...]:
     return tuple(item.token_ids[first.start : first.end])
 
 
-def as_played(items: Sequence[AuditItem]) -> list[Played]:
+def as_played(items: Sequence[AuditItem]) -> list[HonestRollout]:
     """Forged rollouts, ready to be measured."""
-    return [Played(CheckedRollout(0, number, [], 0.0), [item]) for number, item in enumerate(items)]
+    return [
+        HonestRollout(CheckedRollout(0, number, [], 0.0), [item])
+        for number, item in enumerate(items)
+    ]
 
 
 def forge(
-    network: "Network", lines: Sequence[Line], run: RunManifest, choose: Choose = honestly
+    network: "LanguageModel",
+    lines: Sequence[ForgedReply],
+    run: RunManifest,
+    choose: Choose = honestly,
 ) -> list[AuditItem]:
     """Rollouts of one reply, with the logprobs and proofs that `network` gives to their tokens.
 
@@ -144,7 +154,7 @@ def forge(
 
 
 def _forge(
-    network: "Network", lines: Sequence[Line], run: RunManifest, choose: Choose
+    network: "LanguageModel", lines: Sequence[ForgedReply], run: RunManifest, choose: Choose
 ) -> list[AuditItem]:
     import torch
 
@@ -161,7 +171,7 @@ def _forge(
     replies = [_Reply(line, run) for line in lines]
     for step in range(run.sampling.max_tokens):
         logits = output.logits
-        tokens = choose(Step(logits, temperature, seeds, lengths + step))
+        tokens = choose(ForgeStep(logits, temperature, seeds, lengths + step))
         forced = torch.tensor([reply.forced(step) for reply in replies], device=device)
         tokens = torch.where(forced >= 0, forced, tokens)
         scaled = torch.log_softmax(logits.float() / temperature[:, None], -1)
@@ -177,7 +187,7 @@ def _forge(
 class _Reply:
     """One reply while it grows."""
 
-    def __init__(self, line: Line, run: RunManifest) -> None:
+    def __init__(self, line: ForgedReply, run: RunManifest) -> None:
         self._line = line
         self._run = run
         self._tokens: list[int] = []
@@ -206,21 +216,21 @@ class _Reply:
         end = start + len(self._tokens)
         return AuditItem(
             token_ids=[*self._line.prompt, *self._tokens],
-            replies=[Reply(start, end, self._line.seed)],
+            replies=[SampledSpan(start, end, self._line.seed)],
             logprobs=self._logprobs,
             versions=[CLAIMED] * len(self._tokens),
             proof=Projection().make(np.stack(self._hidden)),
         )
 
 
-def _hidden(output: "Output") -> NDArray[np.float32]:
+def _hidden(output: "ModelOutput") -> NDArray[np.float32]:
     if output.hidden is None:
         raise EngineError("this architecture does not show its hidden states: choose another model")
     return output.hidden.float().cpu().numpy()
 
 
-def _draw(step: Step, logits: "Tensor", factor: float) -> "Tensor":
-    from ..inference.sampling import draw
+def _draw(step: ForgeStep, logits: "Tensor", factor: float) -> "Tensor":
+    from ..inference.sampler import draw
 
     return draw(logits, step.temperature * factor, step.seeds, step.positions).tokens
 

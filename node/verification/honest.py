@@ -29,7 +29,7 @@ from ..weights.state import State
 from .auditor import AuditItem, Auditor, Measured, Unreadable
 from .checks import CheckedRollout
 from .items import audit_items, evidence, plain_turns
-from .thresholds import proof_contract
+from .judge import proof_contract
 
 Say = Callable[[str], None]
 
@@ -42,7 +42,7 @@ FEW_SIZE = 8
 
 
 @dataclass(frozen=True)
-class Played:
+class HonestRollout:
     """A rollout with what an audit of it asks."""
 
     rollout: CheckedRollout
@@ -99,7 +99,7 @@ def company(rollouts: int, full: int) -> list[tuple[int, int]]:
     return [(count, size) for count, size in parts if count > 0]
 
 
-class Player:
+class HonestPlayer:
     """Plays rollouts of a run's tasks with an engine that is started and loaded."""
 
     def __init__(self, run: RunManifest, environment: Environment, *, seed: int) -> None:
@@ -110,7 +110,7 @@ class Player:
         self._seed = seed
         self._next = 0
 
-    async def play(self, engine: Engine, rollouts: int, at_once: int) -> list[Played]:
+    async def play(self, engine: Engine, rollouts: int, at_once: int) -> list[HonestRollout]:
         """Play `rollouts` of the next tasks, `at_once` at a time; those that fail are left out."""
         group = min(self._run.limits.group_size, rollouts)
         count = math.ceil(rollouts / group)
@@ -119,7 +119,7 @@ class Player:
         self._next += count
         turn = asyncio.Semaphore(at_once)
 
-        async def one(number: int) -> Played | None:
+        async def one(number: int) -> HonestRollout | None:
             async with turn:
                 return await self._rollout(engine, lease, tasks, number // group, number % group)
 
@@ -139,7 +139,7 @@ class Player:
 
     async def _rollout(
         self, engine: Engine, lease: Lease, tasks: Sequence[Task], group: int, index: int
-    ) -> Played | None:
+    ) -> HonestRollout | None:
         task = tasks[group]
 
         async def policy(prompt: Sequence[int], turn: int) -> Completion:
@@ -161,7 +161,7 @@ class Player:
         rollout = CheckedRollout(group, index, episode.branches, episode.score.reward)
         turns = plain_turns(episode.branches) or await self._turns(task, episode)
         items = audit_items(rollout, turns, lease=lease, run=self._run_id, node=NODE)
-        return Played(rollout, items)
+        return HonestRollout(rollout, items)
 
     async def _turns(self, task: Task, episode: Episode) -> Sequence[Sequence[int]]:
         return (await self._environment.score(task, episode.branches)).turns
@@ -169,7 +169,7 @@ class Player:
 
 async def measure(
     auditor: Auditor,
-    played: Sequence[Played],
+    played: Sequence[HonestRollout],
     states: Mapping[int, State],
     others: Mapping[int, Sequence[int]],
     say: Say = lambda line: None,
@@ -187,7 +187,7 @@ async def measure(
     return found
 
 
-def entropy_share(played: Sequence[Played], vocab_size: int) -> float:
+def entropy_share(played: Sequence[HonestRollout], vocab_size: int) -> float:
     """Entropy of the sampled distribution over its largest, ln(vocabulary), estimated by -mean logprob."""
     drawn = [value for one in played for item in one.items for value in item.logprobs]
     return -sum(drawn) / max(len(drawn), 1) / math.log(vocab_size)

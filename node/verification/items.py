@@ -13,7 +13,7 @@ from ...protocol.leases import Lease, sample_seed
 from ...protocol.pipelines import PipelinePlan, check_plan
 from ...protocol.rollouts import Evidence, Submission
 from ..environments.environment import Branch
-from .auditor import AuditItem, Boundary, Measured, Reply
+from .auditor import AuditItem, BoundaryClaim, Measured, SampledSpan
 from .checks import CheckedRollout, sampled_runs
 
 Turns = Sequence[Sequence[int]]
@@ -47,7 +47,7 @@ def audit_items(
         AuditItem(
             token_ids=branch.token_ids,
             replies=[
-                Reply(start, end, seed(turn))
+                SampledSpan(start, end, seed(turn))
                 for (start, end), turn in zip(sampled_runs(branch.sampled), numbers, strict=True)
             ],
             logprobs=list(compress(branch.logprobs, branch.sampled)),
@@ -79,12 +79,12 @@ def plan_of(
     return plan
 
 
-def _boundaries(parts: Sequence[bytes], plan: PipelinePlan | None) -> list[Boundary]:
+def _boundaries(parts: Sequence[bytes], plan: PipelinePlan | None) -> list[BoundaryClaim]:
     if plan is None or not parts:
         return []
     encoding = plan.shape.encoding
     below = [stage.end for stage in plan.stages[:-1]]
-    return [Boundary(end, encoding, part) for end, part in zip(below, parts, strict=True)]
+    return [BoundaryClaim(end, encoding, part) for end, part in zip(below, parts, strict=True)]
 
 
 def versions(branch: Branch) -> list[int]:

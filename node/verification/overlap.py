@@ -11,7 +11,7 @@ from ...protocol.manifests import ProofContract
 from .auditor import Measured, Unreadable
 from .checks import CheckedRollout
 from .items import evidence
-from .judgement import judge
+from .judge import judge
 
 MIN_COMPARED = 32
 """Rollouts that were measured twice before small differences in judgement may count."""
@@ -19,7 +19,7 @@ MAX_DIFFERING = 0.25
 """Share of them that may be judged otherwise; with honest noise it is a few in a hundred."""
 
 
-class Level(IntEnum):
+class OverlapLevel(IntEnum):
     """What the bounds of the manifest make of what was measured on one rollout."""
 
     CLEAN = 0
@@ -29,20 +29,20 @@ class Level(IntEnum):
 
 def level(
     rollout: CheckedRollout, measured: Sequence[Measured | Unreadable], contract: ProofContract
-) -> Level:
+) -> OverlapLevel:
     """The level of one rollout; unreadable without anybody's fault is somewhere between."""
     unreadable = [one for one in measured if isinstance(one, Unreadable)]
     if unreadable:
-        return Level.GUILTY if any(one.proof for one in unreadable) else Level.SUSPECT
+        return OverlapLevel.GUILTY if any(one.proof for one in unreadable) else OverlapLevel.SUSPECT
     found = evidence(rollout, [one for one in measured if isinstance(one, Measured)])
     judgement = judge(found, contract)
     if judgement.reason is not None:
-        return Level.GUILTY
-    return Level.SUSPECT if judgement.suspect else Level.CLEAN
+        return OverlapLevel.GUILTY
+    return OverlapLevel.SUSPECT if judgement.suspect else OverlapLevel.CLEAN
 
 
 @dataclass
-class Record:
+class ValidatorRecord:
     """How a validator's reports compared with the trainer's own audits."""
 
     jobs: int = 0
@@ -52,7 +52,7 @@ class Record:
     disqualified: str = ""
     """Why its reports count no more in this run; empty while they do."""
 
-    def compare(self, told: Sequence[Level], own: Sequence[Level]) -> bool:
+    def compare(self, told: Sequence[OverlapLevel], own: Sequence[OverlapLevel]) -> bool:
         """Take in one job that was measured twice; whether both came to the same judgements."""
         differing = 0
         for ours, theirs in zip(own, told, strict=True):

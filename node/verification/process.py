@@ -113,10 +113,10 @@ class AuditServer:
 def build_replay(setup: Setup) -> Measurer:
     """Load torch and what measures with it."""
     from .replay import Replay
-    from .terms import Terms
+    from .terms import AuditTerms
 
     replay = Replay(
-        Terms(
+        AuditTerms(
             model_dir=Path(setup.model_dir),
             temperature=setup.temperature,
             dtype=setup.dtype,

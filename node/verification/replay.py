@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..inference.fingerprint import Projection, signs
-from ..inference.network import Network, build_network
-from ..inference.sampling import draw, gumbel_at
+from ..inference.model import LanguageModel, build_network
+from ..inference.sampler import draw, gumbel_at
 from ..inference.transfers import Mark, download, upload
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
@@ -24,12 +24,12 @@ from ..ops.errors import EngineError
 from ..weights.adapters import merge
 from ..weights.state import State, state_bytes
 from .auditor import AuditItem, Measured, Unreadable
-from .crossings import Lookout, distances, key_of
+from .crossings import BoundaryChecker, distances, key_of
 from .portions import check_versions, other_versions, wanted_versions
 from .reading import check_item, split_proof
 from .sameness import SameState
 from .summing import summarize
-from .terms import Terms
+from .terms import AuditTerms
 
 BATCH_TOKENS = {"cpu": 2**11, "cuda": 2**14}
 """Tokens of a forward pass: what a cache holds, and what keeps a GPU busy."""
@@ -98,7 +98,7 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Kept:
-    network: Network
+    network: LanguageModel
     state: SameState
     size: int
 
@@ -108,7 +108,7 @@ class Replay:
 
     def __init__(
         self,
-        terms: Terms,
+        terms: AuditTerms,
         *,
         batch_tokens: int = 0,
         logits: int = LOGITS,
@@ -193,7 +193,7 @@ class Replay:
                 yield self._launch(network, version, batch, tokens)
 
     def _launch(
-        self, network: Network, version: int, batch: Sequence[_Branch], tokens: _Tokens
+        self, network: LanguageModel, version: int, batch: Sequence[_Branch], tokens: _Tokens
     ) -> _Flight:
         """Have the device measure `batch` under `version`, without waiting for it."""
         lengths = [len(branch.item.token_ids) for branch in batch]
@@ -209,7 +209,7 @@ class Replay:
         there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
-        lookout = Lookout(key_of(batch[0].item), leading, led)
+        lookout = BoundaryChecker(key_of(batch[0].item), leading, led)
         hidden = network.packed(ids, lengths, lookout if lookout.layers else None)[led]
         return _Flight(
             version=version,
@@ -230,7 +230,7 @@ class Replay:
         return torch.cat([part.float() @ matrix for part in parts])
 
     def _draw(
-        self, network: Network, hidden: Tensor, seeds: Tensor, places: Tensor, claimed: Tensor
+        self, network: LanguageModel, hidden: Tensor, seeds: Tensor, places: Tensor, claimed: Tensor
     ) -> Tensor:
         """Margins and logprobs [2, N] fp32 of tokens `claimed` [N], to which `hidden` [N, d] led.
 
@@ -252,12 +252,12 @@ class Replay:
         logprobs = scaled - sums
         return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
 
-    def _rows(self, network: Network, hidden: Tensor) -> int:
+    def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
         """Rows of logits at a time, which are of the type of `hidden`."""
         most = self._logits * 4 // (hidden.element_size() * network.vocab_size)
         return max(1, most if most < TILE else most - most % TILE)
 
-    def _network(self, version: int, state: State) -> Network:
+    def _network(self, version: int, state: State) -> LanguageModel:
         kept = self._kept.pop(version, None)
         if kept is None or not kept.state.matches(state):
             kept = self._build(state)

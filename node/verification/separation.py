@@ -14,7 +14,7 @@ from ...protocol.manifests import ProofContract
 from ...protocol.rollouts import Evidence
 from ..weights.state import State, Tensor
 from .bands import SUSPECT, at_least
-from .judgement import judge
+from .judge import judge
 
 UNTOUCHED = ("embed", "lm_head")
 """Parts of names of matrices that quantised models keep as they are."""

@@ -7,7 +7,7 @@ from ...protocol.manifests import AdapterContract, RunManifest
 
 
 @dataclass(frozen=True)
-class Terms:
+class AuditTerms:
     """What all audits of a run have in common."""
 
     model_dir: Path
@@ -21,10 +21,10 @@ class Terms:
     """Digest of these."""
 
 
-def terms(model_dir: Path, run: RunManifest, device: str) -> Terms:
+def terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
     """The terms of `run` on `device` ("auto" is cuda where there is one)."""
     proofs = run.proofs
-    return Terms(
+    return AuditTerms(
         model_dir,
         run.sampling.temperature,
         proofs.dtype,

@@ -42,15 +42,15 @@ from ..environments.environment import (
     Task,
 )
 from ..ops.errors import EngineError
-from ..training.buffer import BranchTokens, Group, ScoredRollout
+from ..training.buffer import BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
 from .auditor import Measured, Unreadable
-from .blame import Blame, blame, words
-from .calls import AuditCall, Audits, Chosen
+from .blame import StageAttribution, blame, words
+from .calls import AuditCall, AuditService, AuditTarget
 from .checks import CheckedRollout, Rejected, check_submission
-from .copies import Copies
+from .duplicates import CopyDetector
 from .items import audit_items, boundary_distances, evidence, plain_turns, plan_of
-from .judgement import Judgement, judge
+from .judge import Judgement, judge
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ STUCK_MOST = 2
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ReceivedSubmission:
     """A submission as it came: who sent it, in which order, and what was drawn after its receipt."""
 
     number: int
@@ -75,16 +75,16 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Made:
+class Provenance:
     """By what a submission came to be."""
 
     lease: Lease
-    arrival: Arrival
+    arrival: ReceivedSubmission
     plan: PipelinePlan | None
 
 
 @dataclass(frozen=True)
-class Passed:
+class RescoredRollout:
     """A rollout that passed the cheap checks, and the trainer's own score of it."""
 
     rollout: CheckedRollout
@@ -103,7 +103,7 @@ class AuditResults:
     evidence: list[Evidence] = field(default_factory=list[Evidence])
     judgements: list[Judgement] = field(default_factory=list[Judgement])
     """One per evidence."""
-    blames: list[Blame] = field(default_factory=list[Blame])
+    blames: list[StageAttribution] = field(default_factory=list[StageAttribution])
     """Of those evidences that tell of the boundaries of a pipeline."""
     faults: list[Rejection] = field(default_factory=list[Rejection])
     validator: bytes = b""
@@ -116,7 +116,7 @@ class Verified:
     verdict: Verdict
     rejections: list[Rejection]
     """All of them; the verdict lists the first."""
-    groups: list[Group]
+    groups: list[RolloutGroup]
     audited: AuditResults = field(default_factory=AuditResults)
     plan: PipelinePlan | None = None
     """Of the pipeline that made it, if it says so."""
@@ -134,9 +134,9 @@ class Verifier:
         run_id: bytes,
         run: RunManifest,
         environment: Environment,
-        audits: Audits,
+        audits: AuditService,
         states: Mapping[int, State],
-        copies: Copies,
+        copies: CopyDetector,
     ) -> None:
         """`states` holds the policies that may still be claimed, by version; it is read, not copied."""
         self._run_id = run_id
@@ -160,7 +160,7 @@ class Verifier:
         self,
         submission: Submission,
         lease: Lease,
-        arrival: Arrival,
+        arrival: ReceivedSubmission,
         *,
         version: int,
         rate: float,
@@ -200,7 +200,7 @@ class Verifier:
         if before is not None:
             audited = AuditResults(faults=_rejected_before(passed, before))
         else:
-            audited = await self._audit(passed, Made(lease, arrival, plan), rate)
+            audited = await self._audit(passed, Provenance(lease, arrival, plan), rate)
         rejections += audited.faults
         guilty = {(one.group, one.rollout) for one in audited.faults}
         honest = [one for one in passed if one.place not in guilty]
@@ -224,19 +224,19 @@ class Verifier:
         rollouts: Sequence[CheckedRollout],
         lease: Lease,
         rejections: list[Rejection],
-    ) -> list[Passed]:
+    ) -> list[RescoredRollout]:
         """What the trainer's own score agrees with, several at a time; the others go to `rejections`."""
         stuck = 0
         room = asyncio.Semaphore(SCORED_AT_ONCE)
 
-        async def score(rollout: CheckedRollout) -> Passed | Rejection:
+        async def score(rollout: CheckedRollout) -> RescoredRollout | Rejection:
             nonlocal stuck
             async with room:
                 try:
                     if stuck >= STUCK_MOST:
                         detail = "the environment did not return on others of this submission"
                         raise Rejected(Reason.ENVIRONMENT_ERROR, detail)
-                    return Passed(rollout, await self._score(lease, rollout))
+                    return RescoredRollout(rollout, await self._score(lease, rollout))
                 except EnvironmentStuck as error:
                     stuck += 1
                     return _rejection(rollout, Reason.ENVIRONMENT_ERROR, str(error))
@@ -245,13 +245,16 @@ class Verifier:
 
         found = await asyncio.gather(*map(score, rollouts))
         rejections += [one for one in found if isinstance(one, Rejection)]
-        return [one for one in found if isinstance(one, Passed)]
+        return [one for one in found if isinstance(one, RescoredRollout)]
 
     def _without_copies(
-        self, scored: Sequence[Passed], arrival: Arrival, rejections: list[Rejection]
-    ) -> list[Passed]:
+        self,
+        scored: Sequence[RescoredRollout],
+        arrival: ReceivedSubmission,
+        rejections: list[Rejection],
+    ) -> list[RescoredRollout]:
         """Those that nobody sent before; the others go to `rejections`."""
-        passed: list[Passed] = []
+        passed: list[RescoredRollout] = []
         for one in scored:
             try:
                 self._copies.check(arrival.number, arrival.node, one.rollout)
@@ -299,7 +302,9 @@ class Verifier:
 
     # -- audits ------------------------------------------------------------------------------------
 
-    async def _audit(self, passed: Sequence[Passed], made: Made, rate: float) -> AuditResults:
+    async def _audit(
+        self, passed: Sequence[RescoredRollout], made: Provenance, rate: float
+    ) -> AuditResults:
         """Audit what the challenge picks, and all of it where something of that cannot be accepted.
 
         Does not wait before it has taken the states that `passed` claims.
@@ -317,9 +322,9 @@ class Verifier:
 
     async def _audit_these(
         self,
-        passed: Sequence[Passed],
+        passed: Sequence[RescoredRollout],
         states: Mapping[int, State],
-        made: Made,
+        made: Provenance,
         audited: AuditResults,
     ) -> None:
         if not passed:
@@ -367,7 +372,7 @@ class Verifier:
         if judgement.reason is not None:
             audited.faults.append(_rejection(rollout, judgement.reason, detail))
 
-    def _chosen(self, passed: Passed, made: Made) -> Chosen:
+    def _chosen(self, passed: RescoredRollout, made: Provenance) -> AuditTarget:
         rollout = passed.rollout
         turns = plain_turns(rollout.branches) or passed.score.turns
         items = audit_items(
@@ -378,7 +383,7 @@ class Verifier:
             node=made.arrival.node,
             plan=made.plan,
         )
-        return Chosen(rollout, items)
+        return AuditTarget(rollout, items)
 
     def _check_held(self, rollout: CheckedRollout, rejections: list[Rejection]) -> bool:
         """Whether every policy that a rollout claims is in memory; else it goes to `rejections` as stale."""
@@ -388,7 +393,7 @@ class Verifier:
             rejections.append(_rejection(rollout, Reason.STALE, detail))
         return not lost
 
-    def _claimed_states(self, passed: Sequence[Passed]) -> dict[int, State]:
+    def _claimed_states(self, passed: Sequence[RescoredRollout]) -> dict[int, State]:
         """The states of all claimed versions and, where they are held, of those before."""
         claimed = {version for one in passed for version in _claims(one.rollout)}
         before = {version - 1 for version in claimed} & self._states.keys()
@@ -396,15 +401,17 @@ class Verifier:
 
     # -- what may be learned from --------------------------------------------------------------------
 
-    def _groups(self, lease: Lease, node: bytes, passed: Sequence[Passed]) -> list[Group]:
-        groups: list[Group] = []
+    def _groups(
+        self, lease: Lease, node: bytes, passed: Sequence[RescoredRollout]
+    ) -> list[RolloutGroup]:
+        groups: list[RolloutGroup] = []
         for number, task in enumerate(lease.tasks):
             members = [one for one in passed if one.rollout.group == number]
             if len(members) < 2:
                 continue
             branches = [b for one in members for b in one.rollout.branches]
             groups.append(
-                Group(
+                RolloutGroup(
                     task=task.digest,
                     environment=self._environment.name,
                     rollouts=[_scored(one) for one in members],
@@ -416,7 +423,7 @@ class Verifier:
         return groups
 
 
-def refuse_all(arrival: Arrival, lease: Lease, error: RemoteProtocolError) -> Verified:
+def refuse_all(arrival: ReceivedSubmission, lease: Lease, error: RemoteProtocolError) -> Verified:
     """The verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
     rejections = [
         Rejection(group, index, error.reason, clipped(error.detail))
@@ -429,7 +436,7 @@ def refuse_all(arrival: Arrival, lease: Lease, error: RemoteProtocolError) -> Ve
 
 
 def make_verdict(
-    arrival: Arrival,
+    arrival: ReceivedSubmission,
     lease: Lease,
     accepted: int,
     rejections: list[Rejection],
@@ -453,7 +460,7 @@ def make_verdict(
     )
 
 
-def _about_stages(plan: PipelinePlan, blames: Sequence[Blame]) -> PipelineVerdict:
+def _about_stages(plan: PipelinePlan, blames: Sequence[StageAttribution]) -> PipelineVerdict:
     told = (
         Blamed(one.group, one.rollout, one.distances, one.stages)
         for one in blames
@@ -463,7 +470,7 @@ def _about_stages(plan: PipelinePlan, blames: Sequence[Blame]) -> PipelineVerdic
     return PipelineVerdict(plan.group, plan.generation, nodes, tuple(islice(told, MAX_BLAMED)))
 
 
-def _rejected_before(passed: Sequence[Passed], before: Verdict) -> list[Rejection]:
+def _rejected_before(passed: Sequence[RescoredRollout], before: Verdict) -> list[Rejection]:
     """What of `passed` a verdict rejected; all of it where the verdict had no room for all rejections."""
     listed = {(one.group, one.rollout): one for one in before.rejections}
     found = [listed[one.place] for one in passed if one.place in listed]
@@ -485,7 +492,7 @@ def _claims(rollout: CheckedRollout) -> set[int]:
     }
 
 
-def _call(chosen: Sequence[Chosen], held: Mapping[int, State], made: Made) -> AuditCall:
+def _call(chosen: Sequence[AuditTarget], held: Mapping[int, State], made: Provenance) -> AuditCall:
     """`held` has at least the states of the versions that are claimed."""
     arrival = made.arrival
     claimed = {v for one in chosen for item in one.items for v in item.versions}
@@ -503,7 +510,7 @@ def _call(chosen: Sequence[Chosen], held: Mapping[int, State], made: Made) -> Au
     )
 
 
-def _scored(passed: Passed) -> ScoredRollout:
+def _scored(passed: RescoredRollout) -> ScoredRollout:
     branches = passed.rollout.branches
     return ScoredRollout(
         [BranchTokens(b.token_ids, b.sampled, b.logprobs) for b in branches],

@@ -47,7 +47,7 @@ class LowRank(Protocol):
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedAdapters:
     """A merged state, and what it is made of: whatever is the same object next time is not merged again."""
 
     adapters: State
@@ -90,7 +90,7 @@ def merge(
     adapters: State,
     contract: LowRank,
     *,
-    before: Merged | None = None,
+    before: MergedAdapters | None = None,
     threads: int = 1,
 ) -> State:
     """The state that an engine computes with; both states are bf16 and stay as they are.

@@ -25,7 +25,7 @@ def whole(_manifest: PolicyManifest, artifact: Artifact) -> Sequence[ChunkRef]:
     return artifact.chunks
 
 
-class Chain:
+class VersionChain:
     """The policy versions that are known to be genuine, and the ways between them."""
 
     def __init__(self) -> None:

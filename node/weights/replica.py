@@ -30,7 +30,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPolicy:
     """A proved policy, and the digest of the state that it was made from."""
 
     policy: Policy
@@ -57,7 +57,7 @@ def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1)
     return Policy(version, state, hashes, state_digest(hashes))
 
 
-class Mirror:
+class WeightReplica:
     """Holds one policy; prepare() the next beside it, commit() to swap."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Mirror:
 
     def prepare(
         self, manifest: PolicyManifest, artifact: Artifact, payload: bytes | Iterable[bytes]
-    ) -> Prepared:
+    ) -> PreparedPolicy:
         """Decode `payload` into a copy and prove it. Nothing that is held changes.
 
         Of a share `payload` is the chunks that chunks_for() names. Blocks for as long as decoding and
@@ -91,9 +91,9 @@ class Mirror:
             state, changed = self._decode(manifest, artifact, payload, hashing)
             hashes = hashing.of(state, held)
         policy = _proved(manifest, state, hashes)
-        return Prepared(policy, held.digest if delta else EMPTY.digest, changed)
+        return PreparedPolicy(policy, held.digest if delta else EMPTY.digest, changed)
 
-    def commit(self, prepared: Prepared) -> Policy:
+    def commit(self, prepared: PreparedPolicy) -> Policy:
         """Hold `prepared` from now on. Raises WrongBase if the base was replaced meanwhile."""
         if prepared.base not in (EMPTY.digest, self._policy.digest):
             raise WrongBase(

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Set as AbstractSet
 
-from ..p2p.heads import HeadBook
+from ..p2p.heads import HeadStore
 from ..storage.chunk_store import Store
-from .chain import Chain
+from .chain import VersionChain
 
 
 async def retain(
-    chain: Chain, book: HeadBook, store: Store, keep: int, keep_chunks: AbstractSet[bytes]
+    chain: VersionChain, book: HeadStore, store: Store, keep: int, keep_chunks: AbstractSet[bytes]
 ) -> None:
     """Keep what the `keep` newest versions need, and `keep_chunks`; drop the rest. Raises StorageError."""
     live = chain.live_chunks(keep)

@@ -8,9 +8,11 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
+from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -20,34 +22,163 @@ from ...protocol.messages import (
     MAX_HELD,
     MAX_LEASES,
     Accepted,
+    GetVerdicts,
     Goodbye,
     LeaseReply,
     LeaseRequest,
+    Verdicts,
     WorkerStats,
 )
-from ...protocol.rollouts import Submission
+from ...protocol.reputation import Reputation
+from ...protocol.rollouts import Submission, Verdict
 from ...protocol.version import ALPN_CONTROL
 from ..environments.environment import Environment
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine, EngineStats
 from ..ops.control import EngineRow
 from ..ops.errors import EngineError, EngineLost, StorageError
-from ..p2p.exchange import BlobFetcher
-from ..p2p.heads import HeadBook
-from ..p2p.links import Links
+from ..p2p.connections import ConnectionPool
+from ..p2p.download import BlobFetcher
+from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
 from ..p2p.uploads import upload
 from ..p2p.waiting import LogBackoff
 from ..storage.ledger import Ledger
-from .admission import Admission
-from .rollouts import Generation, GenerationClock, Played
-from .upload import Spool
-from .upstreams import Upstreams
-from .verdicts import VerdictBox
-from .weight_sync import CatchUp
+from .rollouts import AdmissionControl, GenerationClock, LeaseResult, RolloutGenerator
+from .upload import UploadQueue
+from .weight_sync import Upstreams, WeightSync
 
 logger = logging.getLogger(__name__)
+
+VERDICT_TIMEOUT_S = 10.0
+MAX_ROUNDS = 256
+"""Replies of one fetch: more verdicts than a trainer keeps."""
+CURSOR = "verdicts"
+"""Number of the last verdict that was asked for, as the trainer counts."""
+BAN_PAUSE_S = 60.0
+MAX_BAN_PAUSE_S = 900.0
+
+
+class VerdictLog:
+    """What the trainer said of this node's work."""
+
+    def __init__(
+        self,
+        *,
+        node: bytes,
+        run_id: bytes,
+        trainer: bytes,
+        links: ConnectionPool,
+        ledger: Ledger,
+        explain: str = "primerl-node explain",
+    ) -> None:
+        """`explain` is the command that shows these verdicts to the operator."""
+        self._node = node
+        self._run_id = run_id
+        self._trainer = trainer
+        self._links = links
+        self._ledger = ledger
+        self._explain = explain
+        self._refusals = 0
+        self._record = Reputation()
+        self.accepted = 0
+        self.rejected: Counter[str] = Counter()
+
+    @property
+    def trust(self) -> float | None:
+        """What these verdicts come to, as the trainer counts; None before the first."""
+        if not self._record.updated:
+            return None
+        self._record.age(time.time())
+        return self._record.trust
+
+    async def take(self, sealed: bytes) -> None:
+        """Take in a verdict; one that was here before counts for nothing.
+
+        Raises:
+            RemoteProtocolError: it is not the trainer's verdict on our work.
+        """
+        # However old it is, it tells what became of our work: its expiry does not matter here.
+        verdict = unseal(
+            sealed,
+            Purpose.VERDICT,
+            Verdict,
+            now=0,
+            run=self._run_id,
+            signer=self._trainer,
+            recipient=self._node,
+        ).body
+        try:
+            news = await self._ledger.beside(self._ledger.add_verdict, self._node, sealed)
+        except StorageError as error:
+            logger.warning("a verdict is not kept for `explain`: %s", error)
+            news = True
+        if news:
+            self._count(verdict)
+
+    async def fetch(self) -> None:
+        """Ask for the verdicts that we did not hear. What cannot be had now is asked for the next time."""
+        after = int.from_bytes(self._ledger.get(CURSOR) or b"", "big")
+        try:
+            for _ in range(MAX_ROUNDS):
+                reply = await self._links.request(
+                    self._trainer,
+                    ALPN_CONTROL,
+                    GetVerdicts(after),
+                    Verdicts,
+                    deadline=VERDICT_TIMEOUT_S,
+                )
+                for sealed in reply.verdicts:
+                    await self.take(sealed)
+                if reply.next <= after:
+                    return
+                after = reply.next
+                self._ledger.set(CURSOR, after.to_bytes(8, "big"))
+        except (TransportError, Refused, RemoteProtocolError, StorageError) as error:
+            logger.info("no verdicts from %s: %s", short(self._trainer), error)
+
+    async def refused(self, why: str) -> float:
+        """The trainer leases us nothing: learn what it found, tell the operator; seconds to wait."""
+        await self.fetch()
+        pause = min(BAN_PAUSE_S * 2**self._refusals, MAX_BAN_PAUSE_S)
+        self._refusals = min(self._refusals + 1, 8)
+        logger.error(
+            "the trainer gives this node no work (%s). What it found: `%s`. Asking again in %.0f s",
+            why,
+            self._explain,
+            pause,
+        )
+        return pause
+
+    def count_refusal(self, reason: Reason) -> None:
+        """A whole submission was refused for good, with no verdict on it."""
+        self.rejected[reason.value] += 1
+
+    def welcome(self) -> None:
+        """The trainer leases us something again."""
+        self._refusals = 0
+
+    def _count(self, verdict: Verdict) -> None:
+        reasons = Counter(rejection.reason for rejection in verdict.rejections)
+        if reasons:
+            unlisted = verdict.rejected - len(verdict.rejections)
+            reasons[verdict.rejections[-1].reason] += max(0, unlisted)
+        self.accepted += verdict.accepted
+        self.rejected.update({reason.value: count for reason, count in reasons.items()})
+        self._record.record(verdict.accepted, reasons, time.time())
+        if not verdict.rejections:
+            return
+        first = verdict.rejections[0]
+        logger.info(
+            "lease %d: %d accepted, %d rejected, first %s (%s)",
+            verdict.lease_id,
+            verdict.accepted,
+            verdict.rejected,
+            first.reason.value,
+            first.detail,
+        )
+
 
 ASK_TIMEOUT_S = 20.0
 PAUSE_S = 0.2
@@ -67,16 +198,16 @@ class InferenceRole:
         key: SecretKey,
         run_id: bytes,
         run: RunManifest,
-        links: Links,
-        book: HeadBook,
+        links: ConnectionPool,
+        book: HeadStore,
         fetcher: BlobFetcher,
-        catchup: CatchUp,
+        catchup: WeightSync,
         engine: Engine,
         engine_name: str,
         concurrency: Concurrency,
         environment: Environment,
         ledger: Ledger,
-        verdicts: VerdictBox,
+        verdicts: VerdictLog,
         upstreams: Upstreams,
         leases: int,
     ) -> None:
@@ -93,8 +224,8 @@ class InferenceRole:
         self.verdicts = verdicts
         self._upstreams = upstreams
         self._max_leases = leases
-        self._admission = Admission(engine, concurrency)
-        self._generation = Generation(
+        self._admission = AdmissionControl(engine, concurrency)
+        self._generation = RolloutGenerator(
             run_id=run_id,
             run=run,
             node=key.node_id,
@@ -102,7 +233,7 @@ class InferenceRole:
             admission=self._admission,
             rollout_ended=self._rollout_ended,
         )
-        self._spool = Spool(
+        self._spool = UploadQueue(
             key=key,
             run_id=run_id,
             trainer=run.trainer,
@@ -328,10 +459,10 @@ class InferenceRole:
         except StorageError as error:
             logger.error("lease %d is lost: %s", lease.lease_id, error)
 
-    def _submission(self, sealed: bytes, played: Played) -> Submission:
+    def _submission(self, sealed: bytes, played: LeaseResult) -> Submission:
         return Submission(sealed, played.groups, self._engine_name, played.plan, played.crossed)
 
-    async def _generate(self, lease: Lease) -> Played | None:
+    async def _generate(self, lease: Lease) -> LeaseResult | None:
         """The groups of a lease; None if its policy version does not come."""
         async with asyncio.timeout(max(0.0, lease.deadline - time.time())):
             order = (lease.term, lease.min_version)

@@ -29,7 +29,7 @@ MAX_LOSSES = 3
 """Times that one request is made again after the engine of stage 0 died."""
 
 
-class Chain(Protocol):
+class OtherStages(Protocol):
     """The other stages, over all rings that there will be."""
 
     async def whole(self) -> int:
@@ -51,7 +51,7 @@ class PipelinedEngine:
     def __init__(
         self,
         head: HeadEngine,
-        chain: Chain,
+        chain: OtherStages,
         order_of: Callable[[int], Order | None],
         plan: Callable[[], bytes],
     ) -> None:

@@ -4,12 +4,13 @@ Every sample is drawn from the lease's own seed; what a rollout said is never ch
 """
 
 import asyncio
+import heapq
 import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from ...crypto.hashing import derive
@@ -33,12 +34,194 @@ from ..environments.environment import (
     Score,
     Task,
 )
-from ..inference.engine import Completion, GenerateRequest
-from ..ops.errors import first_cause
+from ..inference.concurrency import Concurrency
+from ..inference.engine import Completion, Engine, GenerateRequest
+from ..ops.errors import EngineLost, first_cause
 from ..verification.checks import late_samples
-from .admission import Admission, Order
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+RATE_POLLS = 60
+"""Polls over which tokens per second are taken."""
+MAX_LOSSES = 3
+"""Times that one sequence is asked for again after its engine died while others went on."""
+
+Order = tuple[int, int]
+"""(number of the lease, place of the task in it): the smaller goes first, and a group stays together."""
+Waiting = tuple[Order, int, "asyncio.Future[None]"]
+
+
+class AdmissionControl:
+    """Gives permits to generate."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        concurrency: Concurrency,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._concurrency = concurrency
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._waiting: list[Waiting] = []
+        self._inflight: dict[int, asyncio.Timeout | None] = {}
+        """What stops each that holds a permit, the oldest first; None where it has not begun yet."""
+        self._turnstile = TurnLimiter()
+        self._generated = 0
+        self._counted = deque[tuple[float, int]](maxlen=RATE_POLLS)
+        self.taken_back = 0
+        """Sequences that were stopped for want of room, since the start."""
+
+    @property
+    def cap(self) -> int:
+        """Sequences that may be in flight."""
+        return self._concurrency.cap
+
+    @property
+    def inflight(self) -> int:
+        """Sequences in flight."""
+        return len(self._inflight)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens generated per second, over the last minute."""
+        if len(self._counted) < 2:
+            return 0.0
+        (begun, before), (now, after) = self._counted[0], self._counted[-1]
+        return (after - before) / max(now - begun, POLL_S)
+
+    def groups_of(self, size: int) -> None:
+        """Sequences come in groups of so many."""
+        self._concurrency.groups_of(size)
+
+    async def run(self) -> None:
+        """Follow the engine until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(POLL_S)
+
+    def look(self) -> None:
+        """Look at the engine once, and do what follows from it."""
+        before = self.cap
+        self._counted.append((self._clock(), self._generated))
+        decision = self._concurrency.observe(
+            self._engine.stats(),
+            inflight=self.inflight,
+            version=self._engine.policy_version,
+            now=self._clock(),
+        )
+        if decision.why:
+            logger.info(
+                "%d sequences in flight at most, not %d: %s", self.cap, before, decision.why
+            )
+        self._take_back(decision.take_back)
+        self._admit()
+
+    async def generate(self, request: GenerateRequest, order: Order) -> Completion:
+        """Sample one completion when it is its turn.
+
+        Raises EngineError; EngineLost only where no engine is left that could do it now.
+        """
+        losses, number = 0, next(self._numbers)
+        while True:
+            try:
+                async with self._permit(order, number):
+                    completion = await self._engine.generate(request)
+            except _TakenBack:
+                self.taken_back += 1
+            except EngineLost:
+                losses += 1
+                if self._engine.stats().fault or losses > MAX_LOSSES:
+                    raise
+            else:
+                self._generated += len(completion.token_ids)
+                await self._turnstile.pass_through()
+                return completion
+
+    @asynccontextmanager
+    async def _permit(self, order: Order, number: int) -> AsyncGenerator[None]:
+        """Wait for a permit, and hold it until the end of the block or until it is taken back.
+
+        `number` says when it was asked for first: a sequence that was stopped goes before those of its group
+        that have not begun (checks.late_samples).
+        """
+        stop = asyncio.timeout(None)
+        try:
+            await self._enter(order, number)
+            async with stop:
+                self._inflight[number] = stop
+                yield
+            self._concurrency.finished()
+        except TimeoutError:
+            if stop.expired():
+                raise _TakenBack from None
+            raise
+        finally:
+            if number in self._inflight:
+                del self._inflight[number]
+                self._admit()
+
+    async def _enter(self, order: Order, number: int) -> None:
+        entrance: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (order, number, entrance))
+        self._admit()
+        await entrance
+
+    def _admit(self) -> None:
+        """Let in as many as there is room for. Who gave up waiting is passed over."""
+        room = self._concurrency.room(len(self._inflight), self._clock())
+        while room > 0 and self._waiting:
+            _, number, entrance = heapq.heappop(self._waiting)
+            if not entrance.done():
+                # It counts from now on, though its task has not come to run yet.
+                self._inflight[number] = None
+                entrance.set_result(None)
+                room -= 1
+
+    def _take_back(self, count: int) -> None:
+        """Stop the youngest."""
+        now = asyncio.get_running_loop().time()
+        running = [stop for stop in self._inflight.values() if stop and not stop.expired()]
+        for stop in running[len(running) - min(count, len(running)) :]:
+            stop.reschedule(now)
+
+
+class TurnLimiter:
+    """Lets one through in every turn of the event loop.
+
+    Scoring a rollout takes a millisecond or more. When hundreds end in one step of the engine, those that are
+    to take their places do not wait until all of these are scored.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._turning = False
+
+    async def pass_through(self) -> None:
+        """Return when it is the caller's turn."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._queue.append(turn)
+        if not self._turning:
+            self._turning = True
+            loop.call_soon(self._turn, loop)
+        await turn
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._queue and self._queue[0].done():  # it was cancelled
+            self._queue.popleft()
+        self._turning = bool(self._queue)
+        if self._queue:
+            self._queue.popleft().set_result(None)
+            loop.call_soon(self._turn, loop)
+
+
+class _TakenBack(Exception):
+    """A permit was taken back."""
+
 
 MAX_DETAIL = 500
 """Characters of why a rollout failed."""
@@ -47,7 +230,7 @@ LARGE = 32_768
 
 
 @dataclass(frozen=True)
-class Played:
+class LeaseResult:
     """What a lease led to; see Submission."""
 
     groups: tuple[GroupRecord, ...]
@@ -55,7 +238,7 @@ class Played:
     crossed: tuple[Crossed, ...]
 
 
-class Generation:
+class RolloutGenerator:
     """Plays leases, several at a time."""
 
     def __init__(
@@ -65,7 +248,7 @@ class Generation:
         run: RunManifest,
         node: bytes,
         environment: Environment,
-        admission: Admission,
+        admission: AdmissionControl,
         rollout_ended: Callable[[int], None] = lambda lease_id: None,
     ) -> None:
         """`rollout_ended` is told the lease of every rollout that has ended."""
@@ -76,7 +259,7 @@ class Generation:
         self._admission = admission
         self._rollout_ended = rollout_ended
 
-    async def play(self, lease: Lease) -> Played:
+    async def play(self, lease: Lease) -> LeaseResult:
         """The groups of a lease. Raises EngineError, EngineLost; then nothing of it goes on."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -87,7 +270,7 @@ class Generation:
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         records, episodes = zip(*(group.result() for group in groups), strict=True)
-        return Played(records, *crossed(episodes))
+        return LeaseResult(records, *crossed(episodes))
 
     async def _group(
         self, lease: Lease, reference: TaskRef, order: Order
@@ -101,7 +284,7 @@ class Generation:
         if task.digest != reference.digest:
             detail = "this node's environment makes another task of that index"
             return _failed(lease, reference, detail), []
-        group = GroupInPlay(lease, task, order)
+        group = ActiveGroup(lease, task, order)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(lease.group_size):
                 tasks.create_task(self._rollout(group))
@@ -112,7 +295,7 @@ class Generation:
             records = pack(episodes)
         return GroupRecord(reference.index, reference.digest, records), episodes
 
-    async def _rollout(self, group: "GroupInPlay") -> None:
+    async def _rollout(self, group: "ActiveGroup") -> None:
         index = -1
 
         async def policy(prompt: Sequence[int], turn: int) -> Completion:
@@ -136,7 +319,7 @@ class Generation:
         self._rollout_ended(group.lease.lease_id)
 
 
-class GroupInPlay:
+class ActiveGroup:
     """The rollouts of one task while they are played.
 
     A rollout gets its index when it asks for its first reply, so that samples begin in the order of their

@@ -4,13 +4,313 @@ What a version is, the trainer says: stage 0 only names one, and what is loaded 
 """
 
 import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
+from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import RunManifest
 from ...protocol.messages import PrepareVersion
-from ..p2p.heads import HeadBook
+from ...protocol.pipelines import PipelinePlan
+from ..p2p.heads import HeadStore
+from ..p2p.rpc import Refused
+from ..p2p.transport import TransportError
+from ..pipeline.door import Door
 from ..pipeline.hosted_stage import StageEngine
-from .weight_sync import CatchUp
+from ..pipeline.ring import Fault, Ring
+from .stage_offers import AssignedPlan
+from .weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 30.0
+PAUSE_S = 0.1
+PAUSE_MAX_S = 2.0
+PATIENCE_S = 600.0
+"""For a stage to fetch its part of a version, all of it at worst."""
+AHEAD = 2**53
+"""Stands for the version of a stage that is further than that."""
+
+
+class PrepareRequests(Protocol):
+    """What is asked through: the ring of one plan, also while it is not whole."""
+
+    plan: PipelinePlan
+    """Whose stages."""
+
+    async def prepare(self, rank: int, term: int, version: int, *, deadline: float) -> None:
+        """Ask one stage. Raises Refused, TransportError, RemoteProtocolError."""
+        ...
+
+
+async def all_ready(
+    ring: PrepareRequests,
+    order: tuple[int, int],
+    complain: Callable[[Iterable[bytes]], None],
+    *,
+    patience_s: float = PATIENCE_S,
+) -> int:
+    """Wait until all other stages have (term, version) ready: that version, or AHEAD if one is further.
+
+    `complain` is told of stages that had `patience_s` and are not ready. Cancelled once another plan holds.
+    """
+    ranks = range(1, len(ring.plan.stages))
+    async with asyncio.TaskGroup() as tasks:
+        asked = [
+            tasks.create_task(_ready(ring, rank, order, complain, patience_s)) for rank in ranks
+        ]
+    return max(task.result() for task in asked)
+
+
+async def _ready(
+    ring: PrepareRequests,
+    rank: int,
+    order: tuple[int, int],
+    complain: Callable[[Iterable[bytes]], None],
+    patience_s: float,
+) -> int:
+    node = ring.plan.stages[rank].node
+    pause, began = PAUSE_S, time.monotonic()
+    while True:
+        try:
+            await ring.prepare(rank, *order, deadline=ASK_TIMEOUT_S)
+            return order[1]
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            if isinstance(error, Refused) and error.reason is Reason.ROLLBACK:
+                return AHEAD
+            logger.info("stage %s has not got version %d: %s", short(node), order[1], error)
+        if time.monotonic() - began > patience_s:
+            complain([node])
+            began = time.monotonic()
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.6, PAUSE_MAX_S)
+
+
+RING_AGAIN_S = 0.1
+"""Between two looks at a ring that breaks as soon as it is whole."""
+LOOK = 1 / 8
+"""Of the time that a ring may take to get whole: between two looks at who answers."""
+STEADY_S = 30.0
+"""A ring that held so long is none that breaks again and again."""
+MOST_BREAKS = 3
+"""Times in a row that a stage may break a ring before it is reported though it can be reached."""
+
+T = TypeVar("T")
+
+Prepare = Callable[[PrepareVersion], Awaitable[None]]
+
+
+@dataclass
+class _Turn:
+    """The time of one ring."""
+
+    ring: Ring
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    began: float = field(default_factory=time.monotonic)
+    was_whole: bool = False
+
+
+class RingSupervisor:
+    """Implements Chain of pipelined_engine.py; run() keeps it."""
+
+    def __init__(
+        self,
+        planned: AssignedPlan,
+        make: Callable[[AssignedPlan], Ring],
+        door: Door,
+        complain: Callable[[Iterable[bytes]], None],
+        reachable: Callable[[bytes], Awaitable[bool]],
+        newest: Callable[[], AssignedPlan | None],
+        *,
+        stall_s: float,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`complain` tells the trainer of stages that keep the ring from getting whole for `stall_s`.
+
+        `newest` is the newest plan, maybe the one that we have in a fresh seal: seals run out.
+
+        `patience_s` is for stages that are there and start: an engine, and the weights of the first version.
+        """
+        self.planned = planned
+        self.prepare_own: Prepare = _not_yet
+        """How this node gets a version ready when stage 0 asks."""
+        self._make = make
+        self._door = door
+        self._complain = complain
+        self._reachable = reachable
+        self._newest = newest
+        self._stall_s = stall_s
+        self._patience_s = patience_s
+        self._turn: _Turn | None = None
+        self._there = asyncio.Event()
+        self._breaks: Counter[bytes] = Counter()
+
+    @property
+    def ring(self) -> Ring | None:
+        """The ring of now."""
+        return self._turn.ring if self._turn else None
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan of now."""
+        return self.planned.plan
+
+    def use(self, planned: AssignedPlan) -> None:
+        """A newer plan holds, in which our seat is the same."""
+        self.planned = planned
+        self._breaks.clear()
+        self._end()
+
+    async def run(self) -> None:
+        """Keep a ring of the newest plan, until cancelled."""
+        while True:
+            ring = self._make(self.planned)
+            turn = _Turn(ring)
+            async with ring.running():
+                self._door.attach(ring, self._prepare_own)
+                self._turn = turn
+                self._there.set()
+                try:
+                    await turn.over.wait()
+                finally:
+                    self._end()
+                    self._door.detach(ring)
+
+    def _end(self) -> None:
+        """The ring of now is over: whoever waits for it waits for the next one."""
+        if self._turn is not None:
+            self._turn.over.set()
+        self._turn = None
+        self._there.clear()
+
+    async def _prepare_own(self, asked: PrepareVersion) -> None:
+        await self.prepare_own(asked)
+
+    async def whole(self) -> int:
+        """Stage 0: wait for a ring in which all stages are, and begin an epoch of it."""
+        while True:
+            turn = await self._current()
+            if await self._is_whole(turn):
+                return turn.ring.begin()
+
+    async def broken(self, epoch: int) -> None:
+        """Wait until the ring of that epoch is of no use any more."""
+        turn = await self._current()
+        if turn.ring.epoch == epoch:
+            await self._until_broken(turn)
+
+    async def prepare(self, order: tuple[int, int]) -> int:
+        """Stage 0: see all_ready(); begun anew with every new plan."""
+        while True:
+            turn = await self._current()
+            asking = all_ready(turn.ring, order, self._complain, patience_s=self._patience_s)
+            answer = await _unless_over(turn, asking)
+            if answer is not None:
+                return answer
+
+    async def watch(self) -> None:
+        """A later stage: report whoever keeps the ring from getting whole, until cancelled."""
+        while True:
+            turn = await self._current()
+            if await self._is_whole(turn):
+                await self._until_broken(turn)
+            await asyncio.sleep(RING_AGAIN_S)
+
+    async def _current(self) -> _Turn:
+        while self._turn is None:
+            await self._there.wait()
+        return self._turn
+
+    async def _is_whole(self, turn: _Turn) -> bool:
+        """Wait for that; False once another ring has taken its place."""
+        looking = asyncio.create_task(self._keep_looking(turn))
+        try:
+            found = await _unless_over(turn, _true(turn.ring.whole()))
+        finally:
+            looking.cancel()
+            await asyncio.wait([looking])
+        turn.was_whole |= bool(found)
+        return bool(found)
+
+    async def _keep_looking(self, turn: _Turn) -> None:
+        began = time.monotonic()
+        while not turn.over.is_set():
+            await asyncio.sleep(self._stall_s * LOOK)
+            await self._look(turn, time.monotonic() - began)
+
+    async def _look(self, turn: _Turn, waited_s: float) -> None:
+        """Report who keeps a ring from getting whole: who does not answer, else who is known to have failed.
+
+        Whoever answers may still come back by itself, or start.
+        """
+        plan, rank = self.plan, self.planned.rank
+        ring = {stage.node for stage in plan.stages}
+        asked = ring if rank == 0 else {plan.before(rank), plan.after(rank)}
+        others = sorted(asked - {plan.stages[rank].node})
+        answers = await asyncio.gather(*(self._reachable(node) for node in others))
+        silent = [node for node, answers in zip(others, answers, strict=True) if not answers]
+        starting = not turn.was_whole and time.monotonic() - turn.began < self._patience_s
+        fault = turn.ring.fault
+        if silent:
+            self._report(silent, "no answer")
+        elif rank == 0 and fault is not None and waited_s >= self._stall_s and not starting:
+            self._report(self._node(fault), fault.words)
+
+    async def _until_broken(self, turn: _Turn) -> None:
+        began = time.monotonic()
+        fault = await _unless_over(turn, turn.ring.broken())
+        if fault is None:
+            return
+        logger.warning("the chain of %d stages broke: %s", len(self.plan.stages), fault.words)
+        fresh = self._newest()
+        if fresh and fresh.name == self.planned.name and fresh.sealed != self.planned.sealed:
+            self.use(fresh)
+        nodes = self._node(fault)
+        if not nodes or time.monotonic() - began > STEADY_S:
+            self._breaks.clear()
+            return
+        self._breaks.update(nodes)
+        if self._breaks[nodes[0]] >= MOST_BREAKS:
+            self._breaks.clear()
+            self._report(nodes, fault.words)
+
+    def _report(self, nodes: Sequence[bytes], words: str) -> None:
+        if nodes:
+            names = ", ".join(short(node) for node in nodes)
+            logger.warning("reported to the trainer: %s (%s)", names, words)
+            self._complain(nodes)
+
+    def _node(self, fault: Fault) -> list[bytes]:
+        """Whose fault it is, if it is known and not our own."""
+        if fault.rank is None or fault.rank == self.planned.rank:
+            return []
+        return [self.plan.stages[fault.rank].node]
+
+
+async def _not_yet(asked: PrepareVersion) -> None:
+    raise RemoteProtocolError(Reason.NOT_YET, "this stage is still starting")
+
+
+async def _true(waiting: Awaitable[Any]) -> bool:
+    await waiting
+    return True
+
+
+async def _unless_over(turn: _Turn, waiting: Coroutine[Any, Any, T]) -> T | None:
+    """What `waiting` gives; None, and it is cancelled, once another ring has taken the place of this one."""
+    work = asyncio.ensure_future(waiting)
+    over = asyncio.ensure_future(turn.over.wait())
+    try:
+        await asyncio.wait({work, over}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        over.cancel()
+        work.cancel()
+
 
 ANSWER_S = 10.0
 """For a head, and for what it names: then stage 0 is told to ask again. Silence would mean that we are gone."""
@@ -24,8 +324,8 @@ class StageRole:
         self,
         *,
         run: RunManifest,
-        book: HeadBook,
-        catchup: CatchUp,
+        book: HeadStore,
+        catchup: WeightSync,
         engine: StageEngine,
         answer_s: float = ANSWER_S,
     ) -> None:

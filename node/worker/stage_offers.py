@@ -22,19 +22,18 @@ from ...protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecord
 from ...protocol.pipelines import PipelinePlan, StageOffer, check_plan
 from ...protocol.version import ALPN_CONTROL
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
-from ..inference.vllm_features import installed_release
-from ..inference.vllm_shape import resolve_parallel
+from ..inference.vllm_options import installed_release, resolve_parallel
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import memory_to_offer
-from ..models.json_files import read_json
+from ..models.model_files import read_json
 from ..ops import gpus
 from ..ops.errors import NodeError, UsageError
-from ..p2p.links import Links
+from ..p2p.connections import ConnectionPool
 from ..p2p.peers import PeerTable
 from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
 from ..p2p.waiting import LogBackoff
-from .upstreams import learn_records
+from .weight_sync import learn_records
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ KNOWN_GROUPS = 64
 FINAL = frozenset({Reason.BANNED, Reason.NOT_FOUND, Reason.NOT_ADMITTED})
 
 
-class Way(Protocol):
+class LinkQuality(Protocol):
     """To another node, as a probe measured it."""
 
     @property
@@ -65,12 +64,12 @@ class Way(Protocol):
         ...
 
 
-Probe = Callable[[bytes], Awaitable[Way]]
+Probe = Callable[[bytes], Awaitable[LinkQuality]]
 """Raises Refused, RemoteProtocolError, TransportError."""
 
 
 @dataclass(frozen=True)
-class Planned:
+class AssignedPlan:
     """A plan that this node is in."""
 
     plan: PipelinePlan
@@ -122,7 +121,7 @@ class StageOffers:
         node: bytes,
         run_id: bytes,
         trainer: bytes,
-        links: Links,
+        links: ConnectionPool,
         peers: PeerTable,
         offer: StageOffer,
         record: Callable[[], bytes],
@@ -143,12 +142,12 @@ class StageOffers:
         self._clock = clock
         self._lost: tuple[bytes, ...] = ()
         self._newest: dict[bytes, PipelinePlan] = {}
-        self._ways: dict[bytes, tuple[float, Way]] = {}
+        self._ways: dict[bytes, tuple[float, LinkQuality]] = {}
         self._renewed = clock()
         self._lines = LogBackoff()
         self._poked = asyncio.Event()
         self._changed = asyncio.Condition()
-        self.current: Planned | None = None
+        self.current: AssignedPlan | None = None
         """None: no plan, or none any more."""
         self.words = "offers its memory"
         """For people."""
@@ -164,7 +163,7 @@ class StageOffers:
                 pass  # nobody is in a hurry
             self._poked.clear()
 
-    async def newer(self, than: Planned | None) -> Planned | None:
+    async def newer(self, than: AssignedPlan | None) -> AssignedPlan | None:
         """Wait until the plan is not this one; None: that is void, and the next is to be waited for."""
         name = than and than.name
         async with self._changed:
@@ -246,7 +245,7 @@ class StageOffers:
         self._allow(others)
         await self._measure(others[:PROBES])
 
-    def _open(self, sealed: bytes) -> Planned:
+    def _open(self, sealed: bytes) -> AssignedPlan:
         """Raises RemoteProtocolError, with ROLLBACK for what was replaced."""
         opened = unseal(
             sealed,
@@ -270,9 +269,9 @@ class StageOffers:
         self._newest[plan.group] = plan
         if len(self._newest) > KNOWN_GROUPS:
             del self._newest[next(iter(self._newest))]
-        return Planned(plan, sealed, rank)
+        return AssignedPlan(plan, sealed, rank)
 
-    async def _set(self, planned: Planned | None) -> None:
+    async def _set(self, planned: AssignedPlan | None) -> None:
         before = self.current and self.current.name
         self.current = planned
         if planned is not None:

@@ -36,7 +36,7 @@ Upload = Callable[[bytes, int], Awaitable[bytes]]
 
 
 @dataclass
-class Kept:
+class SpooledSubmission:
     """A submission in the spool."""
 
     lease_id: int
@@ -46,7 +46,7 @@ class Kept:
     """It is being uploaded."""
 
 
-class Spool:
+class UploadQueue:
     """The submissions that the trainer does not have yet."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Spool:
         self._ledger = ledger
         self._upload = upload
         self._refused = refused
-        self._kept: dict[bytes, Kept] = {}
+        self._kept: dict[bytes, SpooledSubmission] = {}
         self._news = asyncio.Condition()
         self._pause = PAUSE_S
         self._lines = LogBackoff()
@@ -75,7 +75,7 @@ class Spool:
     def open(self) -> None:
         """Find what an earlier start of this node left."""
         for name, lease_id, deadline in self._ledger.spooled():
-            self._kept[name] = Kept(lease_id, deadline)
+            self._kept[name] = SpooledSubmission(lease_id, deadline)
 
     def leases(self) -> set[int]:
         """Leases whose work is here."""
@@ -84,7 +84,7 @@ class Spool:
     async def put(self, lease: Lease, submission: Submission) -> None:
         """Sign and keep the work of a lease; when this returns it is on the disk. Raises StorageError."""
         name = await self._ledger.beside(self._write, lease, submission)
-        self._kept[name] = Kept(lease.lease_id, lease.deadline)
+        self._kept[name] = SpooledSubmission(lease.lease_id, lease.deadline)
         async with self._news:
             self._news.notify()
 

@@ -8,32 +8,315 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...crypto.hashing import short
-from ...protocol.errors import RemoteProtocolError
-from ...protocol.manifests import Artifact
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
+from ...protocol.messages import GetHeads, Heads, SyncRecords
 from ...protocol.trust import AdmittedHead
+from ...protocol.version import ALPN_CONTROL
 from ..config.run import WeightsConfig
 from ..inference.engine import Engine
 from ..ops.errors import NetworkError, StorageError
-from ..p2p.exchange import BlobFetcher
-from ..p2p.heads import HeadBook
-from ..p2p.links import Links
-from ..p2p.peers import PeerTable
+from ..p2p.connections import ConnectionPool
+from ..p2p.download import BlobFetcher
+from ..p2p.gossip import read_record
+from ..p2p.heads import FAR_BEHIND, INLINE_MANIFEST, HeadStore
+from ..p2p.peers import PeerTable, Tier
 from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
 from ..storage.chunk_store import Store, read_chunk
 from ..storage.ledger import Ledger
-from ..weights.chain import NOTHING, NoPath, Step
-from ..weights.changed import Unwritten
+from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
 from ..weights.errors import WeightsError
 from ..weights.partial import Needed, Share, everything
-from ..weights.replica import Mirror, Policy
+from ..weights.replica import Policy, WeightReplica
 from ..weights.retention import retain
-from .update_planner import Wayfinder
+from ..weights.state import Changed
 
 logger = logging.getLogger(__name__)
+
+RECORDS_TIMEOUT_S = 20.0
+SYNC_S = 10.0
+"""Between two questions about who else has chunks."""
+
+
+class Upstreams:
+    """The peers to fetch from, first those admitted before us, the nearest first, then others."""
+
+    def __init__(self, run_id: bytes, peers: PeerTable, fetcher: BlobFetcher) -> None:
+        self._run_id = run_id
+        self._peers = peers
+        self._fetcher = fetcher
+        self.nodes: list[bytes] = []
+
+    def learn(self, records: Sequence[bytes], later: Sequence[bytes] = ()) -> None:
+        """Take in the sealed records of peers that the trainer names as sources: before us, and after us."""
+        before = learn_records(self._peers, self._run_id, records)
+        self._fetcher.place = len(before)
+        self.nodes = before + learn_records(self._peers, self._run_id, later)
+
+    async def keep_asking(
+        self, links: ConnectionPool, trainer: bytes, record: Callable[[], bytes]
+    ) -> None:
+        """Keep knowing who else has chunks, for a node that asks for no leases; `record` makes our own
+        sealed peer record."""
+        while True:
+            try:
+                reply = await links.request(
+                    trainer,
+                    ALPN_CONTROL,
+                    SyncRecords((record(),)),
+                    SyncRecords,
+                    deadline=RECORDS_TIMEOUT_S,
+                )
+                self.learn(reply.records)
+            except (TransportError, Refused, RemoteProtocolError) as error:
+                logger.debug("no peer records: %s", error)
+            await asyncio.sleep(SYNC_S)
+
+
+def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> list[bytes]:
+    """Take in sealed peer records that the trainer sent; the nodes that they are of, without the bad ones."""
+    nodes: list[bytes] = []
+    for sealed in records:
+        try:
+            record = read_record(sealed, run_id, int(time.time()))
+        except RemoteProtocolError as error:
+            logger.info("bad peer record from the trainer: %s", error)
+            continue
+        peers.learn(record, sealed)
+        peers.admit(record.node, Tier.MEMBER)
+        nodes.append(record.node)
+    return nodes
+
+
+class PendingChanges:
+    """What an engine has not been given yet. Starts with everything."""
+
+    def __init__(self) -> None:
+        self._changed: Changed | None = None
+
+    def all(self) -> None:
+        """The engine holds nothing of use: after an anchor, or a load that failed."""
+        self._changed = None
+
+    def none(self) -> None:
+        """The engine holds exactly what we do."""
+        self._changed = {}
+
+    def add(self, changed: Changed | None) -> None:
+        """One more step; None if nobody knows what it changed."""
+        if changed is None or self._changed is None:
+            self._changed = None
+            return
+        self._changed = {
+            **self._changed,
+            **{name: _union(self._changed, name, changed) for name in changed},
+        }
+
+    @property
+    def changed(self) -> Changed | None:
+        """What to write, or None: everything."""
+        return self._changed
+
+
+def _union(held: Changed, name: str, more: Changed) -> NDArray[np.int64] | None:
+    added = more[name]
+    if name not in held:
+        return added
+    before = held[name]
+    return None if before is None or added is None else _merge(before, added)
+
+
+def _merge(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Both, sorted, each position once: a stable sort merges two sorted runs, union1d is 100x slower."""
+    both = np.concatenate((first, second))
+    both.sort(kind="stable")
+    return both[np.concatenate(([True], both[1:] != both[:-1]))] if both.size else both
+
+
+ASK_TIMEOUT_S = 10.0
+
+
+class UpdatePlanner:
+    """Plans over the chain, and learns what the chain lacks."""
+
+    def __init__(
+        self,
+        *,
+        book: HeadStore,
+        links: ConnectionPool,
+        fetcher: BlobFetcher,
+        store: Store,
+        trainer: bytes,
+        upstreams: Callable[[], Sequence[bytes]],
+        peers: PeerTable,
+        on_fraud: Callable[[RemoteProtocolError], None],
+        needs: Needs = whole,
+        newest: Callable[[], AdmittedHead | None] | None = None,
+    ) -> None:
+        """`needs`: which chunks of an artifact we fetch; `newest`: the head to go for, else the book's."""
+        self._needs = needs
+        self._newest = newest or book.latest
+        self._book = book
+        self._links = links
+        self._fetcher = fetcher
+        self._store = store
+        self._trainer = trainer
+        self._upstreams = upstreams
+        self._peers = peers
+        self._on_fraud = on_fraud
+        self._term = 0
+        self.chain = VersionChain()
+        """The versions of the current term whose manifests we know."""
+
+    def forget(self) -> None:
+        """What is known leads nowhere: learn it anew."""
+        self.chain = VersionChain()
+
+    async def plan(self, head: AdmittedHead, held: Policy) -> tuple[AdmittedHead, list[Step]]:
+        """The cheapest way to `head` or, if it moves on meanwhile, to a newer one.
+
+        While what is at hand leads nowhere, asks one source after the other. Raises NoPath, NetworkError.
+        """
+        if head.head.term != self._term:
+            self._term = head.head.term
+            self.forget()
+        sources = [*self._upstreams(), self._trainer]
+        afters = dict.fromkeys((held.version, NOTHING))
+        questions = iter([(source, after) for after in afters for source in sources])
+        bridges = iter(dict.fromkeys((sources[0], self._trainer)))
+        while True:
+            await self._learn_manifests(head)
+            try:
+                steps = await self._cheapest(head, held)
+                gap = await self._gap(steps, held)
+                source = None if gap is None else next(bridges, None)
+                if gap is None or source is None:
+                    return head, steps
+                question = (source, gap)
+            except NoPath:
+                question = next(questions, None)
+                if question is None:
+                    raise
+            await self._ask_heads(*question)
+            # Sources tell of their newest anchor: by now that may be newer than the head we started for.
+            newest = self._newest()
+            head = newest if newest and newest.head.term == head.head.term else head
+
+    async def _cheapest(self, head: AdmittedHead, held: Policy) -> list[Step]:
+        stored = await asyncio.to_thread(self._store.names)
+        return self.chain.plan(
+            held.version, held.digest, head.head.version, stored=stored, needs=self._needs
+        )
+
+    async def _gap(self, steps: Sequence[Step], held: Policy) -> int | None:
+        """After which version to ask for manifests that may spare us an anchor; None if there are none."""
+        if not steps or steps[0][1].kind != "anchor":
+            return None
+        version = steps[0][0]
+        needed = self.needed(steps[:1])
+        gap = self.chain.gap(held.version, version)
+        if gap is None or version - gap > FAR_BEHIND:
+            return None
+        complete = await asyncio.to_thread(
+            lambda: all(self._store.has(chunk.digest) for chunk in needed)
+        )
+        return None if complete else gap
+
+    def needed(self, steps: Sequence[Step]) -> list[ChunkRef]:
+        """The chunks of `steps` that we need, in order; also of artifacts that are in no manifest.
+
+        Raises CodecError.
+        """
+        chunks: list[ChunkRef] = []
+        for version, artifact in steps:
+            manifest = self.chain.get(version)
+            assert manifest is not None  # or there was no step to it
+            chunks += self._needs(manifest, artifact)
+        return chunks
+
+    async def meet(self, order: tuple[int, int]) -> AdmittedHead | None:
+        """The head of (term, version) `order`, asked for where the book does not know it; None: nobody told."""
+        for source in [*self._upstreams(), self._trainer]:
+            if order in self._book.trusted.heads:
+                break
+            await self._heed(source, self._hear(source, order[1] - 1))
+        return self._book.trusted.heads.get(order)
+
+    async def look_again(self) -> None:
+        """The way we know may lead over chunks that nobody keeps any more: ask the trainer what it keeps."""
+        try:
+            _, versions = await self._hear(self._trainer, NOTHING)
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.debug("the trainer does not say what it keeps: %s", error)
+            return
+        if versions:
+            self._book.forget(min(versions))
+            self.forget()
+
+    async def _ask_heads(self, source: bytes, after: int) -> None:
+        """Learn the heads after a version from one node, as far as it tells them."""
+        await self._heed(source, self._ask_heads_of(source, after))
+
+    async def _heed(self, source: bytes, telling: Awaitable[object]) -> None:
+        """Wait for what one node tells; whatever is wrong with it, there are others."""
+        try:
+            await telling
+        except (TransportError, Refused) as error:
+            logger.debug("no heads from %s: %s", short(source), error)
+        except RemoteProtocolError as error:
+            if error.reason == Reason.EQUIVOCATION:
+                self._on_fraud(error)
+            logger.warning("bad heads from %s: %s", short(source), error)
+            self._peers.blame(source, error.reason)
+
+    async def _ask_heads_of(self, source: bytes, after: int) -> None:
+        newest = self._book.order()[1]
+        while after < newest:
+            told, versions = await self._hear(source, after)
+            if not told:
+                return
+            after = max(after + 1, max(versions, default=-1))
+
+    async def _hear(self, source: bytes, after: int) -> tuple[int, list[int]]:
+        """Ask `source` once for heads after a version; how many came, and the versions now held of them."""
+        heads = await self._links.request(
+            source, ALPN_CONTROL, GetHeads(after), Heads, deadline=ASK_TIMEOUT_S
+        )
+        for notice in heads.notices:
+            await self._book.admit(notice)
+        sealed = {notice.head for notice in heads.notices}
+        held = [head.head.version for head in self._book.held() if head.sealed in sealed]
+        return len(heads.notices), held
+
+    async def _learn_manifests(self, target: AdmittedHead) -> None:
+        """Bring the chain up to what the book knows.
+
+        A manifest that did not come with its head is fetched for the target, and where it is too large to come
+        so; the others come with GetHeads, many at a time, if the way needs them.
+        """
+        for head in self._book.held():
+            if self.chain.get(head.head.version) is not None:
+                continue
+            manifest = self._book.manifest(head)
+            large = head.head.manifest_size > INLINE_MANIFEST
+            if manifest is None and (large or head.order == target.order):
+                manifest = await self._fetch_manifest(head)
+            if manifest is not None:
+                self.chain.add(manifest)
+
+    async def _fetch_manifest(self, head: AdmittedHead) -> PolicyManifest:
+        reference = ChunkRef(head.head.manifest, head.head.manifest_size)
+        await self._fetcher.fetch([reference], (), self._trainer)
+        document = await asyncio.to_thread(self._store.get, head.head.manifest)
+        return self._book.attach(head, document or b"")
+
 
 IDLE_S = 30.0
 RETRY_S = 0.5
@@ -50,14 +333,14 @@ def stand() -> AdmittedHead | None:
     return None
 
 
-class CatchUp:
+class WeightSync:
     """Follows the head book, or a goal, with a mirror of the weights, or a share of it, and an engine."""
 
     def __init__(
         self,
         *,
-        book: HeadBook,
-        links: Links,
+        book: HeadStore,
+        links: ConnectionPool,
         fetcher: BlobFetcher,
         store: Store,
         ledger: Ledger,
@@ -98,8 +381,8 @@ class CatchUp:
         self._announce = announce
         self._on_policy = on_policy
         self._way = self._make_way(links, on_fraud)
-        self._mirror = Mirror(threads=_threads(), share=share)
-        self._unwritten = Unwritten()
+        self._mirror = WeightReplica(threads=_threads(), share=share)
+        self._unwritten = PendingChanges()
         self._order = (0, NOTHING)
         self._writing = (0, NOTHING)
         self._loaded = asyncio.Condition()
@@ -107,8 +390,10 @@ class CatchUp:
         """Why the last try came to nothing; empty after one that did not."""
         self.versions_loaded = 0
 
-    def _make_way(self, links: Links, on_fraud: Callable[[RemoteProtocolError], None]) -> Wayfinder:
-        return Wayfinder(
+    def _make_way(
+        self, links: ConnectionPool, on_fraud: Callable[[RemoteProtocolError], None]
+    ) -> UpdatePlanner:
+        return UpdatePlanner(
             book=self._book,
             links=links,
             fetcher=self._fetcher,
@@ -330,7 +615,7 @@ class CatchUp:
 
     async def _start_over(self) -> None:
         """What we hold leads nowhere: take the way from an anchor."""
-        self._mirror = Mirror(threads=_threads(), share=self._share)
+        self._mirror = WeightReplica(threads=_threads(), share=self._share)
         self._unwritten.all()
         self._way.forget()
         await asyncio.sleep(RETRY_S)

@@ -30,12 +30,12 @@ from primerl.crypto.hashing import digest
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.network import build_network
-from primerl.node.inference.sampling import draw
-from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Reply
+from primerl.node.inference.model import build_network
+from primerl.node.inference.sampler import draw
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, SampledSpan
 from primerl.node.verification.hf_auditor import HfAuditor
+from primerl.node.verification.judge import FIELDS, proof_contract
 from primerl.node.verification.replay import BATCH_TOKENS
-from primerl.node.verification.thresholds import FIELDS, proof_contract
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import (
     EnvironmentContract,
@@ -127,7 +127,7 @@ async def generate(bench: Bench, requests: int, length: int) -> tuple[list[Audit
         items.append(
             AuditItem(
                 token_ids=[*PROMPT, *done.token_ids],
-                replies=[Reply(start, end, number)],
+                replies=[SampledSpan(start, end, number)],
                 logprobs=done.logprobs,
                 versions=[OWN] * (end - start),
                 proof=done.proof,

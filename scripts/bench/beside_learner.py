@@ -30,7 +30,7 @@ from primerl.node.models.model_files import vocab_size
 from primerl.node.p2p.iroh import IrohTransport
 from primerl.node.p2p.transport import Connection, Stream, TransportError
 from primerl.node.process.threads import share_python
-from primerl.node.training.backend import Batch
+from primerl.node.training.backend import TrainBatch
 
 ALPN = b"bench/1"
 PIECE = bytes(1 << 20)
@@ -71,7 +71,7 @@ async def learn(options: argparse.Namespace, model: Path, way: str) -> int:
     try:
         await backend.start(model)
         while True:
-            await backend.step(Batch(done + 1, samples))
+            await backend.step(TrainBatch(done + 1, samples))
             await backend.snapshot()
             done += 1
     except asyncio.CancelledError:

@@ -26,18 +26,17 @@ from primerl.node.inference.boundary_states import pack_projected, project
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.fingerprint import signs
-from primerl.node.inference.network import pick_device
+from primerl.node.inference.model import pick_device
+from primerl.node.inference.model_output import LayerHooks
 from primerl.node.inference.packed import Attend
 from primerl.node.inference.qwen3 import Qwen3Network
-from primerl.node.inference.taps import Taps
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch, to_torch
-from primerl.node.verification.auditor import AuditItem, Boundary, Measured, Reply
-from primerl.node.verification.blame import Blame, blame
-from primerl.node.verification.judgement import judge
+from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Measured, SampledSpan
+from primerl.node.verification.blame import StageAttribution, blame
+from primerl.node.verification.judge import BUILT_IN, judge
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import Terms
-from primerl.node.verification.thresholds import BUILT_IN
+from primerl.node.verification.terms import AuditTerms
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
@@ -88,7 +87,7 @@ class Watched(Qwen3Network):
     watch: Watch
 
     def run(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: LayerHooks | None = None
     ) -> Tensor:
         """See Qwen3Network."""
         return super().run(tokens, positions, attend, self.watch)
@@ -175,11 +174,11 @@ def _play(
     prefill, *steps = watch.passes
     found: list[AuditItem] = []
     for row, (request, reply) in enumerate(zip(requests, replies, strict=True)):
-        boundaries: list[Boundary] = []
+        boundaries: list[BoundaryClaim] = []
         for cut in setting.cuts:
             first = prefill[cut].unflatten(0, (len(requests), -1))[row, -1:]
             later = [step[cut][row : row + 1] for step in steps]
-            boundaries.append(Boundary(cut, "raw", pack_projected(torch.cat([first, *later]))))
+            boundaries.append(BoundaryClaim(cut, "raw", pack_projected(torch.cat([first, *later]))))
         assert reply.hidden is not None
         matrix = torch.from_numpy(signs(reply.hidden.shape[1])).to(reply.hidden.device)
         proof = pack_projected(reply.hidden @ matrix)
@@ -187,7 +186,7 @@ def _play(
         found.append(
             AuditItem(
                 token_ids=tokens,
-                replies=[Reply(PROMPT, len(tokens), request.seed)],
+                replies=[SampledSpan(PROMPT, len(tokens), request.seed)],
                 logprobs=reply.logprobs,
                 versions=[OWN] * len(reply.token_ids),
                 proof=proof,
@@ -199,7 +198,7 @@ def _play(
 
 def measure(setting: Setting, items: Sequence[AuditItem]) -> list[Measured]:
     """As the trainer measures them."""
-    replay = Replay(Terms(setting.model_dir, TEMPERATURE, setting.dtype, setting.device))
+    replay = Replay(AuditTerms(setting.model_dir, TEMPERATURE, setting.dtype, setting.device))
     found = replay.measure(items, {OWN: setting.state}, {})
     return [one for one in found if isinstance(one, Measured)]
 
@@ -231,16 +230,16 @@ def contract(
     )
 
 
-def laid(found: Sequence[Measured], bounds: ProofContract) -> list[Blame]:
+def laid(found: Sequence[Measured], bounds: ProofContract) -> list[StageAttribution]:
     """What each rollout is laid to; distances only, as drawing and logprobs have bounds of their own."""
-    blames: list[Blame] = []
+    blames: list[StageAttribution] = []
     for number, one in enumerate(found):
         evidence = Evidence(0, number, one.tokens, one.fingerprint, 0.0, 0.0, 0.0, 0.0, -1.0)
         blames.append(blame(evidence, judge(evidence, bounds), one.boundaries, bounds))
     return blames
 
 
-def shares(blames: Sequence[Blame], liar: int) -> dict[str, float]:
+def shares(blames: Sequence[StageAttribution], liar: int) -> dict[str, float]:
     """How often the liar is named alone, among others, or somebody else is; by outcome."""
     count = len(blames)
     loud = [one for one in blames if one.outcome != "clean"]

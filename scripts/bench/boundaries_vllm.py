@@ -16,9 +16,9 @@ import torch
 from boundaries import PROMPT, REPLY, TEMPERATURE, contract, laid, outputs, shares
 
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.verification.auditor import AuditItem, Boundary, Measured, Reply
+from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Measured, SampledSpan
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import Terms
+from primerl.node.verification.terms import AuditTerms
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -47,12 +47,13 @@ def item(request: GenerateRequest, said: Completion) -> AuditItem:
     start, count = len(request.prompt), len(said.token_ids)
     return AuditItem(
         token_ids=[*request.prompt, *said.token_ids],
-        replies=[Reply(start, start + count, request.seed)],
+        replies=[SampledSpan(start, start + count, request.seed)],
         logprobs=said.logprobs,
         versions=[0] * count,
         proof=said.proof,
         boundaries=[
-            Boundary(end, "raw", part) for end, part in zip(ENDS, said.boundaries, strict=False)
+            BoundaryClaim(end, "raw", part)
+            for end, part in zip(ENDS, said.boundaries, strict=False)
         ],
     )
 
@@ -71,7 +72,7 @@ async def measure(asked: argparse.Namespace) -> None:
     """Everything, printed on the way."""
     made = trained_model(recipe("tiny", num_hidden_layers=ENDS[-1]))
     shape = shape_of(96, dtype=asked.dtype, fingerprint="projection")
-    replay = Replay(Terms(made.directory, TEMPERATURE, asked.dtype, "cpu"))
+    replay = Replay(AuditTerms(made.directory, TEMPERATURE, asked.dtype, "cpu"))
     bounds = contract(asked.dtype)
     todo = requests(made, asked.rollouts)
     async with pipeline(

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from primerl.node.inference.compute import ComputeThread
 from primerl.node.inference.engine import Engine
+from primerl.node.inference.hf import ComputeThread
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
-from primerl.node.verification.judgement import judge
+from primerl.node.verification.judge import judge
 from primerl.node.verification.replay import Replay
 from primerl.node.verification.terms import terms
 from primerl.node.weights.state import State

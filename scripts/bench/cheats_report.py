@@ -13,7 +13,7 @@ from cheats_store import Setting
 from cheats_trust import Stopped, caught_within, false_bans, until_ban
 
 from primerl.node.verification.bands import FalsePositives, bands, false_positives, upper_bound
-from primerl.node.verification.thresholds import FIELDS
+from primerl.node.verification.judge import FIELDS
 from primerl.protocol.manifests import ProofContract
 from primerl.tests.attacks.cheat_book import BOOK
 from primerl.tests.attacks.cheat_court import Outcome

@@ -19,9 +19,9 @@ import torch
 from trainer_rows import fake_batch, make_model
 
 from primerl.node.config.training import TrainingConfig
-from primerl.node.training.backend import Batch
+from primerl.node.training.backend import TrainBatch
+from primerl.node.training.checkpoint import sync_tree
 from primerl.node.training.learner import Learner
-from primerl.node.training.saving.durable import sync_tree
 
 ON_CUDA = torch.cuda.is_available()
 WARM_STEPS, STEPS = 3, 5
@@ -44,7 +44,7 @@ def measure(learner: Learner, tokens: int, directory: Path) -> dict[str, float]:
 
     def step() -> None:
         at = next(number)
-        learner.step(Batch(at, fake_batch([tokens], learner.vocabulary, seed=at)))
+        learner.step(TrainBatch(at, fake_batch([tokens], learner.vocabulary, seed=at)))
 
     for _ in range(WARM_STEPS):
         step()

@@ -18,7 +18,7 @@ from primerl.node.weights.blocks import BLOCK
 from primerl.node.weights.codec import CODEC, encode_full
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.payload import ordered
-from primerl.node.weights.replica import Mirror, Policy
+from primerl.node.weights.replica import Policy, WeightReplica
 from primerl.node.weights.state import State, Tensor, state_digest, tensor_digest
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
 
@@ -63,7 +63,7 @@ def ours(encoders: Encoders) -> Format:
 
 def _decode_ours(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
     manifest, artifact = _manifest(new, "delta", base, payload)
-    return Mirror(base, threads=threads).prepare(manifest, artifact, payload).policy.state
+    return WeightReplica(base, threads=threads).prepare(manifest, artifact, payload).policy.state
 
 
 def _encode_anchor(_base: Policy, new: Policy, threads: int) -> Iterator[bytes]:
@@ -72,7 +72,7 @@ def _encode_anchor(_base: Policy, new: Policy, threads: int) -> Iterator[bytes]:
 
 def _decode_anchor(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
     manifest, artifact = _manifest(new, "anchor", None, payload)
-    return Mirror(base, threads=threads).prepare(manifest, artifact, payload).policy.state
+    return WeightReplica(base, threads=threads).prepare(manifest, artifact, payload).policy.state
 
 
 # -- others: a coder of blocks, run over all of them -----------------------------------------------

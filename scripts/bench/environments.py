@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
 from primerl.node.config.run import EnvironmentConfig, ModelCreateConfig
-from primerl.node.environments.build import build_environment
 from primerl.node.environments.environment import Branch, Environment
+from primerl.node.environments.hosted import build_environment
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 from primerl.node.models import huggingface

@@ -18,7 +18,7 @@ import torch
 from boundaries import with_massive_channel
 from torch import Tensor
 
-from primerl.node.inference.network import pick_device
+from primerl.node.inference.model import pick_device
 from primerl.node.inference.qwen3 import Qwen3Network
 from primerl.node.models import huggingface
 from primerl.node.pipeline.activations import pack, rounded

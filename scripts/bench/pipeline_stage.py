@@ -31,15 +31,14 @@ from primerl.node.config.run import EngineConfig, NetworkConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.models.model_files import read_state
-from primerl.node.p2p.links import Links
+from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.router import Router
 from primerl.node.pipeline.door import Door
 from primerl.node.pipeline.frame_codec import FrameLimits
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
 from primerl.node.pipeline.layers import share_of
 from primerl.node.pipeline.local_end import LocalEnd
-from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.place import StagePlace
 from primerl.node.pipeline.ring import Ring
 from primerl.node.pipeline.shaper import Shaper
 from primerl.node.process.threads import share_python
@@ -69,7 +68,7 @@ class Member:
         """Until stdin ends."""
         network = NetworkConfig(host="127.0.0.1", libp2p=False)
         self.transport = await start_iroh(network, self.key, 0)
-        self.links = Links(self.transport, self.peers, connect_timeout_s=10.0)
+        self.links = ConnectionPool(self.transport, self.peers, connect_timeout_s=10.0)
         self.wire.tell("up", node=self.key.node_id.hex(), addresses=self.transport.addresses())
         try:
             handlers = {
@@ -131,7 +130,7 @@ class Member:
             return ring
 
         self._ring_of = ring_of
-        place = Place(plan, self.rank, str(path))
+        place = StagePlace(plan, self.rank, str(path))
         config, model = EngineConfig.model_validate(command["engine"]), Path(command["model"])
         state = read_state(model)
         wanted = share_of(plan, self.rank)(state.keys())

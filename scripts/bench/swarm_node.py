@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import Arrivals
-from primerl.node.p2p.blobs import BlobServer
-from primerl.node.p2p.exchange import BlobFetcher
+from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.connections import ConnectionPool, Router
+from primerl.node.p2p.download import BlobFetcher
 from primerl.node.p2p.iroh import IrohTransport
 from primerl.node.p2p.limits import Pacer
-from primerl.node.p2p.links import Links
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.router import Router
+from primerl.node.p2p.serve import BlobServer
 from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import ALPN_BLOBS
@@ -89,9 +88,9 @@ class Node:
     def __init__(self, transport: IrohTransport) -> None:
         self._transport = transport
         self._peers = PeerTable()
-        self._links = Links(transport, self._peers, connect_timeout_s=CONNECT_S)
+        self._links = ConnectionPool(transport, self._peers, connect_timeout_s=CONNECT_S)
         self._store = LyingStore()
-        self._arrivals = Arrivals()
+        self._arrivals = ChunkArrivals()
         self._server = BlobServer(self._store, self._arrivals, Pacer(0))
         self._fetcher = BlobFetcher(self._links, self._peers, self._store, self._arrivals)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.weights.state import State
 
 PROSE, REVERSE, COPY, SUM, PLUS, IS = range(10, 16)
@@ -287,7 +287,7 @@ def policy_updates(
     try:
         states = [learner.state()]
         for step in range(1, updates + 1):
-            learner.step(Batch(step, list(samples[step - 1 :: updates])))
+            learner.step(TrainBatch(step, list(samples[step - 1 :: updates])))
             states.append(learner.state())
     finally:
         learner.close()

@@ -8,7 +8,7 @@ rank (one sequence, or as many as a row says), and everything else is what a run
 clipping, fp32 masters. Beside it a plain loop in the same run: transformers' model in bf16 with its own AdamW,
 compiled per layer, chunked cross entropy, cuDNN attention (trainer_plain.py).
 
-    MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/flops.py)
+    MFU = (6 N + 6 L S H D) x tokens/s / peak        as prime-rl's published figures (node/training/meter.py)
 
 With `--ranks` more than one it starts itself under torchrun and compares with one rank: weak scaling.
 """
@@ -32,9 +32,9 @@ from trainer_plain import PlainLoop
 from trainer_rows import ROWS, Row, fake_batch, make_model
 
 from primerl.node.config.training import TrainingConfig
-from primerl.node.training.backend import Batch
-from primerl.node.training.flops import cost_of, peak_flops
+from primerl.node.training.backend import TrainBatch
 from primerl.node.training.learner import Learner
+from primerl.node.training.meter import cost_of, peak_flops
 from primerl.node.training.world import World
 
 ON_CUDA = torch.cuda.is_available()
@@ -58,7 +58,7 @@ def measure(
     ranks = world.data_size if world else 1
     vocabulary = learner.vocabulary
     batches = [
-        Batch(step, fake_batch(lengths * ranks, vocabulary, seed=step), row.objective)
+        TrainBatch(step, fake_batch(lengths * ranks, vocabulary, seed=step), row.objective)
         for step in range(1, steps + 3)
     ]
     try:

@@ -31,7 +31,7 @@ from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted_weights import Weights
-from primerl.node.inference.network import build_network
+from primerl.node.inference.model import build_network
 from primerl.node.inference.qwen3 import shapes
 from primerl.node.inference.vllm import VllmCore
 from primerl.node.inference.vllm_options import sampling_arguments

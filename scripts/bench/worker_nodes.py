@@ -21,7 +21,7 @@ from worker_watch import Sampler, cpu_by_process
 
 from primerl.node.app import rundir
 from primerl.node.app.daemon import load_key
-from primerl.node.app.factories import Parts
+from primerl.node.app.factories import Factories
 from primerl.node.app.trainer import TrainerNode
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import EngineConfig, JoinConfig, RunConfig
@@ -31,7 +31,7 @@ from primerl.node.inference.scripted import ScriptedEngine
 from primerl.node.models.model_files import read_state
 from primerl.node.ops.logs import configure
 from primerl.node.storage.ledger import Ledger
-from primerl.node.training.backend import Batch, Sample, Snapshot, StepMetrics
+from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBatch
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.manifests import RunManifest
@@ -53,7 +53,7 @@ class IdleBackend:
         self._state = await asyncio.to_thread(read_state, model_dir)
         self._seen = False
 
-    async def step(self, batch: Batch) -> StepMetrics:
+    async def step(self, batch: TrainBatch) -> StepMetrics:
         """Wait at the gate."""
         await self.gate.wait()
         return StepMetrics({"optim/skipped": 0.0})
@@ -206,7 +206,7 @@ async def trainer(wire: Wire, settings: dict[str, Any]) -> None:
         found.wire = wire
         return found
 
-    parts = Parts(
+    parts = Factories(
         backend=lambda config: backend,
         auditor=lambda config, timeout_s: ContentAuditor(),
         evaluation_engine=lambda config: ScriptedEngine(),
@@ -243,7 +243,7 @@ async def worker(wire: Wire, settings: dict[str, Any]) -> None:
         engines.append(WatchedEngine(build_engine(engine), wire))
         return engines[-1]
 
-    node = WorkerNode(config, load_key(data_dir), data_dir, Parts(engine=watched))
+    node = WorkerNode(config, load_key(data_dir), data_dir, Factories(engine=watched))
     sampler = Sampler()
 
     async def count(command: Event) -> Event:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from primerl.crypto.hashing import derive
 from primerl.node.verification.auditor import Auditor
-from primerl.node.verification.calls import OwnAudits
-from primerl.node.verification.copies import Copies
-from primerl.node.verification.verifier import Arrival, Verified, Verifier, refuse_all
+from primerl.node.verification.calls import LocalAudits
+from primerl.node.verification.duplicates import CopyDetector
+from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease
 from primerl.protocol.rollouts import Evidence, Submission
@@ -39,9 +39,9 @@ class Court:
             world.run_id,
             world.run,
             world.environment,
-            OwnAudits(auditor),
+            LocalAudits(auditor),
             world.states,
-            Copies(),
+            CopyDetector(),
         )
         self._arrivals = 0
 
@@ -56,7 +56,7 @@ class Court:
         """The verdict on a submission."""
         self._arrivals += 1
         name = derive("cheat submission", self._arrivals.to_bytes(8, "big"))
-        arrival = Arrival(self._arrivals, name, sent.node, b"", name)
+        arrival = ReceivedSubmission(self._arrivals, name, sent.node, b"", name)
         submission = Submission(b"", tuple(sent.groups), "hf")
         try:
             return await self._verifier.verify(

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primerl.node.inference.network import Network, pick_device
+from primerl.node.inference.model import LanguageModel, pick_device
+from primerl.node.inference.model_output import LayerHooks
 from primerl.node.inference.qwen3 import Attend, Qwen3Network
-from primerl.node.inference.taps import Taps
 from primerl.node.models import huggingface
 from primerl.node.weights.state import State
 
@@ -17,7 +17,7 @@ class RoundedCache(Qwen3Network):
     """Keys and values go through float8 (e4m3) before anything attends to them."""
 
     def run(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: Taps | None = None
+        self, tokens: Tensor, positions: Tensor, attend: Attend, taps: LayerHooks | None = None
     ) -> Tensor:
         """See Qwen3Network."""
 
@@ -57,19 +57,19 @@ def _through_float8(values: Tensor) -> Tensor:
     return values.clamp(-448, 448).to(torch.float8_e4m3fn).to(values.dtype)
 
 
-def build_rounded_cache(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+def build_rounded_cache(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
     """A NetworkBuilder."""
     config: Any = huggingface.load_config(model_dir)
     return RoundedCache(config, state, dtype=dtype, device=pick_device(device))
 
 
-def build_best_only(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+def build_best_only(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
     """A NetworkBuilder."""
     config: Any = huggingface.load_config(model_dir)
     return BestOnly(config, state, dtype=dtype, device=pick_device(device))
 
 
-def build_nucleus(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+def build_nucleus(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
     """A NetworkBuilder."""
     config: Any = huggingface.load_config(model_dir)
     return Nucleus(config, state, dtype=dtype, device=pick_device(device))

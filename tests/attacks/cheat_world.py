@@ -23,7 +23,7 @@ from primerl.protocol.manifests import RunManifest, encode, run_id
 from primerl.protocol.rollouts import GroupRecord, RolloutRecord
 
 if TYPE_CHECKING:
-    from primerl.node.inference.network import Network, NetworkBuilder
+    from primerl.node.inference.model import LanguageModel, NetworkBuilder
 
 Sampler = Callable[[GenerateRequest], Awaitable[Completion]]
 Groups = list[GroupRecord]
@@ -98,7 +98,7 @@ class Workshop:
         self._main = main
         self._main_holds = ""
         self._engines: dict[str, HfEngine] = {}
-        self._network: Network | None = None
+        self._network: LanguageModel | None = None
         self.fingerprint = Projection()
 
     async def close(self) -> None:
@@ -205,8 +205,8 @@ class Workshop:
             proof=self.fingerprint.make(hidden.float().cpu().numpy()),
         )
 
-    def _right_network(self) -> "Network":
-        from primerl.node.inference.network import build_network
+    def _right_network(self) -> "LanguageModel":
+        from primerl.node.inference.model import build_network
 
         if self._network is None:
             world, config = self.world, self.world.engine

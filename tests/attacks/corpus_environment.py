@@ -17,8 +17,8 @@ from primerl.node.environments.environment import (
     Task,
 )
 from primerl.node.environments.exchange import Exchange
-from primerl.node.environments.outcome import branch
-from primerl.node.environments.replay import PlayFailed, Recording
+from primerl.node.environments.playing import branch
+from primerl.node.environments.replay import PlayFailed, RecordedRollout
 from primerl.scripts.bench.trained_model import Corpus
 
 SHORTEST, LONGEST = 16, 48
@@ -88,7 +88,7 @@ class CorpusEnvironment:
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turn."""
-        recording = Recording(branches, stop_token_ids=self._stops)
+        recording = RecordedRollout(branches, stop_token_ids=self._stops)
         episode = await self.run(task, recording)
         if episode.error:
             raise ScoreMismatch(episode.error)

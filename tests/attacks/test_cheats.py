@@ -14,7 +14,7 @@ import pytest_asyncio
 from support.prefill_core import PrefillCore
 from support.swarm import Running, Swarm
 
-from primerl.node.app.factories import MakeLedger, Parts, make_backend
+from primerl.node.app.factories import Factories, MakeLedger, make_backend
 from primerl.node.config.run import EngineConfig, EnvironmentConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hf import HfEngine
@@ -187,7 +187,7 @@ class CoolEngine(HfEngine):
 class RealSwarm(Swarm):
     """Real engines, a real auditor and a real trainer; workers named "cool..." cheat."""
 
-    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Parts:
+    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
         kind = CoolEngine if running.data_dir.name.startswith("cool") else HfEngine
 
         def environment(

@@ -8,7 +8,7 @@ import pytest
 from support.rogue import Rogue, reason_of
 from support.swarm import Swarm, until
 
-from primerl.node.p2p.router import (
+from primerl.node.p2p.connections import (
     CONNECTIONS_PER_PEER,
     UNPROVEN_BURST,
     UNPROVEN_PER_SECOND,

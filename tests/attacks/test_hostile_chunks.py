@@ -8,9 +8,9 @@ from support.exchange_world import KIB, Bare, World, payload, until
 from support.exchange_world import references as refs
 
 from primerl.crypto.hashing import digest
-from primerl.node.p2p.blobs import WATCHES_PER_PEER
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.rpc import Refused, ask, receive, receive_reply, send
+from primerl.node.p2p.serve import WATCHES_PER_PEER
 from primerl.node.p2p.transport import Connection, Stream, StreamClosed
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import (

@@ -13,12 +13,11 @@ from support.pipeline_cases import LAYERS, LocalPipeline, plan_of, shape_of
 from support.scripted_stages import ScriptedAuditor
 
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.verification.auditor import AuditItem, Boundary, Measured
-from primerl.node.verification.blame import Blame, blame
+from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Measured
+from primerl.node.verification.blame import StageAttribution, blame
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.items import evidence
-from primerl.node.verification.judgement import judge
-from primerl.node.verification.thresholds import BUILT_IN
+from primerl.node.verification.judge import BUILT_IN, judge
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.pipelines import Encoding, PipelinePlan
 
@@ -71,11 +70,11 @@ async def generated(directory: Path, made_by: PipelinePlan, liar: int = -1) -> l
     ]
 
 
-def boundaries(made_by: PipelinePlan, said: Completion) -> list[Boundary]:
+def boundaries(made_by: PipelinePlan, said: Completion) -> list[BoundaryClaim]:
     """As the trainer reads them."""
     below = [stage.end for stage in made_by.stages[:-1]]
     return [
-        Boundary(end, made_by.shape.encoding, part)
+        BoundaryClaim(end, made_by.shape.encoding, part)
         for end, part in zip(below, said.boundaries, strict=True)
     ]
 
@@ -87,7 +86,7 @@ async def audited(items: list[AuditItem]) -> list[Measured]:
     return measured(await auditor.audit(items, {VERSION: weights()}, {}))
 
 
-def laid(one: Measured) -> Blame:
+def laid(one: Measured) -> StageAttribution:
     contract = structs.replace(RUN.proofs, reject=REJECT, suspect=SUSPECT)
     found = evidence(CheckedRollout(0, 0, [], 0.0), [one])
     return blame(found, judge(found, contract), one.boundaries, contract)

@@ -25,10 +25,10 @@ from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.trainer.pipeline_faults import StageFaults
 from primerl.node.verification.auditor import AuditItem
-from primerl.node.verification.calls import OwnAudits
-from primerl.node.verification.copies import Copies
-from primerl.node.verification.thresholds import BUILT_IN
-from primerl.node.verification.verifier import Arrival, Verified, Verifier
+from primerl.node.verification.calls import LocalAudits
+from primerl.node.verification.duplicates import CopyDetector
+from primerl.node.verification.judge import BUILT_IN
+from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier
 from primerl.node.worker.rollouts import branch_record, crossed
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
@@ -85,7 +85,7 @@ class Court:
     def __init__(self, case: Case, texts: list[AuditItem], core: PrefillCore) -> None:
         self.case = case
         self._texts = texts
-        self._audits = OwnAudits(core)
+        self._audits = LocalAudits(core)
         self.test = ban_test(case.run.proofs, 1e5)
         self.peers: dict[bytes, Reputation] = defaultdict(Reputation)
         self.parted: list[bytes] = []
@@ -111,10 +111,10 @@ class Court:
             OneTask(),  # type: ignore[arg-type]
             self._audits,
             {OWN: self.case.states[OWN]},
-            Copies(),
+            CopyDetector(),
         )
         node = STAGES[0].node_id
-        arrival = Arrival(1, digest(b"bundle"), node, b"", bytes(32))
+        arrival = ReceivedSubmission(1, digest(b"bundle"), node, b"", bytes(32))
         verified = await verifier.verify(submission, LEASED, arrival, version=OWN, rate=1.0)
         StageFaults(
             self.peers.__getitem__, lambda group, node, why: self.parted.append(node), self.test

@@ -12,8 +12,8 @@ from support.swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
+from primerl.node.p2p.connections import Router, no_pipelines
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.router import Router, no_pipelines
 from primerl.node.p2p.rpc import Refused, ask, receive_reply, send
 from primerl.node.p2p.transport import Connection, Stream, TransportError
 from primerl.node.pipeline import door as door_module

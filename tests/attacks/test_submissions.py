@@ -19,8 +19,8 @@ from primerl.node.p2p.rpc import Refused, receive_reply, send
 from primerl.node.p2p.transport import Stream
 from primerl.node.p2p.uploads import PARTIALS_PER_PEER, UploadReceiver
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer.epochs import LEASES_PER_BOOT
-from primerl.node.trainer.submissions import SubmissionDesk
+from primerl.node.trainer.state import LEASES_PER_BOOT
+from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy
@@ -206,7 +206,7 @@ async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
 
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     policy = LeasePolicy(2, 8, 2, 2, 4, timeout_s=60.0, max_bytes=1 << 20)
-    desk = SubmissionDesk(
+    desk = SubmissionReceiver(
         key=TRAINER,
         run_id=RUN,
         book=LeaseBook(policy),

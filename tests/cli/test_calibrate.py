@@ -8,23 +8,25 @@ import pytest
 from primerl.cli import calibrate
 from primerl.node.config.run import RunConfig
 from primerl.node.verification.bands import FalsePositives
-from primerl.node.verification.calibrator import Noise, Report, Wanted
+from primerl.node.verification.calibrator import CalibrationReport, CalibrationRequest, EngineNoise
+from primerl.node.verification.judge import BUILT_IN, FIELDS, read_calibration
 from primerl.node.verification.separation import Separated
-from primerl.node.verification.thresholds import BUILT_IN, FIELDS, read_calibration
 
 from .conftest import Ran
 
 Cli = Callable[..., Ran]
 
 
-def report(caught: float) -> Report:
+def report(caught: float) -> CalibrationReport:
     reject, suspect = BUILT_IN["float32"]
-    return Report(
+    return CalibrationReport(
         model="ab" * 32,
         name="tiny",
         dtype="float32",
         device="cpu",
-        noise=[Noise("hf", 64, 640, {name: [0.0, 1e-7, 2e-7, 3e-7, 4e-7] for name in FIELDS})],
+        noise=[
+            EngineNoise("hf", 64, 640, {name: [0.0, 1e-7, 2e-7, 3e-7, 4e-7] for name in FIELDS})
+        ],
         rollouts=64,
         tokens=640,
         entropy=0.3,
@@ -41,12 +43,16 @@ def report(caught: float) -> Report:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Report], list[tuple[RunConfig, Wanted]]]:
+def measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[CalibrationReport], list[tuple[RunConfig, CalibrationRequest]]]:
     """Let the command find a report without measuring; what it asked for is in the list."""
-    asked: list[tuple[RunConfig, Wanted]] = []
+    asked: list[tuple[RunConfig, CalibrationRequest]] = []
 
-    def use(found: Report) -> list[tuple[RunConfig, Wanted]]:
-        async def measure(config: RunConfig, wanted: Wanted, weights: Path | None) -> Report:
+    def use(found: CalibrationReport) -> list[tuple[RunConfig, CalibrationRequest]]:
+        async def measure(
+            config: RunConfig, wanted: CalibrationRequest, weights: Path | None
+        ) -> CalibrationReport:
             asked.append((config, wanted))
             return found
 
@@ -56,7 +62,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Report], list[tuple[R
     return use
 
 
-Measured = Callable[[Report], list[tuple[RunConfig, Wanted]]]
+Measured = Callable[[CalibrationReport], list[tuple[RunConfig, CalibrationRequest]]]
 
 
 def test_what_was_measured_is_shown_and_written(cli: Cli, home: Path, measured: Measured) -> None:

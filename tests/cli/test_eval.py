@@ -24,7 +24,7 @@ from primerl.node.evaluation.evaluator import Rollout
 from primerl.node.evaluation.statistics import Estimate, summarize
 from primerl.node.models import huggingface, model_files
 from primerl.node.ops.control import Status
-from primerl.node.training.model import lora
+from primerl.node.training import lora
 from primerl.node.weights.adapters import adapter_shapes, merge
 from primerl.node.weights.state import Tensor, digests
 

@@ -19,8 +19,8 @@ from support.verdict_cases import (
     tampered,
 )
 
+from primerl.node.ops.explain import MEANINGS, meaning
 from primerl.node.storage.ledger import MANIFEST
-from primerl.node.verification.meanings import MEANINGS, meaning
 from primerl.protocol.errors import Reason
 
 from .conftest import Ran

@@ -7,8 +7,7 @@ from rich.console import Console
 
 from primerl.cli.live import LiveView, PlainView, open_view, plain_line, screen_of
 from primerl.cli.tables import duration, rejected, size, sources, sparkline
-from primerl.node.ops.control import EngineRow, Status
-from primerl.node.ops.watch import NodeState
+from primerl.node.ops.control import EngineRow, NodeState, Status
 
 from .test_control_commands import PEER, STATUS
 

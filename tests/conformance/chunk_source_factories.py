@@ -13,16 +13,16 @@ from typing import Literal
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import Arrivals
-from primerl.node.p2p.blobs import BlobServer
-from primerl.node.p2p.chunk_source import ChunkSource, PeerPaths
+from primerl.node.p2p.arrivals import ChunkArrivals
 from primerl.node.p2p.discovery import Discovery
+from primerl.node.p2p.download_state import ChunkSource, PeerPaths
 from primerl.node.p2p.libp2p import Libp2pDiscovery
-from primerl.node.p2p.libp2p_chunks import ChunkDoor, Libp2pChunks, serving
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.seeds import open_seeds
+from primerl.node.p2p.serve import BlobServer
+from primerl.node.p2p.tcp_chunks import TcpChunks, TcpChunkServer, serving
 from primerl.node.p2p.transport import Stream
 from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.manifests import ChunkRef
@@ -140,13 +140,13 @@ async def carried(server: Discovery, client: Discovery) -> AsyncGenerator[Place]
     running = asyncio.Event()
 
     async def serve() -> None:
-        async with serving(ChunkDoor(server, PeerTable(), answer)):
+        async with serving(TcpChunkServer(server, PeerTable(), answer)):
             await running.wait()
         await server.close()
 
-    chunks = Libp2pChunks(client, PeerTable(), bootstrap=server.addresses())
+    chunks = TcpChunks(client, PeerTable(), bootstrap=server.addresses())
     store = MemoryStore(max_bytes=1 << 26)
-    honest = BlobServer(store, Arrivals(), Pacer(0))
+    honest = BlobServer(store, ChunkArrivals(), Pacer(0))
     task = asyncio.ensure_future(serve())
     await asyncio.sleep(0)
     place = Place(OnePeer(chunks), store, running.set)

@@ -12,8 +12,8 @@ from support.training_cases import DEVICE, FAST, batch, make_model
 from primerl.node.config.training import FsdpConfig
 from primerl.node.models.model_files import contract_files, read_state
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.training.backend import Batch, TrainBackend
-from primerl.node.training.local import LocalBackend
+from primerl.node.training.backend import TrainBackend, TrainBatch
+from primerl.node.training.local_backend import LocalBackend
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.ranks.group import RankGroup
 from primerl.node.weights.codec import encode_delta
@@ -77,7 +77,7 @@ async def test_the_policy_is_bf16_and_a_copy(backend: TrainBackend) -> None:
 
 async def test_an_empty_batch_leaves_the_policy(backend: TrainBackend) -> None:
     before = digests(await backend.state())
-    assert (await backend.step(Batch(1, []))).values["tokens"] == 0.0
+    assert (await backend.step(TrainBatch(1, []))).values["tokens"] == 0.0
     assert digests(await backend.state()) == before
 
 
@@ -100,7 +100,7 @@ async def test_a_snapshot_is_the_policy_and_says_where_it_changed(backend: Train
 async def test_a_snapshot_of_an_unchanged_policy_has_no_changes(backend: TrainBackend) -> None:
     await backend.step(batch(1))
     first = await backend.snapshot()
-    await backend.step(Batch(2, []))
+    await backend.step(TrainBatch(2, []))
     await backend.state()  # does not count as a snapshot
     assert (await backend.snapshot()).changed_since(first.state) == {}
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 from conformance.discovery_factories import FACTORIES, Factory
 
-from primerl.node.p2p.discovery import Discovery, Fact
+from primerl.node.p2p.discovery import Discovery, GossipFact
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
 
@@ -41,12 +41,14 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def next_fact(facts: AsyncIterator[Fact]) -> Fact:
+async def next_fact(facts: AsyncIterator[GossipFact]) -> GossipFact:
     async with asyncio.timeout(DEADLINE_S):
         return await anext(facts)
 
 
-async def spread(source: Discovery, sealed: bytes, targets: Sequence[Discovery]) -> list[Fact]:
+async def spread(
+    source: Discovery, sealed: bytes, targets: Sequence[Discovery]
+) -> list[GossipFact]:
     """Publish until every target has yielded one fact."""
     heard = [asyncio.ensure_future(next_fact(target.facts())) for target in targets]
     async with asyncio.timeout(DEADLINE_S):
@@ -148,7 +150,7 @@ async def test_closing_ends_the_facts_and_may_be_done_twice(factory: Factory) ->
             assert await ended == []
 
 
-async def drain(discovery: Discovery) -> list[Fact]:
+async def drain(discovery: Discovery) -> list[GossipFact]:
     return [fact async for fact in discovery.facts()]
 
 

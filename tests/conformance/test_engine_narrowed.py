@@ -1,4 +1,4 @@
-"""Every engine that computes: temperature 0, top_k and top_p take the tokens that sampling.py says, whatever
+"""Every engine that computes: temperature 0, top_k and top_p take the tokens that sampler.py says, whatever
 the engine."""
 
 import asyncio
@@ -10,9 +10,8 @@ import torch
 from conformance.engine_factories import DRAWING_PARAMS, Case, make_case
 from support.engine_cases import request
 
-from primerl.node.inference.engine import Engine, GenerateRequest
-from primerl.node.inference.requests import narrowing
-from primerl.node.inference.sampling import Narrowed, draw
+from primerl.node.inference.engine import Engine, GenerateRequest, narrowing
+from primerl.node.inference.sampler import Narrowed, draw
 from primerl.node.models import huggingface
 
 REQUESTS = [

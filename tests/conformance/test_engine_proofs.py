@@ -12,7 +12,7 @@ from support.engine_cases import request, started, varied_requests
 
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Hidden, Projection
-from primerl.node.inference.network import build_network
+from primerl.node.inference.model import build_network
 from primerl.node.inference.scripted import scripted_hidden
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State

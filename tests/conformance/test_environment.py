@@ -9,8 +9,8 @@ from support.chat_model import make_chat_model
 from support.counting_environment import STOP, CountingEnvironment
 
 from primerl.node.config.run import EnvironmentConfig
-from primerl.node.environments.build import build_environment
 from primerl.node.environments.environment import Branch, Environment, Policy, ScoreMismatch
+from primerl.node.environments.hosted import build_environment
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 

@@ -51,7 +51,7 @@ from primerl.node.weights.moves import find
 from primerl.node.weights.offsets import Offsets
 from primerl.node.weights.partial import chunks_for
 from primerl.node.weights.payload import DELTA, FULL, blocks_of, check_layout, header, layout_of
-from primerl.node.weights.replica import Mirror, Policy, prove
+from primerl.node.weights.replica import Policy, WeightReplica, prove
 from primerl.node.weights.state import BITS, Changed, State, numel
 from primerl.protocol.envelope import Envelope, read_envelope
 from primerl.protocol.errors import RemoteProtocolError
@@ -195,7 +195,7 @@ def changes(data: bytes) -> bool:
 
 def mirror(data: bytes) -> bool:
     """A policy of a signed manifest: what is not exactly that state is refused, and nothing held changes."""
-    subject = Mirror(HELD)
+    subject = WeightReplica(HELD)
     try:
         prepared = subject.prepare(MANIFEST, MANIFEST.artifacts[0], data)
     except (CodecError, DigestMismatch):
@@ -222,7 +222,7 @@ def share(data: bytes) -> bool:
         offsets=offsets,
     )
     held = Policy(6, {name: BASE[name] for name in names}, HELD.digests, HELD.digest)
-    subject = Mirror(held, share=lambda _: frozenset(names))
+    subject = WeightReplica(held, share=lambda _: frozenset(names))
     try:
         needed = chunks_for(artifact, INFOS, names)
         given = [pieces[int.from_bytes(chunk.digest, "big")] for chunk in needed]

@@ -16,8 +16,8 @@ from primerl.node.config.run import EngineConfig, ModelCreateConfig, TrainingCon
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
-from primerl.node.training.backend import Batch, Sample
-from primerl.node.training.local import LocalBackend
+from primerl.node.training.backend import Sample, TrainBatch
+from primerl.node.training.local_backend import LocalBackend
 from primerl.node.weights.state import State
 
 SEQUENCES, TOKENS = 256, 64
@@ -49,7 +49,7 @@ async def train(directory: Path, device: str) -> tuple[float, float]:
     loss = seconds = 0.0
     for step in range(1, 6):
         started = time.perf_counter()
-        figures = await backend.step(Batch(step, [sample] * 128))
+        figures = await backend.step(TrainBatch(step, [sample] * 128))
         seconds = time.perf_counter() - started
         loss = figures.values["loss/mean"] if step == 1 else loss
     await backend.close()

@@ -18,8 +18,7 @@ import torch
 
 from primerl.crypto.hashing import digest_parts
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.export.collecting import fetch
-from primerl.node.training.export.device import DeviceExporter, compare, parts
+from primerl.node.training.export import DeviceExporter, compare, fetch, parts
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.state import State, state_bytes, tensor_digest

@@ -17,9 +17,9 @@ from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.config.training import LoraConfig
 from primerl.node.models import huggingface, model_files
 from primerl.node.models.tensors import bf16_state, to_torch
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.weights.adapters import Merged, changes, merge
+from primerl.node.weights.adapters import MergedAdapters, changes, merge
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import State, state_bytes
 
@@ -37,7 +37,7 @@ STEPS = 6
 THREADS = 8
 
 
-def batch(step: int, tokens: int, length: int) -> Batch:
+def batch(step: int, tokens: int, length: int) -> TrainBatch:
     """Random sequences with behaviour logprobs of a random policy."""
     chance = random.Random(step)
     half = length // 2
@@ -50,7 +50,7 @@ def batch(step: int, tokens: int, length: int) -> Batch:
         )
         for _ in range(tokens // length)
     ]
-    return Batch(step, samples)
+    return TrainBatch(step, samples)
 
 
 def measure(directory: Path, config: TrainingConfig, tokens: int, length: int) -> list[State]:
@@ -88,7 +88,7 @@ def show_merging(directory: Path, lora: LoraConfig, before: State, after: State)
     first = merge(base, before, lora, threads=THREADS)
     merging = time.perf_counter() - started
     started = time.perf_counter()
-    second = merge(base, after, lora, before=Merged(before, first), threads=THREADS)
+    second = merge(base, after, lora, before=MergedAdapters(before, first), threads=THREADS)
     found = changes(first, second)
     updating = time.perf_counter() - started
     different = sum(int((first[name].data != second[name].data).sum()) for name in found)

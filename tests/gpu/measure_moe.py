@@ -17,9 +17,9 @@ from support.training_cases import sample
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
-from primerl.node.training.backend import Batch
+from primerl.node.training import experts
+from primerl.node.training.backend import TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.training.model import experts
 from primerl.node.training.world import World
 
 STEPS = 5
@@ -66,7 +66,7 @@ def measure(name: str, directory: Path, config: TrainingConfig, world: World | N
     size = world.data_size if world else 1
     drawn = config.seq_len // 2
     rows = [sample(random.Random(at), prompt=4, drawn=drawn - 4) for at in range(2 * size)]
-    found = [mine.step(Batch(step, rows)).values for step in range(1, STEPS + 3)][2:]
+    found = [mine.step(TrainBatch(step, rows)).values for step in range(1, STEPS + 3)][2:]
     mine.close(keep_world=world is not None)
     values = sorted(found, key=lambda one: one["time/step"])[STEPS // 2]
     return (

@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import torch
 
-from primerl.node.inference.sampling import draw, draw_eager
+from primerl.node.inference.sampler import draw, draw_eager
 
 VOCABULARY = 151_936
 REPEATS = 50

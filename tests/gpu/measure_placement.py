@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
-from primerl.node.launch.beside_trainer import planned_share
-from primerl.node.launch.commands import with_gpus
-from primerl.node.launch.placement import Placement, place
+from primerl.node.launch.launcher import with_gpus
+from primerl.node.launch.placement import GpuPlacement, place, planned_share
 from primerl.node.ops.errors import UsageError
 from primerl.node.ops.gpus import installed, usable
 
@@ -46,7 +45,7 @@ def seen(names: Sequence[str] | None) -> list[str]:
     return [f"GPU-{uuid.removeprefix('GPU-')}" for uuid in json.loads(done.stdout)]
 
 
-def show(options: list[str], placement: Placement, uuids: dict[str, str]) -> bool:
+def show(options: list[str], placement: GpuPlacement, uuids: dict[str, str]) -> bool:
     """Print who sees what; whether that is right."""
     print(f"\nrl {' '.join(options)}")
     good = True

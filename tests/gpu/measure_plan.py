@@ -24,8 +24,8 @@ from primerl.node.inference.build import build_engine
 from primerl.node.memory_plan.memory import GIB, Device, plan_engine, plan_learner, token_bytes
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface
-from primerl.node.models.json_files import read_json
-from primerl.node.ops import gpu_memory
+from primerl.node.models.model_files import read_json
+from primerl.node.ops import gpus
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 from shapes import SHAPES  # pyright: ignore
@@ -79,12 +79,12 @@ def engines(shape_name: str, directory: Path, shape: ModelShape, device: Device)
 
 async def started(config: EngineConfig, directory: Path, fingerprint: str) -> tuple[int, int]:
     """Tokens of the cache, and bytes of the GPU that it takes after a first load."""
-    before = gpu_memory.visible()[0].free
+    before = gpus.visible_memory()[0].free
     engine = build_engine(config)
     try:
         await engine.start(directory, fingerprint=fingerprint)
         await engine.load(0, huggingface.policy_state(huggingface.load_model(directory)))
-        return engine.stats().kv_tokens, before - gpu_memory.visible()[0].free
+        return engine.stats().kv_tokens, before - gpus.visible_memory()[0].free
     finally:
         await engine.close()
 
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--skip-engines", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    there = gpu_memory.visible()
+    there = gpus.visible_memory()
     if not there:
         print("no GPU: nothing to compare")
         return 2

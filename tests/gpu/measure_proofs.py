@@ -28,10 +28,9 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.inference.vllm_options import engine_arguments
+from primerl.node.inference.vllm_options import engine_arguments, read_shape
 from primerl.node.inference.vllm_recorder import Recorder
-from primerl.node.inference.vllm_sampling import Step
-from primerl.node.inference.vllm_shape import read_shape
+from primerl.node.inference.vllm_sampling import SampledStep
 from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State
 
@@ -217,7 +216,7 @@ def recorder_costs(width: int, vocabulary: int, sequences: list[int]) -> list[di
                         began, hosts = time.perf_counter(), []
                     one = time.perf_counter()
                     positions = np.full(count, PROMPT + number % 400, np.int64)
-                    recorder.begin(Step(list(ids), positions, np.ones(count, bool), hidden))
+                    recorder.begin(SampledStep(list(ids), positions, np.ones(count, bool), hidden))
                     recorder.draw(logits)
                     recorder.end()
                     hosts.append(time.perf_counter() - one)

@@ -20,7 +20,7 @@ from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.config.training import FsdpConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import RankFailed
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.ranks.group import RankGroup
 from primerl.node.weights.state import digests, state_bytes
@@ -42,12 +42,14 @@ SHAPES = {
 }
 
 
-def batch(step: int, ranks: int, tokens: int, vocabulary: int) -> Batch:
+def batch(step: int, ranks: int, tokens: int, vocabulary: int) -> TrainBatch:
     """One sequence of `tokens` for each rank."""
     rng = random.Random(step)
     rows = [[rng.randrange(vocabulary) for _ in range(tokens)] for _ in range(ranks)]
     mask, logprobs = [False] + [True] * (tokens - 1), [0.0] + [-8.0] * (tokens - 1)
-    return Batch(step, [Sample(row, mask, logprobs, (-1.0) ** n) for n, row in enumerate(rows)])
+    return TrainBatch(
+        step, [Sample(row, mask, logprobs, (-1.0) ** n) for n, row in enumerate(rows)]
+    )
 
 
 async def timed(name: str, work: Awaitable[T]) -> T:
@@ -95,7 +97,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> None:
     try:
         await call
         await asyncio.sleep(1.0)
-        await backend.step(Batch(6, []))
+        await backend.step(TrainBatch(6, []))
     except RankFailed as error:
         print(f"{'killed rank: error after':36} {time.perf_counter() - began:8.2f}  {error}")
     await backend.close()

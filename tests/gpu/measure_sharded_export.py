@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.models.tensors import from_torch
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.export.device import SnapshotWriter
-from primerl.node.training.export.files import SnapshotReader, exchange_directory
-from primerl.node.training.export.gathering import Source, named_sources, whole_tensors
+from primerl.node.training.export import SnapshotWriter
+from primerl.node.training.gather import Source, named_sources, whole_tensors
+from primerl.node.training.snapshot import SnapshotReader, exchange_directory
 from primerl.node.training.world import World
 from primerl.node.weights.state import State, state_bytes
 

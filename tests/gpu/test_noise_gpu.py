@@ -6,7 +6,7 @@ from support.gpu_cases import no_waiting
 
 from primerl.node.inference.noise import gumbel
 from primerl.node.inference.noise_kernel import gumbel_on_gpu
-from primerl.node.inference.sampling import Drawn, draw, draw_eager
+from primerl.node.inference.sampler import SampledTokens, draw, draw_eager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -58,7 +58,7 @@ def test_draws_are_the_same_on_every_device(rows: int, vocabulary: int, dtype: t
         assert_same(found, wanted)
 
 
-def assert_same(found: Drawn, wanted: Drawn) -> None:
+def assert_same(found: SampledTokens, wanted: SampledTokens) -> None:
     assert found.tokens.dtype == torch.int64
     assert found.tokens.cpu().equal(wanted.tokens)
     assert bits(found.scores).equal(bits(wanted.scores))

@@ -8,7 +8,7 @@ import torch
 from support.engine_cases import SHAPE, make_qwen3
 from support.gpu_cases import no_waiting
 
-from primerl.node.inference.network import build_network
+from primerl.node.inference.model import build_network
 from primerl.node.inference.qwen3 import Plain, Qwen3Network
 from primerl.node.inference.qwen3_kernel import Kernels, differ
 

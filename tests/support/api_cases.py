@@ -13,7 +13,7 @@ from support.chat_model import IM_END, make_chat_model
 
 from primerl.node.api.completions import EngineRoutes
 from primerl.node.api.server import HttpServer, Served, serving
-from primerl.node.api.vllm_proxy import Upstreams, VllmProxy
+from primerl.node.api.vllm_proxy import ProxyTargets, VllmProxy
 from primerl.node.config.serving import ApiConfig
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.inference.engine import Completion, Engine, EngineStats, GenerateRequest
@@ -149,7 +149,7 @@ async def api(
     *,
     max_length: int = MAX_LENGTH,
     name: str = NAME,
-    proxied: Upstreams | None = None,
+    proxied: ProxyTargets | None = None,
     **settings: Any,
 ) -> AsyncGenerator[Client]:
     """A running server and a client of it."""

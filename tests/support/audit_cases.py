@@ -13,9 +13,9 @@ from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.environments.environment import Branch
 from primerl.node.ops.errors import EngineError
-from primerl.node.trainer.audit_queue import AuditDesk
+from primerl.node.trainer.audits import AuditQueue
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.calls import Answer, AuditCall, Chosen
+from primerl.node.verification.calls import AuditAnswer, AuditCall, AuditTarget
 from primerl.node.verification.checks import CheckedRollout
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.messages import AuditDone, AuditJob, AuditRequest, AuditWait, WorkerStats
@@ -44,13 +44,15 @@ def branch(length: int = 4) -> Branch:
     )
 
 
-def chosen(group: int, index: int, branches: int = 1) -> Chosen:
+def chosen(group: int, index: int, branches: int = 1) -> AuditTarget:
     """A rollout to audit."""
     items = [AuditItem([5, 6, 1], [], [-0.5], [3], b"") for _ in range(branches)]
-    return Chosen(CheckedRollout(group, index, [branch() for _ in range(branches)], 1.0), items)
+    return AuditTarget(
+        CheckedRollout(group, index, [branch() for _ in range(branches)], 1.0), items
+    )
 
 
-def call(*places: Chosen, sealed: bytes = b"bundle" * 100) -> AuditCall:
+def call(*places: AuditTarget, sealed: bytes = b"bundle" * 100) -> AuditCall:
     """An audit of these rollouts."""
     return AuditCall(
         sealed=sealed,
@@ -72,12 +74,12 @@ class Own:
         self.calls: list[AuditCall] = []
         self._dead = dead
 
-    async def audit(self, call: AuditCall) -> Answer:
+    async def audit(self, call: AuditCall) -> AuditAnswer:
         """See Audits."""
         self.calls.append(call)
         if self._dead:
             raise EngineError("dead")
-        return Answer(
+        return AuditAnswer(
             [[one] * len(c.items) for c, one in zip(call.chosen, self.found, strict=False)]
         )
 
@@ -108,16 +110,16 @@ class Told:
         """See Stream."""
 
 
-def desk(*validators: SecretKey, **settings: Any) -> AuditDesk:
+def desk(*validators: SecretKey, **settings: Any) -> AuditQueue:
     """A desk that believes these validators."""
     nodes = [key.node_id for key in validators or (VALIDATOR,)]
     base: dict[str, Any] = {"run_id": RUN, "trainer": TRAINER.node_id, "validators": nodes}
     more: dict[str, Any] = {"timeout_s": 5.0, **settings}
-    return AuditDesk(**base, **more)
+    return AuditQueue(**base, **more)
 
 
 async def request(
-    desk: AuditDesk,
+    desk: AuditQueue,
     key: SecretKey = VALIDATOR,
     versions: Sequence[int] = (2, 3),
     term: int = 0,
@@ -157,7 +159,7 @@ def sealed(report: AuditReport, key: SecretKey = VALIDATOR, **changes: Any) -> A
     return AuditDone(seal(key, purpose, run, report, **where))
 
 
-async def serve(desk: AuditDesk, key: SecretKey, *found: Measured | Unreadable) -> None:
+async def serve(desk: AuditQueue, key: SecretKey, *found: Measured | Unreadable) -> None:
     """A validator that reports the same of every job, until it is cancelled or refused."""
     while True:
         reply, _ = await request(desk, key)
@@ -165,7 +167,7 @@ async def serve(desk: AuditDesk, key: SecretKey, *found: Measured | Unreadable) 
             await desk.take_in(key.node_id, sealed(report(reply, *found), key))
 
 
-async def present(desk: AuditDesk, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
+async def present(desk: AuditQueue, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
     """The request of a validator that waits for a job, once the desk knows of it."""
     waiting = asyncio.create_task(request(desk, key))
     await until(lambda: desk.seats[key.node_id].waiting > 0)

@@ -16,8 +16,8 @@ from torch import Tensor
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.network import build_network
-from primerl.node.verification.auditor import AuditItem, Measured, Reply, Unreadable
+from primerl.node.inference.model import build_network
+from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, SamplingContract
 
@@ -130,7 +130,7 @@ def item_of(request: GenerateRequest, completion: Completion, version: int) -> A
     start, count = len(request.prompt), len(completion.token_ids)
     return AuditItem(
         token_ids=[*request.prompt, *completion.token_ids],
-        replies=[Reply(start, start + count, request.seed)],
+        replies=[SampledSpan(start, start + count, request.seed)],
         logprobs=completion.logprobs,
         versions=[version] * count,
         proof=completion.proof,

@@ -15,8 +15,8 @@ import numpy as np
 from primerl.crypto.hashing import digest
 from primerl.node.models.model_files import contract_files
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.training.backend import Batch, Sample, Snapshot, StepMetrics
-from primerl.node.training.saving.durable import whole_directory
+from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBatch
+from primerl.node.training.checkpoint import whole_directory
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Changed, State, Tensor
 
@@ -28,7 +28,7 @@ class CountingBackend:
     """TrainBackend without a model."""
 
     def __init__(self, *, seed: int = 0) -> None:
-        self.batches: list[Batch] = []
+        self.batches: list[TrainBatch] = []
         """Every batch since start() or load(), for tests to look at."""
         self._seed = seed
         self._model_dir: Path | None = None
@@ -41,7 +41,7 @@ class CountingBackend:
         self._model_dir = model_dir
         self._history = digest(f"seed {self._seed}".encode())
 
-    async def step(self, batch: Batch) -> StepMetrics:
+    async def step(self, batch: TrainBatch) -> StepMetrics:
         """Fold `batch` into the history; an empty one only counts."""
         self._running()
         if batch.step <= self._step:

@@ -17,8 +17,8 @@ from primerl.node.environments.environment import (
     Task,
 )
 from primerl.node.environments.exchange import Exchange
-from primerl.node.environments.outcome import branch
-from primerl.node.environments.replay import PlayFailed, Recording
+from primerl.node.environments.playing import branch
+from primerl.node.environments.replay import PlayFailed, RecordedRollout
 
 STOP = 1
 ASK = 2
@@ -88,7 +88,7 @@ class CountingEnvironment:
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turn."""
         _check(task)
-        recording = Recording(branches, stop_token_ids=(STOP,))
+        recording = RecordedRollout(branches, stop_token_ids=(STOP,))
         episode = await self.run(task, recording)
         if episode.error:
             raise ScoreMismatch(episode.error)

@@ -16,7 +16,7 @@ from primerl.node.inference.qwen3_shapes import shapes
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.pipeline.activations import rounded
-from primerl.node.verification.auditor import AuditItem, Boundary
+from primerl.node.verification.auditor import AuditItem, BoundaryClaim
 from primerl.node.weights.state import State
 from primerl.protocol.pipelines import Encoding
 
@@ -57,7 +57,7 @@ def staged(
     led = torch.tensor(places) - 1
     tokens = torch.tensor(item.token_ids)
     positions = torch.arange(len(tokens))
-    boundaries: list[Boundary] = []
+    boundaries: list[BoundaryClaim] = []
     with torch.inference_mode():
         x = logprobs = torch.empty(0)
         for number, state in enumerate(states):
@@ -74,7 +74,7 @@ def staged(
             x = network.through(x, positions, network.among([len(tokens)]))
             if number < len(cuts):
                 x = rounded(x, encoding)
-                boundaries.append(Boundary(layers.stop, encoding, crossing(x[led])))
+                boundaries.append(BoundaryClaim(layers.stop, encoding, crossing(x[led])))
             else:
                 logprobs = torch.log_softmax(network.logits(x[led]).float() / TEMPERATURE, -1)
     drawn = torch.tensor([item.token_ids[place] for place in places])

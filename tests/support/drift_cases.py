@@ -11,7 +11,7 @@ from support.swarm import Swarm
 from primerl.crypto.hashing import NO_DIGEST
 from primerl.node.p2p.transport import Stream
 from primerl.node.storage.chunk_store import Store
-from primerl.node.weights.chain import Chain
+from primerl.node.weights.chain import VersionChain
 from primerl.node.weights.chunking import cut
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.replica import prove
@@ -34,7 +34,7 @@ class Line:
         anchors: Collection[int] = (),
     ) -> None:
         self.store = store
-        self.chain = Chain()
+        self.chain = VersionChain()
         self.states: list[State] = []
         self.manifests: list[PolicyManifest] = []
         self._words = words

@@ -12,14 +12,13 @@ from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import Arrivals
-from primerl.node.p2p.blobs import BlobServer
-from primerl.node.p2p.chunk_source import ChunkSource, PeerPaths
-from primerl.node.p2p.exchange import BlobFetcher
+from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.connections import ConnectionPool, Handler, Router
+from primerl.node.p2p.download import BlobFetcher
+from primerl.node.p2p.download_state import ChunkSource, PeerPaths
 from primerl.node.p2p.limits import Pacer
-from primerl.node.p2p.links import Links
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.router import Handler, Router
+from primerl.node.p2p.serve import BlobServer
 from primerl.node.storage.chunk_store import MemoryStore, Store
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import ALPN_BLOBS
@@ -85,8 +84,8 @@ class Bare:
         self.store = store or MemoryStore(max_bytes=1 << 30)
         self.transport = network.transport(self.id)
         self.peers = PeerTable()
-        self.links = Links(self.transport, self.peers, connect_timeout_s=2.0)
-        self.arrivals = Arrivals()
+        self.links = ConnectionPool(self.transport, self.peers, connect_timeout_s=2.0)
+        self.arrivals = ChunkArrivals()
         self.server = BlobServer(self.store, self.arrivals, pacer or Pacer(0))
         self.fetcher = BlobFetcher(
             self.links, self.peers, self.store, self.arrivals, seeds=seeds, paths=paths

@@ -13,13 +13,18 @@ from typing import Any
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference import host
-from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.inference.engine import (
+    Completion,
+    EngineStats,
+    GenerateRequest,
+    WeightsFault,
+    Written,
+)
 from primerl.node.inference.handover import POSITIONS, VALUES, WHOLE, read_spans
 from primerl.node.inference.host_frames import ApiOptions
-from primerl.node.inference.replica import Finding, Written
 from primerl.node.inference.sleeping import Sleeper
 from primerl.node.ops.errors import EngineError, EngineLost, UsageError
-from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.place import StagePlace
 from primerl.node.weights.checkpoint import read_checkpoint, read_metadata
 from primerl.node.weights.state import State
 
@@ -37,7 +42,7 @@ DEADLY = 98
 class Fake:
     """Implements host.Core; `place` is where it is stage 0 of a pipeline."""
 
-    def __init__(self, config: EngineConfig, *place: Place) -> None:
+    def __init__(self, config: EngineConfig, *place: StagePlace) -> None:
         self._says: dict[str, Any] = config.vllm
         self._state: State = {}
         self._staged: State = {}
@@ -77,10 +82,10 @@ class Fake:
             print("this machine has no GPU any more", file=sys.stderr, flush=True)
             os._exit(4)
 
-    async def check(self, path: str) -> Finding:
+    async def check(self, path: str) -> WeightsFault:
         """See BAD."""
         state = read_checkpoint(Path(path))
-        return Finding("a number is bad" if state["w"].data[0] == BAD else "", [])
+        return WeightsFault("a number is bad" if state["w"].data[0] == BAD else "", [])
 
     async def load(self, version: int, path: str) -> Written:
         """See DEADLY."""
@@ -89,12 +94,12 @@ class Fake:
             os._exit(5)
         return Written(0.002, 0.001)
 
-    async def stage(self, path: str) -> Finding:
+    async def stage(self, path: str) -> WeightsFault:
         """`refuses_updates`: a file; the process that takes it away refuses this update."""
         if _taken(self._says.get("refuses_updates", "/nowhere")):
-            return Finding("its parameters have moved", [])
+            return WeightsFault("its parameters have moved", [])
         self._staged = _with_changes(self._state, Path(path))
-        return Finding("", [])
+        return WeightsFault("", [])
 
     async def write(self, version: int) -> Written:
         """What was staged."""

@@ -26,8 +26,8 @@ from primerl.node.environments.environment import (
 from primerl.node.environments.exchange import Exchange, Stuck
 from primerl.node.environments.host import main
 from primerl.node.environments.host_frames import SetUp
-from primerl.node.environments.outcome import branch
-from primerl.node.environments.replay import Recording
+from primerl.node.environments.playing import branch
+from primerl.node.environments.replay import RecordedRollout
 
 PROMPT = [ASK, 40]
 """Of every task."""
@@ -71,7 +71,7 @@ class Moody:
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Play again with the recorded turn."""
-        return (await self._play(task, Recording(branches, stop_token_ids=(STOP,)))).score
+        return (await self._play(task, RecordedRollout(branches, stop_token_ids=(STOP,)))).score
 
     async def _play(self, task: Task, policy: Policy) -> Episode:
         deadline = self._config.timeout_s

@@ -11,9 +11,9 @@ from pathlib import Path
 from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training import rank
-from primerl.node.training.backend import Batch, Sample, StepMetrics
+from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
+from primerl.node.training.learner_state import Ranks
 from primerl.node.training.ranks.calls import Start
-from primerl.node.training.saving.agreement import Ranks
 from primerl.node.training.world import World
 
 FINE, REFUSED, DIFFERS, RAISES, HANGS, SLOW, MEMORY = range(7)
@@ -33,7 +33,7 @@ class FakeShare:
         self.steps = 0
         self.ranks = Ranks.join(20.0)
 
-    def step(self, batch: Batch) -> StepMetrics:
+    def step(self, batch: TrainBatch) -> StepMetrics:
         kind = batch.samples[0].token_ids[0] if batch.samples else FINE
         odd = self.world.rank == self.world.size - 1
         if kind == REFUSED or (kind == DIFFERS and odd):

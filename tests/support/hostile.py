@@ -15,13 +15,13 @@ from support.swarm import Swarm, at_home
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.app import rundir
 from primerl.node.config.run import RunConfig
-from primerl.node.p2p.arrivals import Arrivals
-from primerl.node.p2p.blobs import BlobServer
-from primerl.node.p2p.heads import HeadBook, HeadServer
+from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.connections import Router
+from primerl.node.p2p.heads import HeadServer, HeadStore
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.router import Router
 from primerl.node.p2p.rpc import receive, send
+from primerl.node.p2p.serve import BlobServer
 from primerl.node.p2p.transport import Stream
 from primerl.node.storage.chunk_store import MemoryStore
 from primerl.node.storage.ledger import Ledger
@@ -91,13 +91,13 @@ class HostileTrainer:
         model = Path(config.model.name)
         self.documents = await rundir.documents(config, self.key, self.ledger, self.store, model)
         self.run = self.documents.run_id
-        self.book = HeadBook(TrustedRun(self.run, self.key.node_id), self.ledger)
+        self.book = HeadStore(TrustedRun(self.run, self.key.node_id), self.ledger)
         self._server = HeadServer(self.book)
         transport = at_home(self._swarm.network, self.key.node_id)
         now = int(time.time())
         ticket = Ticket(self.run, self.key.node_id, transport.addresses(), (), now, now + AN_HOUR)
         self._swarm.ticket = tickets.issue(self.key, ticket)
-        blobs = BlobServer(self.store, Arrivals(), Pacer(0))
+        blobs = BlobServer(self.store, ChunkArrivals(), Pacer(0))
         router = Router(
             transport,
             PeerTable(),

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from primerl.node.config.training import LossConfig
-from primerl.node.training.losses.by_name import TokenInputs
-from primerl.node.training.losses.sums import LossSums
+from primerl.node.training.losses import LossSums, TokenInputs
 
 Column = NDArray[np.float64]
 LENGTHS = (3, 1, 5, 2, 4)

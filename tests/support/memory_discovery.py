@@ -11,9 +11,9 @@ from typing import Protocol, TypeVar
 from support.memory_streams import MemoryConnection, Uplink, connect_ends
 
 from primerl.crypto.hashing import digest
-from primerl.node.p2p.discovery import Fact
+from primerl.node.p2p.discovery import GossipFact
 from primerl.node.p2p.transport import ConnectionLost, Stream, Unreachable
-from primerl.node.p2p.waiting import Inbox, Signal
+from primerl.node.p2p.waiting import AsyncQueue, Notifier
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
 
@@ -57,9 +57,9 @@ class MemoryDiscovery:
         self._wanted: tuple[str, ...] = ()
         self._neighbours: dict[str, MemoryDiscovery] = {}
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._facts: deque[Fact] = deque(maxlen=MAX_FACTS)
-        self._arrived = Signal()
-        self._callers: Inbox[tuple[bytes, Stream]] = Inbox(MAX_CALLERS, _left)
+        self._facts: deque[GossipFact] = deque(maxlen=MAX_FACTS)
+        self._arrived = Notifier()
+        self._callers: AsyncQueue[tuple[bytes, Stream]] = AsyncQueue(MAX_CALLERS, _left)
         self._heard = False
         self._closed = False
 
@@ -92,7 +92,7 @@ class MemoryDiscovery:
         self._is_new(sealed)
         self._spread(sealed)
 
-    async def facts(self) -> AsyncIterator[Fact]:
+    async def facts(self) -> AsyncIterator[GossipFact]:
         """Facts from others; ends when the discovery is closed. All iterators share one queue."""
         while not self._closed:
             if self._facts:
@@ -173,7 +173,7 @@ class MemoryDiscovery:
         """Take a fact from a neighbour and pass it on, once."""
         if not self._is_new(sealed):
             return
-        self._facts.append(Fact(sealed, source))
+        self._facts.append(GossipFact(sealed, source))
         self._arrived.fire()
         self._spread(sealed)
 

@@ -15,7 +15,7 @@ from primerl.node.p2p.transport import (
     StreamClosed,
     TransportError,
 )
-from primerl.node.p2p.waiting import Inbox, Signal
+from primerl.node.p2p.waiting import AsyncQueue, Notifier
 
 STREAM_BACKLOG = 256
 """Streams of one connection that may wait for accept_stream()."""
@@ -35,7 +35,7 @@ class Pipe:
         self._unread = bytearray()
         self._finished = False
         self._broken: Broken | None = None
-        self._changed = Signal()
+        self._changed = Notifier()
 
     async def put(self, data: memoryview) -> None:
         """Append all of `data`, waiting for room."""
@@ -167,7 +167,7 @@ class MemoryConnection:
         self._other = self
         self._reason: str | None = None
         self._streams: weakref.WeakSet[MemoryStream] = weakref.WeakSet()
-        self._incoming: Inbox[MemoryStream] = Inbox(STREAM_BACKLOG, self._lost)
+        self._incoming: AsyncQueue[MemoryStream] = AsyncQueue(STREAM_BACKLOG, self._lost)
         self._sent = 0
 
     def pair(self, other: "MemoryConnection") -> None:

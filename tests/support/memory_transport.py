@@ -13,7 +13,7 @@ from support.memory_streams import MemoryConnection, Uplink, connect_ends
 
 from primerl.crypto.hashing import short
 from primerl.node.p2p.transport import Connection, ConnectionLost, Unreachable
-from primerl.node.p2p.waiting import Inbox, Signal
+from primerl.node.p2p.waiting import AsyncQueue, Notifier
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB
 
 DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
@@ -59,7 +59,7 @@ class MemoryNetwork:
         self.uplink = uplink
         self.loss = loss
         self.window = window
-        self.changed = Signal()
+        self.changed = Notifier()
         self.transports: dict[str, MemoryTransport] = {}
         self.discoveries: dict[str, MemoryDiscovery] = {}
         self._cut: set[frozenset[bytes]] = set()
@@ -143,7 +143,7 @@ class MemoryTransport:
         self._alpns = tuple(alpns)
         self._connections: set[MemoryConnection] = set()
         self._closed = False
-        self._incoming: Inbox[MemoryConnection] = Inbox(BACKLOG, _transport_closed)
+        self._incoming: AsyncQueue[MemoryConnection] = AsyncQueue(BACKLOG, _transport_closed)
 
     @property
     def node_id(self) -> bytes:

@@ -7,9 +7,9 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.memory_plan.stages import CutModel
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.pipeline.planner import Terms
+from primerl.node.pipeline.planner import PlanLimits
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer.pipeline_coordinator import PipelineDesk
+from primerl.node.trainer.pipeline_coordinator import PipelineCoordinator
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.manifests import PeerRecord
 from primerl.protocol.messages import OfferStage, StagePlanned, StageWait
@@ -31,7 +31,7 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 SHAPE: ModelShape = read_shape(CONFIG)
-TERMS = Terms("float32", hidden_size=64, max_model_len=256, max_sequences=8)
+TERMS = PlanLimits("float32", hidden_size=64, max_model_len=256, max_sequences=8)
 MODEL = CutModel(SHAPE, TERMS)
 PART = 2_900_000
 """Bytes: half of the model, with room for sequences."""
@@ -81,8 +81,8 @@ class World:
         self.started = self.now
         self.desk = self.make()
 
-    def make(self) -> PipelineDesk:
-        return PipelineDesk(
+    def make(self) -> PipelineCoordinator:
+        return PipelineCoordinator(
             key=TRAINER,
             run_id=RUN,
             model=self.model,

@@ -12,7 +12,7 @@ from support.scripted_stages import WIDTH, ScriptedHead, ScriptedStage
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.pipeline.frame import Frame
-from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.place import StagePlace
 from primerl.node.pipeline.port import Port, PortClosed
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, check_plan
@@ -110,7 +110,7 @@ class LocalPipeline:
         ports: Ports | None = None,
     ) -> None:
         config = EngineConfig(type="vllm")
-        places = [Place(plan, rank, "") for rank in range(len(plan.stages))]
+        places = [StagePlace(plan, rank, "") for rank in range(len(plan.stages))]
         self.ports = ports or Ports(len(places))
         self.head = ScriptedHead(config, places[0], open_port=self.ports.of(0))
         self.stages = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.inference.compute import ComputeThread
+from primerl.node.inference.hf import ComputeThread
 from primerl.node.ops.errors import EngineError, one_line
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.verification.portions import first_portion

@@ -16,9 +16,8 @@ from support.memory_transport import MemoryNetwork
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.ops.errors import EngineError
-from primerl.node.p2p.links import Links
+from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.router import Router
 from primerl.node.p2p.transport import Transport
 from primerl.node.pipeline import stage_loop
 from primerl.node.pipeline.door import Door
@@ -96,7 +95,7 @@ class Node:
     key: SecretKey
     transport: Transport
     peers: PeerTable
-    links: Links
+    links: ConnectionPool
     door: Door
 
 
@@ -126,7 +125,7 @@ class Chain:
         """A node that answers ALPN_PIPELINE."""
         transport = await self._make(key)
         peers = PeerTable()
-        links = Links(transport, peers, connect_timeout_s=5.0)
+        links = ConnectionPool(transport, peers, connect_timeout_s=5.0)
         door = Door(key.node_id, RUN, TRAINER.node_id)
         router = Router(
             transport, peers, {ALPN_PIPELINE: door.handle}, max_streams_per_peer=32, max_peers=32

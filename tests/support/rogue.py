@@ -21,8 +21,8 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.environments.environment import Task
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.fingerprint import Projection
+from primerl.node.p2p.connections import Handler, Router
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.router import Handler, Router
 from primerl.node.p2p.rpc import Refused, ask, receive_reply, send
 from primerl.node.p2p.transport import Connection, Transport, TransportError
 from primerl.protocol import tickets

@@ -38,7 +38,7 @@ from primerl.node.pipeline.frame_codec import FrameLimits
 from primerl.node.pipeline.hosted_stage import HostedLanes
 from primerl.node.pipeline.layers import layer_of
 from primerl.node.pipeline.micro_batches import MicroBatches
-from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.place import StagePlace
 from primerl.node.pipeline.port import Port, PortClosed
 from primerl.node.pipeline.socket_port import SocketPort
 from primerl.node.pipeline.stage_loop import LoopStats, serve
@@ -138,7 +138,7 @@ class ScriptedStage:
     def __init__(
         self,
         config: EngineConfig,
-        place: Place,
+        place: StagePlace,
         *,
         open_port: Callable[[], Port] | None = None,
         lie: Callable[[States], States] = lambda states: states,
@@ -258,7 +258,7 @@ class ScriptedStage:
             serve(port, self, rank=self.place.rank, stats=self.loop_stats)
 
 
-def socket_port(place: Place) -> Port:
+def socket_port(place: StagePlace) -> Port:
     """The port to the node's process."""
     return SocketPort(place.socket, FrameLimits.of(place.shape))
 
@@ -313,7 +313,11 @@ class ScriptedHead:
     """Implements HeadEngine, and Laned: schedules micro-batches as it gets them back, in a thread."""
 
     def __init__(
-        self, config: EngineConfig, place: Place, *, open_port: Callable[[], Port] | None = None
+        self,
+        config: EngineConfig,
+        place: StagePlace,
+        *,
+        open_port: Callable[[], Port] | None = None,
     ) -> None:
         self.place = place
         self.policy_version = -1

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import NodeError
-from primerl.node.training.export.device import SnapshotWriter
-from primerl.node.training.export.gathering import named_sources, policy_sources, whole_tensors
+from primerl.node.training.export import SnapshotWriter
+from primerl.node.training.gather import named_sources, policy_sources, whole_tensors
 
 CHUNK = 500
 SHARES = (0.0, 0.01, 0.6, 0.0, 0.1)

@@ -98,7 +98,7 @@ class StageSwarm(Swarm):
                             return name, row
                 await asyncio.sleep(0.05)
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Parts:
+    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
         def backend(config: RunConfig) -> WitnessBackend:
             self.backends.append(LayeredBackend(self.fakes))
             return self.backends[-1]
@@ -126,7 +126,7 @@ class RealStageSwarm(StageSwarm):
     async def __aenter__(self) -> "RealStageSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Parts:
+    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
         def engine(config: EngineConfig) -> Engine:
             return factories.build_engine(config)
 

@@ -22,7 +22,7 @@ from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
-from primerl.node.app.factories import MakeLedger, Parts
+from primerl.node.app.factories import Factories, MakeLedger
 from primerl.node.app.trainer import TrainerNode
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import (
@@ -348,7 +348,7 @@ class Swarm:
         self.ticket = ticket
         self._ticketed.set()
 
-    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Parts:
+    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
         """The fakes of one node."""
 
         def backend(config: RunConfig) -> WitnessBackend:
@@ -369,7 +369,7 @@ class Swarm:
         ) -> Environment:
             return CountingEnvironment(max_tokens=max_tokens)
 
-        return Parts(
+        return Factories(
             transport=self._transport,
             discovery=self._discovery,
             environment=environment,

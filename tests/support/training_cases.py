@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
-from primerl.node.training.backend import Batch, Sample
-from primerl.node.training.buffer import BranchTokens, Group, ScoredRollout
+from primerl.node.training.backend import Sample, TrainBatch
+from primerl.node.training.buffer import BranchTokens, RolloutGroup, ScoredRollout
 
 TINY = ModelCreateConfig(
     hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
@@ -60,10 +60,10 @@ def sample(
     )
 
 
-def batch(step: int, seed: int = 0, rows: int = 6) -> Batch:
+def batch(step: int, seed: int = 0, rows: int = 6) -> TrainBatch:
     """Samples of many lengths with advantages of both signs; the same for the same arguments."""
     rng = random.Random(f"{step} {seed}")
-    return Batch(
+    return TrainBatch(
         step,
         [
             sample(rng, drawn=rng.randint(1, 9), advantage=rng.choice([-1.0, 0.5]))
@@ -74,7 +74,7 @@ def batch(step: int, seed: int = 0, rows: int = 6) -> Batch:
 
 def group(
     rewards: list[float], *, oldest: int = 0, node: bytes = b"n", task: bytes = b"t"
-) -> Group:
+) -> RolloutGroup:
     branch = BranchTokens([1, 2, 3], [False, True, True], [0.0, -1.0, -2.0])
     rollouts = [ScoredRollout([branch], reward) for reward in rewards]
-    return Group(task, "reverse-text", rollouts, oldest, node, b"lease")
+    return RolloutGroup(task, "reverse-text", rollouts, oldest, node, b"lease")

@@ -15,7 +15,7 @@ from primerl.node.inference.hosted import HostedEngine
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
 from primerl.node.pipeline.layers import names_of
-from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.place import StagePlace
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
@@ -105,7 +105,7 @@ async def pipeline(
     ]
     with tempfile.TemporaryDirectory() as directory:
         ring = ByteRing(Path(directory), len(plan.stages), plan.shape, delay_s)
-        places = [Place(plan, rank, str(path)) for rank, path in enumerate(ring.paths)]
+        places = [StagePlace(plan, rank, str(path)) for rank, path in enumerate(ring.paths)]
         head = HostedHead(configs[0], places[0])
         stages = [
             HostedStage(config, place)

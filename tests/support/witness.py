@@ -20,8 +20,8 @@ from primerl.crypto.hashing import derive
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.inference.fingerprint import Hidden, Projection
 from primerl.node.ops.errors import EngineError
-from primerl.node.training.backend import Batch, StepMetrics
-from primerl.node.verification.auditor import AuditItem, Measured, Reply, Unreadable
+from primerl.node.training.backend import StepMetrics, TrainBatch
+from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.weights.state import Changed, State, Tensor, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 
@@ -258,7 +258,7 @@ class WitnessAuditor:
             other_policy=0.0,
         )
 
-    def _margins(self, tokens: list[int], reply: Reply) -> list[float]:
+    def _margins(self, tokens: list[int], reply: SampledSpan) -> list[float]:
         """No gap where the seed says the same, a large one where it does not."""
         assert self._run is not None
         sampling, stops = self._run.sampling, self._run.model.stop_token_ids
@@ -293,7 +293,7 @@ class WitnessBackend(CountingBackend):
         super().__init__()
         self._fakes = fakes
 
-    async def step(self, batch: Batch) -> StepMetrics:
+    async def step(self, batch: TrainBatch) -> StepMetrics:
         """See TrainBackend; waits where the test says so."""
         if batch.step > self._fakes.last_step:
             await self._fakes.go.wait()
@@ -309,7 +309,7 @@ class WitnessBackend(CountingBackend):
         return state
 
 
-def trained_ages(batch: Batch) -> set[int]:
+def trained_ages(batch: TrainBatch) -> set[int]:
     """How many versions old the tokens of a batch were when they were trained, by their own witness."""
     return {
         batch.step - 1 - version_told(logprob)

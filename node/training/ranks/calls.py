@@ -10,7 +10,7 @@ import msgspec
 
 from ...ops.errors import EngineError, NodeError, StorageError
 from ...process.frames import Message
-from ..backend import Batch, Sample
+from ..backend import Sample, TrainBatch
 
 MAX_FRAME = 2**31
 """Bytes of a call: a batch of some hundred million tokens."""
@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """One optimizer step. Answered by Figures."""
 
-    batch: Batch
+    batch: TrainBatch
 
 
 class Evaluate(msgspec.Struct, frozen=True, tag="evaluate"):

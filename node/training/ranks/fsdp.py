@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ...config.run import TrainingConfig
 from ...ops.errors import EngineError
 from ...weights.state import State
-from ..backend import Batch, Sample, Snapshot, StepMetrics
-from ..export.files import SnapshotReader, exchange_directory
+from ..backend import Sample, Snapshot, StepMetrics, TrainBatch
+from ..snapshot import SnapshotReader, exchange_directory
 from .calls import (
     Ask,
     EndSupervised,
@@ -102,7 +102,7 @@ class FsdpBackend:
             await self.close()
             raise
 
-    async def step(self, batch: Batch) -> StepMetrics:
+    async def step(self, batch: TrainBatch) -> StepMetrics:
         """One optimizer step; an empty batch only advances the schedule. Raises EngineError, RankFailed.
 
         Deadline: 2 x fsdp.timeout_s and 10 ms for each token.

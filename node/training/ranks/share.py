@@ -6,11 +6,10 @@ Every method is collective: all ranks call it with the same arguments.
 from pathlib import Path
 
 from ...config.training import TrainingConfig
-from ..backend import Batch, Sample, StepMetrics
-from ..export.device import SnapshotWriter
+from ..backend import Sample, StepMetrics, TrainBatch
+from ..export import SnapshotWriter
 from ..learner import Learner
-from ..saving.agreement import Ranks
-from ..saving.saved import CutLearner
+from ..learner_state import CutLearner, Ranks
 from ..world import World
 from .calls import Start
 
@@ -39,7 +38,7 @@ class LearnerShare:
         )
         return cls(learner, world, ranks)
 
-    def step(self, batch: Batch) -> StepMetrics:
+    def step(self, batch: TrainBatch) -> StepMetrics:
         """See Learner."""
         return self._learner.step(batch)
 

@@ -14,8 +14,8 @@ from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.app.factories import Parts
-from primerl.node.app.services import Stack, open_stack
+from primerl.node.app.factories import Factories
+from primerl.node.app.services import NodeServices, open_services
 from primerl.node.config.run import NetworkConfig, NodeConfig
 from primerl.node.p2p.discovery import Discovery
 from primerl.node.p2p.transport import Transport
@@ -30,7 +30,7 @@ NOWHERE = ("127.0.0.1:9",)
 CHUNKS = [bytes([i]) * (200_000 + i) for i in range(6)]
 
 
-def in_memory(world: MemoryNetwork) -> Parts:
+def in_memory(world: MemoryNetwork) -> Factories:
     """Nodes of one world, with discovery."""
 
     async def transport(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
@@ -45,24 +45,24 @@ def in_memory(world: MemoryNetwork) -> Parts:
         await made.start(bootstrap)
         return made
 
-    return Parts(transport=transport, discovery=discovery)
+    return Factories(transport=transport, discovery=discovery)
 
 
 @asynccontextmanager
 async def stack(
     key: SecretKey,
     folder: Path,
-    parts: Parts,
+    parts: Factories,
     bootstrap: tuple[str, ...] = (),
     **network: Any,
-) -> AsyncGenerator[Stack]:
+) -> AsyncGenerator[NodeServices]:
     """The network half of one node."""
     local: dict[str, Any] = {"host": "127.0.0.1", "connect_timeout_s": 0.5}
     config = NodeConfig(fsync=False, network=NetworkConfig(**(local | network)))
     ledger = Ledger(folder / "ledger.db", fsync=False)
     store = FileStore(folder / "chunks", max_bytes=1 << 30, fsync=False)
     try:
-        async with open_stack(
+        async with open_services(
             config,
             key,
             ledger,
@@ -82,7 +82,7 @@ def filled(store: FileStore) -> list[ChunkRef]:
     return [ChunkRef(store.put(data), len(data)) for data in CHUNKS]
 
 
-def meet_wrongly(worker: Stack, discovery: Sequence[str]) -> None:
+def meet_wrongly(worker: NodeServices, discovery: Sequence[str]) -> None:
     """A record of the trainer whose UDP address leads nowhere."""
     record = PeerRecord(TRAINER.node_id, "trainer", "0", NOWHERE, tuple(discovery), True)
     worker.peers.learn(record, b"")
@@ -108,7 +108,7 @@ def web(folder: Path) -> Generator[str]:
         server.server_close()
 
 
-async def bring(worker: Stack, chunks: Sequence[ChunkRef]) -> None:
+async def bring(worker: NodeServices, chunks: Sequence[ChunkRef]) -> None:
     """Fetch from the trainer, who is the only one to ask."""
     await worker.fetcher.fetch(chunks, [], TRAINER.node_id)
     assert [worker.store.get(chunk.digest) for chunk in chunks] == CHUNKS
@@ -118,7 +118,7 @@ async def bring(worker: Stack, chunks: Sequence[ChunkRef]) -> None:
 async def test_chunks_come_over_tcp_where_iroh_does_not_get_through(
     tmp_path: Path, kind: str
 ) -> None:
-    parts = in_memory(MemoryNetwork()) if kind == "memory" else Parts()
+    parts = in_memory(MemoryNetwork()) if kind == "memory" else Factories()
     async with (
         stack(TRAINER, tmp_path / "trainer", parts) as trainer,
         stack(WORKER, tmp_path / "worker", parts) as worker,

@@ -17,7 +17,7 @@ from support.swarm_fixtures import quiet_registry
 from support.witness import Fakes, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.app.factories import Parts
+from primerl.node.app.factories import Factories
 from primerl.node.app.inference import FollowedPolicy, OwnPolicy, bounded
 from primerl.node.app.running_node import Node
 from primerl.node.config.run import EngineConfig
@@ -160,7 +160,7 @@ async def test_a_run_is_followed_version_by_version_without_a_lease(tmp_path: Pa
         own.engine = WitnessEngine(fakes, "server")
         told = Announced()
         config = serve_config(own.data_dir, ticket=swarm.ticket)
-        parts: Parts = swarm._parts(own)  # pyright: ignore[reportPrivateUsage]
+        parts: Factories = swarm._parts(own)  # pyright: ignore[reportPrivateUsage]
         node = FollowedPolicy(config, own.key, told, parts)
         async with running(node, told) as client:
             assert told.name == "r"
@@ -231,7 +231,7 @@ async def test_an_engine_that_is_given_up_ends_the_node(
 
     told = Announced()
     config = serve_config(tmp_path / "n", model={"name": str(own_model[0])})
-    node = OwnPolicy(config, key(), told, Parts(engine=engine))
+    node = OwnPolicy(config, key(), told, Factories(engine=engine))
     task = asyncio.create_task(node.run())
     await until(lambda: bool(told.url))
     made[0].gone = True

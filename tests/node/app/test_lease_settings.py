@@ -8,7 +8,7 @@ import pytest
 from primerl.node.app.lease_settings import longest_sequence
 from primerl.node.config.loader import load
 from primerl.node.config.run import JoinConfig, RunConfig
-from primerl.node.launch.commands import write_worker_config
+from primerl.node.launch.launcher import write_worker_config
 from primerl.node.ops.errors import UsageError
 
 

@@ -8,8 +8,8 @@ from support.memory_discovery import MemoryDiscovery
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.app.factories import Parts
-from primerl.node.app.services import open_stack, open_store
+from primerl.node.app.factories import Factories
+from primerl.node.app.services import open_services, open_store
 from primerl.node.config.run import JoinConfig, NetworkConfig
 from primerl.node.ops.errors import BusyError
 from primerl.node.p2p.discovery import Discovery
@@ -60,7 +60,7 @@ async def started(machine: Machine, directory: Path, port: int = 0) -> tuple[str
     config = JoinConfig(fsync=False, network=NetworkConfig(libp2p_port=port))
     ledger = Ledger(directory / "ledger.db", fsync=False)
     try:
-        async with open_stack(
+        async with open_services(
             config,
             KEY,
             ledger,
@@ -68,7 +68,7 @@ async def started(machine: Machine, directory: Path, port: int = 0) -> tuple[str
             run_id=bytes(32),
             trainer=KEY.node_id,
             role="trainer",
-            parts=Parts(transport=machine.transport, discovery=machine.discovery),
+            parts=Factories(transport=machine.transport, discovery=machine.discovery),
         ) as stack:
             return stack.discovery_addresses()
     finally:

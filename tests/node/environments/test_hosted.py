@@ -11,9 +11,8 @@ from support.chat_model import IM_END, make_chat_model
 
 from primerl.node.app.startup import demonstrations
 from primerl.node.config.run import EnvironmentConfig
-from primerl.node.environments.build import build_environment
 from primerl.node.environments.environment import Environment
-from primerl.node.environments.hosted import PROGRAM
+from primerl.node.environments.hosted import PROGRAM, build_environment
 from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"

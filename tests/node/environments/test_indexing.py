@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from primerl.node.environments.environment import EnvironmentFailed
-from primerl.node.environments.indexing import FAR, REGION, TaskIndex, WalkLimits
+from primerl.node.environments.taskset import FAR, REGION, TaskIndex, WalkLimits
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from support.counting_environment import STOP, CountingEnvironment
 from support.swarm import Running, Swarm, make_model
 from support.witness import Fakes, WitnessEngine
 
-from primerl.node.app.factories import Parts
+from primerl.node.app.factories import Factories
 from primerl.node.config.run import (
     EngineConfig,
     EnvironmentConfig,
@@ -222,7 +222,7 @@ class Watched(Swarm):
     async def __aenter__(self) -> "Watched":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> Parts:
+    def _parts(self, running: Running, ledger: Any = None) -> Factories:
         def evaluation_engine(config: EngineConfig) -> Engine:
             async def pause() -> None:
                 await self.gate.wait()

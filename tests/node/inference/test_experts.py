@@ -9,9 +9,8 @@ import torch
 from support.engine_cases import SHAPE, make_qwen3, request
 from support.update_cases import blended
 
-from primerl.node.inference.causal import CausalNetwork
 from primerl.node.inference.decoding import decode
-from primerl.node.inference.network import Network, build_network
+from primerl.node.inference.model import CausalNetwork, LanguageModel, build_network
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
@@ -26,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     return directory, make_qwen3(directory, 3, EXPERTS)
 
 
-def network(model: tuple[Path, State]) -> Network:
+def network(model: tuple[Path, State]) -> LanguageModel:
     return build_network(*model, dtype="float32", device="cpu")
 
 

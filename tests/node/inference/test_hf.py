@@ -22,10 +22,9 @@ from primerl.node.inference.build import build_engine
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.fingerprint import Hidden, Projection, ProofFailed
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.network import Network, build_network
-from primerl.node.inference.output import Output
+from primerl.node.inference.model import LanguageModel, build_network
+from primerl.node.inference.model_output import LayerHooks, ModelOutput
 from primerl.node.inference.scripted import ScriptedEngine
-from primerl.node.inference.taps import Taps
 from primerl.node.models.tensors import from_torch
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor
@@ -49,7 +48,7 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, State]:
     return request.getfixturevalue(request.param)
 
 
-def network(model: tuple[Path, State], dtype: str = "float32") -> Network:
+def network(model: tuple[Path, State], dtype: str = "float32") -> LanguageModel:
     return build_network(*model, dtype=dtype, device="cpu")
 
 
@@ -59,7 +58,7 @@ def network(model: tuple[Path, State], dtype: str = "float32") -> Network:
 class CountingNetwork:
     """Records the shapes that reach a real network."""
 
-    def __init__(self, inner: Network) -> None:
+    def __init__(self, inner: LanguageModel) -> None:
         self.inner = inner
         self.prefilled: list[tuple[int, int]] = []
         self.stepped: list[int] = []
@@ -77,7 +76,7 @@ class CountingNetwork:
         session, output = self.inner.prefill(tokens, mask)
         step = session.step
 
-        def counted(tokens: torch.Tensor) -> Output:
+        def counted(tokens: torch.Tensor) -> ModelOutput:
             self.stepped.append(len(tokens))
             return step(tokens)
 
@@ -88,7 +87,7 @@ class CountingNetwork:
         return self.inner.hidden(tokens)
 
     def packed(
-        self, tokens: torch.Tensor, lengths: Sequence[int], taps: Taps | None = None
+        self, tokens: torch.Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
     ) -> torch.Tensor:
         return self.inner.packed(tokens, lengths, taps)
 
@@ -102,7 +101,7 @@ class CountingNetwork:
         return self.inner.update(state, changed)
 
 
-def run(inner: Network, requests: Sequence[Any]) -> CountingNetwork:
+def run(inner: LanguageModel, requests: Sequence[Any]) -> CountingNetwork:
     counting = CountingNetwork(inner)
     decode(counting, requests, max_length=256, cancelled=lambda: False)
     return counting
@@ -317,7 +316,7 @@ async def test_what_cannot_be_written_in_place_is_loaded_whole(
 ) -> None:
     built: list[Unwritable] = []
 
-    def build(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+    def build(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
         built.append(Unwritable(build_network(model_dir, state, dtype=dtype, device=device)))
         built[-1].error = error
         return built[-1]
@@ -336,7 +335,7 @@ class BrokenNetwork(CountingNetwork):
         raise RuntimeError("out of memory")
 
 
-def build_broken(model_dir: Path, state: State, *, dtype: str, device: str) -> Network:
+def build_broken(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
     return BrokenNetwork(build_network(model_dir, state, dtype=dtype, device=device))
 
 

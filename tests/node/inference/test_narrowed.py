@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from primerl.node.inference.engine import GenerateRequest
-from primerl.node.inference.requests import check_request, narrowing
-from primerl.node.inference.sampling import Drawn, Narrowed, draw
+from primerl.node.inference.engine import GenerateRequest, check_request, narrowing
+from primerl.node.inference.sampler import Narrowed, SampledTokens, draw
 from primerl.node.inference.vllm_recorder import Recorder
-from primerl.node.inference.vllm_sampling import Step
+from primerl.node.inference.vllm_sampling import SampledStep
 from primerl.node.ops.errors import EngineError
 
 torch.set_num_threads(1)
@@ -20,7 +19,9 @@ def column(*values: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-def many(logits: torch.Tensor, narrowed: Narrowed | None, *, temperature: float = 1.0) -> Drawn:
+def many(
+    logits: torch.Tensor, narrowed: Narrowed | None, *, temperature: float = 1.0
+) -> SampledTokens:
     """One row of logits drawn from with ROWS seeds."""
     return draw(
         logits.expand(ROWS, -1),
@@ -105,10 +106,10 @@ def test_rows_that_may_draw_anything_are_those_of_a_draw_without_the_others() ->
 
 
 def test_many_rows_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from primerl.node.inference import sampling
+    from primerl.node.inference import sampler
 
     whole = many(LOGITS, everywhere(top_k=3))
-    monkeypatch.setattr(sampling, "chunk", lambda device: 3 * len(LOGITS))  # pyright: ignore
+    monkeypatch.setattr(sampler, "chunk", lambda device: 3 * len(LOGITS))  # pyright: ignore
     parts = many(LOGITS, everywhere(top_k=3))
     assert torch.equal(parts.tokens, whole.tokens)
     assert torch.allclose(parts.logprobs, whole.logprobs)
@@ -143,7 +144,7 @@ def test_vllms_worker_narrows_the_rows_that_ask_for_it() -> None:
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
     names = ["few", "free", "greedy"]
     positions = column(3, 3, 3).numpy()
-    recorder.begin(Step(names, positions, positions > 0, torch.zeros(3, 4)))
+    recorder.begin(SampledStep(names, positions, positions > 0, torch.zeros(3, 4)))
     tokens = recorder.draw(logits)
     recorder.end()
     narrowed = Narrowed(column(0, 2), column(2, 1), column(0.9, 1.0, dtype=torch.float32))
@@ -159,6 +160,6 @@ def test_a_batch_of_leases_is_not_narrowed() -> None:
     )
     recorder.admit("a", 3, 1, 11, 1.0)
     batch = SimpleNamespace(ids=["a"], positions=column(3).numpy())
-    recorder.begin(Step(batch.ids, batch.positions, batch.positions > 0, torch.zeros(1, 4)))
+    recorder.begin(SampledStep(batch.ids, batch.positions, batch.positions > 0, torch.zeros(1, 4)))
     assert recorder._batch is not None  # pyright: ignore[reportPrivateUsage]
     assert recorder._batch.narrowed is None  # pyright: ignore[reportPrivateUsage]

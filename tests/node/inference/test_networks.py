@@ -10,9 +10,8 @@ import torch
 from support.engine_cases import SHAPE, make_llama, make_qwen3, request
 from support.update_cases import blended
 
-from primerl.node.inference.causal import CausalNetwork
 from primerl.node.inference.decoding import decode
-from primerl.node.inference.network import Network, build_network
+from primerl.node.inference.model import CausalNetwork, LanguageModel, build_network
 from primerl.node.inference.qwen3 import Qwen3Network
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
@@ -47,7 +46,7 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, State]:
     return request.getfixturevalue(request.param)
 
 
-def network(model: tuple[Path, State], dtype: str = "float32") -> Network:
+def network(model: tuple[Path, State], dtype: str = "float32") -> LanguageModel:
     return build_network(*model, dtype=dtype, device="cpu")
 
 

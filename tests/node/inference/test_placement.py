@@ -15,7 +15,7 @@ from primerl.node.inference.handover import (
     make_delta,
     read_spans,
 )
-from primerl.node.inference.placement import Placement, trace, write
+from primerl.node.inference.vllm_worker import ParameterPlacement, trace, write
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.weights.state import State
 from primerl.node.weights.state import Tensor as StateTensor
@@ -100,9 +100,9 @@ def pairs(state: State) -> Iterator[tuple[str, Tensor]]:
     return ((name, to_torch(tensor)) for name, tensor in state.items())
 
 
-def places(model: ShardedModel, state: State) -> Placement:
+def places(model: ShardedModel, state: State) -> ParameterPlacement:
     found = trace(model.load, model.parameters, pairs(state))
-    assert isinstance(found, Placement), found
+    assert isinstance(found, ParameterPlacement), found
     return found
 
 

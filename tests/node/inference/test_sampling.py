@@ -7,7 +7,7 @@ import torch
 
 from primerl.node.inference import noise
 from primerl.node.inference.noise import gumbel, gumbel_at, hash_bits
-from primerl.node.inference.sampling import Drawn, draw
+from primerl.node.inference.sampler import SampledTokens, draw
 
 M64, M32 = 2**64 - 1, 2**32 - 1
 
@@ -212,7 +212,7 @@ def test_neighbouring_seeds_positions_and_tokens_are_uncorrelated() -> None:
         assert abs(float(shifted.mean())) < 0.005  # 5 standard errors of a million products
 
 
-def columns(drawn: Drawn) -> list[torch.Tensor]:
+def columns(drawn: SampledTokens) -> list[torch.Tensor]:
     return [drawn.tokens, drawn.logprobs, drawn.scores, drawn.logsumexp]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.inference.vllm_collector import MOST_FORGOTTEN, Collector
+from primerl.node.inference.vllm_collector import MOST_FORGOTTEN, CompletionCollector
 from primerl.node.ops.errors import EngineError
 
 
@@ -46,7 +46,7 @@ def worker(count: int = 8) -> Worker:
 
 async def test_what_many_want_is_asked_for_at_once() -> None:
     asked = worker()
-    collector = Collector(asked.ask, "projection")
+    collector = CompletionCollector(asked.ask, "projection")
     found = await asyncio.gather(*(collector.collect(key, 2) for key in range(8)))
     assert [one.logprobs for one in found] == [[-float(key), -0.25] for key in range(8)]
     assert {one.spans for one in found} == {((0, 3), (1, 4))}
@@ -58,7 +58,7 @@ async def test_what_many_want_is_asked_for_at_once() -> None:
 
 async def test_what_was_collected_is_forgotten_with_the_next_question() -> None:
     asked = worker()
-    collector = Collector(asked.ask, "")
+    collector = CompletionCollector(asked.ask, "")
     for key in range(3):
         assert (await collector.collect(key, 1)).proof == b""
     assert [forgotten for _, forgotten in asked.questions] == [[], [0], [1]]
@@ -67,7 +67,7 @@ async def test_what_was_collected_is_forgotten_with_the_next_question() -> None:
 async def test_what_has_not_come_is_asked_for_again() -> None:
     asked = worker()
     asked.late = {1: 2}
-    collector = Collector(asked.ask, "")
+    collector = CompletionCollector(asked.ask, "")
     slow, quick = await asyncio.gather(collector.collect(1, 1), collector.collect(2, 1))
     assert (slow.logprobs, quick.logprobs) == ([-1.0], [-2.0])
     assert [wanted for wanted, _ in asked.questions] == [[[1, 1], [2, 1]], [[1, 1]], [[1, 1]]]
@@ -76,7 +76,7 @@ async def test_what_has_not_come_is_asked_for_again() -> None:
 async def test_a_caller_that_gives_up_in_mid_question_takes_nothing_from_the_others() -> None:
     asked = worker()
     asked.hold = asyncio.Event()
-    collector = Collector(asked.ask, "")
+    collector = CompletionCollector(asked.ask, "")
     tasks = [asyncio.create_task(collector.collect(key, 1)) for key in range(3)]
     await asyncio.sleep(0.02)
     tasks[0].cancel()  # it is the one that asks
@@ -91,7 +91,7 @@ async def test_a_caller_that_gives_up_in_mid_question_takes_nothing_from_the_oth
 
 async def test_requests_that_were_given_up_do_not_pile_up() -> None:
     asked = worker()
-    collector = Collector(asked.ask, "")
+    collector = CompletionCollector(asked.ask, "")
     for key in range(MOST_FORGOTTEN):
         await collector.tidy()
         assert not asked.questions
@@ -107,7 +107,7 @@ async def test_numbers_that_are_none_are_an_error_and_never_an_empty_proof(
     fingerprint: str,
 ) -> None:
     asked = Worker({1: [[float("nan"), *[1.0] * 7]], 2: [[-1.0, float("inf"), *[1.0] * 6]]})
-    collector = Collector(asked.ask, fingerprint)
+    collector = CompletionCollector(asked.ask, fingerprint)
     with pytest.raises(EngineError, match="finite"):
         await collector.collect(1, 1)
     if fingerprint:
@@ -120,4 +120,4 @@ async def test_a_worker_that_never_answers_is_an_error(monkeypatch: pytest.Monke
     asked.late = {1: 10**6}
     monkeypatch.setattr("primerl.node.inference.vllm_collector.PATIENCE_S", 0.05)
     with pytest.raises(EngineError, match="restart"):
-        await Collector(asked.ask, "").collect(1, 1)
+        await CompletionCollector(asked.ask, "").collect(1, 1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from primerl.node.inference.engine import EngineStats
-from primerl.node.inference.vllm_meter import Meter
+from primerl.node.inference.vllm_meter import VllmMeter
 
 PREEMPTED = 3
 
@@ -33,7 +33,7 @@ def step(stats: Any, *events: tuple[int, float]) -> Any:
 
 
 async def test_statistics_are_caught_and_vllm_makes_none_of_its_own() -> None:
-    meter, now = Meter(), time.monotonic()
+    meter, now = VllmMeter(), time.monotonic()
     left = [1, 2]
     told = SimpleNamespace(
         num_running_reqs=2, num_waiting_reqs=3, num_skipped_waiting_reqs=1, kv_cache_usage=0.5

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.inference.sampling import draw
+from primerl.node.inference.sampler import draw
 from primerl.node.inference.vllm_collector import projection_proof
 from primerl.node.inference.vllm_options import SAMPLING, SERVED
 from primerl.node.inference.vllm_recorder import Recorder

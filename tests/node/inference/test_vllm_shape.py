@@ -8,13 +8,13 @@ import pytest
 
 from primerl.node.app.engine_check import check_config
 from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
-from primerl.node.inference.vllm_ranks import Place, difference, judge
-from primerl.node.inference.vllm_shape import (
+from primerl.node.inference.vllm_options import (
     check_cpu,
     check_parallel,
     resolve_parallel,
     visible_gpus,
 )
+from primerl.node.inference.vllm_ranks import RankPlace, difference, judge
 from primerl.node.ops.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {
@@ -105,7 +105,7 @@ def test_gpus_are_counted_as_one_process_can_join_them(
     def visible(_: object) -> tuple[str, ...]:
         return names
 
-    monkeypatch.setattr("primerl.node.inference.vllm_shape.visible", visible)
+    monkeypatch.setattr("primerl.node.inference.vllm_options.visible", visible)
     assert visible_gpus(vllm(device=device)) == count
 
 
@@ -136,11 +136,11 @@ class Parallel:
 
 
 def test_the_last_stage_draws_and_its_first_rank_is_collected_from() -> None:
-    places = [Place.of(rank, Parallel(2, 3)) for rank in range(6)]
+    places = [RankPlace.of(rank, Parallel(2, 3)) for rank in range(6)]
     assert [place.first for place in places] == [True, True, False, False, False, False]
     assert [place.last for place in places] == [False, False, False, False, True, True]
     assert [place.collecting for place in places] == [False] * 4 + [True, False]
-    assert Place.of(0, Parallel(1, 1)) == (True, True, True)
+    assert RankPlace.of(0, Parallel(1, 1)) == (True, True, True)
 
 
 def test_a_tensor_has_to_be_somebody_s() -> None:

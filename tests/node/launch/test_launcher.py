@@ -20,17 +20,19 @@ from primerl.node.config.run import (
     RunConfig,
     TrainingConfig,
 )
-from primerl.node.launch.commands import (
+from primerl.node.launch.launcher import (
+    LauncherTimeouts,
     NodeCommands,
+    launch,
+    prepare,
     trainer_environment,
     worker_environment,
     write_worker_config,
 )
-from primerl.node.launch.launcher import Pace, launch, prepare
+from primerl.node.ops.control import NodeState
 from primerl.node.ops.errors import BusyError, EngineError, NodeError, UsageError
-from primerl.node.ops.watch import NodeState
 
-QUICK = Pace(poll=0.02, view=0.02, back_off=(0.01, 0.02, 0.03), leave=60.0, grace=1.0)
+QUICK = LauncherTimeouts(poll=0.02, view=0.02, back_off=(0.01, 0.02, 0.03), leave=60.0, grace=1.0)
 
 TICKET = "open(run + '/ticket.txt', 'w').write('T')\n"
 UNTIL_DONE = "while not os.path.exists(run + '/done'): time.sleep(0.02)\n"
@@ -235,7 +237,7 @@ async def test_cancelling_stops_all_even_what_ignores_sigterm(
 
 async def test_workers_that_do_not_leave_are_stopped(config: RunConfig, view: Notes) -> None:
     trainer = TICKET + "while len(open(run + '/pids').readlines()) < 3: time.sleep(0.02)"
-    pace = Pace(poll=0.02, view=0.02, leave=0.2, grace=1.0)
+    pace = LauncherTimeouts(poll=0.02, view=0.02, leave=0.2, grace=1.0)
     await launch(config, [], view=view, commands=Programs(trainer, "time.sleep(60)"), pace=pace)
     assert any("stopping them" in line for line in view.said)
     assert not any(map(alive, pids(config)))

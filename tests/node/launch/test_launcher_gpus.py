@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from primerl.node.config.run import RunConfig
-from primerl.node.launch.launcher import Pace, launch
-from primerl.node.launch.placement import Placement
+from primerl.node.launch.launcher import LauncherTimeouts, launch
+from primerl.node.launch.placement import GpuPlacement
+from primerl.node.ops.control import NodeState
 from primerl.node.ops.errors import BusyError, EngineError, StorageError
-from primerl.node.ops.watch import NodeState
 from primerl.node.storage.run_files import held
 
-QUICK = Pace(poll=0.02, view=0.02, back_off=(0.01, 0.01), leave=60.0, grace=1.0)
-CPU = Placement(None, (None,))
+QUICK = LauncherTimeouts(poll=0.02, view=0.02, back_off=(0.01, 0.01), leave=60.0, grace=1.0)
+CPU = GpuPlacement(None, (None,))
 BODY = """
 import os, sys, time
 run, role = sys.argv[1:3]
@@ -70,7 +70,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 async def run(
-    config: RunConfig, placement: Placement, programs: Programs, pace: Pace = QUICK
+    config: RunConfig, placement: GpuPlacement, programs: Programs, pace: LauncherTimeouts = QUICK
 ) -> list[str]:
     """What was said; Placement.workers says how many of them the trainer waits for."""
     view = Notes()
@@ -93,7 +93,7 @@ async def test_every_process_sees_its_own_gpus(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKERS", "2")
-    placement = Placement(("4", "GPU-a"), (("1", "2"), ("7",)), ranks=2, memory=0.25)
+    placement = GpuPlacement(("4", "GPU-a"), (("1", "2"), ("7",)), ranks=2, memory=0.25)
     said = await run(config, placement, Programs())
     assert seen(config) == [
         "trainer 4,GPU-a --training.backend fsdp --training.fsdp.ranks 2",
@@ -169,7 +169,7 @@ async def test_who_was_well_for_long_has_all_restarts_again(
 ) -> None:
     monkeypatch.setenv("WORKERS", "5")
     dying = "if len(lines()) < 6: sys.exit(7)\n" + WORKER
-    once = Pace(poll=0.02, view=0.02, back_off=(0.01,), well=0.0, leave=60.0, grace=1.0)
+    once = LauncherTimeouts(poll=0.02, view=0.02, back_off=(0.01,), well=0.0, leave=60.0, grace=1.0)
     said = await run(config, CPU, Programs(TRAINER, dying), once)
     assert len(said) == 4
     assert all("starting it again" in line for line in said)

@@ -8,15 +8,22 @@ import pytest
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import ModelConfig, ModelCreateConfig, RunConfig
-from primerl.node.launch.beside_trainer import LEAST, MOST, planned_share, shape_of
-from primerl.node.launch.placement import MEMORY_BESIDE_TRAINER, Placement, place
+from primerl.node.launch.placement import (
+    LEAST,
+    MEMORY_BESIDE_TRAINER,
+    MOST,
+    GpuPlacement,
+    place,
+    planned_share,
+    shape_of,
+)
 from primerl.node.ops.errors import UsageError
-from primerl.node.ops.gpu_memory import GpuMemory
+from primerl.node.ops.gpus import GpuMemory
 
 EIGHT = tuple("01234567")
 
 
-def placed(line: str, gpus: tuple[str, ...] = EIGHT) -> Placement:
+def placed(line: str, gpus: tuple[str, ...] = EIGHT) -> GpuPlacement:
     return place(configured(line), gpus, unknown)
 
 
@@ -37,7 +44,7 @@ def expand(flags: list[str]) -> list[str]:
     return [short.get(flag, flag) for flag in flags]
 
 
-def seen(placement: Placement) -> tuple[Any, ...]:
+def seen(placement: GpuPlacement) -> tuple[Any, ...]:
     workers = [",".join(names) for names in placement.workers if names is not None]
     return (",".join(placement.trainer or ()), workers)
 
@@ -73,9 +80,9 @@ def test_gpus_are_given_out(line: str, trainer: str, workers: list[str]) -> None
 
 def test_without_gpus_nothing_is_decided() -> None:
     for line, count in (("", 2), ("-w 5", 5), ("-w 0", 0), ("-t 0 -i 0", 2)):
-        assert placed(line, ()) == Placement(None, (None,) * count)
+        assert placed(line, ()) == GpuPlacement(None, (None,) * count)
     both = "--training.device cpu --engine.device cpu"
-    assert placed(both) == Placement(None, (None, None))
+    assert placed(both) == GpuPlacement(None, (None, None))
 
 
 def test_numbers_count_the_visible_ones_and_names_are_passed_on() -> None:

@@ -9,7 +9,7 @@ from primerl.node.inference.build import build_engine
 from primerl.node.memory_plan.memory import GIB, refuse_what_cannot_fit
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.ops.errors import UsageError
-from primerl.node.ops.gpu_memory import GpuMemory
+from primerl.node.ops.gpus import GpuMemory
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

@@ -20,8 +20,8 @@ from primerl.node.memory_plan.stages import (
     stage_costs,
 )
 from primerl.node.ops.errors import EngineError
-from primerl.node.ops.gpu_memory import GpuMemory
-from primerl.node.pipeline.planner import Offered, Terms, make_plan
+from primerl.node.ops.gpus import GpuMemory
+from primerl.node.pipeline.planner import Offered, PlanLimits, make_plan
 from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.manifests import ChunkRef, FileRef
 from primerl.protocol.pipelines import StageOffer
@@ -122,7 +122,7 @@ def test_two_small_gpus_hold_what_neither_holds() -> None:
     """An 8B model in bfloat16 on two cards of 12 GiB; the plan leaves room for sequences."""
     assert cannot_hold(config(), Q8B, there=[card(12)])
     memory = memory_to_offer(config(), OFF, Q8B, there=[card(12)])
-    terms = Terms("bfloat16", Q8B.hidden, 8192, 64)
+    terms = PlanLimits("bfloat16", Q8B.hidden, 8192, 64)
     offers = [
         Offered(bytes([number]) * 32, StageOffer(memory, "vllm", "vllm 0.25.1"))
         for number in range(2)
@@ -134,7 +134,7 @@ def test_two_small_gpus_hold_what_neither_holds() -> None:
 
 
 def test_only_vllm_has_stages_and_a_model_of_one_layer_has_none() -> None:
-    terms = Terms("float32", 64, 256, 8)
+    terms = PlanLimits("float32", 64, 256, 8)
     with pytest.raises(EngineError, match=r"set engine\.type to vllm"):
         CutModel(TINY, terms).costs("hf")
     assert CutModel(TINY, terms).costs("vllm").layers == TINY.layers

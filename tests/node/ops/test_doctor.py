@@ -12,7 +12,7 @@ from primerl.node.memory_plan.shape import read_shape
 from primerl.node.ops import doctor
 from primerl.node.ops.doctor import GIB, Check, Memory, RunMemory, TorchBuild, plan_run
 from primerl.node.ops.errors import UsageError
-from primerl.node.ops.gpu_memory import COMMAND, FIELDS, GpuMemory, parse, visible
+from primerl.node.ops.gpus import COMMAND, FIELDS, GpuMemory, parse_memory, visible_memory
 
 LISTING = """\
 0, GPU-aaaa, NVIDIA H200, 143771, 143000, 575.57.08
@@ -23,7 +23,7 @@ nonsense
 
 
 def test_what_nvidia_smi_says_is_read() -> None:
-    first, second = parse(LISTING)
+    first, second = parse_memory(LISTING)
     assert first == GpuMemory(
         "0", "GPU-aaaa", "NVIDIA H200", 143771 << 20, 143000 << 20, "575.57.08"
     )
@@ -37,7 +37,7 @@ def test_what_nvidia_smi_says_is_read() -> None:
 )
 def test_only_visible_gpus_count_in_their_order(listed: str | None, numbers: list[str]) -> None:
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert [gpu.number for gpu in visible(environ, lambda: parse(LISTING))] == numbers
+    assert [gpu.number for gpu in visible_memory(environ, lambda: parse_memory(LISTING))] == numbers
 
 
 def states(*checks: Check) -> list[str]:
@@ -91,7 +91,7 @@ def test_vllm_has_to_be_one_that_is_known(release: str, wanted: bool, state: str
 
 
 def test_a_gpu_that_others_use_is_said_with_the_share_that_is_left() -> None:
-    free, used = doctor.check_gpus(parse(LISTING), None)
+    free, used = doctor.check_gpus(parse_memory(LISTING), None)
     assert free.state == "ok"
     assert used.state == "warning"
     assert "0.06" in used.advice

@@ -10,15 +10,15 @@ from primerl.node.ops.event_loop_monitor import (
     EVERY_S,
     LOOK_S,
     STILL_S,
-    LoopLag,
-    Standstill,
+    EventLoopMonitor,
+    StallDetector,
     scene,
     where,
 )
 
 
 async def test_what_blocks_the_loop_is_seen() -> None:
-    lag = LoopLag()
+    lag = EventLoopMonitor()
     assert lag.read() == {}
     measuring = asyncio.create_task(lag.run())
     await asyncio.sleep(0)
@@ -30,7 +30,7 @@ async def test_what_blocks_the_loop_is_seen() -> None:
     assert seen["mean"] <= seen["max"]
 
 
-def looks(still: Standstill, beat: float, *, begin: float, end: float) -> list[str]:
+def looks(still: StallDetector, beat: float, *, begin: float, end: float) -> list[str]:
     """What is said between two times of a loop that moved last at `beat`."""
     said: list[str] = []
     now = begin
@@ -41,19 +41,19 @@ def looks(still: Standstill, beat: float, *, begin: float, end: float) -> list[s
 
 
 def test_a_loop_that_moves_is_not_spoken_of() -> None:
-    still = Standstill(100.0)
+    still = StallDetector(100.0)
     assert [still.look(now, now - EVERY_S) for now in (100.5, 101.0, 101.5)] == ["", "", ""]
 
 
 def test_a_loop_that_stands_still_is_spoken_of_once_and_when_it_goes_on() -> None:
-    still = Standstill(100.0)
+    still = StallDetector(100.0)
     assert looks(still, 100.0, begin=100.5, end=110.0) == ["the event loop stands still for 2.5 s"]
     assert still.look(110.5, 110.4) == "the event loop goes on, it stood still for 10.4 s"
     assert still.look(111.0, 110.9) == ""
 
 
 def test_a_lock_that_holds_up_every_thread_is_told_from_a_loop_that_blocks() -> None:
-    still = Standstill(100.0)
+    still = StallDetector(100.0)
     words = still.look(100.0 + LOOK_S + STILL_S + 1.0, 100.0)
     assert words == "no thread of Python ran for 3.0 s, nor did the event loop"
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from primerl.node.ops.registry import Entry, directory, register, running, unregister
+from primerl.node.ops.registry import RunningEntry, directory, register, running, unregister
 
 
 def test_a_registered_node_is_found_until_it_unregisters(tmp_path: Path) -> None:
@@ -68,4 +68,4 @@ def test_the_runtime_directory_goes_before_the_home(tmp_path: Path) -> None:
 
 
 def test_an_entry_is_plain_data() -> None:
-    assert Entry(1, "/d", "trainer", "r", 0.0).birth == ""
+    assert RunningEntry(1, "/d", "trainer", "r", 0.0).birth == ""

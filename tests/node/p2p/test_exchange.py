@@ -174,7 +174,7 @@ async def test_what_the_origin_keeps_no_longer_ends_the_fetch_at_once() -> None:
 async def test_without_anybody_a_fetch_gives_up_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("primerl.node.p2p.origin.GIVE_UP_S", 1.0)
+    monkeypatch.setattr("primerl.node.p2p.download.GIVE_UP_S", 1.0)
     chunks = payload(3)
     async with World() as world:
         origin, worker = world.add("origin"), world.add("w0")

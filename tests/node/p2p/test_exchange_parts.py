@@ -9,12 +9,29 @@ import pytest
 from support.exchange_world import payload, until
 from support.exchange_world import references as refs
 
-from primerl.node.p2p.arrivals import Arrivals
-from primerl.node.p2p.board import IN_LINE_S, SILENT_S, Board, Pull
-from primerl.node.p2p.copies import RELAY_S, Copies
-from primerl.node.p2p.slots import HALF_LIFE_S, OVERDUE_S, Accounts, Slots
-from primerl.node.p2p.standing import DETOUR_S, NO_DETOUR_S, REST_S, SHUN_S, Standing
-from primerl.node.p2p.upload_limit import EPOCH, MOST, UploadLimit
+from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.download_state import (
+    DETOUR_S,
+    IN_LINE_S,
+    NO_DETOUR_S,
+    REST_S,
+    SHUN_S,
+    SILENT_S,
+    ChunkDownload,
+    DownloadState,
+    PeerScores,
+)
+from primerl.node.p2p.serve import (
+    EPOCH,
+    HALF_LIFE_S,
+    MOST,
+    OVERDUE_S,
+    RELAY_S,
+    UploadCounts,
+    UploadLimit,
+    UploadSlots,
+    UploadTotals,
+)
 from primerl.protocol.errors import Reason, RemoteProtocolError
 
 A, B, C, ORIGIN = (bytes([number]) * 32 for number in range(4))
@@ -22,12 +39,14 @@ CHUNKS = refs(payload(4, 100))
 X, Y, Z, _ = (chunk.digest for chunk in CHUNKS)
 
 
-def board() -> Board:
-    return Board({chunk.digest: chunk for chunk in CHUNKS}, Random(1))
+def board() -> DownloadState:
+    return DownloadState({chunk.digest: chunk for chunk in CHUNKS}, Random(1))
 
 
-def begun(one: Board, source: bytes, number: int, now: float, *, sending: bool = True) -> Pull:
-    pull = Pull(source, now, now, sending=sending)
+def begun(
+    one: DownloadState, source: bytes, number: int, now: float, *, sending: bool = True
+) -> ChunkDownload:
+    pull = ChunkDownload(source, now, now, sending=sending)
     one.begin(CHUNKS[number], pull)
     return pull
 
@@ -124,7 +143,7 @@ def test_a_chunk_arrives_once_and_ends_all_that_fetch_it() -> None:
 
 
 def test_what_was_given_least_is_given_next() -> None:
-    copies = Copies(Random(2))
+    copies = UploadCounts(Random(2))
     held = [(0, X), (1, Y), (2, Z)]
     given: list[bytes] = []
     for now in (0.0, 0.1, 0.2):
@@ -136,7 +155,7 @@ def test_what_was_given_least_is_given_next() -> None:
 
 
 def test_what_spreads_is_not_given_again_unless_it_is_urgent() -> None:
-    copies = Copies(Random(2))
+    copies = UploadCounts(Random(2))
     copies.begun(X, 1000, 0.0)
     assert copies.choose([(0, X)], urgent=False, now=0.5) is None
     copies.ended(X, 1000, 1.0, 1.0)
@@ -146,14 +165,14 @@ def test_what_spreads_is_not_given_again_unless_it_is_urgent() -> None:
 
 
 def test_a_copy_that_did_not_get_through_does_not_count() -> None:
-    copies = Copies(Random(2))
+    copies = UploadCounts(Random(2))
     copies.begun(X, 1000, 0.0)
     copies.failed(X, 0.5)
     assert copies.choose([(0, X)], urgent=False, now=0.5) == (0, X)
 
 
 def test_who_reads_slowly_on_purpose_does_not_keep_a_chunk_from_others_for_long() -> None:
-    copies = Copies(Random(2))
+    copies = UploadCounts(Random(2))
     copies.begun(X, 16 << 20, 0.0)
     assert copies.choose([(0, X)], urgent=False, now=1.0) is None
     assert copies.choose([(0, X)], urgent=False, now=70.0) == (0, X)
@@ -166,13 +185,13 @@ async def no_beat() -> None:
     """Nobody is told."""
 
 
-async def stand(slots: Slots, peer: bytes, served: list[bytes]) -> None:
+async def stand(slots: UploadSlots, peer: bytes, served: list[bytes]) -> None:
     async with slots.turn(peer, beat_s=5.0, beat=no_beat):
         served.append(peer)
 
 
 async def test_a_free_slot_goes_to_who_got_least() -> None:
-    slots = Slots(1)
+    slots = UploadSlots(1)
     served: list[bytes] = []
     slots.charge(A, 1000)
     slots.charge(B, 10)
@@ -185,7 +204,7 @@ async def test_a_free_slot_goes_to_who_got_least() -> None:
 
 
 async def test_who_leaves_the_line_takes_no_slot_with_it() -> None:
-    slots = Slots(1)
+    slots = UploadSlots(1)
     served: list[bytes] = []
     async with slots.turn(ORIGIN, beat_s=5.0, beat=no_beat):
         waiting = [asyncio.create_task(stand(slots, peer, served)) for peer in (A, B)]
@@ -204,7 +223,7 @@ async def test_who_leaves_the_line_takes_no_slot_with_it() -> None:
 
 
 async def test_one_peer_never_holds_all_slots() -> None:
-    slots = Slots(3)
+    slots = UploadSlots(3)
     served: list[bytes] = []
     async with AsyncExitStack() as held:
         for _ in range(2):
@@ -218,7 +237,7 @@ async def test_one_peer_never_holds_all_slots() -> None:
 
 async def test_an_upload_that_takes_far_too_long_holds_up_nobody() -> None:
     now = 0.0
-    slots = Slots(1, clock=lambda: now)
+    slots = UploadSlots(1, clock=lambda: now)
     served: list[bytes] = []
     async with slots.turn(A, beat_s=5.0, beat=no_beat):
         waiting = asyncio.create_task(stand(slots, B, served))
@@ -253,7 +272,7 @@ def test_uploads_become_fewer_again_when_the_line_narrows() -> None:
 
 
 async def test_a_full_line_says_that_it_is_busy() -> None:
-    slots = Slots(1, queue=1)
+    slots = UploadSlots(1, queue=1)
     async with slots.turn(A, beat_s=5.0, beat=no_beat):
         waiting = asyncio.create_task(stand(slots, B, []))
         await asyncio.sleep(0)
@@ -264,7 +283,7 @@ async def test_a_full_line_says_that_it_is_busy() -> None:
 
 
 async def test_who_waits_for_a_slot_is_told_again_and_again() -> None:
-    slots = Slots(1)
+    slots = UploadSlots(1)
     beats: list[int] = []
 
     async def beat() -> None:
@@ -281,7 +300,7 @@ async def test_who_waits_for_a_slot_is_told_again_and_again() -> None:
 
 
 def test_bytes_that_were_sent_long_ago_weigh_little() -> None:
-    accounts = Accounts()
+    accounts = UploadTotals()
     accounts.add(A, 1000, 0.0)
     assert accounts.recent(A, HALF_LIFE_S) == 500
     assert accounts.recent(B, HALF_LIFE_S) == 0
@@ -291,7 +310,7 @@ def test_bytes_that_were_sent_long_ago_weigh_little() -> None:
 
 
 def test_everything_is_forgiven_after_a_time_and_lies_later_each_time() -> None:
-    standing = Standing()
+    standing = PeerScores()
     standing.lied(A, 0.0)
     assert standing.shunned(A, SHUN_S - 1)
     assert not standing.shunned(A, SHUN_S + 1)
@@ -306,7 +325,7 @@ def test_everything_is_forgiven_after_a_time_and_lies_later_each_time() -> None:
 
 
 def test_a_detour_that_leads_nowhere_ends_at_once_and_is_not_tried_again_for_a_while() -> None:
-    standing = Standing()
+    standing = PeerScores()
     standing.path_failed(A, 0.0, detour=False)
     standing.path_failed(A, 1.0, detour=True)
     assert not standing.detoured(A, 1.0)
@@ -317,14 +336,14 @@ def test_a_detour_that_leads_nowhere_ends_at_once_and_is_not_tried_again_for_a_w
 
 
 def test_requests_that_fail_together_on_the_usual_path_do_not_end_the_detour() -> None:
-    standing = Standing()
+    standing = PeerScores()
     for _ in range(4):
         standing.path_failed(A, 0.0, detour=False)
     assert standing.detoured(A, 1.0)
 
 
 def test_a_watch_hears_of_its_own_chunks_only() -> None:
-    arrivals = Arrivals()
+    arrivals = ChunkArrivals()
     with arrivals.watching([X, Y]) as watch:
         arrivals.arrived(Z)
         assert not watch.news.is_set()

@@ -1,13 +1,13 @@
 """What strangers may spend: buckets, the memory of contents, and the gate that is made of both."""
 
-from primerl.node.p2p.gossip_limits import (
+from primerl.node.p2p.libp2p import (
     BYTE_BURST,
     BYTE_RATE,
     KNOWN_FACTS,
     NEIGHBOUR_BURST,
     NEIGHBOUR_RATE,
     ORIGIN_BURST,
-    Gate,
+    GossipFilter,
     RecentSet,
     TokenBuckets,
 )
@@ -58,7 +58,7 @@ def test_the_memory_of_contents_forgets_the_oldest_even_when_it_is_asked_for() -
 
 
 def test_a_repeat_is_not_admitted_whoever_brings_it() -> None:
-    gate = Gate()
+    gate = GossipFilter()
     assert gate.admits(ANNA, b"fact", 0.0)
     assert gate.accepts(ANNA, b"fact", 0.0)
     assert not gate.admits(BERT, b"fact", 0.0)
@@ -66,19 +66,19 @@ def test_a_repeat_is_not_admitted_whoever_brings_it() -> None:
 
 
 def test_a_content_that_was_not_accepted_may_come_again_from_an_honest_side() -> None:
-    gate = Gate()
+    gate = GossipFilter()
     assert gate.admits(ANNA, b"fact", 0.0)  # and then its signature turns out to be false
     assert gate.admits(BERT, b"fact", 0.0)
 
 
 def test_our_own_fact_is_no_news() -> None:
-    gate = Gate()
+    gate = GossipFilter()
     gate.knows(b"fact")
     assert not gate.admits(ANNA, b"fact", 0.0)
 
 
 def test_a_fact_of_the_largest_size_passes_and_one_byte_more_does_not() -> None:
-    gate = Gate()
+    gate = GossipFilter()
     assert gate.admits(ANNA, bytes(MAX_GOSSIP), 0.0)
     assert not gate.admits(ANNA, bytes(MAX_GOSSIP + 1), 0.0)
     assert not gate.accepts(ANNA, bytes(MAX_GOSSIP + 1), 0.0)
@@ -86,7 +86,7 @@ def test_a_fact_of_the_largest_size_passes_and_one_byte_more_does_not() -> None:
 
 
 def test_a_neighbour_may_hand_over_its_burst_and_then_its_rate() -> None:
-    gate = Gate()
+    gate = GossipFilter()
     facts = [i.to_bytes(4, "big") for i in range(500)]
     assert sum(gate.admits(ANNA, fact, 0.0) for fact in facts) == NEIGHBOUR_BURST
     assert sum(gate.admits(ANNA, fact, 1.0) for fact in facts) == NEIGHBOUR_RATE
@@ -94,7 +94,7 @@ def test_a_neighbour_may_hand_over_its_burst_and_then_its_rate() -> None:
 
 
 def test_one_flooding_signer_does_not_use_up_the_neighbour_that_relays_it() -> None:
-    gate = Gate()
+    gate = GossipFilter()
     flood = [i.to_bytes(4, "big") for i in range(int(NEIGHBOUR_BURST) - 1)]
     taken = [gate.admits(BERT, fact, 0.0) and gate.accepts(ANNA, fact, 0.0) for fact in flood]
     assert sum(taken) == ORIGIN_BURST
@@ -103,7 +103,7 @@ def test_one_flooding_signer_does_not_use_up_the_neighbour_that_relays_it() -> N
 
 
 def test_a_flood_of_signers_never_forgets_a_fact_faster_than_the_memory_allows() -> None:
-    gate = Gate()
+    gate = GossipFilter()
     gate.knows(b"fact")
     for i in range(KNOWN_FACTS - 1):
         assert gate.accepts(i.to_bytes(32, "big"), i.to_bytes(4, "big"), 0.0)
@@ -111,7 +111,7 @@ def test_a_flood_of_signers_never_forgets_a_fact_faster_than_the_memory_allows()
 
 
 def test_a_neighbour_is_read_no_faster_than_its_byte_rate() -> None:
-    gate = Gate()
+    gate = GossipFilter()
     assert gate.pause(ANNA, int(BYTE_BURST), 0.0) == 0
     assert gate.pause(ANNA, int(BYTE_RATE), 0.0) == 1.0
     assert gate.pause(BERT, 100, 0.0) == 0

@@ -8,7 +8,7 @@ from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id
 from support.exchange_world import references as refs
 from support.memory_transport import MemoryNetwork
 
-from primerl.node.p2p.router import Handler
+from primerl.node.p2p.connections import Handler
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.transport import Stream
 from primerl.node.storage.chunk_store import MemoryStore

@@ -16,14 +16,14 @@ from support.protocol_cases import OTHER_RUN, RECORD, RUN, STRANGER, TRAINER, WO
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.gossip import Gossip
-from primerl.node.p2p.heads import HeadBook
-from primerl.node.p2p.holdings import (
+from primerl.node.p2p.gossip import (
     HOLDING_INTERVAL_S,
     HOLDING_TTL_S,
-    OwnHoldings,
+    Gossip,
+    HoldingsAnnouncer,
     read_holding,
 )
+from primerl.node.p2p.heads import HeadStore
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.storage.ledger import Ledger
 from primerl.protocol.envelope import Purpose, seal, unseal
@@ -68,7 +68,7 @@ class Heard:
     """A node that listens, and a neighbour that says what it likes."""
 
     peers: PeerTable
-    own: OwnHoldings
+    own: HoldingsAnnouncer
     neighbour: MemoryDiscovery
 
     def holds(self, key: SecretKey = WORKER) -> tuple[int, int, bool] | None:
@@ -85,10 +85,10 @@ async def listening(directory: Path) -> AsyncGenerator[Heard]:
     await other.start([])
     await mine.start(other.addresses())
     ledger = Ledger(directory / "ledger.db", fsync=False)
-    heard = Heard(table(NODE), OwnHoldings(ME, RUN), other)
+    heard = Heard(table(NODE), HoldingsAnnouncer(ME, RUN), other)
     gossip = Gossip(
         mine,
-        HeadBook(TrustedRun(RUN, TRAINER.node_id), ledger),
+        HeadStore(TrustedRun(RUN, TRAINER.node_id), ledger),
         heard.peers,
         record=lambda: seal(ME, Purpose.PEER, RUN, record_of(ME), expires=int(LATER)),
         holdings=heard.own,
@@ -232,7 +232,7 @@ def opened(sealed: bytes) -> tuple[int, int, bool]:
 
 
 async def test_the_latest_is_told_and_nothing_twice() -> None:
-    own = OwnHoldings(ME, RUN)
+    own = HoldingsAnnouncer(ME, RUN)
     own.tell(0, 0, False)
     assert opened(await own.take()) == (0, 0, False)
     for version in range(5):

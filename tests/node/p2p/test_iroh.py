@@ -18,9 +18,8 @@ from typing import Any, cast
 import pytest
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p import iroh_bytes
-from primerl.node.p2p.iroh import IrohTransport
-from primerl.node.p2p.iroh_streams import IrohConnection
+from primerl.node.p2p import iroh
+from primerl.node.p2p.iroh import IrohConnection, IrohTransport
 from primerl.node.p2p.transport import (
     AddressInUse,
     ConnectionLost,
@@ -381,7 +380,7 @@ def test_the_shipped_binding_still_copies_one_byte_at_a_time() -> None:
     loops = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.For)]
     assert loops, (
         "this release of iroh copies bytes in another way: measure a stream without "
-        "node/p2p/iroh_bytes.py, and if it is fast remove the patch and this test"
+        "node/p2p/iroh.py, and if it is fast remove the patch and this test"
     )
 
 
@@ -392,8 +391,8 @@ def test_the_repaired_copy_writes_what_the_shipped_one_would(size: int) -> None:
     data = secrets.token_bytes(size)
     builder: Any = iroh_ffi._UniffiRustBufferBuilder()  # pyright: ignore[reportPrivateUsage]
     builder.write_i32(size)
-    iroh_bytes.write_whole(builder, data)
-    iroh_bytes.write_whole(builder, b"behind")
+    iroh.write_whole(builder, data)
+    iroh.write_whole(builder, b"behind")
     buffer = builder.finalize()
     try:
         assert (
@@ -412,11 +411,11 @@ async def test_starting_an_endpoint_puts_the_repair_in_place(
     monkeypatch.setattr(builder, "write", None)
     for _ in range(2):
         async with running():
-            assert builder.write is iroh_bytes.write_whole
+            assert builder.write is iroh.write_whole
 
 
 def test_a_binding_that_changed_is_not_patched_blindly() -> None:
     with pytest.raises(AttributeError):
-        iroh_bytes.install(SimpleNamespace())
+        iroh.install_fast_bytes(SimpleNamespace())
     with pytest.raises(AttributeError, match="iroh_bytes"):
-        iroh_bytes.install(SimpleNamespace(_UniffiRustBufferBuilder=object))
+        iroh.install_fast_bytes(SimpleNamespace(_UniffiRustBufferBuilder=object))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from primerl.node.p2p import iroh_frees
+from primerl.node.p2p import iroh
 
 DEADLINE_S = 60.0
 
@@ -80,7 +80,7 @@ async def test_a_stream_that_is_dropped_under_the_lock_of_the_binding_holds_up_n
 async def test_the_shipped_binding_still_waits_for_itself_there() -> None:
     out, err = await run_child("shipped")
     assert not out, (
-        "this release of iroh frees its objects without waiting: remove node/p2p/iroh_frees.py"
+        "this release of iroh frees its objects without waiting: remove node/p2p/iroh.py"
     )
     assert "__del__" in err
 
@@ -113,7 +113,7 @@ def test_an_object_is_freed_once_by_the_one_thread_that_does_it() -> None:
     freed = Freed()
     module = binding(freed)
     for _ in range(2):
-        iroh_frees.install(module)
+        iroh.install_free_thread(module)
     dropped = module.Stream()
     gone = weakref.ref(dropped)
     del dropped
@@ -121,29 +121,29 @@ def test_an_object_is_freed_once_by_the_one_thread_that_does_it() -> None:
     while gone() is not None:
         threading.Event().wait(0.01)
     gc.collect()
-    assert freed.by == [iroh_frees.NAME]
+    assert freed.by == [iroh.NAME]
 
 
 def test_an_object_in_a_circle_is_freed_by_that_thread_too() -> None:
     freed = Freed()
     module = binding(freed)
-    iroh_frees.install(module)
+    iroh.install_free_thread(module)
     dropped = module.Stream()
     dropped.itself = dropped
     del dropped
     gc.collect()
     assert freed.told.wait(DEADLINE_S)
-    assert freed.by == [iroh_frees.NAME]
+    assert freed.by == [iroh.NAME]
 
 
 def test_an_error_goes_where_it_is_dropped() -> None:
     freed = Freed()
     module = binding(freed)
-    iroh_frees.install(module)
+    iroh.install_free_thread(module)
     module.Fault("gone")
     assert freed.by == [threading.current_thread().name]
 
 
 def test_a_binding_that_changed_is_not_patched_blindly() -> None:
     with pytest.raises(AttributeError, match="iroh_frees"):
-        iroh_frees.install(SimpleNamespace())
+        iroh.install_free_thread(SimpleNamespace())

@@ -13,9 +13,8 @@ import pytest_asyncio
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import start_libp2p
 from primerl.node.config.run import NetworkConfig
-from primerl.node.p2p.discovery import Fact
+from primerl.node.p2p.discovery import GossipFact, node_id_of, peer_id_of
 from primerl.node.p2p.libp2p import Libp2pDiscovery
-from primerl.node.p2p.peer_ids import node_id_of, peer_id_of
 from primerl.node.p2p.transport import AddressInUse, TransportError
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
@@ -51,7 +50,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def heard(discovery: Libp2pDiscovery) -> Fact:
+async def heard(discovery: Libp2pDiscovery) -> GossipFact:
     async with asyncio.timeout(DEADLINE_S):
         return await anext(discovery.facts())
 
@@ -125,9 +124,9 @@ def test_an_id_of_another_kind_of_key_is_no_node_id(foreign: bytes) -> None:
 async def test_two_nodes_tell_each_other_facts_and_know_who_told(make: Make) -> None:
     first, second = await pair(make)
     await first.publish(b"ping")
-    assert await heard(second) == Fact(b"ping", key(1).node_id)
+    assert await heard(second) == GossipFact(b"ping", key(1).node_id)
     await second.publish(b"pong")
-    assert await heard(first) == Fact(b"pong", key(2).node_id)
+    assert await heard(first) == GossipFact(b"pong", key(2).node_id)
 
 
 async def test_a_node_that_knows_only_the_second_hears_the_first(make: Make) -> None:

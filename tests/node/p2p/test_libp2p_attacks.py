@@ -12,10 +12,9 @@ import pytest_asyncio
 import trio
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.discovery import Fact
+from primerl.node.p2p.discovery import GossipFact, peer_id_of
 from primerl.node.p2p.libp2p import MAX_FRAME, Libp2pDiscovery
-from primerl.node.p2p.peer_ids import peer_id_of
-from primerl.node.p2p.trio_thread import TrioThread
+from primerl.node.p2p.trio_bridge import TrioThread
 from primerl.protocol.version import MAX_GOSSIP
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def heard(discovery: Libp2pDiscovery) -> Fact:
+async def heard(discovery: Libp2pDiscovery) -> GossipFact:
     async with asyncio.timeout(DEADLINE_S):
         return await anext(discovery.facts())
 
@@ -201,7 +200,7 @@ async def connect(host: "IHost", pubsub: "Pubsub", address: str) -> None:
 async def test_a_stranger_that_keeps_to_the_rules_is_heard(victim: Libp2pDiscovery) -> None:
     async with stranger(9, victim) as other:
         await other.tell([b"hello"])
-        assert await heard(victim) == Fact(b"hello", key(9).node_id)
+        assert await heard(victim) == GossipFact(b"hello", key(9).node_id)
 
 
 async def test_an_oversized_fact_of_a_stranger_is_dropped(victim: Libp2pDiscovery) -> None:
@@ -258,7 +257,7 @@ async def test_a_message_that_its_origin_did_not_sign_is_not_heard(
         await other.send_rpc(RPC(publish=[forged]))
         await asyncio.sleep(0.2)
     await friend.publish(b"forged")  # and it does not keep the honest one out
-    assert await heard(victim) == Fact(b"forged", key(2).node_id)
+    assert await heard(victim) == GossipFact(b"forged", key(2).node_id)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +299,7 @@ async def test_a_peer_with_another_kind_of_key_does_not_get_in_and_disturbs_nobo
         await thread.stop()
     await until(lambda: victim.neighbours() == 1)
     await friend.publish(b"alive")
-    assert await heard(victim) == Fact(b"alive", key(2).node_id)
+    assert await heard(victim) == GossipFact(b"alive", key(2).node_id)
 
 
 async def call_with_key_of_kind(kind: str, address: str) -> bool:

@@ -12,23 +12,22 @@ import trio
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import Arrivals
-from primerl.node.p2p.blobs import BlobServer
+from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.discovery import peer_id_of
 from primerl.node.p2p.libp2p import CARRYING, MAX_UNREAD, Libp2pDiscovery
-from primerl.node.p2p.libp2p_chunks import (
-    BACKOFF_S,
-    REQUEST_BURST,
-    ChunkDoor,
-    Libp2pChunks,
-    serving,
-)
 from primerl.node.p2p.limits import Pacer
-from primerl.node.p2p.peer_ids import peer_id_of
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
+from primerl.node.p2p.serve import BlobServer
+from primerl.node.p2p.tcp_chunks import (
+    BACKOFF_S,
+    REQUEST_BURST,
+    TcpChunks,
+    TcpChunkServer,
+    serving,
+)
 from primerl.node.p2p.transport import Stream, StreamClosed, TransportError, Unreachable
-from primerl.node.p2p.trio_streams import STREAMS_PER_PEER
-from primerl.node.p2p.trio_thread import TrioThread
+from primerl.node.p2p.trio_bridge import STREAMS_PER_PEER, TrioThread
 from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import ChunkRef, PeerRecord
@@ -64,7 +63,7 @@ class Server:
     def __init__(self) -> None:
         self.store = MemoryStore(max_bytes=1 << 26)
         self.chunk = ChunkRef(self.store.put(DATA), len(DATA))
-        self.blobs = BlobServer(self.store, Arrivals(), Pacer(0))
+        self.blobs = BlobServer(self.store, ChunkArrivals(), Pacer(0))
         self.peers = PeerTable()
         self.discovery = node(1)
         self.handler: Callable[[bytes, Stream], Awaitable[None]] = self.blobs.handle
@@ -79,7 +78,7 @@ async def server(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Server]:
     """May not die of what is done to it, not even to come back."""
     built = Server()
     await built.discovery.start([])
-    async with serving(ChunkDoor(built.discovery, built.peers, built.answer)):
+    async with serving(TcpChunkServer(built.discovery, built.peers, built.answer)):
         await asyncio.sleep(0)
         yield built
         assert "died" not in caplog.text
@@ -95,14 +94,14 @@ async def client() -> AsyncIterator[Libp2pDiscovery]:
     await discovery.close()
 
 
-def chunks_of(client: Libp2pDiscovery, *addresses: str) -> Libp2pChunks:
+def chunks_of(client: Libp2pDiscovery, *addresses: str) -> TcpChunks:
     """Paths of the client, whose table says that number 1 is at `addresses`."""
     peers = PeerTable()
     peers.learn(PeerRecord(key(1).node_id, "trainer", "0", (), addresses, True), b"")
-    return Libp2pChunks(client, peers)
+    return TcpChunks(client, peers)
 
 
-async def fetch(chunks: Libp2pChunks, server: Server, deadline: float = DEADLINE_S) -> bytes:
+async def fetch(chunks: TcpChunks, server: Server, deadline: float = DEADLINE_S) -> bytes:
     return await chunks.get(key(1).node_id, server.chunk, deadline=deadline)
 
 
@@ -150,7 +149,7 @@ async def test_another_node_at_the_address_is_not_believed(
     async def steal(peer: bytes, stream: Stream) -> None:
         stolen.append(peer)
 
-    async with serving(ChunkDoor(impostor, PeerTable(), steal)):
+    async with serving(TcpChunkServer(impostor, PeerTable(), steal)):
         chunks = chunks_of(client, at(port_of(impostor), 1))
         with pytest.raises(Unreachable):
             await fetch(chunks, server)
@@ -166,9 +165,9 @@ async def test_another_node_at_the_address_is_not_believed(
 async def test_backing_off_ends(
     server: Server, client: Libp2pDiscovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("primerl.node.p2p.libp2p_chunks.BACKOFF_S", (0.01, BACKOFF_S[1]))
+    monkeypatch.setattr("primerl.node.p2p.tcp_chunks.BACKOFF_S", (0.01, BACKOFF_S[1]))
     peers = PeerTable()
-    chunks = Libp2pChunks(client, peers)
+    chunks = TcpChunks(client, peers)
     with pytest.raises(Unreachable):
         await fetch(chunks, server)
     addresses = server.discovery.addresses()
@@ -309,7 +308,7 @@ async def test_a_peer_that_knows_no_chunks_is_unharmed(client: Libp2pDiscovery) 
     async with stranger(client.addresses()[0]) as other:
         await until(other.is_connected)
         with pytest.raises(StreamClosed):
-            await Libp2pChunks(client, PeerTable()).get(
+            await TcpChunks(client, PeerTable()).get(
                 key(9).node_id, ChunkRef(bytes(32), 1), deadline=DEADLINE_S
             )
         assert other.is_connected()
@@ -383,9 +382,9 @@ async def test_too_many_requests_are_refused() -> None:
         raise RemoteProtocolError(Reason.NOT_FOUND)
 
     said: list[Reason] = []
-    async with serving(ChunkDoor(server, PeerTable(), say_no)):
+    async with serving(TcpChunkServer(server, PeerTable(), say_no)):
         await asyncio.sleep(0)
-        chunks = Libp2pChunks(client, PeerTable())
+        chunks = TcpChunks(client, PeerTable())
         for _ in range(int(REQUEST_BURST) + 50):
             with pytest.raises(Refused) as refusal:
                 await chunks.get(server.node_id, ChunkRef(bytes(32), 1), deadline=DEADLINE_S)
@@ -412,7 +411,7 @@ async def test_in_memory_a_cut_link_carries_nothing() -> None:
         await stream.write(peer[:2])
         await stream.finish()
 
-    async with serving(ChunkDoor(server, PeerTable(), answer)):
+    async with serving(TcpChunkServer(server, PeerTable(), answer)):
         await asyncio.sleep(0)
         assert await client.converse(server.node_id, [], talk) == client.node_id[:2]
         world.partition(server.node_id, client.node_id)

@@ -9,7 +9,7 @@ from support.memory_discovery import MAX_FACTS, MemoryDiscovery
 from support.memory_streams import STREAM_BACKLOG, MemoryConnection
 from support.memory_transport import BACKLOG, MemoryNetwork, MemoryTransport
 
-from primerl.node.p2p.discovery import Fact
+from primerl.node.p2p.discovery import GossipFact
 from primerl.node.p2p.transport import ConnectionLost, StreamClosed, Unreachable
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL
 
@@ -178,7 +178,7 @@ async def started(network: MemoryNetwork, *node_ids: bytes) -> list[MemoryDiscov
     return chain
 
 
-async def next_fact(discovery: MemoryDiscovery) -> Fact:
+async def next_fact(discovery: MemoryDiscovery) -> GossipFact:
     return await soon(anext(discovery.facts()))
 
 
@@ -192,7 +192,7 @@ async def test_facts_wait_in_a_bounded_queue_that_drops_the_oldest() -> None:
 async def test_a_fact_names_the_neighbour_that_handed_it_over() -> None:
     a, _b, c = await started(MemoryNetwork(), A, B, C)
     await a.publish(b"fact")
-    assert await next_fact(c) == Fact(b"fact", source=B)
+    assert await next_fact(c) == GossipFact(b"fact", source=B)
 
 
 async def test_gossip_crosses_no_cut_or_stalled_link_and_is_not_repeated() -> None:

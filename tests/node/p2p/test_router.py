@@ -9,9 +9,14 @@ from support.memory_streams import MemoryConnection
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.links import Links
+from primerl.node.p2p.connections import (
+    ALL_UNPROVEN_BURST,
+    SWAP_BURST,
+    ConnectionPool,
+    Handler,
+    Router,
+)
 from primerl.node.p2p.peers import PeerTable, Tier
-from primerl.node.p2p.router import ALL_UNPROVEN_BURST, SWAP_BURST, Handler, Router
 from primerl.node.p2p.rpc import Refused, TooSlow, receive, send
 from primerl.node.p2p.rpc import ask as request
 from primerl.node.p2p.transport import ConnectionLost, Stream
@@ -23,7 +28,9 @@ SERVER, CLIENT = (SecretKey.from_seed(bytes([n]) * 32).node_id for n in (1, 2))
 
 
 @asynccontextmanager
-async def served(handler: Handler, max_streams: int = 4) -> AsyncGenerator[tuple[Links, PeerTable]]:
+async def served(
+    handler: Handler, max_streams: int = 4
+) -> AsyncGenerator[tuple[ConnectionPool, PeerTable]]:
     """A client's links to a server with `handler`, and the server's peer table."""
     network = MemoryNetwork()
     server, client = network.transport(SERVER), network.transport(CLIENT)
@@ -33,7 +40,7 @@ async def served(handler: Handler, max_streams: int = 4) -> AsyncGenerator[tuple
     )
     peers = PeerTable()
     peers.hint(SERVER, server.addresses())
-    links = Links(client, peers, connect_timeout_s=2.0)
+    links = ConnectionPool(client, peers, connect_timeout_s=2.0)
     running = asyncio.create_task(router.run())
     try:
         yield links, table
@@ -44,7 +51,7 @@ async def served(handler: Handler, max_streams: int = 4) -> AsyncGenerator[tuple
         await asyncio.wait_for(running, 60.0)
 
 
-async def ask(links: Links) -> Accepted:
+async def ask(links: ConnectionPool) -> Accepted:
     return await links.request(SERVER, ALPN_CONTROL, Goodbye(), Accepted, deadline=60.0)
 
 

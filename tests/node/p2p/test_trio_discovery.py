@@ -8,9 +8,9 @@ from typing import TypeVar
 import pytest
 import trio
 
-from primerl.node.p2p.discovery import Fact
+from primerl.node.p2p.discovery import GossipFact
 from primerl.node.p2p.transport import AddressInUse, Stream, TransportError, Unreachable
-from primerl.node.p2p.trio_discovery import FACT_QUEUE, TrioDiscovery
+from primerl.node.p2p.trio_bridge import FACT_QUEUE, TrioDiscovery
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ class FakeLife:
 
     port = 4001
 
-    def __init__(self, born: int, receive: Callable[[Fact], None]) -> None:
+    def __init__(self, born: int, receive: Callable[[GossipFact], None]) -> None:
         self.addresses = (f"/life/{born}",)
         self._dying = trio.Event()
         self.ended = False
@@ -34,7 +34,7 @@ class FakeLife:
     async def publish(self, sealed: bytes) -> None:
         if sealed == b"poison":
             self._dying.set()
-        self._receive(Fact(sealed, b""))
+        self._receive(GossipFact(sealed, b""))
 
     async def converse(
         self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
@@ -55,7 +55,9 @@ class Lives:
         self._faults = list(faults)
 
     @asynccontextmanager
-    async def begin(self, port: int, receive: Callable[[Fact], None]) -> AsyncGenerator[FakeLife]:
+    async def begin(
+        self, port: int, receive: Callable[[GossipFact], None]
+    ) -> AsyncGenerator[FakeLife]:
         self.ports.append(port)
         fault = self._faults.pop(0) if self._faults else None
         if fault is not None:

@@ -8,16 +8,16 @@ import trio
 import trio.testing
 
 from primerl.node.p2p.transport import StreamClosed
-from primerl.node.p2p.trio_streams import (
+from primerl.node.p2p.trio_bridge import (
     PIECE,
     STREAMS,
     STREAMS_PER_PEER,
     WRITE_SECONDS,
-    Callers,
+    AcceptQueue,
     TrioStream,
+    TrioThread,
     open_whole,
 )
-from primerl.node.p2p.trio_thread import TrioThread
 
 DEADLINE_S = 60.0
 
@@ -140,7 +140,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_callers_are_served_up_to_a_limit_of_each_and_of_all() -> None:
     thread = TrioThread("test")
     await thread.start()
-    callers = Callers(thread)
+    callers = AcceptQueue(thread)
     callers.bind(asyncio.get_running_loop())
     raws: list[Raw] = []
 
@@ -177,7 +177,7 @@ async def test_callers_are_served_up_to_a_limit_of_each_and_of_all() -> None:
 async def test_a_stream_of_a_thread_that_stopped_is_closed() -> None:
     thread = TrioThread("test")
     await thread.start()
-    callers = Callers(thread)
+    callers = AcceptQueue(thread)
     callers.bind(asyncio.get_running_loop())
     reader = callers.listen()
 

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 import trio
 
-from primerl.node.p2p.trio_thread import EventQueue, TrioStopped, TrioThread, attempt
+from primerl.node.p2p.trio_bridge import EventQueue, TrioStopped, TrioThread, attempt
 
 
 @pytest_asyncio.fixture

@@ -12,7 +12,7 @@ from support.frame_cases import SHAPE, plan
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.engine import Completion, EngineStats
-from primerl.node.inference.host import Host
+from primerl.node.inference.host import EngineHost
 from primerl.node.inference.host_frames import (
     Draw,
     Drawn,
@@ -25,7 +25,7 @@ from primerl.node.inference.host_frames import (
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage, Laned
-from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.place import StagePlace
 from primerl.node.pipeline.vllm_place import encode_place
 from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, body_length
 from primerl.node.process.serve import Outbox
@@ -33,12 +33,12 @@ from primerl.node.process.serve import Outbox
 WAIT_S = 60.0
 
 
-def place(rank: int = 0, **fields: Any) -> Place:
+def place(rank: int = 0, **fields: Any) -> StagePlace:
     """Of two layers."""
     found = plan([bytes([one]) * 32 for one in range(2)])
     given = {"hidden_size": MODEL.hidden_size, "kv_tokens": 4 * SHAPE.max_model_len} | fields
     shape = msgspec.structs.replace(found.shape, **given)
-    return Place(msgspec.structs.replace(found, shape=shape), rank, "/nowhere")
+    return StagePlace(msgspec.structs.replace(found, shape=shape), rank, "/nowhere")
 
 
 class Core:
@@ -60,7 +60,7 @@ class Core:
 class Head(Core):
     """Stage 0."""
 
-    def __init__(self, config: EngineConfig, where: Place) -> None:
+    def __init__(self, config: EngineConfig, where: StagePlace) -> None:
         super().__init__(config)
         self.where = where
 
@@ -80,7 +80,7 @@ async def answers(make: Any, *requests: Any) -> list[Any]:
             written.put_nowait(msgspec.msgpack.decode(data[HEAD_BYTES:end]))
             data = data[end:]
 
-    host = Host(Outbox(write), make)
+    host = EngineHost(Outbox(write), make)
     found: list[Any] = []
     try:
         for one in requests:
@@ -101,7 +101,7 @@ def setup(where: bytes = b"") -> SetUp:
 async def test_a_host_makes_a_stage_where_it_is_given_a_place() -> None:
     made: list[Head] = []
 
-    def make(config: EngineConfig, where: Place) -> Head:
+    def make(config: EngineConfig, where: StagePlace) -> Head:
         made.append(Head(config, where))
         return made[-1]
 
@@ -136,7 +136,7 @@ async def test_what_cannot_be_a_stage_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"engine\.pp is 2"):
         await head.start(tmp_path)
     whole = msgspec.structs.replace(place().plan, stages=place().plan.stages[:1])
-    stage = HostedStage(EngineConfig(type="vllm"), Place(whole, 0, ""))
+    stage = HostedStage(EngineConfig(type="vllm"), StagePlace(whole, 0, ""))
     with pytest.raises(EngineError, match="another model"):
         await stage.start(tmp_path)
 

@@ -11,7 +11,7 @@ from support.frame_cases import said, step
 from support.ring_cases import LIMITS, soon
 
 from primerl.node.ops.errors import NodeError
-from primerl.node.p2p.waiting import Signal
+from primerl.node.p2p.waiting import Notifier
 from primerl.node.pipeline.frame_codec import PREFIX_BYTES, decode
 from primerl.node.pipeline.local_end import LocalEnd
 from primerl.node.pipeline.packets import Packet, packet
@@ -25,7 +25,7 @@ class Listener:
     def __init__(self) -> None:
         self.packets: list[Packet] = []
         self.changes: list[str] = []
-        self.signal = Signal()
+        self.signal = Notifier()
 
     async def from_local(self, packet: Packet) -> None:
         self.packets.append(packet)

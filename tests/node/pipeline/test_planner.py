@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from primerl.node.pipeline.planner import (
     Costs,
     Offered,
-    Terms,
+    PlanLimits,
     fits,
     holds,
     make_plan,
@@ -21,7 +21,7 @@ from primerl.protocol.pipelines import PipelinePlan, StageOffer, check_plan
 
 GROUP = bytes(32)
 COSTS = Costs(layers=12, layer=1000, first=500, last=700, layer_token=1)
-TERMS = Terms("bfloat16", hidden_size=64, max_model_len=128, max_sequences=8)
+TERMS = PlanLimits("bfloat16", hidden_size=64, max_model_len=128, max_sequences=8)
 
 
 def node(number: int) -> bytes:
@@ -241,7 +241,7 @@ def test_more_micro_batches_are_allowed_where_the_way_is_long() -> None:
     def far(ms: float) -> int:
         ways = {node(0): ms, node(1): ms}
         some = [Offered(node(one), offer(14_000, round_trips=ways)) for one in range(2)]
-        terms = Terms("bfloat16", 64, 128, max_sequences=256)
+        terms = PlanLimits("bfloat16", 64, 128, max_sequences=256)
         found = make_plan(some, COSTS, terms, group=GROUP, generation=0)
         assert found is not None
         return found.shape.micro_batches
@@ -252,7 +252,7 @@ def test_more_micro_batches_are_allowed_where_the_way_is_long() -> None:
 def test_so_many_micro_batches_are_allowed_that_every_step_may_have_a_recorded_graph() -> None:
     ways = {node(0): 0.0, node(1): 0.0}
     some = [Offered(node(one), offer(2_000_000, round_trips=ways)) for one in range(2)]
-    terms = Terms("bfloat16", 64, 128, max_sequences=2_000)
+    terms = PlanLimits("bfloat16", 64, 128, max_sequences=2_000)
     found = make_plan(some, COSTS, terms, group=GROUP, generation=0)
     assert found is not None
     assert found.shape.max_sequences == 2_000

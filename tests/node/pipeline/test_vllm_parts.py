@@ -13,12 +13,12 @@ from support.frame_cases import SHAPE, plan
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.fingerprint import NUMBERS
-from primerl.node.inference.vllm_collector import Collector
+from primerl.node.inference.vllm_collector import CompletionCollector
 from primerl.node.inference.vllm_options import SAMPLING
-from primerl.node.inference.vllm_sampling import Step
+from primerl.node.inference.vllm_sampling import SampledStep
 from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.pipeline.boundaries import ROW
-from primerl.node.pipeline.place import Place
+from primerl.node.pipeline.place import StagePlace
 from primerl.node.pipeline.step_codec import Encoder, Going, New
 from primerl.node.pipeline.vllm_place import (
     VARIABLE,
@@ -214,7 +214,7 @@ async def test_what_came_back_is_collected_with_versions_and_boundaries() -> Non
     async def ask(wanted: list[list[int]], forgotten: list[int]) -> list[list[Any]]:
         return kept.collect(wanted, forgotten)
 
-    found = await Collector(ask, "projection").collect(5, 2)
+    found = await CompletionCollector(ask, "projection").collect(5, 2)
     assert found.logprobs == [-2, -3]
     assert found.spans == ((0, 1), (1, 2))
     assert found.boundaries == (b"B" * 8 + b"C" * 8, b"b" * 8 + b"c" * 8)
@@ -237,7 +237,7 @@ def test_the_last_stage_tells_what_each_lane_drew_in_the_order_it_is_asked_for()
     for length in (2, 3):
         told = [
             teller.tell(
-                Step(
+                SampledStep(
                     lane,
                     np.full(len(lane), length),
                     np.ones(len(lane), bool),
@@ -291,10 +291,10 @@ def test_what_the_last_stage_may_not_send_is_refused(
 # -- the place -------------------------------------------------------------------------------------
 
 
-def place(rank: int = 0, **fields: Any) -> Place:
+def place(rank: int = 0, **fields: Any) -> StagePlace:
     found = plan([bytes([one]) * 32 for one in range(2)])
     shape = msgspec.structs.replace(found.shape, **fields)
-    return Place(msgspec.structs.replace(found, shape=shape), rank, "/nowhere")
+    return StagePlace(msgspec.structs.replace(found, shape=shape), rank, "/nowhere")
 
 
 def test_a_place_travels_in_the_environment() -> None:

@@ -12,7 +12,7 @@ from support.training_cases import FAST, TINY
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
-from primerl.node.app.sft import SftParts, sft
+from primerl.node.app.sft import SftFactories, sft
 from primerl.node.config.common import ResumeConfig
 from primerl.node.config.run import EnvironmentConfig, ModelConfig, RunConfig
 from primerl.node.config.sft import SftConfig, SftTrainingConfig
@@ -21,8 +21,8 @@ from primerl.node.ops.errors import BusyError, EngineError, RankFailed, RunFaile
 from primerl.node.sft.loop import SftProgress
 from primerl.node.storage.chunk_store import MemoryStore
 from primerl.node.storage.ledger import Ledger
-from primerl.node.training.backend import Batch, Sample, StepMetrics
-from primerl.node.training.local import LocalBackend
+from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
+from primerl.node.training.local_backend import LocalBackend
 
 TRAINING = SftTrainingConfig.model_validate(FAST.model_dump() | {"lr": 5e-3, "scheduler": "linear"})
 Watch = Callable[[SftProgress], None]
@@ -37,8 +37,8 @@ class Backends:
         self.fail_at: list[int] = []
         """Steps at which a rank dies, one for each backend."""
 
-    def parts(self) -> SftParts:
-        return SftParts(backend=self._make, sleep=self._sleep)
+    def parts(self) -> SftFactories:
+        return SftFactories(backend=self._make, sleep=self._sleep)
 
     async def _sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -52,11 +52,11 @@ class Backends:
 class Recording(CountingBackend):
     def __init__(self, seed: int, fail_at: int) -> None:
         super().__init__(seed=seed)
-        self.trained: list[Batch] = []
+        self.trained: list[TrainBatch] = []
         self.closed = False
         self._fail_at = fail_at
 
-    async def step(self, batch: Batch) -> StepMetrics:
+    async def step(self, batch: TrainBatch) -> StepMetrics:
         if batch.step == self._fail_at:
             raise RankFailed("rank 1 died")
         metrics = await super().step(batch)
@@ -153,7 +153,7 @@ async def test_what_is_held_out_is_never_trained(make: Any) -> None:
             return await super().evaluate(samples)
 
     backend = Remembering(0, 0)
-    parts = SftParts(backend=lambda _: backend)
+    parts = SftFactories(backend=lambda _: backend)
     await sft(make(validation={"fraction": 0.3}), watch=quiet, parts=parts)
     held_out = {tuple(sample.token_ids) for sample in backend.measured}
     trained = {tuple(s.token_ids) for batch in backend.trained for s in batch.samples}
@@ -277,11 +277,13 @@ async def test_two_runs_never_share_a_directory(make: Any) -> None:
             await sft(config, watch=quiet, parts=Backends().parts())
 
     class Shared(Recording):
-        async def step(self, batch: Batch) -> StepMetrics:
+        async def step(self, batch: TrainBatch) -> StepMetrics:
             await intrude(make(clean=True))
             return await super().step(batch)
 
-    directory = await sft(make(max_steps=2), watch=quiet, parts=SftParts(lambda _: Shared(0, 0)))
+    directory = await sft(
+        make(max_steps=2), watch=quiet, parts=SftFactories(lambda _: Shared(0, 0))
+    )
     assert len(lines(directory)) == 2
 
 
@@ -308,12 +310,12 @@ async def test_max_epochs_end_a_run_early(make: Any) -> None:
 
 async def test_steps_without_a_gradient_do_not_go_on_for_ever(make: Any) -> None:
     class Sick(Recording):
-        async def step(self, batch: Batch) -> StepMetrics:
+        async def step(self, batch: TrainBatch) -> StepMetrics:
             metrics = await super().step(batch)
             return StepMetrics({**metrics.values, "optim/skipped": 1.0})
 
     with pytest.raises(RunFailed, match=r"training\.lr"):
-        await sft(make(), watch=quiet, parts=SftParts(lambda _: Sick(0, 0)))
+        await sft(make(), watch=quiet, parts=SftFactories(lambda _: Sick(0, 0)))
 
 
 async def test_nothing_to_learn_from_is_said(make: Any) -> None:

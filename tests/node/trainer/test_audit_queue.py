@@ -30,8 +30,7 @@ from support.swarm import until
 from primerl.crypto.hashing import digest
 from primerl.node.ops.errors import UsageError
 from primerl.node.p2p.transport import StreamClosed
-from primerl.node.trainer.audit_queue import BENCH_S, AuditDesk
-from primerl.node.trainer.remote_audits import RemoteAuditors, read_validators
+from primerl.node.trainer.audits import BENCH_S, AuditQueue, RemoteAuditors, read_validators
 from primerl.node.verification.auditor import Measured, Unreadable
 from primerl.protocol.envelope import Purpose
 from primerl.protocol.errors import Reason
@@ -42,14 +41,14 @@ CUT_SHORT = Unreadable("cut short", proof=True)
 NO_END = Unreadable("no end", proof=False)
 
 
-def remote(own: Own, audits: AuditDesk, **settings: Any) -> RemoteAuditors:
+def remote(own: Own, audits: AuditQueue, **settings: Any) -> RemoteAuditors:
     """Audits by validators; nothing is measured again unless the test says so."""
     base: dict[str, Any] = {"overlap": 0.0, "first_jobs": 0, **settings}
     chance = random.Random(1)
     return RemoteAuditors(own, audits, PROOFS, term=lambda: 0, chance=chance, **base)
 
 
-async def job_of(audits: AuditDesk) -> tuple[AuditJob, "asyncio.Task[Any]"]:
+async def job_of(audits: AuditQueue) -> tuple[AuditJob, "asyncio.Task[Any]"]:
     """A job in the validator's hands, and the trainer's wait for its report."""
     asked = await present(audits)
     waiting = asyncio.create_task(audits.report(call(), 0))
@@ -87,7 +86,7 @@ async def test_nobody_else_is_given_audits_or_believed() -> None:
     with refuses(Reason.NOT_ADMITTED):
         await audits.take_in(STRANGER.node_id, sealed(report(job), STRANGER))
     with refuses(Reason.NOT_ADMITTED):
-        await request(AuditDesk(), VALIDATOR)
+        await request(AuditQueue(), VALIDATOR)
     await audits.take_in(VALIDATOR.node_id, sealed(report(job)))
     assert (await waiting)[0] == VALIDATOR.node_id
 

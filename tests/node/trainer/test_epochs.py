@@ -7,7 +7,7 @@ from support.protocol_cases import LEASE, head
 from support.rogue import say
 
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer.epochs import LEASES_PER_BOOT, current_term
+from primerl.node.trainer.state import LEASES_PER_BOOT, current_term
 from primerl.protocol.rollouts import GroupRecord, RolloutRecord, Submission
 
 

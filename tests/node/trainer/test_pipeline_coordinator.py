@@ -12,9 +12,19 @@ from support.protocol_cases import refuses
 
 from primerl.node.memory_plan.stages import CutModel
 from primerl.node.p2p.gossip import read_record
-from primerl.node.trainer.pipeline_book import ALIVE_S, BENCH_S, MAX_OFFERS, MEASURE_S
-from primerl.node.trainer.pipeline_coordinator import GONE_S, MAKE_BURST, PEER_BURST, WAIT_S
-from primerl.node.trainer.pipeline_group import LEDGER, PLAN_TTL_S, Kept
+from primerl.node.trainer.pipeline_coordinator import (
+    ALIVE_S,
+    BENCH_S,
+    GONE_S,
+    LEDGER,
+    MAKE_BURST,
+    MAX_OFFERS,
+    MEASURE_S,
+    PEER_BURST,
+    PLAN_TTL_S,
+    WAIT_S,
+    SavedPipeline,
+)
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import OfferStage, StagePlanned, StageWait
@@ -372,7 +382,7 @@ def test_a_plan_of_an_engine_without_stages_is_not_taken_up_again(world: World) 
     """It was kept by a trainer of an older release."""
     plan = world.gather(1, 2)
     old = structs.replace(plan, shape=structs.replace(plan.shape, engine="hf"))
-    world.ledger.set(LEDGER, msgspec.msgpack.encode(Kept((old,), {})))
+    world.ledger.set(LEDGER, msgspec.msgpack.encode(SavedPipeline((old,), {})))
     world.restart()
     assert world.desk.rows() == []
     assert world.gather(1, 2).group != plan.group

@@ -16,9 +16,9 @@ from primerl.node.config.run import RunConfig
 from primerl.node.ops.metrics import MetricsLog, PhaseClock
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.loop import TrainerRole
-from primerl.node.trainer.progress import Progress
-from primerl.node.training.backend import Batch, StepMetrics
-from primerl.node.training.buffer import BranchTokens, Group, RolloutBuffer, ScoredRollout
+from primerl.node.trainer.state import Progress
+from primerl.node.training.backend import StepMetrics, TrainBatch
+from primerl.node.training.buffer import BranchTokens, RolloutBuffer, RolloutGroup, ScoredRollout
 from primerl.protocol.leases import LeaseBook, LeasePolicy
 
 A, B, C = (bytes([n]) * 32 for n in (10, 11, 12))
@@ -27,11 +27,11 @@ WANTED = 8
 NEVER = {"interval": 100_000}
 
 
-def played(node: bytes) -> Group:
+def played(node: bytes) -> RolloutGroup:
     """A group whose tokens say whose it is."""
     branch = BranchTokens([1, node[0]], [False, True], [0.0, -1.0])
     rollouts = [ScoredRollout([branch], reward) for reward in (0.0, 1.0)]
-    return Group(b"t", "e", rollouts, 0, node, b"lease")
+    return RolloutGroup(b"t", "e", rollouts, 0, node, b"lease")
 
 
 class Recorder:
@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self) -> None:
         self.batches: list[Counter[int]] = []
 
-    async def step(self, batch: Batch) -> StepMetrics:
+    async def step(self, batch: TrainBatch) -> StepMetrics:
         samples = Counter(sample.token_ids[1] for sample in batch.samples)
         self.batches.append(Counter({node: count // 2 for node, count in samples.items()}))
         return StepMetrics({})

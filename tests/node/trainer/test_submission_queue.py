@@ -12,11 +12,16 @@ from support.swarm import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.ops.errors import StorageError
-from primerl.node.storage.ledger import Arrived
-from primerl.node.trainer.progress import Progress
-from primerl.node.trainer.submission_queue import AT_ONCE, Inbox
+from primerl.node.storage.ledger import QueuedSubmission
+from primerl.node.trainer.state import Progress
+from primerl.node.trainer.submission_queue import AT_ONCE, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
-from primerl.node.verification.verifier import Arrival, AuditResults, Verified, make_verdict
+from primerl.node.verification.verifier import (
+    AuditResults,
+    ReceivedSubmission,
+    Verified,
+    make_verdict,
+)
 from primerl.protocol.audits import CHALLENGE_BYTES
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.leases import Lease
@@ -27,8 +32,8 @@ WORKER = b"w" * 32
 KEY = SecretKey.from_seed(bytes(32))
 
 
-def arrived(number: int) -> Arrived:
-    return Arrived(number, number.to_bytes(32, "big"), number, WORKER, b"sealed")
+def arrived(number: int) -> QueuedSubmission:
+    return QueuedSubmission(number, number.to_bytes(32, "big"), number, WORKER, b"sealed")
 
 
 class Auditor:
@@ -45,7 +50,7 @@ class Auditor:
     async def verify(
         self, *_: object, version: int, rate: float, before: Verdict | None
     ) -> Verified:
-        arrival = next(one for one in _ if isinstance(one, Arrival))
+        arrival = next(one for one in _ if isinstance(one, ReceivedSubmission))
         self.begun.append(arrival.number)
         self.challenges.append(arrival.challenge)
         if before is not None:
@@ -61,10 +66,10 @@ class Auditor:
             self.free.setdefault(number, asyncio.Event()).set()
 
 
-class Opened(Inbox):
+class Opened(SubmissionQueue):
     """Every submission of it is an empty one."""
 
-    def open(self, arrived: Arrived) -> tuple[Submission, Lease]:
+    def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
         return Submission(lease=b"", groups=(), engine="hf"), LEASE
 
 
@@ -74,7 +79,7 @@ class World:
     def __init__(
         self, before: Iterable[int] = (), told: Iterable[tuple[int, Verdict]] = ()
     ) -> None:
-        self.arrivals: asyncio.Queue[Arrived] = asyncio.Queue()
+        self.arrivals: asyncio.Queue[QueuedSubmission] = asyncio.Queue()
         self.auditor, self.progress = Auditor(), Progress()
         self.judged: list[int] = []
         self.left = [arrived(number) for number in before]
@@ -109,7 +114,7 @@ class World:
             expected_audits=1000,
         )
 
-    def arrived_after(self, arrival: int) -> list[Arrived]:
+    def arrived_after(self, arrival: int) -> list[QueuedSubmission]:
         return [one for one in self.left if one.arrival > arrival]
 
     def add_verdict(
@@ -179,7 +184,7 @@ async def test_what_was_left_from_before_comes_first_and_once() -> None:
 
 
 async def test_what_was_judged_before_a_restart_keeps_its_verdict_and_counts_once() -> None:
-    arrival = Arrival(4, bytes(32), WORKER, b"sealed", bytes(32))
+    arrival = ReceivedSubmission(4, bytes(32), WORKER, b"sealed", bytes(32))
     verdict = make_verdict(arrival, LEASE, 1, [], AuditResults(), 0.5)
     world = World(before=[4, 5], told=[(4, verdict)])
     world.inbox.verified_up_to = 3

@@ -7,7 +7,7 @@ from support.training_cases import group
 
 from primerl.node.config.training import LengthPenaltyConfig, LossConfig, TrainingConfig
 from primerl.node.training.advantages import Size, credit, grpo, grpo_length, grpo_std, max_rl
-from primerl.node.training.buffer import BranchTokens, Group, ScoredRollout
+from primerl.node.training.buffer import BranchTokens, RolloutGroup, ScoredRollout
 
 KINDS = ["grpo", "grpo_std", "grpo_length", "max_rl"]
 OUTPUT_ONLY = LengthPenaltyConfig(num_input_tokens_weight=0.0, num_turns_weight=0.0)
@@ -21,12 +21,12 @@ def branch(mask: list[int]) -> BranchTokens:
     return BranchTokens([7] * len(mask), [bool(one) for one in mask], [0.0] * len(mask))
 
 
-def mixed(rewards: list[float], lengths: list[int]) -> Group:
+def mixed(rewards: list[float], lengths: list[int]) -> RolloutGroup:
     rollouts = [
         ScoredRollout([branch([0, 0] + [1] * length)], reward)
         for reward, length in zip(rewards, lengths, strict=True)
     ]
-    return Group(b"t", "e", rollouts, 0, b"n", b"l")
+    return RolloutGroup(b"t", "e", rollouts, 0, b"n", b"l")
 
 
 def test_grpo_is_the_distance_from_the_group_mean() -> None:
@@ -151,7 +151,7 @@ def test_equal_rewards_that_do_not_add_up_exactly_are_no_signal() -> None:
 def test_survivors_of_a_group_are_compared_with_each_other() -> None:
     lost = [ScoredRollout([], 9.0), ScoredRollout(group([0]).rollouts[0].branches, math.nan)]
     whole = group([1.0, 0.0])
-    partial = Group(b"t", "e", [*lost, *whole.rollouts], 0, b"n", b"l")
+    partial = RolloutGroup(b"t", "e", [*lost, *whole.rollouts], 0, b"n", b"l")
     batch = credit([partial], training())
     assert [sample.advantage for sample in batch.samples] == [0.5, -0.5]
 
@@ -172,7 +172,7 @@ def test_a_lone_survivor_teaches_nothing() -> None:
 def test_all_branches_of_a_rollout_share_its_advantage() -> None:
     branches = [BranchTokens([n, 5], [False, True], [0.0, -1.0]) for n in (1, 2)]
     rollouts = [ScoredRollout(branches, 1.0), ScoredRollout(branches[:1], 0.0)]
-    batch = credit([Group(b"t", "e", rollouts, 0, b"n", b"l")], training())
+    batch = credit([RolloutGroup(b"t", "e", rollouts, 0, b"n", b"l")], training())
     assert [sample.advantage for sample in batch.samples] == [0.5, 0.5, -0.5]
     assert batch.samples[1].token_ids == [2, 5]
 

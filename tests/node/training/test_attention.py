@@ -12,10 +12,10 @@ from torch import Tensor
 
 from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
+from primerl.node.training import attention
+from primerl.node.training.attention import Layout
 from primerl.node.training.backend import Sample
 from primerl.node.training.learner import Learner
-from primerl.node.training.model import attention
-from primerl.node.training.model.attention import Layout
 from primerl.node.training.packing import pack
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from support.counting_backend import CountingBackend
 from support.training_cases import batch
 
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.training.saving.checkpoints import COMPLETE, Checkpoints
+from primerl.node.training.checkpoint import COMPLETE, Checkpoints
 from primerl.node.weights.state import digests
 
 PARTS = {"buffer": b"\x00\xff", "ledger.msgpack": b""}

@@ -9,7 +9,7 @@ from support import loss_cases
 
 from primerl.node.config.training import LossConfig
 from primerl.node.ops.errors import UsageError
-from primerl.node.training.losses.by_name import formula, policy_loss
+from primerl.node.training.losses import formula, policy_loss
 
 torch.set_num_threads(1)
 

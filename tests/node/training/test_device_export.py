@@ -11,9 +11,9 @@ from support import weights_cases as cases
 
 from primerl.node.models.tensors import bf16_state
 from primerl.node.ops.errors import EngineError
+from primerl.node.training import snapshot as host_state
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.export import host as host_state
-from primerl.node.training.export.device import DeviceExporter
+from primerl.node.training.export import DeviceExporter
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import State, digests
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from primerl.node.ops.errors import StorageError
-from primerl.node.training.saving.durable import whole_directory
+from primerl.node.training.checkpoint import whole_directory
 
 
 def test_nothing_carries_the_final_name_before_the_block_ended(tmp_path: Path) -> None:

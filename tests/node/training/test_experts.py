@@ -15,9 +15,9 @@ from torch import Tensor
 
 from primerl.node.config.run import ModelCreateConfig
 from primerl.node.models import huggingface
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.backend import Sample, TrainBatch
+from primerl.node.training.experts import ExpertLoad, count_chosen
 from primerl.node.training.learner import Learner
-from primerl.node.training.model.experts import ExpertLoad, count_chosen
 from primerl.node.training.world import World
 
 SHAPE = TINY.model_copy(update={"num_experts": 6, "moe_intermediate_size": 16})
@@ -200,7 +200,7 @@ def test_a_step_counts_its_own_tokens_whatever_is_computed_again(
     mine = learner(directory, activation_checkpointing=again)
     mine.evaluate(batch(5).samples)
     mine.logprobs(batch(6).samples)
-    step = Batch(1, batch(1, rows=9).samples)
+    step = TrainBatch(1, batch(1, rows=9).samples)
     values = mine.step(step).values
     wanted = ExpertLoad(recount(directory, step.samples), World.alone(CPU)).figures()
     found = {name: value for name, value in values.items() if name.startswith("expert_load")}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from primerl.node.training.flops import Cost, cost_of, peak_flops
+from primerl.node.training.meter import Cost, cost_of, peak_flops
 
 PEAK = 989e12
 SMALL = 596_049_920

@@ -15,9 +15,9 @@ from support.training_cases import make_model
 from primerl.node.models import huggingface
 from primerl.node.models.model_files import read_state
 from primerl.node.models.tensors import bf16_state
-from primerl.node.training.export import gathering
-from primerl.node.training.export.device import DeviceExporter
-from primerl.node.training.export.gathering import policy_sources, whole_state
+from primerl.node.training import gather
+from primerl.node.training.export import DeviceExporter
+from primerl.node.training.gather import policy_sources, whole_state
 from primerl.node.weights.state import State
 
 Tensors = dict[str, torch.Tensor]
@@ -134,6 +134,6 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, ranks: int, width: int) -> N
     everything = torch.arange(rows * width).reshape(rows, width)
     chunks = list(torch.chunk(everything, ranks)) if rows else []
     for rank in range(ranks):
-        share = gathering._rows((rows, width), rank, ranks)  # pyright: ignore[reportPrivateUsage]
+        share = gather._rows((rows, width), rank, ranks)  # pyright: ignore[reportPrivateUsage]
         wanted = chunks[rank].reshape(-1).tolist() if rank < len(chunks) else []
         assert everything.reshape(-1)[share].tolist() == wanted

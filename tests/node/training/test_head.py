@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from primerl.node.training.model.head import head_logprobs
+from primerl.node.training.model import head_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 13, 7, 29
 CHUNKS = [1, 2, 5, TOKENS, TOKENS + 1, 10_000]

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from primerl.node.training.model import attention, kernels
+from primerl.node.training import attention
 
 
 class Switch:
@@ -26,7 +26,7 @@ class Switch:
 
 def test_kernels_that_are_right_stay_switched_on() -> None:
     switch = Switch()
-    assert kernels.activate(switch.on, switch.off, lambda: True)
+    assert attention.activate(switch.on, switch.off, lambda: True)
     assert switch.now == "FA3"
 
 
@@ -35,7 +35,7 @@ def test_kernels_that_compute_something_else_are_switched_off_again(
 ) -> None:
     switch = Switch()
     with caplog.at_level(logging.WARNING):
-        assert not kernels.activate(switch.on, switch.off, lambda: False)
+        assert not attention.activate(switch.on, switch.off, lambda: False)
     assert switch.now == "built in"
     assert "not used: it computes something else" in caplog.text
 
@@ -45,13 +45,13 @@ def test_a_package_that_cannot_be_used_is_named_and_left_alone(
 ) -> None:
     switch = Switch(RuntimeError("does not expose FA3\nbackward kernels"))
     with caplog.at_level(logging.WARNING):
-        assert not kernels.activate(switch.on, switch.off, lambda: True)
+        assert not attention.activate(switch.on, switch.off, lambda: True)
     assert switch.now == "built in"
     assert "does not expose FA3 backward kernels" in caplog.text
 
 
 def test_on_a_cpu_there_is_nothing_to_switch() -> None:
-    assert not kernels.use_flash_attention_3(torch.device("cpu"))
+    assert not attention.use_flash_attention_3(torch.device("cpu"))
 
 
 def test_the_comparison_notices_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_the_comparison_notices_a_kernel_that_is_wrong(monkeypatch: pytest.Monke
     ) -> torch.Tensor:
         return attention.attend_plainly(q, k, v, at.ends[-1:], 0.125)
 
-    monkeypatch.setattr(kernels, "_packed", plainly)
-    assert kernels.agrees(torch.device("cpu"))
-    monkeypatch.setattr(kernels, "_packed", leaking)
-    assert not kernels.agrees(torch.device("cpu"))
+    monkeypatch.setattr(attention, "_packed", plainly)
+    assert attention.agrees(torch.device("cpu"))
+    monkeypatch.setattr(attention, "_packed", leaking)
+    assert not attention.agrees(torch.device("cpu"))

@@ -10,9 +10,9 @@ from support.training_cases import FAST, TINY, batch, contents, sample
 from primerl.node.config.training import LossConfig, TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.training.local import LocalBackend
+from primerl.node.training.local_backend import LocalBackend
 from primerl.node.weights.state import digests
 
 CLOCKED = ("time/", "perf/")
@@ -78,7 +78,7 @@ def test_favoured_tokens_rise_and_disfavoured_ones_fall(model_dir: Path, loss: s
             replace(favoured, logprobs=[0.0, 0.0, math.log(current[0])]),
             replace(rejected, logprobs=[0.0, 0.0, math.log(current[1])]),
         ]
-        values = subject.step(Batch(step, rows)).values
+        values = subject.step(TrainBatch(step, rows)).values
         assert values["mismatch_kl/all/mean"] == pytest.approx(0.0, abs=1e-6)
     after = probabilities()
     assert after[0] > 3 * before[0]
@@ -171,8 +171,8 @@ def test_samples_that_do_not_fit_cost_themselves_only(model_dir: Path) -> None:
     ]
     long = Sample([1] * 65, [True] * 65, [-1.0] * 65, 1.0)
     clean, attacked = learner(model_dir), learner(model_dir)
-    expected = clean.step(Batch(1, good)).values
-    values = attacked.step(Batch(1, [*poison, *good, long])).values
+    expected = clean.step(TrainBatch(1, good)).values
+    values = attacked.step(TrainBatch(1, [*poison, *good, long])).values
     assert values["samples/malformed"] == len(poison)
     assert values["samples/too_long"] == 1
     assert values["loss/mean"] == expected["loss/mean"]
@@ -183,7 +183,7 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_is_counted(model_dir: P
     subject = learner(model_dir)
     before = digests(subject.state())
     huge = [replace(row, advantage=1e38) for row in batch(1).samples]
-    assert subject.step(Batch(1, huge)).values["optim/skipped"] == 1.0
+    assert subject.step(TrainBatch(1, huge)).values["optim/skipped"] == 1.0
     assert digests(subject.state()) == before
     values = subject.step(batch(2)).values
     assert values["optim/skipped"] == 0.0
@@ -194,7 +194,7 @@ def test_an_empty_batch_only_advances_the_schedule(model_dir: Path) -> None:
     config = FAST.model_copy(update={"scheduler": "linear", "min_lr_ratio": 0.0})
     subject = learner(model_dir, config)
     before = digests(subject.state())
-    values = subject.step(Batch(4, [])).values
+    values = subject.step(TrainBatch(4, [])).values
     assert digests(subject.state()) == before
     assert (subject.step_done, values["tokens"]) == (4, 0.0)
     assert values["optim/lr"] == pytest.approx(0.6 * FAST.lr)

@@ -19,9 +19,9 @@ from primerl.node.config.training import FsdpConfig, LoraConfig, TrainingConfig
 from primerl.node.models import huggingface, model_files
 from primerl.node.models.tensors import bf16_state, to_torch
 from primerl.node.ops.errors import EngineError
+from primerl.node.training import lora
 from primerl.node.training.learner import Learner
-from primerl.node.training.model import lora
-from primerl.node.training.model.trained_model import TrainedModel, layers_of
+from primerl.node.training.model import TrainedModel, layers_of
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.world import World
 from primerl.node.weights.adapters import adapter_shapes, merge

@@ -7,8 +7,7 @@ from support import loss_cases
 from support.loss_cases import exchange
 
 from primerl.node.config.training import LossConfig
-from primerl.node.training.losses.by_name import policy_loss
-from primerl.node.training.losses.sums import FIGURES, PEAKS, LossSums
+from primerl.node.training.losses import FIGURES, PEAKS, LossSums, policy_loss
 
 torch.set_num_threads(1)
 

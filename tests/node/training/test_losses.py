@@ -9,13 +9,13 @@ from support.loss_cases import CASES, Case, exchange
 from torch import Tensor
 
 from primerl.node.config.training import LossConfig
-from primerl.node.training.losses.by_name import (
+from primerl.node.training.losses import (
+    LossSums,
     TokenInputs,
     cross_entropy,
     policy_loss,
     token_logprobs,
 )
-from primerl.node.training.losses.sums import LossSums
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from support import fake_rank as fake
 
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.ops.errors import EngineError, RankFailed
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.ranks.calls import Start, Step
 from primerl.node.training.ranks.group import RankGroup
 from primerl.node.training.ranks.torchrun import command, environment
@@ -22,7 +22,7 @@ CONFIG = TrainingConfig(
 
 
 def step(kind: int) -> Step:
-    return Step(Batch(1, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
+    return Step(TrainBatch(1, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
 
 
 async def gone(pid: int) -> None:

@@ -14,7 +14,7 @@ from support import fake_rank as fake
 
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.ops.errors import EngineError, RankFailed, StorageError
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.ranks.calls import Start, Step
 from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.ranks.group import RankGroup
@@ -31,8 +31,8 @@ def config(timeout_s: float = 20.0) -> TrainingConfig:
     return TrainingConfig(device="cpu", threads=1, fsdp=fsdp)
 
 
-def told(step: int, kind: int) -> Batch:
-    return Batch(step, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)])
+def told(step: int, kind: int) -> TrainBatch:
+    return TrainBatch(step, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)])
 
 
 async def group(timeout_s: float = 20.0) -> RankGroup:

@@ -14,7 +14,7 @@ from support import fake_rank as fake
 
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.ops.errors import RankFailed, UsageError
-from primerl.node.training.backend import Batch, Sample
+from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.ranks.calls import Figures, Start, Step
 from primerl.node.training.ranks.group import RankGroup
 from primerl.node.training.ranks.torchrun import command, environment
@@ -54,7 +54,7 @@ async def other_machine(config: TrainingConfig) -> AsyncGenerator[asyncio.subpro
 
 
 def step(number: int, kind: int) -> Step:
-    return Step(Batch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
+    return Step(TrainBatch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
 
 
 @pytest.mark.slow

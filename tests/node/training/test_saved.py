@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from primerl.node.ops.errors import StorageError
-from primerl.node.training.saving.saved import HEADER, SavedLearner, read_saved, rng_state
-from primerl.node.training.saving.staging import HostRoom
+from primerl.node.training.learner_state import (
+    HEADER,
+    HostRoom,
+    SavedLearner,
+    read_saved,
+    rng_state,
+)
 
 SHARD = "shard-00000-00000.safetensors"
 
@@ -149,7 +154,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_large_models_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primerl.node.training.saving.shards.FILE_BYTES", 64)
+    monkeypatch.setattr("primerl.node.training.learner_state.FILE_BYTES", 64)
     saved = trained()
     saved.write(tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) >= 3

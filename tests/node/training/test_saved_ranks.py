@@ -18,8 +18,9 @@ from primerl.crypto.hashing import digest
 from primerl.node.config.run import TrainingConfig
 from primerl.node.ops.errors import StorageError
 from primerl.node.training.learner import Learner
-from primerl.node.training.saving.agreement import ALONE, Ranks
-from primerl.node.training.saving.saved import (
+from primerl.node.training.learner_state import (
+    ALONE,
+    Ranks,
     SavedLearner,
     read_saved,
     rng_state,

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from primerl.node.config.run import TrainingConfig
-from primerl.node.training.schedule import learning_rate
+from primerl.node.training.optimizer import learning_rate
 
 LINEAR = TrainingConfig(lr=1.0, scheduler="linear", warmup_steps=10, min_lr_ratio=0.1)
 

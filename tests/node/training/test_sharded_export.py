@@ -15,7 +15,7 @@ from support.training_cases import make_model
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import bf16_state, from_torch
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.export.files import SnapshotReader
+from primerl.node.training.snapshot import SnapshotReader
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import State
 

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from support import weights_cases as cases
 
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.training.export import files as state_file
-from primerl.node.training.export.files import SnapshotFiles, SnapshotReader, exchange_directory
-from primerl.node.training.export.host import Found, HostPiece, HostState
+from primerl.node.training import snapshot as state_file
+from primerl.node.training.snapshot import (
+    HostPiece,
+    HostState,
+    SnapshotFiles,
+    SnapshotReader,
+    TensorDiff,
+    exchange_directory,
+)
 from primerl.node.weights.state import BITS, State, Tensor
 
 
@@ -24,10 +30,10 @@ def tensor(values: Iterable[int], dtype: str = "BF16") -> Tensor:
     return Tensor(dtype, (data.size,), data)
 
 
-def whole(state: State, cut: int = 1 << 20) -> list[Found]:
+def whole(state: State, cut: int = 1 << 20) -> list[TensorDiff]:
     """Everything of `state`, `cut` elements a piece."""
     return [
-        Found(name, one.dtype, one.shape, True, [
+        TensorDiff(name, one.dtype, one.shape, True, [
             HostPiece(at, None, one.data[at : at + cut]) for at in range(0, one.data.size, cut)
         ])
         for name, one in state.items()
@@ -45,14 +51,14 @@ def sparse(old: Tensor, new: Tensor, cut: int) -> list[HostPiece]:
     return pieces
 
 
-def difference(old: State, new: State, cut: int = 1 << 20) -> list[Found]:
+def difference(old: State, new: State, cut: int = 1 << 20) -> list[TensorDiff]:
     return [
-        Found(name, one.dtype, one.shape, False, sparse(old[name], one, cut))
+        TensorDiff(name, one.dtype, one.shape, False, sparse(old[name], one, cut))
         for name, one in new.items()
     ]
 
 
-def write(files: SnapshotFiles, path: Path, found: Iterable[Found]) -> Path:
+def write(files: SnapshotFiles, path: Path, found: Iterable[TensorDiff]) -> Path:
     with files.following(path) as file:
         for one in found:
             file.add(one)
@@ -286,13 +292,13 @@ def test_positions_that_are_not_in_their_tensor_are_refused(
 @pytest.mark.parametrize(
     "found",
     [
-        Found("v", "BF16", (100,), False),
-        Found("w", "BF16", (10, 10), False),
-        Found("w", "F16", (100,), False),
+        TensorDiff("v", "BF16", (100,), False),
+        TensorDiff("w", "BF16", (10, 10), False),
+        TensorDiff("w", "F16", (100,), False),
     ],
     ids=["another name", "another shape", "another type"],
 )
-def test_a_difference_from_another_tensor_is_refused_and_nothing_held(found: Found) -> None:
+def test_a_difference_from_another_tensor_is_refused_and_nothing_held(found: TensorDiff) -> None:
     host = HostState(threads=1)
     with pytest.raises(EngineError, match="not held"):
         host.build([found])

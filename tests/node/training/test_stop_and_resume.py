@@ -11,8 +11,8 @@ from support.training_cases import FAST, batch, contents
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import TrainBackend
-from primerl.node.training.local import LocalBackend
-from primerl.node.training.saving.checkpoints import Checkpoints
+from primerl.node.training.checkpoint import Checkpoints
+from primerl.node.training.local_backend import LocalBackend
 from primerl.node.weights.state import digests
 
 LAST, STOP = 10, 7

@@ -13,9 +13,9 @@ from support.training_cases import FAST, TINY, batch
 from primerl.node.config.run import TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
-from primerl.node.training.backend import Batch
+from primerl.node.training.backend import TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.training.saving.agreement import Ranks
+from primerl.node.training.learner_state import Ranks
 from primerl.node.training.world import World
 
 CONFIG = FAST.model_copy(update={"lr": 1e-3, "seq_len": 40})
@@ -46,9 +46,9 @@ LAST = batch(9, rows=7).samples
 FIGURES = ("loss/mean", "optim/grad_norm", "entropy/all/mean", "mismatch_kl/all/mean", "tokens")
 
 
-def steps() -> list[Batch]:
+def steps() -> list[TrainBatch]:
     """Of many samples, of one only (some rank has none), of many again."""
-    return [batch(1), Batch(2, batch(2).samples[:1]), batch(3, rows=9)]
+    return [batch(1), TrainBatch(2, batch(2).samples[:1]), batch(3, rows=9)]
 
 
 def learn(model_dir: Path, config: TrainingConfig, world: World) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def learn(model_dir: Path, config: TrainingConfig, world: World) -> dict[str, An
         "load": [{k: v for k, v in one.items() if k.startswith("expert_load")} for one in values],
         "evaluated": learner.evaluate(LAST),
         "nothing": learner.evaluate([]),
-        "empty": learner.step(Batch(STEPS + 1, [])).values["tokens"],
+        "empty": learner.step(TrainBatch(STEPS + 1, [])).values["tokens"],
     }
     if world.context is None:
         found["logprobs"] = learner.logprobs(LAST[:3])

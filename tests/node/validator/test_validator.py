@@ -32,19 +32,19 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.ops.errors import EngineError
-from primerl.node.p2p.heads import HeadBook
+from primerl.node.p2p.heads import HeadStore
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.storage.ledger import Ledger
 from primerl.node.validator.loop import (
     LARGEST,
     MAX_FAILURES,
+    StateCache,
     ValidatorRole,
     job_items,
     make_report,
     read_submission,
 )
-from primerl.node.validator.state_cache import Shelf
-from primerl.node.verification.auditor import Measured, Reply, Unreadable
+from primerl.node.verification.auditor import Measured, SampledSpan, Unreadable
 from primerl.node.weights.replica import Policy
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
@@ -114,7 +114,7 @@ def test_what_is_audited_follows_from_the_bundle_and_its_lease() -> None:
     data = bundle()
     (item,) = job_items(job(data), data, run=MANIFEST, run_id=RUN)
     seed = sample_seed(RUN, LEASE, WORKER.node_id, TASK, 0, 0)
-    assert (list(item.token_ids), item.replies) == ([5, 6, 7, 1], [Reply(2, 4, seed)])
+    assert (list(item.token_ids), item.replies) == ([5, 6, 7, 1], [SampledSpan(2, 4, seed)])
     assert (list(item.versions), list(item.logprobs)) == ([3, 4], [-0.5, -0.25])
     assert item.proof == PROVED.proof
 
@@ -248,7 +248,7 @@ def heads(*orders: tuple[int, int]) -> TrustedRun:
 
 
 def test_a_shelf_keeps_the_newest_policies() -> None:
-    shelf = Shelf(2)
+    shelf = StateCache(2)
     for version in (0, 1, 2):
         shelf.put(policy(version))
     trusted = heads((0, 0), (0, 1), (0, 2))
@@ -259,7 +259,7 @@ def test_a_shelf_keeps_the_newest_policies() -> None:
 
 def test_a_shelf_offers_nothing_of_a_term_that_was_left() -> None:
     """The trainer went back, and its version 2 is another one now: the old one would convict the honest."""
-    shelf = Shelf(8)
+    shelf = StateCache(8)
     shelf.put(policy(1))
     shelf.put(policy(2, b"left"))
     trusted = heads((0, 1), (1, 2))
@@ -270,7 +270,7 @@ def test_a_shelf_offers_nothing_of_a_term_that_was_left() -> None:
 
 
 async def test_a_shelf_is_an_engine_that_generates_nothing() -> None:
-    shelf = Shelf(2)
+    shelf = StateCache(2)
     assert shelf.policy_version == -1
     await shelf.load(3, {})
     assert shelf.policy_version == 3
@@ -379,13 +379,13 @@ class Idle:
         """See Upstreams."""
 
 
-def validator(links: Desk, tmp_path: Path, *, dead: bool = False) -> tuple[Any, HeadBook, Ledger]:
+def validator(links: Desk, tmp_path: Path, *, dead: bool = False) -> tuple[Any, HeadStore, Ledger]:
     """A validator that holds versions 2 to 4, its head book, and the ledger to close."""
-    shelf = Shelf(5)
+    shelf = StateCache(5)
     for version in (2, 3, 4):
         shelf.put(policy(version))
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
-    book = HeadBook(heads(), ledger)
+    book = HeadStore(heads(), ledger)
     fakes: dict[str, Any] = {
         "links": links,
         "catchup": Caught(),

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from primerl.node.verification.blame import Blame, blame, most_named, words
-from primerl.node.verification.judgement import judge
-from primerl.node.verification.thresholds import BUILT_IN
+from primerl.node.verification.blame import StageAttribution, blame, most_named, words
+from primerl.node.verification.judge import BUILT_IN, judge
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
 
@@ -28,7 +27,7 @@ OFF, ODD, HALF, FINE = 0.2, 0.03, 0.015, 0.008
 """Above the bound to reject, above that to suspect (0.05 and 0.027), above half of that, and below."""
 
 
-def laid(distances: tuple[float, ...], end: float, **other: float) -> Blame:
+def laid(distances: tuple[float, ...], end: float, **other: float) -> StageAttribution:
     """Of an audited rollout with these outputs."""
     values: dict[str, Any] = {
         **{"sampling": 0.0, "sampling_max": 0.0, "logprob": 0.0, "logprob_max": 0.0},

@@ -14,20 +14,20 @@ from support.engine_cases import make_qwen3
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Split, Task
-from primerl.node.environments.outcome import branch
+from primerl.node.environments.playing import branch
 from primerl.node.inference.engine import Completion
 from primerl.node.ops.errors import EngineError, NodeError, UsageError
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.calibrator import Calibrator, Report, Wanted
+from primerl.node.verification.calibrator import CalibrationReport, CalibrationRequest, Calibrator
 from primerl.node.verification.honest import company, entropy_share, trial_run
+from primerl.node.verification.judge import FIELDS, proof_contract, read_calibration
 from primerl.node.verification.replay import Replay
 from primerl.node.verification.terms import terms
-from primerl.node.verification.thresholds import FIELDS, proof_contract, read_calibration
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, encode
 
 TOKENS = 24
-WANTED = Wanted(rollouts=48, cheats=16)
+WANTED = CalibrationRequest(rollouts=48, cheats=16)
 
 
 class Letters:
@@ -128,16 +128,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     return directory, make_qwen3(directory, 1)
 
 
-Calibrate = Callable[..., Report]
+Calibrate = Callable[..., CalibrationReport]
 
 
 @pytest.fixture(scope="module")
 def calibrate(model: tuple[Path, State]) -> Calibrate:
     def run(
-        wanted: Wanted = WANTED,
+        wanted: CalibrationRequest = WANTED,
         auditor: type[HereAuditor] = HereAuditor,
         state: State | None = None,
-    ) -> Report:
+    ) -> CalibrationReport:
         return asyncio.run(
             Calibrator(
                 config(),
@@ -155,11 +155,11 @@ def calibrate(model: tuple[Path, State]) -> Calibrate:
 
 
 @pytest.fixture(scope="module")
-def report(calibrate: Calibrate) -> Report:
+def report(calibrate: Calibrate) -> CalibrationReport:
     return calibrate(wanted=replace(WANTED, cross_dtype=True))
 
 
-def test_honest_rollouts_of_every_batch_size_are_measured(report: Report) -> None:
+def test_honest_rollouts_of_every_batch_size_are_measured(report: CalibrationReport) -> None:
     assert report.rollouts == 48
     assert [noise.engine for noise in report.noise] == ["hf"]
     assert report.tokens == report.noise[0].tokens > 48
@@ -168,7 +168,7 @@ def test_honest_rollouts_of_every_batch_size_are_measured(report: Report) -> Non
     assert (report.false_positives.rollouts, report.false_positives.rejected) == (48, 0)
 
 
-def test_other_models_and_other_draws_are_outside_of_the_bounds(report: Report) -> None:
+def test_other_models_and_other_draws_are_outside_of_the_bounds(report: CalibrationReport) -> None:
     found = {one.name: one for one in report.separation}
     for name in ("int8 weights", "int4 weights", "foreign text", "one token edited"):
         assert found[name].required
@@ -181,11 +181,11 @@ def test_other_models_and_other_draws_are_outside_of_the_bounds(report: Report) 
     report.check()
 
 
-def test_fingerprints_of_other_weights_stand_apart(report: Report) -> None:
+def test_fingerprints_of_other_weights_stand_apart(report: CalibrationReport) -> None:
     assert report.d_prime["int4 weights"] > 3
 
 
-def test_equal_seeds_measure_the_same(calibrate: Calibrate, report: Report) -> None:
+def test_equal_seeds_measure_the_same(calibrate: Calibrate, report: CalibrationReport) -> None:
     again = calibrate()
     # batches form by the clock, and with them the last bits: what is drawn does not hang on it
     assert (again.tokens, again.entropy) == (report.tokens, pytest.approx(report.entropy, rel=1e-4))
@@ -220,7 +220,7 @@ def test_a_model_that_knows_nothing_is_refused(
 
 
 def test_a_calibration_goes_into_the_run_manifest(
-    report: Report, model: tuple[Path, State], tmp_path: Path
+    report: CalibrationReport, model: tuple[Path, State], tmp_path: Path
 ) -> None:
     path = tmp_path / "calibration.json"
     path.write_bytes(msgspec.json.encode(report.calibration("2026-11-21")))
@@ -243,7 +243,10 @@ def test_a_calibration_goes_into_the_run_manifest(
     ],
 )
 def test_a_calibration_of_something_else_is_refused(
-    report: Report, tmp_path: Path, model_name: str, settings: dict[str, dict[str, object]]
+    report: CalibrationReport,
+    tmp_path: Path,
+    model_name: str,
+    settings: dict[str, dict[str, object]],
 ) -> None:
     path = tmp_path / "calibration.json"
     path.write_bytes(msgspec.json.encode(report.calibration("2026-11-21")))
@@ -253,7 +256,7 @@ def test_a_calibration_of_something_else_is_refused(
 
 
 def test_a_calibration_of_a_fingerprint_that_was_removed_is_refused(
-    report: Report, tmp_path: Path
+    report: CalibrationReport, tmp_path: Path
 ) -> None:
     path = tmp_path / "calibration.json"
     written = msgspec.json.encode(report.calibration("2026-11-21"))
@@ -262,7 +265,9 @@ def test_a_calibration_of_a_fingerprint_that_was_removed_is_refused(
         read_calibration(path)
 
 
-def test_a_calibration_reads_back_as_it_was_written(report: Report, tmp_path: Path) -> None:
+def test_a_calibration_reads_back_as_it_was_written(
+    report: CalibrationReport, tmp_path: Path
+) -> None:
     path = tmp_path / "calibration.json"
     written = report.calibration("2026-11-21")
     path.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=2))

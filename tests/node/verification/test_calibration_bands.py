@@ -23,7 +23,7 @@ from primerl.node.verification.bands import (
     tail,
     upper_bound,
 )
-from primerl.node.verification.judgement import judge
+from primerl.node.verification.judge import FIELDS, judge, proof_contract
 from primerl.node.verification.separation import (
     batches_caught,
     int4,
@@ -32,7 +32,6 @@ from primerl.node.verification.separation import (
     nudged,
     separate,
 )
-from primerl.node.verification.thresholds import FIELDS, proof_contract
 from primerl.node.weights.state import Tensor
 from primerl.protocol.rollouts import Evidence
 

@@ -23,9 +23,9 @@ from support.protocol_cases import (
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.trainer.remote_audits import _measured as from_report  # pyright: ignore[reportPrivateUsage]
+from primerl.node.trainer.audits import _measured as from_report  # pyright: ignore[reportPrivateUsage]
 from primerl.node.validator.loop import job_items, make_report
-from primerl.node.verification.auditor import Boundary, Measured, Unreadable
+from primerl.node.verification.auditor import BoundaryClaim, Measured, Unreadable
 from primerl.node.verification.checks import CheckedRollout, check_submission
 from primerl.node.verification.items import audit_items, boundary_distances, plain_turns, plan_of
 from primerl.protocol.envelope import Purpose, seal
@@ -93,7 +93,7 @@ def test_an_auditor_is_asked_about_the_boundaries_of_the_plan() -> None:
     turns = plain_turns(rollout.branches)
     assert turns is not None
     (item,) = audit_items(rollout, turns, lease=LEASE, run=RUN, node=WORKER.node_id, plan=PLAN)
-    assert item.boundaries == [Boundary(14, "fp8", STATED[0])]
+    assert item.boundaries == [BoundaryClaim(14, "fp8", STATED[0])]
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_a_validator_asks_and_reports_the_same() -> None:
     report = make_report(job, [found])
     check_rows(report, [(0, 0)])
     assert report.crossed == (CrossedRow(0, 0, (0.25,)),)
-    from primerl.node.verification.calls import Chosen
+    from primerl.node.verification.calls import AuditTarget
 
-    assert from_report([Chosen(checked(work()), [item])], report) == [[found]]
+    assert from_report([AuditTarget(checked(work()), [item])], report) == [[found]]
     lied = msgspec.structs.replace(report, crossed=(CrossedRow(0, 0, (0.25, 0.5)),))
-    assert from_report([Chosen(checked(work()), [item])], lied)[0][0].boundaries == ()  # type: ignore[union-attr]
+    assert from_report([AuditTarget(checked(work()), [item])], lied)[0][0].boundaries == ()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from support.prefill_core import PrefillCore
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.fingerprint import FURTHEST
-from primerl.node.verification.auditor import AuditItem, Boundary, Unreadable
+from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Unreadable
+from primerl.node.verification.judge import BUILT_IN
 from primerl.node.verification.replay import Replay
 from primerl.node.verification.terms import terms
-from primerl.node.verification.thresholds import BUILT_IN
 from primerl.node.weights.state import State
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -154,7 +154,7 @@ async def test_any_architecture_can_be_looked_into(tmp_path: Path) -> None:
             tokens = torch.tensor([item.token_ids])
             states = model(input_ids=tokens, output_hidden_states=True).hidden_states[1][0]
         led = [place - 1 for reply in item.replies for place in range(reply.start, reply.end)]
-        items.append(replace(item, boundaries=[Boundary(1, "raw", crossing(states[led]))]))
+        items.append(replace(item, boundaries=[BoundaryClaim(1, "raw", crossing(states[led]))]))
     core = PrefillCore(config)
     await core.start(case.model_dir, case.run)
     try:

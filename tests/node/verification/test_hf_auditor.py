@@ -15,7 +15,7 @@ from support.auditor_cases import make_case, make_run, measured
 from support.engine_cases import FP32
 
 from primerl.node.ops.errors import EngineError
-from primerl.node.verification.auditor import AuditItem, Measured, Reply, Unreadable
+from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.verification.hf_auditor import MOST_DEADLY, HfAuditor
 from primerl.node.weights.state import State, Tensor
 
@@ -32,7 +32,7 @@ DEADLY = [[fake.DIES, fake.TIRED], [fake.BUGGY, fake.MISCOUNTS]]
 
 
 def item(kind: int, mark: int = 0) -> AuditItem:
-    return AuditItem([kind, mark], [Reply(1, 2, 0)], [0.0], [1], b"")
+    return AuditItem([kind, mark], [SampledSpan(1, 2, 0)], [0.0], [1], b"")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from primerl.node.ops.errors import EngineError
-from primerl.node.verification.auditor import AuditItem, Reply
+from primerl.node.verification.auditor import AuditItem, SampledSpan
 from primerl.node.verification.portions import (
     FIRST,
     LEAST,
@@ -24,7 +24,7 @@ from primerl.node.weights.state import Tensor
 
 def item(length: int = 10, versions: Sequence[int] = (3,)) -> AuditItem:
     count = len(versions)
-    return AuditItem([0] * length, [Reply(1, 1 + count, 0)], [0.0] * count, versions, b"")
+    return AuditItem([0] * length, [SampledSpan(1, 1 + count, 0)], [0.0] * count, versions, b"")
 
 
 def test_a_portion_is_within_its_limit_unless_one_item_alone_is_not() -> None:

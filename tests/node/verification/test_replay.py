@@ -14,7 +14,7 @@ from support.engine_cases import SHAPE, make_llama, make_qwen3
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import Terms, terms
+from primerl.node.verification.terms import AuditTerms, terms
 from primerl.node.weights.state import State, Tensor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -25,7 +25,7 @@ async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return await make_case(tmp_path_factory.mktemp("replay"), "float32")
 
 
-def replay_of(case: Case) -> Terms:
+def replay_of(case: Case) -> AuditTerms:
     return terms(case.model_dir, case.run, "cpu")
 
 

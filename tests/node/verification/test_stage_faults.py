@@ -10,8 +10,8 @@ from support.protocol_cases import LEASE, NOW, PLAN, PROOFS, SUBMITTED
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.trainer.pipeline_faults import StageFaults, observed, spared
-from primerl.node.verification.blame import Blame
-from primerl.node.verification.judgement import Judgement
+from primerl.node.verification.blame import StageAttribution
+from primerl.node.verification.judge import Judgement
 from primerl.node.verification.verifier import AuditResults, Verified
 from primerl.protocol.errors import Reason
 from primerl.protocol.pipelines import PipelinePlan, Stage
@@ -45,7 +45,7 @@ def plan(*nodes: bytes, generation: int = 1) -> PipelinePlan:
 
 def submission(made_by: PipelinePlan, outcome: Outcome, *stages: int, count: int = 8) -> Verified:
     """So many audited rollouts, each laid to these stages."""
-    blames = [Blame(0, number, (0.1,), outcome, stages) for number in range(count)]
+    blames = [StageAttribution(0, number, (0.1,), outcome, stages) for number in range(count)]
     evidence = [Evidence(0, number, 64, 0.2, 0, 0, 0, 0, 9.0) for number in range(count)]
     audits = AuditResults(evidence, [JUDGED[outcome]] * count, blames)
     verdict = Verdict(SUBMITTED, LEASE.lease_id, 0, (), count)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from primerl.node.inference.fingerprint import BadProof, Compared, Hidden, Projection
-from primerl.node.verification.auditor import AuditItem, Measured, Reply
+from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan
 from primerl.node.verification.reading import check_item, split_proof
 from primerl.node.verification.summing import FLOOR, summarize
 
@@ -96,7 +96,7 @@ def test_residuals_below_all_resolution_tell_no_policies_apart() -> None:
 
 
 def test_proofs_are_cut_by_the_lengths_of_the_replies() -> None:
-    replies = [Reply(1, 3, 0), Reply(4, 5, 0)]
+    replies = [SampledSpan(1, 3, 0), SampledSpan(4, 5, 0)]
     item = AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, b"abc")
     assert split_proof(item, Fixed()) == [(b"ab", 2), (b"c", 1)]
     assert check_item(item, 1, 0, Fixed()) is None

@@ -4,8 +4,7 @@ from pydantic import ValidationError
 from support.protocol_cases import PROOFS
 
 from primerl.node.config.run import RunConfig
-from primerl.node.verification.judgement import REASONS, judge
-from primerl.node.verification.thresholds import BUILT_IN, FIELDS, proof_contract
+from primerl.node.verification.judge import BUILT_IN, FIELDS, REASONS, judge, proof_contract
 from primerl.protocol.rollouts import Evidence
 
 

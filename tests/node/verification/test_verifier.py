@@ -21,13 +21,13 @@ from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import Branch, EnvironmentStuck, Score, Task
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.ops.errors import EngineError
-from primerl.node.verification.calls import Answer, AuditCall
-from primerl.node.verification.copies import Copies
+from primerl.node.verification.calls import AuditAnswer, AuditCall
+from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.verifier import (
     SCORED_AT_ONCE,
-    Arrival,
     AuditResults,
-    Passed,
+    ReceivedSubmission,
+    RescoredRollout,
     Verifier,
     make_verdict,
 )
@@ -51,12 +51,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 class NoAudits:
     """Nothing gets that far."""
 
-    async def audit(self, call: AuditCall) -> Answer:
+    async def audit(self, call: AuditCall) -> AuditAnswer:
         raise AssertionError("an audit was asked for")
 
 
 async def test_an_environment_that_changed_since_the_lease_is_not_the_workers_fault() -> None:
-    verifier = Verifier(RUN, MANIFEST, CountingEnvironment(), NoAudits(), {}, Copies())
+    verifier = Verifier(RUN, MANIFEST, CountingEnvironment(), NoAudits(), {}, CopyDetector())
     submission = Submission(lease=b"", groups=(), engine="hf")
     with refuses(Reason.ENVIRONMENT_ERROR):
         await verifier.verify(submission, LEASE, arrival(), version=4, rate=1.0)
@@ -71,14 +71,18 @@ class Ordered(Verifier):
         self.looked: list[int] = []
         self.go = asyncio.Event()
 
-    async def _score_all(self, rollouts: object, lease: object, rejections: object) -> list[Passed]:
+    async def _score_all(
+        self, rollouts: object, lease: object, rejections: object
+    ) -> list[RescoredRollout]:
         number = len(self.scored) + 1
         self.scored.append(number)
         if number == 1:
             await self.go.wait()
         return []
 
-    def _without_copies(self, scored: object, arrival: Arrival, rejections: object) -> list[Passed]:
+    def _without_copies(
+        self, scored: object, arrival: ReceivedSubmission, rejections: object
+    ) -> list[RescoredRollout]:
         self.looked.append(arrival.number)
         return []
 
@@ -86,7 +90,7 @@ class Ordered(Verifier):
 async def test_copies_are_looked_for_in_order_of_arrival_though_scores_are_made_at_once() -> None:
     task = counting_task(0)
     lease = msgspec.structs.replace(LEASE, tasks=(TaskRef(task.index, task.digest),))
-    verifier = Ordered(RUN, MANIFEST, CountingEnvironment(), NoAudits(), {}, Copies())
+    verifier = Ordered(RUN, MANIFEST, CountingEnvironment(), NoAudits(), {}, CopyDetector())
     failed = RolloutRecord((), 0.0, "no answer")
     group = GroupRecord(task.index, task.digest, (failed,) * lease.group_size)
     submission = Submission(lease=b"", groups=(group,), engine="hf")
@@ -108,7 +112,7 @@ async def test_copies_are_looked_for_in_order_of_arrival_though_scores_are_made_
 class NobodyAudits:
     """Every audit fails."""
 
-    async def audit(self, call: AuditCall) -> Answer:
+    async def audit(self, call: AuditCall) -> AuditAnswer:
         raise EngineError("the auditor is ill")
 
 
@@ -151,7 +155,7 @@ async def test_what_claims_a_policy_that_is_not_held_is_stale_though_the_lot_spa
     states: dict[int, State] = {4: {}}
     environment = Forgetful(states)
     lease, submission = played(3)
-    verifier = Verifier(RUN, MANIFEST, environment, NoAudits(), states, Copies())
+    verifier = Verifier(RUN, MANIFEST, environment, NoAudits(), states, CopyDetector())
     found = await rejected_for(verifier, lease, submission, 0.0)
     assert found == [Reason.STALE] * lease.group_size
     assert environment.scored == 0  # nor is it remembered for what may be a copy of it
@@ -162,7 +166,7 @@ async def test_a_policy_that_leaves_memory_before_its_audit_leaves_nothing_unaud
         states: dict[int, State] = {3: {}}
         environment = Forgetful(states)
         lease, submission = played(3)
-        verifier = Verifier(RUN, MANIFEST, environment, NoAudits(), states, Copies())
+        verifier = Verifier(RUN, MANIFEST, environment, NoAudits(), states, CopyDetector())
         found = await rejected_for(verifier, lease, submission, rate)
         assert found == [Reason.STALE] * lease.group_size
         assert environment.scored == lease.group_size
@@ -171,7 +175,7 @@ async def test_a_policy_that_leaves_memory_before_its_audit_leaves_nothing_unaud
 async def test_what_a_verdict_from_before_a_restart_rejected_stays_rejected_and_no_more() -> None:
     environment = CountingEnvironment()
     lease, submission = played(3)
-    verifier = Verifier(RUN, MANIFEST, environment, NoAudits(), {}, Copies())
+    verifier = Verifier(RUN, MANIFEST, environment, NoAudits(), {}, CopyDetector())
     one = Rejection(0, 5, Reason.WRONG_POLICY, "another policy")
     for told, found in (([one], [one]), ([one] * 2, None)):
         before = make_verdict(arrival(), lease, 0, told, AuditResults(), 0.5)
@@ -188,7 +192,7 @@ async def test_what_a_verdict_from_before_a_restart_rejected_stays_rejected_and_
 async def test_where_an_audit_fails_what_was_not_picked_is_not_accepted_either() -> None:
     environment = CountingEnvironment()
     lease, submission = played(3)
-    verifier = Verifier(RUN, MANIFEST, environment, NobodyAudits(), {3: {}}, Copies())
+    verifier = Verifier(RUN, MANIFEST, environment, NobodyAudits(), {3: {}}, CopyDetector())
     found = await rejected_for(verifier, lease, submission, 0.5)
     assert found == [Reason.AUDIT_FAILED] * lease.group_size
 
@@ -210,8 +214,8 @@ class Judged(CountingEnvironment):
         return Score(next(self._rewards))
 
 
-def arrival(number: int = 1) -> Arrival:
-    return Arrival(number, digest(b"bundle"), WORKER.node_id, b"", bytes(32))
+def arrival(number: int = 1) -> ReceivedSubmission:
+    return ReceivedSubmission(number, digest(b"bundle"), WORKER.node_id, b"", bytes(32))
 
 
 async def verdict_on(
@@ -242,7 +246,7 @@ async def verdict_on(
     submission = Submission(
         lease=b"", groups=(GroupRecord(task.index, task.digest, rollouts),), engine="hf"
     )
-    verifier = Unproved(RUN, run, environment, NoAudits(), {4: {}}, Copies())
+    verifier = Unproved(RUN, run, environment, NoAudits(), {4: {}}, CopyDetector())
     verified = await verifier.verify(submission, lease, arrival(), version=4, rate=0.0)
     return verified.reasons(), verifier
 
@@ -251,8 +255,8 @@ class Unproved(Verifier):
     """Looks at rewards only."""
 
     def _without_copies(
-        self, scored: Sequence[Passed], arrival: Arrival, rejections: object
-    ) -> list[Passed]:
+        self, scored: Sequence[RescoredRollout], arrival: ReceivedSubmission, rejections: object
+    ) -> list[RescoredRollout]:
         return list(scored)
 
 

@@ -14,7 +14,7 @@ from primerl.node.weights.adapters import (
     PREFIX,
     A,
     B,
-    Merged,
+    MergedAdapters,
     adapter_shapes,
     add_product,
     changes,
@@ -108,7 +108,7 @@ def test_a_layer_of_several_blocks_is_merged_as_one_is() -> None:
 
 def test_layers_whose_adapters_are_the_same_objects_are_not_merged_again() -> None:
     base, adapters = make_base(), make_adapters()
-    first = Merged(adapters, merge(base, adapters, contract()))
+    first = MergedAdapters(adapters, merge(base, adapters, contract()))
     name = PREFIX + LAYERS[1] + B
     moved = {**adapters, name: random_tensor(np.random.default_rng(9), (40, 4))}
     second = merge(base, moved, contract(), before=first)

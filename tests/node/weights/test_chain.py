@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl.crypto.hashing import NO_DIGEST, digest
-from primerl.node.weights.chain import NOTHING, Chain
+from primerl.node.weights.chain import NOTHING, VersionChain
 from primerl.node.weights.codec import CODEC
 from primerl.node.weights.errors import NoPath, WeightsError
 from primerl.protocol.manifests import Artifact, ChunkRef, PolicyManifest
@@ -24,9 +24,9 @@ def artifact(version: int, base: int, size: int, base_state: bytes | None = None
     return Artifact("delta", base, base_state or state(base), CODEC, size, (chunk,))
 
 
-def chain_of(artifacts: dict[tuple[int, int], int]) -> Chain:
+def chain_of(artifacts: dict[tuple[int, int], int]) -> VersionChain:
     """A chain from (version, base version) -> size."""
-    chain = Chain()
+    chain = VersionChain()
     for version in sorted({version for version, _ in artifacts}):
         ways = tuple(artifact(v, b, size) for (v, b), size in artifacts.items() if v == version)
         chain.add(PolicyManifest(NO_DIGEST, version, state(version), (), ways))
@@ -34,7 +34,7 @@ def chain_of(artifacts: dict[tuple[int, int], int]) -> Chain:
 
 
 def plan(
-    chain: Chain, have: int, target: int, *, stored: AbstractSet[bytes] = frozenset()
+    chain: VersionChain, have: int, target: int, *, stored: AbstractSet[bytes] = frozenset()
 ) -> list[tuple[int, int]]:
     """The planned steps as (version, base version)."""
     held = NO_DIGEST if have == NOTHING else state(have)
@@ -81,7 +81,7 @@ def test_other_bits_of_the_held_version_start_from_an_anchor() -> None:
 
 
 def test_delta_on_another_state_or_from_the_future_is_never_planned() -> None:
-    chain = Chain()
+    chain = VersionChain()
     ways = (artifact(5, 4, 1, digest(b"forged")), artifact(5, 6, 1), artifact(5, 5, 1))
     chain.add(PolicyManifest(NO_DIGEST, 5, state(5), (), ways))
     for have in (NOTHING, 4, 6):
@@ -95,7 +95,11 @@ def test_held_version_needs_no_manifest_of_its_own() -> None:
 
 def test_unknown_target_and_missing_link_have_no_path() -> None:
     gap = {key: size for key, size in LINE.items() if key != (2, 1)}
-    for chain, have, target in ((chain_of(LINE), 0, 9), (chain_of(gap), 1, 3), (Chain(), 0, 0)):
+    for chain, have, target in (
+        (chain_of(LINE), 0, 9),
+        (chain_of(gap), 1, 3),
+        (VersionChain(), 0, 0),
+    ):
         with pytest.raises(NoPath, match="wait for an anchor"):
             plan(chain, have, target)
 
@@ -123,7 +127,7 @@ def test_a_gap_is_where_known_versions_break_off_below_a_version() -> None:
 
 
 def test_anchor_is_due_at_first_by_age_and_by_weight() -> None:
-    assert Chain().needs_anchor(0, 10)
+    assert VersionChain().needs_anchor(0, 10)
     chain = chain_of(LINE)
     assert not chain.needs_anchor(4, 10)
     assert chain.needs_anchor(4, 4)

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primerl.node.weights.changed import Unwritten
 from primerl.node.weights.state import Changed
+from primerl.node.worker.weight_sync import PendingChanges
 
 NAMES = st.sampled_from(["a", "b", "c"])
 POSITIONS = st.none() | st.lists(st.integers(0, 20), unique=True).map(
@@ -15,7 +15,7 @@ POSITIONS = st.none() | st.lists(st.integers(0, 20), unique=True).map(
 
 @given(st.lists(st.dictionaries(NAMES, POSITIONS)))
 def test_what_is_unwritten_is_the_union_of_all_steps(steps: list[Changed]) -> None:
-    unwritten = Unwritten()
+    unwritten = PendingChanges()
     unwritten.none()
     for step in steps:
         unwritten.add(step)
@@ -32,7 +32,7 @@ def test_what_is_unwritten_is_the_union_of_all_steps(steps: list[Changed]) -> No
 
 
 def test_everything_is_unwritten_at_first_and_after_a_step_that_nobody_knows() -> None:
-    unwritten = Unwritten()
+    unwritten = PendingChanges()
     unwritten.add({"a": None})
     assert unwritten.changed is None
     unwritten.none()

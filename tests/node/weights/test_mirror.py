@@ -7,7 +7,7 @@ from support import weights_cases as cases
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.errors import CodecError, DigestMismatch, WrongBase
-from primerl.node.weights.replica import EMPTY, Mirror, prove
+from primerl.node.weights.replica import EMPTY, WeightReplica, prove
 from primerl.node.weights.state import State, Tensor, digests, state_digest
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
 
@@ -29,15 +29,15 @@ def published(
     return cases.manifest(version, state, artifact), artifact, payload
 
 
-def at_v0() -> Mirror:
-    mirror = Mirror()
+def at_v0() -> WeightReplica:
+    mirror = WeightReplica()
     mirror.commit(mirror.prepare(*published(0, V0)))
     return mirror
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_mirror_follows_anchor_and_deltas(threads: int) -> None:
-    mirror = Mirror(threads=threads)
+    mirror = WeightReplica(threads=threads)
     assert mirror.policy is EMPTY
     for version, state, base in ((0, V0, None), (1, V1, V0), (2, V2, V1)):
         policy = mirror.commit(mirror.prepare(*published(version, state, base)))
@@ -61,7 +61,7 @@ def test_prepare_changes_nothing_until_commit() -> None:
 
 def test_trainer_proves_its_own_state() -> None:
     policy = prove(4, V1)
-    assert Mirror(policy).policy.digest == cases.manifest(4, V1, cases.anchor(b"x")).state
+    assert WeightReplica(policy).policy.digest == cases.manifest(4, V1, cases.anchor(b"x")).state
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
@@ -97,14 +97,14 @@ def test_state_digest_that_does_not_follow_from_the_tensors_is_refused() -> None
     manifest, artifact, payload = published(0, V0)
     lying = PolicyManifest(manifest.run, 0, digest(b"x"), manifest.tensors, manifest.artifacts)
     with pytest.raises(DigestMismatch, match="state is"):
-        Mirror().prepare(lying, artifact, payload)
+        WeightReplica().prepare(lying, artifact, payload)
 
 
 def test_delta_on_another_base_is_refused() -> None:
     with pytest.raises(WrongBase, match="held is 0"):
         at_v0().prepare(*published(2, V2, V1))
     with pytest.raises(WrongBase, match="held is -1"):
-        Mirror().prepare(*published(1, V1, V0))
+        WeightReplica().prepare(*published(1, V1, V0))
 
 
 def test_delta_is_not_applied_twice() -> None:
@@ -141,7 +141,7 @@ def test_delta_of_zeros_digest_does_not_fit_an_empty_mirror() -> None:
     manifest, artifact, payload = published(1, V1, V0)
     forged = Artifact("delta", -1, NO_DIGEST, artifact.codec, artifact.size, artifact.chunks)
     with pytest.raises(CodecError, match="held state differs"):
-        Mirror().prepare(manifest, forged, payload)
+        WeightReplica().prepare(manifest, forged, payload)
 
 
 def test_proof_does_not_depend_on_the_order_of_tensors() -> None:
@@ -149,7 +149,7 @@ def test_proof_does_not_depend_on_the_order_of_tensors() -> None:
     manifest, artifact, _ = published(0, V0)
     payload = b"".join(encode_full(backwards))
     assert np.array_equal(
-        Mirror().prepare(manifest, artifact, payload).policy.state["a"].data, V0["a"].data
+        WeightReplica().prepare(manifest, artifact, payload).policy.state["a"].data, V0["a"].data
     )
 
 

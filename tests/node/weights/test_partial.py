@@ -12,14 +12,14 @@ from msgspec import structs
 from support import weights_cases as cases
 
 from primerl.crypto.hashing import NO_DIGEST, digest
-from primerl.node.weights.chain import Chain
+from primerl.node.weights.chain import VersionChain
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.errors import CodecError, DigestMismatch, WeightsError
 from primerl.node.weights.offsets import Offsets
 from primerl.node.weights.partial import Needed, Share, chunks_for, part_of
 from primerl.node.weights.payload import layout_of
-from primerl.node.weights.replica import Mirror
+from primerl.node.weights.replica import WeightReplica
 from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import Artifact, ChunkRef
 
@@ -70,9 +70,9 @@ def part(state: State, names: Collection[str]) -> State:
     return {name: state[name] for name in names}
 
 
-def grown(share: Share, *line: Published) -> Mirror:
+def grown(share: Share, *line: Published) -> WeightReplica:
     """A mirror of a share that went along `line`."""
-    mirror = Mirror(share=share)
+    mirror = WeightReplica(share=share)
     for one in line:
         wanted = share(list(V0))
         mirror.commit(mirror.prepare(one.manifest, one.artifact, one.some(wanted)))
@@ -124,7 +124,7 @@ def test_what_changed_is_told_of_the_share_alone() -> None:
 
 def test_without_offsets_everything_is_needed_and_the_share_is_held_all_the_same() -> None:
     share = only("t1", "t6")
-    mirror = Mirror(share=share)
+    mirror = WeightReplica(share=share)
     for one in (ANCHOR, FIRST, SECOND):
         plain = structs.replace(one.artifact, offsets=())
         assert chunks_for(plain, one.manifest.tensors, share(list(V0))) == plain.chunks
@@ -248,7 +248,7 @@ def test_planning_counts_what_the_share_needs() -> None:
     """For everybody else the anchor is the shorter way; of `t3` the deltas say next to nothing."""
     middle, last = noisy(5), noisy(6)
     first, step, anchor = Published(1, middle, V0), Published(2, last, middle), Published(2, last)
-    chain = Chain()
+    chain = VersionChain()
     chain.add(ANCHOR.manifest)
     chain.add(first.manifest)
     chain.add(structs.replace(step.manifest, artifacts=(step.artifact, anchor.artifact)))

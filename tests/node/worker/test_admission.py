@@ -12,7 +12,7 @@ from primerl.node.inference.concurrency import SETTLE_S, Concurrency
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.weights.state import Changed, State
-from primerl.node.worker.admission import MAX_LOSSES, Admission, Turnstile
+from primerl.node.worker.rollouts import MAX_LOSSES, AdmissionControl, TurnLimiter
 
 Begun = tuple[int, ...]
 
@@ -62,7 +62,7 @@ class Desk:
         concurrency = Concurrency(
             ConcurrencyConfig(initial_inflight=cap, **config), max_batch=cap, max_model_len=8
         )
-        self.admission = Admission(self.engine, concurrency, clock=lambda: self.now)
+        self.admission = AdmissionControl(self.engine, concurrency, clock=lambda: self.now)
         self.asked: dict[Begun, asyncio.Task[Completion]] = {}
 
     async def ask(self, lease: int, place: int = 0, index: int = 0) -> None:
@@ -255,7 +255,7 @@ async def test_those_that_take_the_places_do_not_wait_for_the_work_that_comes_af
 
 
 async def test_who_is_cancelled_at_the_turnstile_stops_nobody() -> None:
-    turnstile = Turnstile()
+    turnstile = TurnLimiter()
     tasks = [asyncio.create_task(turnstile.pass_through()) for _ in range(5)]
     await asyncio.sleep(0)
     tasks[1].cancel()

@@ -10,9 +10,8 @@ from support.swarm import until
 
 from primerl.node.p2p.rpc import Refused
 from primerl.node.pipeline.ring import Fault
-from primerl.node.worker.stage_chain import Chain
-from primerl.node.worker.stage_offers import Planned
-from primerl.node.worker.stage_preparing import AHEAD
+from primerl.node.worker.stage import AHEAD, RingSupervisor
+from primerl.node.worker.stage_offers import AssignedPlan
 from primerl.protocol.errors import Reason
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
@@ -31,17 +30,17 @@ SHAPE = PipelineShape(
 NODES = [bytes([number]) * 32 for number in range(4)]
 
 
-def planned(generation: int = 1, third: int = 2) -> Planned:
+def planned(generation: int = 1, third: int = 2) -> AssignedPlan:
     """A plan of three stages; we are the first."""
     nodes = (NODES[0], NODES[1], NODES[third])
     stages = tuple(Stage(node, 2 * rank, 2 * rank + 2) for rank, node in enumerate(nodes))
-    return Planned(PipelinePlan(b"g" * 32, generation, stages, (), SHAPE), b"sealed", 0)
+    return AssignedPlan(PipelinePlan(b"g" * 32, generation, stages, (), SHAPE), b"sealed", 0)
 
 
 class FakeRing:
     """A ring that a test breaks."""
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: AssignedPlan) -> None:
         self.plan = planned.plan
         self.epoch = -1
         self.fault: Fault | None = Fault(2, "cannot be reached")
@@ -105,10 +104,10 @@ class Bench:
         self.rings: list[FakeRing] = []
         self.door = FakeDoor()
         self.reported: list[bytes] = []
-        self.newest: Planned | None = None
+        self.newest: AssignedPlan | None = None
         self.reachable = dict.fromkeys(NODES, True)
         door: Any = self.door
-        self.chain = Chain(
+        self.chain = RingSupervisor(
             planned(),
             self._make,
             door,
@@ -119,7 +118,7 @@ class Bench:
             patience_s=patience_s,
         )
 
-    def _make(self, planned: Planned) -> Any:
+    def _make(self, planned: AssignedPlan) -> Any:
         self.rings.append(FakeRing(planned))
         return self.rings[-1]
 

@@ -12,7 +12,7 @@ from primerl.node.inference.engine import Completion, EngineStats, GenerateReque
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker.pipelined_engine import PipelinedEngine
-from primerl.node.worker.stage_preparing import AHEAD
+from primerl.node.worker.stage import AHEAD
 
 REQUEST = GenerateRequest((1, 2), 4, 1.0, 7, (0,))
 

@@ -13,14 +13,14 @@ from support.drift_cases import drifted
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.run import WeightsConfig
-from primerl.node.p2p.arrivals import Arrivals
-from primerl.node.p2p.heads import HeadBook
+from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.heads import HeadStore
 from primerl.node.storage.chunk_store import MemoryStore, QuotaExceeded
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.publisher import Publisher
 from primerl.node.training.backend import Snapshot
-from primerl.node.weights.chain import Chain
-from primerl.node.weights.replica import EMPTY, Mirror, Policy
+from primerl.node.weights.chain import VersionChain
+from primerl.node.weights.replica import EMPTY, Policy, WeightReplica
 from primerl.protocol.trust import TrustedRun
 
 KEY = SecretKey.from_seed(b"k" * 32)
@@ -33,7 +33,7 @@ class Kept:
 
     def __init__(self, directory: Path, config: WeightsConfig, max_bytes: int = 1 << 30) -> None:
         self.ledger = Ledger(directory / "ledger.db", fsync=False)
-        self.book = HeadBook(TrustedRun(RUN, KEY.node_id), self.ledger)
+        self.book = HeadStore(TrustedRun(RUN, KEY.node_id), self.ledger)
         self.store = MemoryStore(max_bytes=max_bytes)
         self.pinned: set[bytes] = set()
         self.publisher = Publisher(
@@ -41,7 +41,7 @@ class Kept:
             run=RUN,
             book=self.book,
             store=self.store,
-            arrivals=Arrivals(),
+            arrivals=ChunkArrivals(),
             config=config,
             keep_states=2,
             keep_chunks=self.pinned,
@@ -53,12 +53,12 @@ class Kept:
 
     def reach(self, target: int, held: Policy = EMPTY) -> Policy:
         """Go from what is held to a version by what is kept; proves every step."""
-        chain = Chain()
+        chain = VersionChain()
         for head in self.book.held():
             manifest = self.book.manifest(head)
             assert manifest is not None
             chain.add(manifest)
-        mirror = Mirror(held)
+        mirror = WeightReplica(held)
         for version, artifact in chain.plan(held.version, held.digest, target):
             payload = [self.store.get(chunk.digest) for chunk in artifact.chunks]
             assert None not in payload

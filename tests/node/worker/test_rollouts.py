@@ -19,8 +19,7 @@ from primerl.node.inference.engine import Completion, EngineStats, GenerateReque
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker import rollouts
-from primerl.node.worker.admission import Admission
-from primerl.node.worker.rollouts import Generation, crossed, rollout_record
+from primerl.node.worker.rollouts import AdmissionControl, RolloutGenerator, crossed, rollout_record
 from primerl.protocol.leases import Lease, LeaseBook, sample_seed
 
 NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
@@ -67,15 +66,15 @@ def generation(
     engine: Engine,
     ended: "Counter[int] | None" = None,
     environment: CountingEnvironment | None = None,
-) -> Generation:
+) -> RolloutGenerator:
     counted: Counter[int] = Counter() if ended is None else ended
     cap = Concurrency(ConcurrencyConfig(), max_batch=64, max_model_len=8)
-    return Generation(
+    return RolloutGenerator(
         run_id=RUN_ID,
         run=RUN,
         node=NODE,
         environment=environment or CountingEnvironment(),
-        admission=Admission(engine, cap),
+        admission=AdmissionControl(engine, cap),
         rollout_ended=lambda lease_id: counted.update([lease_id]),
     )
 
@@ -245,7 +244,7 @@ def test_a_submission_names_one_plan_and_what_another_one_made_goes_without() ->
 
 
 def test_turns_of_one_plan_tell_what_crossed_and_turns_of_several_do_not() -> None:
-    from primerl.node.environments.outcome import branch
+    from primerl.node.environments.playing import branch
 
     def turn(plan: bytes, *parts: bytes) -> Completion:
         return Completion([7], [-0.5], "stop", 3, 3, boundaries=parts, plan=plan)

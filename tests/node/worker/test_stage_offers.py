@@ -18,12 +18,11 @@ from primerl.node.config.engine import EngineConfig, PipelineConfig
 from primerl.node.config.run import ModelCreateConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import NodeError, UsageError
-from primerl.node.p2p.links import Links
+from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.router import Router
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.transport import Stream, Unreachable
-from primerl.node.worker.stage_offers import RECORD_S, Planned, StageOffers, make_offer
+from primerl.node.worker.stage_offers import RECORD_S, AssignedPlan, StageOffers, make_offer
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import ControlRequest, OfferStage, StagePlanned, SyncRecords
@@ -68,7 +67,7 @@ class Net:
         self.world.know(number)
         peers = PeerTable()
         peers.hint(TRAINER.node_id, self.trainer.addresses())
-        links = Links(self.network.transport(node(number)), peers, connect_timeout_s=2.0)
+        links = ConnectionPool(self.network.transport(node(number)), peers, connect_timeout_s=2.0)
 
         async def probe(other: bytes) -> Measured:
             if other == node(9):
@@ -126,7 +125,7 @@ def placed(rank: int) -> dict[str, Any]:
     return {"offer": offer(rank=rank, world_size=2)}
 
 
-async def planned(one: StageOffers, than: Planned | None = None) -> Planned:
+async def planned(one: StageOffers, than: AssignedPlan | None = None) -> AssignedPlan:
     found = await one.newer(than)
     assert found is not None
     return found
@@ -222,7 +221,7 @@ def sealed(plan: PipelinePlan, secret: SecretKey = TRAINER, **more: Any) -> byte
     )
 
 
-async def first_plan(world: Net) -> tuple[StageOffers, Planned]:
+async def first_plan(world: Net) -> tuple[StageOffers, AssignedPlan]:
     """A worker that is stage 0 and whose trainer may lie from now on."""
     one = world.offers(1, **placed(0))
     world.world.offer(2, rank=1, world_size=2)
@@ -231,7 +230,7 @@ async def first_plan(world: Net) -> tuple[StageOffers, Planned]:
     return one, one.current
 
 
-async def believes(world: Net, one: StageOffers, data: bytes) -> Planned | None:
+async def believes(world: Net, one: StageOffers, data: bytes) -> AssignedPlan | None:
     """What it holds for true after the trainer said this."""
     world.world.later(5.0)
     world.world.offer(2, rank=1, world_size=2)

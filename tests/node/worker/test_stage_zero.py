@@ -25,13 +25,18 @@ from support.offer_cases import (
 from support.protocol_cases import refuses
 
 from primerl.crypto.hashing import digest
-from primerl.node.p2p.heads import HeadBook, HeadServer
+from primerl.node.p2p.heads import HeadServer, HeadStore
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer.pipeline_book import ALIVE_S, BENCH_S, MANY_RESTARTS
-from primerl.node.trainer.pipeline_coordinator import GONE_S, HEAD_S
-from primerl.node.trainer.scheduler import LeaseDesk
+from primerl.node.trainer.pipeline_coordinator import (
+    ALIVE_S,
+    BENCH_S,
+    GONE_S,
+    HEAD_S,
+    MANY_RESTARTS,
+)
+from primerl.node.trainer.scheduler import LeaseScheduler
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import LeaseBook
 from primerl.protocol.manifests import PeerRecord
@@ -291,7 +296,7 @@ class Front:
             body = PeerRecord(node(number), "inference", "1", ("10.0.0.1:1",), (), True)
             peers.learn(body, record(key(number)))
         unused = cast(Any, None)
-        self.desk = LeaseDesk(
+        self.desk = LeaseScheduler(
             key=TRAINER,
             run_id=RUN,
             sealed_manifest=b"",
@@ -299,7 +304,7 @@ class Front:
             boot=0,
             ledger=self.ledger,
             peers=peers,
-            heads=HeadServer(HeadBook(TrustedRun(RUN, TRAINER.node_id), self.ledger)),
+            heads=HeadServer(HeadStore(TrustedRun(RUN, TRAINER.node_id), self.ledger)),
             environment=CountingEnvironment(),
             capacity=lambda node: 100,
             order=lambda: (0, 0),

@@ -18,7 +18,7 @@ from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import TransportError
 from primerl.node.storage.ledger import Ledger
 from primerl.node.worker import upload
-from primerl.node.worker.upload import UPLOADS, Spool
+from primerl.node.worker.upload import UPLOADS, UploadQueue
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, LeaseBook
@@ -64,7 +64,7 @@ class World:
         self.ledger = ledger
         self.desk = Desk()
         self.refused: list[Reason] = []
-        self.spool = Spool(
+        self.spool = UploadQueue(
             key=WORKER,
             run_id=RUN,
             trainer=TRAINER.node_id,

@@ -17,7 +17,7 @@ from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.ops.explain import explain
 from primerl.node.p2p.transport import Unreachable
 from primerl.node.storage.ledger import Ledger
-from primerl.node.worker.verdicts import BAN_PAUSE_S, MAX_BAN_PAUSE_S, VerdictBox
+from primerl.node.worker.loop import BAN_PAUSE_S, MAX_BAN_PAUSE_S, VerdictLog
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import GetVerdicts, Message, Verdicts
@@ -57,10 +57,10 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     ledger.close()
 
 
-def box(ledger: Ledger, talk: Talk | None = None) -> VerdictBox:
+def box(ledger: Ledger, talk: Talk | None = None) -> VerdictLog:
     """The worker's box."""
     links: Any = talk or Talk()
-    return VerdictBox(
+    return VerdictLog(
         node=WORKER.node_id,
         run_id=RUN,
         trainer=TRAINER.node_id,

@@ -1,0 +1,278 @@
+"""Task number i of a split, for any taskset.
+
+Three kinds, in order of preference: a taskset that can make task i directly (`task_at`), one that has a
+`split` option, and any other, whose tasks are dealt to the splits by their content. Splits share no task.
+A taskset without `task_at` is walked, no farther than to the task that is asked for: it may be endless.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from ..config.run import EnvironmentConfig
+from .allowed import NAME
+from .environment import EnvironmentFailed, Split
+
+Finder = Callable[[str], tuple[Callable[[Any], Any], Any]]
+"""Id -> (class of the taskset, class of its options); raises what importing a module raises."""
+
+_HOST_OPTIONS = frozenset({"id", "system_prompt"})
+_HOST_TASK_OPTIONS = frozenset({"judges", "stops", "metrics", "rewards"})
+
+
+def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Split, Any]:
+    """The taskset of each split; only `train` where it knows no splits. Its `seed`, where it has one
+    and the config names none, is the run's. Raises EnvironmentFailed."""
+    from pydantic import ValidationError
+
+    _refuse_host_options(config.args)
+    taskset, options = _find(config.id, find)
+    fields = options.model_fields
+    values: dict[str, Any] = {**config.args, "id": config.id}
+    if "seed" in fields:
+        values.setdefault("seed", seed)
+    known = get_args(fields["split"].annotation) if "split" in fields else ()
+    splits: tuple[Split, ...] = ("train", "eval")
+    own: dict[Split, dict[str, str]] = {it: {"split": it} for it in splits}
+    if not set(splits) <= set(known):
+        splits, own = ("train",), {"train": {}}
+    try:
+        found: dict[Split, Any] = {
+            it: taskset(options.model_validate({**values, **own[it]})) for it in splits
+        }
+    except ValidationError as error:
+        raise EnvironmentFailed(f"environment.args does not fit {config.id!r}: {error}") from error
+    _refuse_unservable(config.id, found["train"])
+    return found
+
+
+def _find(name: str, find: Finder) -> tuple[Callable[[Any], Any], Any]:
+    if not NAME.fullmatch(name):
+        raise EnvironmentFailed(
+            f"no taskset named {name!r}: environment.id is a module name, such as reverse-text"
+        )
+    try:
+        return find(name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise EnvironmentFailed(
+            f"no taskset named {name!r}: install it, or use reverse-text or arithmetic ({error})"
+        ) from error
+
+
+def _refuse_host_options(args: Mapping[str, Any]) -> None:
+    task = args.get("task")
+    found = _HOST_OPTIONS & set(args)
+    if isinstance(task, dict):
+        found |= _HOST_TASK_OPTIONS & {str(name) for name in task}
+    if found:
+        raise EnvironmentFailed(
+            f"environment.args may not set {', '.join(sorted(found))}: "
+            "it names things on the machine that plays; write it into the taskset"
+        )
+
+
+def _refuse_unservable(name: str, taskset: Any) -> None:
+    task = type(taskset).task_type()
+    if taskset.toolsets(taskset.config) or task.toolsets(taskset.config.task):
+        raise EnvironmentFailed(
+            f"{name!r} needs tool servers, which nodes do not start: use another"
+        )
+    if task.NEEDS_CONTAINER:
+        raise EnvironmentFailed(
+            f"{name!r} needs a container, which nodes do not start: use another"
+        )
+
+
+HELD_OUT_BELOW = 26
+"""Of 256 values of a task's first content-hash byte: about a tenth of a taskset is held out."""
+FAR = 1 << 40
+"""Callers count regions of tasks that are to have nothing in common by so much (warm-up, its evaluation)."""
+REGION = 8192
+"""How far apart these regions are in a walk: nothing walks to 2**40."""
+
+
+@dataclass(frozen=True)
+class WalkLimits:
+    """How far and how long a walk goes, in tasks; and what it keeps of them."""
+
+    most: int = 5_000_000
+    """Tasks read from the beginning to the one that is asked for."""
+    misses: int = 100_000
+    """Tasks in a row of the other split."""
+    kept: int = 32_768
+    """The last tasks that were found; what lies behind them is walked to again from the beginning."""
+    turn_s: float = 0.02
+    """Seconds between two turns of the event loop."""
+
+
+class TaskIndex:
+    """Random access to the tasks of one or two tasksets.
+
+    `tasksets` holds one per split where the taskset itself knows splits; under one key only otherwise.
+    """
+
+    def __init__(
+        self,
+        tasksets: Mapping[Split, Iterable[Any]],
+        *,
+        dealt: bool,
+        limits: WalkLimits = WalkLimits(),
+    ) -> None:
+        self._tasksets = tasksets
+        self._walks: dict[Split, _Walk] = {
+            split: _Walk(tasksets.get(split, tasksets["train"]), split, limits, dealt=dealt)
+            for split in ("train", "eval")
+        }
+        self._dealt = dealt
+
+    @property
+    def progress(self) -> str:
+        """What a walk that is under way looks for, in words; empty while there is none."""
+        return next((walk.progress for walk in self._walks.values() if walk.progress), "")
+
+    async def get(self, index: int, split: Split) -> Any:
+        """Task number `index` (from 0) of `split`; a finite taskset starts over at its end.
+        Raises EnvironmentFailed if the split is empty or the task too far away."""
+        if index < 0:
+            raise EnvironmentFailed(f"task index {index} is negative: count from 0")
+        taskset = self._tasksets.get(split, self._tasksets["train"])
+        direct = getattr(taskset, "task_at", None)
+        if not self._dealt and direct is not None:
+            task = direct(index)
+            prompt = getattr(taskset, "system_prompt", None)
+            return task if prompt is None else task.with_system_prompt(prompt)
+        return await self._walks[split].get(index)
+
+
+class _Walk:
+    """A pass over a taskset that keeps the last tasks of one split, begun anew for what lies behind these."""
+
+    def __init__(
+        self, tasks: Iterable[Any], split: Split, limits: WalkLimits, *, dealt: bool
+    ) -> None:
+        self._tasks = tasks
+        self._split: Split = split
+        self._limits = limits
+        self._dealt = dealt
+        self._turn = asyncio.Lock()
+        self._first = b""
+        """Content of the first task of the first pass: another pass has to give the same tasks."""
+        self._length: int | None = None
+        """Tasks of this split, once the end was seen."""
+        self._goal: int | None = None
+        self._rest: Iterator[Any] = iter(())
+        self._begin()
+
+    @property
+    def progress(self) -> str:
+        """What it looks for; empty while it does not walk."""
+        if self._goal is None:
+            return ""
+        return f"walks to task {self._goal:,} of {self._split}: {self._read:,} tasks read"
+
+    async def get(self, index: int) -> Any:
+        """Task number `index`, or what stands there after the end."""
+        region, offset = divmod(index, FAR)
+        place = region * REGION + offset
+        async with self._turn:
+            place = self._within(place)
+            if place in self._kept:
+                return self._kept[place]
+            if place < self._found:
+                self._begin()
+            self._goal = place
+            try:
+                await self._walk_to(place)
+            finally:
+                self._goal = None
+            return self._kept[self._within(place)]
+
+    def _within(self, place: int) -> int:
+        return place if self._length is None else place % self._length
+
+    def _begin(self) -> None:
+        self._rest = iter(())
+        self._read = self._found = self._missed = 0
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+
+    async def _walk_to(self, place: int) -> None:
+        began = time.monotonic()
+        while self._found <= place:
+            if not self._step(place):
+                self._end(place)
+                place = self._within(place)
+                if place not in self._kept:
+                    self._begin()
+            if time.monotonic() - began > self._limits.turn_s:
+                await asyncio.sleep(0)  # rollouts go on meanwhile
+                began = time.monotonic()
+
+    def _step(self, place: int) -> bool:
+        """Read a task; False at the end."""
+        if not self._read:
+            self._rest = iter(self._tasks)
+        if self._read >= self._limits.most:
+            raise EnvironmentFailed(
+                f"task {place:,} of {self._split} is not among the first {self._limits.most:,} tasks, "
+                "and none beyond is looked for: give the taskset a task_at(index) method"
+            )
+        try:
+            task = next(self._rest)
+        except StopIteration:
+            return False
+        except BaseException:
+            self._begin()  # a generator that raised is at its end, the taskset is not
+            raise
+        content = b"" if self._read and not self._dealt else _content(task)
+        if not self._read:
+            self._check_first(content)
+        self._read += 1
+        if self._dealt and _dealt_to(content) != self._split:
+            self._missed += 1
+            if self._missed >= self._limits.misses:
+                raise EnvironmentFailed(
+                    f"none of {self._missed:,} tasks in a row is one of {self._split!r}: give the taskset "
+                    "more that differ, or a `split` option"
+                )
+            return True
+        self._missed = 0
+        self._kept[self._found] = task
+        self._found += 1
+        if len(self._kept) > self._limits.kept:
+            self._kept.popitem(last=False)
+        return True
+
+    def _end(self, place: int) -> None:
+        if not self._found:
+            raise EnvironmentFailed(
+                f"the taskset has no task for split {self._split!r}: use a larger one"
+            )
+        if self._length not in (None, self._found):
+            raise EnvironmentFailed(_OTHER_TASKS)
+        self._length = self._found
+
+    def _check_first(self, content: bytes) -> None:
+        self._first = self._first or content
+        if self._first != content:
+            raise EnvironmentFailed(_OTHER_TASKS)
+
+
+_OTHER_TASKS = (
+    "the taskset gives other tasks when it is read again: its load() must begin anew from its seed "
+    "each time"
+)
+
+
+def _content(task: Any) -> bytes:
+    """A task's data without its position, so that a repeated question stays on one side."""
+    content = task.data.model_dump(mode="json", exclude={"idx"}, exclude_none=True)
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def _dealt_to(content: bytes) -> Split:
+    return "eval" if hashlib.sha256(content).digest()[0] < HELD_OUT_BELOW else "train"

@@ -1,0 +1,365 @@
+"""Networks: weights and a forward pass with a key-value cache, one thread, no asyncio.
+
+A hidden state here is always what feeds the head, after the last norm: a fingerprint is of that.
+Only update() changes a network, between sessions, and checks everything before it writes anything:
+what is refused leaves the old weights whole. Implementations: qwen3.py (fast, dense Qwen3), model.py
+(any causal model of transformers).
+"""
+
+import inspect
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..models import huggingface
+from ..models.tensors import to_torch
+from ..ops.errors import EngineError
+from ..weights.state import Changed, State
+from .model_output import LayerHooks, ModelOutput
+from .vllm_worker import write
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROBE = 5
+"""Tokens that are read to see whether the head can be tapped."""
+ROOMY = 2**10
+"""So many tokens keep a device busy: beyond them no short sequence is padded to a long one."""
+FILLED = 0.75
+"""Least share of the longest one's width that each sequence of a batch fills."""
+
+
+class CausalNetwork:
+    """A Network around a model in eval mode that was just made of `state`.
+
+    hidden() and logits() hold for a head (get_output_embeddings()) that is called once a pass with the
+    states as its first argument. Whatever the architecture does to the head's output (caps, scales) it
+    does itself, so nothing here knows it; that both together give the model's own logits is probed once.
+    """
+
+    def __init__(self, model: "PreTrainedModel", state: State) -> None:
+        self._model: Any = model
+        self._shapes = {name: tensor.shape for name, tensor in state.items()}
+        self._places = _places(model, state)
+        # models with relative position encodings of their own do not take positions
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._tap = Tap()
+        head: Any = model.get_output_embeddings()
+        if head is not None:
+            head.register_forward_pre_hook(self._tap.feed)
+        self._shown = True
+        self._shown = _shows(self, self._tap)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding."""
+        return self._model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._model.device
+
+    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["CausalSession", ModelOutput]:
+        """See Network."""
+        session = CausalSession(self, mask)
+        return session, session.extend(tokens)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """See Network."""
+        return self._seen(tokens, False)[0]
+
+    def _seen(self, tokens: Tensor, between: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        """The states [B, T, d] that feed the head; those before each layer, too, if asked for."""
+        self._check_shown()
+        with self._tap.cut():  # logits of every position would be large, and nobody asked for them
+            output = self._model(
+                input_ids=tokens, use_cache=False, output_hidden_states=between or None
+            )
+        return self._tap.taken(), output.hidden_states if between else ()
+
+    def packed(
+        self, tokens: Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
+    ) -> Tensor:
+        """See Network. Neighbours of like length are padded to one: causal attention sees no padding."""
+        found: list[Tensor] = []
+        rest = list(tokens.split(list(lengths)))
+        while rest:
+            count = _alike([len(one) for one in rest])
+            batch, rest = rest[:count], rest[count:]
+            hidden, between = self._seen(pad_sequence(batch, batch_first=True), taps is not None)
+            found += _unpadded(hidden, batch)
+            if taps is not None:
+                for layer in sorted(taps.layers):
+                    taps.take(layer, torch.cat(_unpadded(between[layer], batch)))
+        return torch.cat(found)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See Network. The model reads one token and finds `hidden` before its head."""
+        self._check_shown()
+        with self._tap.put(hidden.reshape(1, -1, hidden.shape[-1])):
+            found = self.read(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        return found.view(*hidden.shape[:-1], -1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """See Network."""
+        logits = self.read(tokens)
+        self._tap.forget()
+        return logits
+
+    def update(self, state: State, changed: Changed) -> bool:
+        """See Network. A model that keeps a tensor in another layout has no place for it."""
+        if {name: tensor.shape for name, tensor in state.items()} != self._shapes:
+            return False  # making another network says what is wrong
+        if not changed.keys() <= self._places.keys():
+            return False
+        for name, positions in changed.items():
+            write(self._places[name], state[name], positions)
+        return True
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """One plain pass: the model's own logits, and the tap is full."""
+        return self._model(input_ids=tokens, use_cache=False).logits
+
+    def run(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[ModelOutput, Any]:
+        """Append `tokens` [B, N] to `cache` under `mask` [B, all]: the last output, and the cache."""
+        extra: dict[str, Any] = {}
+        if self._takes_positions:
+            positions = (mask.long().cumsum(1) - 1).clamp_min(0)
+            extra["position_ids"] = positions[:, -tokens.shape[1] :]
+        output = self._model(
+            input_ids=tokens,
+            attention_mask=mask.long(),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **extra,
+        )
+        # contiguous: not a view that keeps the whole prompt's
+        hidden = self._tap.taken()[:, -1].contiguous() if self._shown else None
+        return ModelOutput(hidden, output.logits[:, -1]), output.past_key_values
+
+    def _check_shown(self) -> None:
+        if not self._shown:
+            raise EngineError(
+                f"{type(self._model).__name__} does not show the hidden states that feed its head: "
+                "choose another model, or a run without fingerprints"
+            )
+
+
+class CausalSession:
+    """A Session around the cache object that the model made."""
+
+    def __init__(self, network: CausalNetwork, mask: Tensor) -> None:
+        self._network = network
+        self._mask = mask
+        self._cache: Any = None
+
+    def extend(self, tokens: Tensor) -> ModelOutput:
+        """Append `tokens` [B, N], already counted in the mask."""
+        output, self._cache = self._network.run(tokens, self._mask, self._cache)
+        return output
+
+    def select(self, rows: Tensor) -> None:
+        """See Session."""
+        self._mask = self._mask[rows]
+        self._cache.batch_select_indices(rows)
+
+    def step(self, tokens: Tensor) -> ModelOutput:
+        """See Session."""
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
+        return self.extend(tokens[:, None])
+
+
+class Tap:
+    """A pre-hook of the head: keeps what feeds it, and may feed it something else."""
+
+    def __init__(self) -> None:
+        self._seen: Tensor | None = None
+        self._cut = False
+        self._instead: Tensor | None = None
+
+    def feed(self, head: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The hook itself: what the head gets in place of `inputs`, None for those."""
+        if self._instead is not None:
+            return (self._instead, *inputs[1:])
+        self._seen = inputs[0]
+        return (inputs[0][:, -1:], *inputs[1:]) if self._cut else None
+
+    def taken(self) -> Tensor:
+        """What fed the head since the last call [B, N, d]. Raises LookupError if nothing did."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            raise LookupError("the head was not called")
+        return seen
+
+    def forget(self) -> None:
+        """Let go of what was kept."""
+        self._seen = None
+
+    @contextmanager
+    def cut(self) -> Generator[None]:
+        """Let the head see the last position only."""
+        self._cut = True
+        try:
+            yield
+        finally:
+            self._cut = False
+
+    @contextmanager
+    def put(self, hidden: Tensor) -> Generator[None]:
+        """Let the head see `hidden` [B, N, d] in place of the model's own."""
+        self._instead = hidden
+        try:
+            yield
+        finally:
+            self._instead = None
+
+
+def _shows(network: CausalNetwork, tap: Tap) -> bool:
+    """Whether the head can be tapped, and what it makes of the states are the model's logits."""
+    tokens = torch.arange(PROBE, device=network.device)[None] % network.vocab_size
+    with torch.inference_mode():
+        wanted = network.read(tokens)
+        try:
+            hidden = tap.taken()
+        except LookupError:
+            return False
+        if hidden.ndim != 3 or hidden.shape[:2] != tokens.shape:
+            return False
+        found = network.logits(hidden)
+        near = 1e-3 * float(wanted.abs().max())
+        same = torch.allclose(found, wanted, rtol=0.0, atol=near, equal_nan=True)
+        return same and network.hidden(tokens).equal(hidden)
+
+
+def _unpadded(padded: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:
+    """The rows [T, d] of `padded` [B, T, d], each as long as its tokens."""
+    return [row[: len(one)] for row, one in zip(padded, batch, strict=True)]
+
+
+def _alike(lengths: Sequence[int]) -> int:
+    """How many of the first sequences may be padded to one width."""
+    shortest = longest = lengths[0]
+    for count, length in enumerate(lengths):
+        shortest, longest = min(shortest, length), max(longest, length)
+        if longest * (count + 1) > ROOMY and shortest < FILLED * longest:
+            return max(1, count)
+    return len(lengths)
+
+
+def _places(model: "PreTrainedModel", state: State) -> dict[str, Tensor]:
+    """Checkpoint name -> its elements in the model, flat, where they are kept one by one.
+
+    transformers may keep a checkpoint's tensor under another name, turned, or fused with others:
+    the parameter of the same name counts only if it holds the same elements in the same order.
+    """
+    places: dict[str, Tensor] = {}
+    for name, own in model.state_dict().items():
+        tensor = state.get(name)
+        if tensor is None or tensor.shape != own.shape or not own.is_contiguous():
+            continue
+        if own.equal(to_torch(tensor, own.device, own.dtype)):
+            places[name] = own.view(-1)
+    return places
+
+
+class Session(Protocol):
+    """The cache of B sequences that grow by one token a step."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep rows `rows` [N] int64 of the cache, in that order; a row may be taken repeatedly."""
+        ...
+
+    def step(self, tokens: Tensor) -> ModelOutput:
+        """Append `tokens` [B] and read them."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """Call under torch.inference_mode(), from one thread at a time."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V; token ids are below it."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in and logits come out."""
+        ...
+
+    def prefill(self, tokens: Tensor, mask: Tensor) -> tuple[Session, ModelOutput]:
+        """Read prompts `tokens` [P, T], padded on the left where `mask` [P, T] is False.
+
+        Returns the session of these P sequences and what comes after each prompt.
+        """
+        ...
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The states [B, T, d] that feed the head; padding on the right of `tokens` [B, T] needs no mask.
+
+        Raises EngineError for an architecture that does not show them.
+        """
+        ...
+
+    def packed(
+        self, tokens: Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
+    ) -> Tensor:
+        """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
+
+        None of them sees another one. On a GPU nothing here waits for it. Raises as hidden().
+        `taps` look between the layers; only `qwen3` goes on with what they give back.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of such states [..., d], as the model makes them. Raises as hidden()."""
+        ...
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of `tokens` [B, T]; padding on the right needs no mask."""
+        ...
+
+    def update(self, state: State, changed: Changed) -> bool:
+        """Write those elements of `state` in place that `changed` names, see check_update().
+
+        False, and nothing written, if one of them has no place of its own: build another network.
+        Sessions must be over. Raises EngineError, and writes nothing, if `state` does not fit.
+        """
+        ...
+
+
+class NetworkBuilder(Protocol):
+    """How a state becomes a network, see build_network()."""
+
+    def __call__(self, model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
+        """Raises EngineError."""
+        ...
+
+
+def build_network(model_dir: Path, state: State, *, dtype: str, device: str) -> LanguageModel:
+    """The fastest network that computes `model_dir`'s architecture, holding the weights `state`.
+
+    Raises EngineError if the tensors of `state` are not exactly those of the architecture.
+    """
+    from .qwen3 import Qwen3Network, computes
+
+    config = huggingface.load_config(model_dir)
+    place = pick_device(device)
+    if computes(config):
+        return Qwen3Network(config, state, dtype=dtype, device=place)
+    model = huggingface.model_from_state(model_dir, state, dtype=dtype, device=place)
+    return CausalNetwork(model, state)
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is cuda where there is one, else cpu."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)

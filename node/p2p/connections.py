@@ -1,0 +1,384 @@
+"""The accept loop: one ALPN, one handler; limits before anything is read.
+
+A handler answers one stream. What it raises of theirs becomes a refusal; a bug of ours costs that request,
+with a traceback in the log, never the node.
+
+Keys are free, so connections of peers that have shown nothing (peers.Tier) cost members nothing:
+
+- where every slot is taken, a member takes that of a stranger, or of a newcomer; its own is never taken;
+- a connection of a stranger that asks for nothing is closed after seconds;
+- streams of others than members are accepted at a bounded rate, of each and of all together.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...crypto.hashing import short
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.messages import Message
+from ...protocol.version import ALPN_CONTROL
+from .limits import TokenBuckets, network_of
+from .peers import PeerTable, Tier
+from .rpc import TooSlow, ask, refuse
+from .transport import Connection, ConnectionLost, Stream, Transport, TransportError, Unreachable
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_FIRST_S = 0.25
+BACKOFF_MAX_S = 4.0
+
+T = TypeVar("T")
+
+Key = tuple[bytes, bytes, int]
+"""Peer, ALPN, lane."""
+
+
+class ConnectionPool:
+    """A pool of connections that we dialled."""
+
+    def __init__(self, transport: Transport, peers: PeerTable, *, connect_timeout_s: float) -> None:
+        self._transport = transport
+        self._peers = peers
+        self._timeout = connect_timeout_s
+        self._open: dict[Key, Connection] = {}
+        self._locks: dict[Key, asyncio.Lock] = {}
+        self._failures: dict[tuple[bytes, int], tuple[int, float]] = {}
+
+    async def get(
+        self, peer: bytes, alpn: bytes, *, patience: float | None = None, lane: int = 0
+    ) -> Connection:
+        """A live connection to `peer`, dialled for at most `patience` seconds (default: the configured time).
+
+        Raises Unreachable, at once while it backs off.
+        """
+        key = (peer, alpn, lane)
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            connection = self._open.get(key)
+            if connection is not None and not connection.closed:
+                return connection
+            await self.drop(peer, alpn, lane=lane)
+            return await self._dial(key, min(patience or self._timeout, self._timeout))
+
+    async def request(
+        self, peer: bytes, alpn: bytes, message: Message, kind: type[T], *, deadline: float
+    ) -> T:
+        """ask() over the pool; a connection that failed is dropped so that the next call dials anew."""
+        connection = await self.get(peer, alpn)
+        try:
+            reply = await ask(connection, message, kind, deadline=deadline)
+        except TooSlow:
+            self._peers.failed(peer)
+            raise
+        except TransportError:
+            await self.drop(peer, alpn)
+            self._peers.failed(peer)
+            raise
+        self._peers.seen(peer)
+        return reply
+
+    async def drop(self, peer: bytes, alpn: bytes, *, lane: int = 0) -> None:
+        """Close and forget a connection."""
+        connection = self._open.pop((peer, alpn, lane), None)
+        if connection is not None:
+            self._peers.disconnected(peer, connection)
+            await connection.close()
+
+    async def close(self) -> None:
+        """Close all."""
+        for peer, alpn, lane in list(self._open):
+            await self.drop(peer, alpn, lane=lane)
+
+    async def _dial(self, key: Key, deadline: float) -> Connection:
+        peer, alpn, lane = key
+        # A peer that takes no second connection still has its first: lanes back off by themselves.
+        count, until = self._failures.get((peer, lane), (0, 0.0))
+        if time.monotonic() < until:
+            raise Unreachable("backing off after a failed connection")
+        addresses = self._peers.get(peer).addresses
+        try:
+            connection = await self._transport.connect(peer, addresses, alpn, deadline=deadline)
+        except TransportError:
+            pause = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**count)
+            self._failures[peer, lane] = (count + 1, time.monotonic() + pause)
+            raise
+        self._failures.pop((peer, lane), None)
+        self._open[key] = connection
+        self._peers.connected(peer, connection)
+        return connection
+
+
+Handler = Callable[[bytes, Stream], Awaitable[None]]
+"""(peer's NodeId, stream) -> answered."""
+
+CONNECTIONS_PER_PEER = 12
+"""One for control, LANES for chunks, and as many that a peer has lost and we do not know of yet."""
+REQUESTS_PER_SECOND = 200.0
+REQUEST_BURST = 400.0
+UNPROVEN_PER_SECOND, UNPROVEN_BURST = 20.0, 100.0
+"""Control requests of one peer that is no member; further ones wait."""
+ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST = 50.0, 200.0
+"""Of all of them together: a twentieth of what this loop can answer, about."""
+MAX_WAIT_S = 5.0
+"""A request of a peer that is no member and would wait for longer is refused with its connection."""
+SWAPS_PER_SECOND, SWAP_BURST = 10.0, 40.0
+NETWORK_SWAPS_PER_SECOND, NETWORK_SWAP_BURST = 3.0, 10.0
+"""Slots that change hands between peers that are no members, of all and of one network: further ones are told
+to come again, which costs next to nothing."""
+STRANGER_S = 10.0
+"""Time that a stranger has to say hello: its connection is closed if it asked for nothing for so long."""
+NEWCOMER_IDLE_S = 15.0
+"""A newcomer that asked for nothing for so long may lose its slot to another."""
+STRANGERS = 0.25
+NEWCOMERS = 0.5
+"""Of all slots: what strangers can have whatever newcomers hold; newcomers with more than that lose them."""
+SWEEP_S = 1.0
+BLAMELESS = frozenset(
+    {
+        Reason.NOT_FOUND,
+        Reason.NOT_YET,
+        Reason.BUSY,
+        Reason.DISK_FULL,
+        Reason.LEASE_EXPIRED,
+        Reason.LEASE_DONE,
+        Reason.RUN_ENDED,
+    }
+)
+"""What we cannot give is not the fault of who asked."""
+
+
+async def no_pipelines(peer: bytes, stream: Stream) -> None:
+    """The handler of nodes that share no model with others."""
+    raise RemoteProtocolError(Reason.NOT_ADMITTED, "this node shares no model with others")
+
+
+@dataclass
+class OpenConnection:
+    """A connection that is served."""
+
+    connection: Connection
+    opened: float
+    """Monotonic seconds."""
+    asked: float
+    """Monotonic seconds of its last stream, or of its begin."""
+    network: str
+    """See peers.network_of()."""
+    streams: int = 0
+    """Streams that are being answered."""
+    preferred: bool = False
+    """Its peer is a member, and the transport knows."""
+
+
+class Router:
+    """Accepts connections and streams, and hands each stream to the handler of its ALPN."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        peers: PeerTable,
+        handlers: Mapping[bytes, Handler],
+        *,
+        max_streams_per_peer: int,
+        max_peers: int,
+    ) -> None:
+        self._transport = transport
+        self._peers = peers
+        self._handlers = handlers
+        self._max_streams = max_streams_per_peer
+        self._max_peers = max_peers
+        self._open: dict[bytes, list[OpenConnection]] = {}
+        self._streams: Counter[bytes] = Counter()
+        self._requests = TokenBuckets(REQUESTS_PER_SECOND, REQUEST_BURST, limit=4 * max_peers)
+        self._unproven = TokenBuckets(UNPROVEN_PER_SECOND, UNPROVEN_BURST, limit=4 * max_peers)
+        self._all_unproven = TokenBuckets(ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST, limit=1)
+        self._swaps = TokenBuckets(SWAPS_PER_SECOND, SWAP_BURST, limit=1)
+        self._network_swaps = TokenBuckets(
+            NETWORK_SWAPS_PER_SECOND, NETWORK_SWAP_BURST, limit=4 * max_peers
+        )
+
+    async def run(self) -> None:
+        """Accept until the transport is closed."""
+        async with asyncio.TaskGroup() as tasks:
+            sweeping = tasks.create_task(self._sweep())
+            while True:
+                try:
+                    connection = await self._transport.accept()
+                except ConnectionLost:
+                    sweeping.cancel()
+                    return
+                tasks.create_task(self._serve(connection))
+
+    async def _serve(self, connection: Connection) -> None:
+        peer, now = connection.peer, time.monotonic()
+        mine = OpenConnection(connection, now, now, network_of(connection.path().remote))
+        if not await self._make_room(mine):
+            await connection.close("too many connections")
+            return
+        self._open.setdefault(peer, []).append(mine)
+        self._peers.connected(peer, connection)
+        reason = ""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    stream = await connection.accept_stream()
+                    mine.asked = time.monotonic()
+                    mine.streams += 1
+                    if not await self._pace(mine):
+                        reason = "too many requests"
+                        break
+                    tasks.create_task(self._answer(mine, stream))
+        except* TransportError:
+            logger.debug("connection of %s ended", short(peer))
+        finally:
+            self._drop(mine)
+            self._peers.disconnected(peer, connection)
+            await connection.close(reason)
+
+    async def _pace(self, mine: OpenConnection) -> bool:
+        """Wait before a request of a peer that is no member is answered; its next ones queue in the transport.
+
+        False where it would have to wait for too long.
+        """
+        peer, now = mine.connection.peer, time.monotonic()
+        if mine.connection.alpn != ALPN_CONTROL or self._peers.tier(peer) == Tier.MEMBER:
+            return True
+        if self._all_unproven.debt(b"", now, 0.0) > MAX_WAIT_S:
+            return False
+        wait = max(self._unproven.debt(peer, now, 1.0), self._all_unproven.debt(b"", now, 1.0))
+        if wait > 0.0:
+            await asyncio.sleep(wait)
+        return True
+
+    async def _sweep(self) -> None:
+        """Close connections of strangers that ask for nothing; let members in first when they come again."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for one in [one for there in self._open.values() for one in there]:
+                tier = self._peers.tier(one.connection.peer)
+                if tier == Tier.MEMBER and not one.preferred:
+                    self._transport.prefer(one.connection)
+                    one.preferred = True
+                elif tier == Tier.STRANGER and not one.streams and now - one.asked >= STRANGER_S:
+                    self._drop(one)
+                    await one.connection.close("say hello")
+
+    async def _make_room(self, mine: OpenConnection) -> bool:
+        """Whether a new connection can be served, if need be in place of those of another peer."""
+        peer = mine.connection.peer
+        if peer in self._open:
+            return len(self._open[peer]) < CONNECTIONS_PER_PEER
+        if len(self._open) < self._max_peers:
+            return True
+        if not self._may_swap(mine):
+            return False
+        evicted = self._find_evicted(mine)
+        if evicted is None:
+            return False
+        logger.debug("%s makes room for %s", short(evicted), short(peer))
+        for one in self._open.pop(evicted):
+            await one.connection.close("too many connections")
+        return True
+
+    def _may_swap(self, mine: OpenConnection) -> bool:
+        """Whether a new connection is worth looking for a slot, where all are taken."""
+        if self._peers.tier(mine.connection.peer) == Tier.MEMBER:
+            return True
+        own = not mine.network or self._network_swaps.take(mine.network.encode(), mine.opened)
+        return own and self._swaps.take(b"", mine.opened)
+
+    def _find_evicted(self, mine: OpenConnection) -> bytes | None:
+        """The peer whose slot a new connection takes where all are taken."""
+        arriving = self._peers.tier(mine.connection.peer)
+        tiers: dict[Tier, list[bytes]] = {tier: [] for tier in Tier}
+        for node in self._open:
+            tiers[self._peers.tier(node)].append(node)
+        strangers, newcomers = tiers[Tier.STRANGER], tiers[Tier.NEWCOMER]
+        if arriving == Tier.MEMBER:
+            return self._first_out(strangers, mine) or self._first_out(newcomers, mine)
+        most = STRANGERS * self._max_peers
+        if arriving == Tier.NEWCOMER and len(strangers) > most:
+            return self._first_out(strangers, mine)
+        if arriving == Tier.STRANGER and len(strangers) < most:
+            over = len(newcomers) > NEWCOMERS * self._max_peers
+            return self._first_out(newcomers, mine) if over else None
+        return self._first_out(tiers[arriving], mine, same=True)
+
+    def _first_out(
+        self, nodes: list[bytes], mine: OpenConnection, *, same: bool = False
+    ) -> bytes | None:
+        """The peer that goes first: of the largest crowd, then whoever asked for nothing for longest.
+
+        Of the `same` tier as the one that comes only one that is idle, or of a larger crowd than its own.
+        """
+        crowds = [self._crowd(self._open[node][-1]) for node in nodes]
+        sizes = Counter(crowds)
+        own = 1 + sizes[self._crowd(mine)]
+        found: list[tuple[int, float, bytes]] = []
+        for node, crowd in zip(nodes, crowds, strict=True):
+            size = sizes[crowd]
+            if not same or size > own or self._idle(node, mine.opened):
+                found.append((-size, max(one.asked for one in self._open[node]), node))
+        return min(found)[-1] if found else None
+
+    def _idle(self, node: bytes, now: float) -> bool:
+        """Whether a peer had time to say hello, or to ask for something, and does not use its slot."""
+        there = self._open[node]
+        if self._peers.tier(node) == Tier.STRANGER:
+            busy = any(one.streams for one in there)
+            return not busy or now - min(one.opened for one in there) > STRANGER_S
+        return now - max(one.asked for one in there) > NEWCOMER_IDLE_S
+
+    def _crowd(self, one: OpenConnection) -> tuple[bytes, str]:
+        """Peers that may well be one and the same: of one ticket, or strangers of one network."""
+        node = one.connection.peer
+        ticket = self._peers.get(node).ticket
+        if ticket:
+            return ticket, ""
+        return (b"", one.network) if one.network else (node, "")
+
+    def _drop(self, one: OpenConnection) -> None:
+        """Count a connection no more."""
+        there = self._open.get(one.connection.peer, [])
+        if one in there:
+            there.remove(one)
+            if not there:
+                del self._open[one.connection.peer]
+
+    async def _answer(self, mine: OpenConnection, stream: Stream) -> None:
+        try:
+            await self._handle(mine.connection, stream)
+        finally:
+            mine.streams -= 1
+
+    async def _handle(self, connection: Connection, stream: Stream) -> None:
+        peer = connection.peer
+        crowded = self._streams[peer] >= self._max_streams
+        if crowded or not self._requests.take(peer, time.monotonic()):
+            await refuse(stream, Reason.RATE_LIMITED, "too many requests at once")
+            return
+        self._streams[peer] += 1
+        try:
+            await self._handlers[connection.alpn](peer, stream)
+        except RemoteProtocolError as error:
+            if error.reason in BLAMELESS:
+                logger.debug("no for %s: %s", short(peer), error)
+            else:
+                self._peers.blame(peer, error.reason)
+                logger.info("refused %s: %s", short(peer), error)
+            await refuse(stream, error.reason, error.detail)
+        except (TransportError, TimeoutError) as error:
+            logger.debug("stream of %s broke: %s", short(peer), error)
+            await stream.abort()
+        except Exception:
+            # One request of one stranger must not end the node, whatever our bug is.
+            logger.exception("bug while answering %s", short(peer))
+            await refuse(stream, Reason.BUSY, "internal error")
+        finally:
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]

@@ -1,0 +1,496 @@
+"""Serves chunks from the store: one by name, whichever helps most, and news of what is held.
+
+Only what is in the store is served, and only verified bytes get there. Once a chunk was announced on a
+stream nothing but its bytes follows: a fault after that resets the stream.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from random import Random
+
+from ...crypto.hashing import short
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.messages import (
+    BlobRequest,
+    ChunkFollows,
+    GetAnyChunk,
+    GetChunk,
+    HaveChunks,
+    InLine,
+    WatchChunks,
+)
+from ..storage.chunk_store import Store
+from .arrivals import ChunkArrivals, ChunkWatch
+from .limits import Pacer
+from .rpc import receive, send
+from .transport import Stream, TransportError
+
+MAX_CHUNKS = 1 << 16
+"""Chunks remembered; one that was forgotten counts as never given."""
+RELAY_S = 2.0
+"""Least time that others get to pass a chunk on before it is given away again."""
+RELAY_MAX_S = 12.0
+UNDER_WAY_MAX_S = 60.0
+"""A copy that takes longer than this to send is not counted upon: its receiver may stall on purpose."""
+FIRST_RATE = 1024 * 1024
+"""Bytes per second that an upload is expected to reach before any was measured."""
+
+
+@dataclass
+class SentChunk:
+    """One chunk that was given away."""
+
+    count: int = 0
+    """Copies sent or being sent."""
+    spreads_until: float = 0.0
+    """Until then others may be counted upon to get it and to pass it on."""
+
+
+class UploadCounts:
+    """What was given to whom, without the whom."""
+
+    def __init__(self, chance: Random) -> None:
+        self._chance = chance
+        self._given: OrderedDict[bytes, SentChunk] = OrderedDict()
+        self._seconds_per_byte = 1.0 / FIRST_RATE
+
+    def choose(
+        self, held: Iterable[tuple[int, bytes]], *, urgent: bool, now: float
+    ) -> tuple[int, bytes] | None:
+        """The (index, digest) of `held` to give now; None while every one of them is spreading.
+
+        `urgent` gives one that spreads rather than none.
+        """
+        best: tuple[int, bytes] | None = None
+        lowest: tuple[bool, int, float] | None = None
+        for index, name in held:
+            given = self._given.get(name) or SentChunk()
+            spreads = now < given.spreads_until
+            if spreads and not urgent:
+                continue
+            rank = (spreads, given.count, self._chance.random())
+            if lowest is None or rank < lowest:
+                best, lowest = (index, name), rank
+        return best
+
+    def begun(self, name: bytes, size: int, now: float) -> None:
+        """A copy of a chunk goes out."""
+        given = self._given.setdefault(name, SentChunk())
+        self._given.move_to_end(name)
+        given.count += 1
+        expected = min(4 * size * self._seconds_per_byte, UNDER_WAY_MAX_S)
+        given.spreads_until = max(given.spreads_until, now + RELAY_S + expected)
+        if len(self._given) > MAX_CHUNKS:
+            self._given.popitem(last=False)
+
+    def ended(self, name: bytes, size: int, seconds: float, now: float) -> None:
+        """A copy went out whole, in `seconds`."""
+        given = self._given.setdefault(name, SentChunk())
+        given.spreads_until = now + min(RELAY_S + 3 * seconds, RELAY_MAX_S)
+        if size:
+            self._seconds_per_byte += 0.3 * (seconds / size - self._seconds_per_byte)
+
+    def failed(self, name: bytes, now: float) -> None:
+        """A copy did not get through: it is as if it had never been given."""
+        given = self._given.setdefault(name, SentChunk(1))
+        given.count = max(0, given.count - 1)
+        if not given.count:
+            given.spreads_until = now
+
+
+FEWEST, MOST = 2, 16
+NEARLY = 0.85
+"""Of the best rate; what is lost to it is gained by chunks that are whole sooner."""
+EPOCH = 256
+"""Uploads after which all is forgotten and learned again: lines change."""
+NEWEST = 0.25
+"""Weight of the newest upload in what is known."""
+
+
+class UploadLimit:
+    """Learns from uploads that went well."""
+
+    def __init__(self, first: int = FEWEST) -> None:
+        self._fewest = min(first, FEWEST)
+        self._limit = first
+        self._uploads = 0
+        self._rates: dict[int, float] = {}
+        """Uploads under way -> bytes per second of all of them."""
+        self.typical_s = 0.0
+        """About how long an upload takes; 0 before the first."""
+
+    @property
+    def value(self) -> int:
+        """Uploads to have under way."""
+        return self._limit
+
+    def learn(self, size: int, seconds: float, beside: int) -> None:
+        """An upload of `size` bytes took `seconds` while `beside` were under way, itself included."""
+        seconds = max(seconds, 1e-6)
+        self.typical_s = _mixed(self.typical_s, seconds)
+        self._uploads += 1
+        if self._uploads % EPOCH == 0:
+            self._rates.clear()
+            self._limit = self._fewest
+        self._rates[beside] = _mixed(self._rates.get(beside, 0.0), beside * size / seconds)
+        enough = NEARLY * max(self._rates.values())
+        best = min(count for count, rate in self._rates.items() if rate >= enough)
+        if best == max(self._rates) and best >= self._limit:
+            best += (best + 1) // 2  # by one alone the next could seem no better
+        self._limit = max(self._fewest, min(best, MOST))
+
+
+def _mixed(known: float, newest: float) -> float:
+    return known + NEWEST * (newest - known) if known else newest
+
+
+OVERDUE_S = 4.0
+OVERDUE = 4.0
+"""An upload that takes OVERDUE_S, and so many times as long as others, counts no more: who reads slowly, on
+purpose or not, holds up nobody."""
+MAX_UPLOADS = 64
+"""With those that count no more."""
+MAX_QUEUE = 512
+"""Requests that may wait; further ones are told BUSY."""
+HALF_LIFE_S = 10.0
+"""After this long, bytes count half."""
+MAX_ACCOUNTS = 1024
+
+
+@dataclass
+class QueuedUpload:
+    """One who waits for a slot."""
+
+    peer: bytes
+    granted: "asyncio.Future[ActiveUpload]"
+
+
+@dataclass
+class ActiveUpload:
+    """One who holds a slot."""
+
+    peer: bytes
+    begun: float
+    beside: int
+    """How many were under way when it began, itself included."""
+    size: int = 0
+    """Bytes that went out; the caller says so at the end."""
+
+
+class UploadTotals:
+    """Bytes sent to each peer lately: every byte weighs half after HALF_LIFE_S. Time is an argument."""
+
+    def __init__(self) -> None:
+        self._sums: dict[bytes, tuple[float, float]] = {}
+
+    def add(self, peer: bytes, size: int, now: float) -> None:
+        """`size` bytes go to `peer`."""
+        self._sums[peer] = (self.recent(peer, now) + size, now)
+        if len(self._sums) > MAX_ACCOUNTS:
+            del self._sums[min(self._sums, key=lambda one: self.recent(one, now))]
+
+    def recent(self, peer: bytes, now: float) -> float:
+        """What weighs on `peer` now, in bytes."""
+        total, since = self._sums.get(peer, (0.0, now))
+        return total * 0.5 ** ((now - since) / HALF_LIFE_S)
+
+
+class UploadSlots:
+    """So many uploads at a time, the neediest first."""
+
+    def __init__(
+        self,
+        slots: int = FEWEST,
+        *,
+        queue: int = MAX_QUEUE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`slots` to begin with; how many are best is learned."""
+        self._limit = UploadLimit(slots)
+        self._most_waiting = queue
+        self._clock = clock
+        self._uploads: list[ActiveUpload] = []
+        self._queue: list[QueuedUpload] = []
+        self._accounts = UploadTotals()
+
+    def charge(self, peer: bytes, size: int) -> None:
+        """`peer` is about to get `size` bytes."""
+        self._accounts.add(peer, size, self._clock())
+
+    @asynccontextmanager
+    async def turn(
+        self, peer: bytes, *, beat_s: float, beat: Callable[[], Awaitable[None]]
+    ) -> AsyncGenerator[ActiveUpload]:
+        """Hold a slot; while waiting for it, `beat` is called every `beat_s` seconds.
+
+        The caller holds the deadline. Raises RemoteProtocolError(BUSY) when too many wait.
+        """
+        if len(self._queue) >= self._most_waiting:
+            raise RemoteProtocolError(Reason.BUSY, "too many wait for a chunk: come again")
+        waiting = QueuedUpload(peer, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._grant()
+        try:
+            while not waiting.granted.done():
+                done, _ = await asyncio.wait([waiting.granted], timeout=beat_s)
+                if not done:
+                    await beat()
+                    self._grant()  # one of those before us may be overdue by now
+            upload = waiting.granted.result()
+            yield upload
+            if upload.size:
+                seconds = self._clock() - upload.begun
+                self._limit.learn(upload.size, seconds, upload.beside)
+        finally:
+            if waiting.granted.done():
+                self._uploads.remove(waiting.granted.result())
+                self._grant()
+            else:
+                self._queue.remove(waiting)
+
+    def _grant(self) -> None:
+        now = self._clock()
+        patience = max(OVERDUE_S, OVERDUE * self._limit.typical_s)
+        while self._queue and len(self._uploads) < MAX_UPLOADS:
+            beside = sum(1 for one in self._uploads if now - one.begun < patience)
+            used = Counter(one.peer for one in self._uploads)
+            # Of one peer: who reads slowly on purpose cannot hold them all.
+            most = max(1, self._limit.value - 1)
+            ready = [one for one in self._queue if used[one.peer] < most]
+            if beside >= self._limit.value or not ready:
+                return
+            # min() keeps the first of equals: the order of arrival.
+            neediest = min(ready, key=lambda one: self._accounts.recent(one.peer, now))
+            self._queue.remove(neediest)
+            upload = ActiveUpload(neediest.peer, now, beside + 1)
+            self._uploads.append(upload)
+            neediest.granted.set_result(upload)
+
+
+REQUEST_TIMEOUT_S = 15.0
+UNHEARD_S = 0.25
+"""How long one waits with us for a chunk that we do not fetch: its head may be on its way to us. We will
+never have, say, an old anchor if we followed by deltas, and whoever waits for it loses that time."""
+QUEUE_S = 60.0
+"""Who waits longer for an upload slot is told that we are busy."""
+BEAT_S = 0.5
+"""Between two InLine messages."""
+PIECE = 128 * 1024
+PIECE_S = 10.0
+"""For a receiver to take one piece."""
+MIN_RATE = 64 * 1024
+"""Bytes per second below which a receiver gives its slot to others."""
+NEWS_BATCH_S = 0.02
+WATCH_S = 600.0
+WATCHES_PER_PEER = 8
+MAX_WATCHED_BY_ALL = 1 << 18
+"""Chunks in all watches together: some 40 MiB."""
+
+
+class BlobServer:
+    """Answers the requests on ALPN_BLOBS.
+
+    A bare node is a transport, a PeerTable, Links over both, a Store, Arrivals, this with its handle() in a
+    Router, and a BlobFetcher over the same store and arrivals.
+    """
+
+    def __init__(self, store: Store, arrivals: ChunkArrivals, pacer: Pacer) -> None:
+        self._store = store
+        self._arrivals = arrivals
+        self._pacer = pacer
+        self._slots = UploadSlots()
+        self._copies = UploadCounts(random.Random())
+        self._watches: Counter[bytes] = Counter()
+        self.served: Counter[bytes] = Counter()
+        """Chunk bytes by peer."""
+
+    async def handle(self, peer: bytes, stream: Stream) -> None:
+        """Answer one request (a router handler)."""
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            request: BlobRequest = await receive(stream, BlobRequest)  # type: ignore[arg-type]
+        match request:
+            case GetChunk():
+                await self._give(peer, stream, request)
+            case GetAnyChunk():
+                await self._give_any(peer, stream, request)
+            case _:  # WatchChunks, the last of the union
+                await self._watch(peer, stream, request)
+
+    # -- chunks ----------------------------------------------------------------------------------
+
+    async def _give(self, peer: bytes, stream: Stream, request: GetChunk) -> None:
+        if not await self._find(request.digest, request.wait_ms / 1000):
+            raise RemoteProtocolError(Reason.NOT_FOUND, short(request.digest))
+        async with self._turn(peer, stream) as turn:
+            await self._upload(turn, stream, 0, request.digest)
+
+    async def _give_any(self, peer: bytes, stream: Stream, request: GetAnyChunk) -> None:
+        held = await asyncio.to_thread(self._held, request.wanted)
+        if not held:
+            raise RemoteProtocolError(Reason.NOT_FOUND, "none of these is kept")
+        self._choose(held, request)  # who gets nothing need not wait to hear it
+        async with self._turn(peer, stream) as turn:
+            # Only now: while it waited, others were given what it might have got.
+            await self._upload(turn, stream, *self._choose(held, request))
+
+    def _choose(self, held: Sequence[tuple[int, bytes]], request: GetAnyChunk) -> tuple[int, bytes]:
+        choice = self._copies.choose(held, urgent=request.urgent, now=time.monotonic())
+        if choice is None:
+            raise RemoteProtocolError(Reason.NOT_YET, "others have these and pass them on")
+        return choice
+
+    async def _find(self, name: bytes, patience: float) -> bool:
+        """Whether we hold a chunk; waits for one that we are fetching, or will hear of in a moment."""
+        held = await asyncio.to_thread(self._store.has, name)
+        if not held and patience > 0:
+            await self._arrivals.wait(name, min(patience, UNHEARD_S))
+            held = await asyncio.to_thread(self._store.has, name)
+        if not held and patience > UNHEARD_S and self._arrivals.expected(name):
+            await self._arrivals.wait(name, patience - UNHEARD_S)
+            held = await asyncio.to_thread(self._store.has, name)
+        return held
+
+    def _held(self, names: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        return [(number, name) for number, name in enumerate(names) if self._store.has(name)]
+
+    @asynccontextmanager
+    async def _turn(self, peer: bytes, stream: Stream) -> AsyncGenerator[ActiveUpload]:
+        """Hold an upload slot; tells the peer that it stands in line until it has one."""
+
+        async def beat() -> None:
+            async with asyncio.timeout(PIECE_S):
+                await send(stream, InLine())
+
+        patience = asyncio.timeout(QUEUE_S)
+        try:
+            async with patience, self._slots.turn(peer, beat_s=BEAT_S, beat=beat) as turn:
+                patience.reschedule(None)
+                yield turn
+        except TimeoutError:
+            if patience.expired():
+                raise RemoteProtocolError(Reason.BUSY, "too many wait for a chunk") from None
+            raise
+
+    async def _upload(self, turn: ActiveUpload, stream: Stream, index: int, name: bytes) -> None:
+        # Nothing is awaited between the choice of a chunk and its entry in the book of copies.
+        with self._counting(name):
+            data = await asyncio.to_thread(self._store.get, name)
+            if data is None:
+                raise RemoteProtocolError(Reason.NOT_FOUND, short(name))
+            self._slots.charge(turn.peer, len(data))
+            async with _whole_or_reset(stream):
+                async with asyncio.timeout(PIECE_S):
+                    await send(stream, ChunkFollows(len(data), index))
+                await self._write(stream, memoryview(data))
+        turn.size = len(data)
+        self.served[turn.peer] += len(data)
+
+    @contextmanager
+    def _counting(self, name: bytes) -> Generator[None]:
+        """Tell the book of copies how an upload goes."""
+        size = self._store.size(name) or 0
+        start = time.monotonic()
+        self._copies.begun(name, size, start)
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            now = time.monotonic()
+            if whole:
+                self._copies.ended(name, size, now - start, now)
+            else:
+                self._copies.failed(name, now)
+
+    async def _write(self, stream: Stream, data: memoryview) -> None:
+        left = REQUEST_TIMEOUT_S + len(data) / MIN_RATE
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            await self._pacer.pace(len(piece))  # our own slowness is not the receiver's
+            began = time.monotonic()
+            async with asyncio.timeout(min(PIECE_S, left)):
+                await stream.write(piece)
+            left -= time.monotonic() - began
+        await stream.finish()
+        await _until_read(stream, max(PIECE_S, left))
+        await stream.abort()  # nothing, if all was read; else what is still in a buffer stays there
+
+    # -- watches ---------------------------------------------------------------------------------
+
+    async def _watch(self, peer: bytes, stream: Stream, request: WatchChunks) -> None:
+        names = request.chunks
+        if len(set(names)) != len(names):
+            raise RemoteProtocolError(Reason.MALFORMED, "a chunk is watched twice")
+        full = self._arrivals.watched + len(names) > MAX_WATCHED_BY_ALL
+        if full or self._watches[peer] >= WATCHES_PER_PEER:
+            raise RemoteProtocolError(Reason.BUSY, "too many watches: end one first")
+        self._watches[peer] += 1
+        try:
+            with self._arrivals.watching(names) as watch:
+                for _, name in await asyncio.to_thread(self._held, names):
+                    watch.add(name)
+                await self._push(stream, watch)
+        finally:
+            self._watches[peer] -= 1
+            if not self._watches[peer]:
+                del self._watches[peer]
+
+    async def _push(self, stream: Stream, watch: ChunkWatch) -> None:
+        """Tell what is held until all of it is, or nobody listens."""
+        listening = asyncio.ensure_future(_until_gone(stream, watch))
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    await self._tell(stream, watch)
+            if watch.over:
+                await stream.abort()
+            else:
+                await stream.finish()
+        finally:
+            listening.cancel()
+            await asyncio.wait([listening])
+
+    async def _tell(self, stream: Stream, watch: ChunkWatch) -> None:
+        while not watch.over:
+            watch.news.clear()
+            async with asyncio.timeout(PIECE_S):
+                await send(stream, HaveChunks(watch.held))
+            if watch.complete:
+                return
+            await watch.news.wait()
+            await asyncio.sleep(NEWS_BATCH_S)
+
+
+@asynccontextmanager
+async def _whole_or_reset(stream: Stream) -> AsyncGenerator[None]:
+    """Reset the stream if the block fails: a refusal would be taken for bytes of the chunk."""
+    whole = False
+    try:
+        yield
+        whole = True
+    finally:
+        if not whole:
+            await stream.abort()
+
+
+async def _until_read(stream: Stream, patience: float) -> None:
+    """Writing ends when the bytes are in a buffer; an upload ends when its receiver ends its direction too.
+
+    Without this a narrow line would look free, and a chunk given away, long before anybody has it.
+    """
+    async with asyncio.timeout(patience):
+        with suppress(TransportError):
+            await stream.read_exact(1)
+
+
+async def _until_gone(stream: Stream, watch: ChunkWatch) -> None:
+    """A watcher says nothing more: when its direction ends, so does its interest."""
+    with suppress(TransportError):
+        await stream.read_exact(1)
+    watch.over = True
+    watch.news.set()

@@ -1,0 +1,664 @@
+"""Trio in one daemon thread beside asyncio: a call bridge, and a bounded way back for events.
+
+What belongs to trio is touched inside that thread only; asyncio sees `call` and `EventQueue`.
+"""
+
+import asyncio
+import logging
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, TypeVarTuple, Unpack, cast
+
+from ...protocol.errors import LocalProtocolError
+from ...protocol.version import KIB, MAX_GOSSIP
+from .discovery import GossipFact
+from .transport import Stream, StreamClosed, TransportError, Unreachable
+
+if TYPE_CHECKING:
+    import trio
+    import trio.lowlevel
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0
+"""How long stop() waits for trio to unwind before it leaves the daemon thread to the process."""
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+
+class TrioStopped(Exception):
+    """The trio thread is not running, or stopped before a call into it returned."""
+
+
+class EventQueue(Generic[T]):
+    """A bounded queue filled by any thread and read by one asyncio loop; the oldest drop first."""
+
+    def __init__(self, limit: int) -> None:
+        self.dropped = 0
+        self._items: deque[T] = deque(maxlen=limit)
+        self._lock = threading.Lock()
+        self._readable = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waking = False
+        self._closed = False
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Name the loop whose readers put() wakes; what is put before that is dropped."""
+        self._loop = loop
+
+    def put(self, item: T) -> None:
+        """Add an item, from any thread. Never blocks; at most one wake-up is under way."""
+        with self._lock:
+            if self._closed or self._loop is None:
+                return
+            self.dropped += len(self._items) == self._items.maxlen
+            self._items.append(item)
+            wake, self._waking = not self._waking, True
+        if wake:
+            _to_loop(self._loop, self._wake)
+
+    def close(self) -> None:
+        """End every reader once it has taken what is left. From the loop's thread only."""
+        with self._lock:
+            self._closed = True
+        self._readable.set()
+
+    def __aiter__(self) -> "EventQueue[T]":
+        return self
+
+    async def __anext__(self) -> T:
+        while True:
+            with self._lock:
+                if self._items:
+                    return self._items.popleft()
+                if self._closed:
+                    raise StopAsyncIteration
+                self._readable.clear()
+            await self._readable.wait()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._waking = False
+        self._readable.set()
+
+
+class TrioThread:
+    """One daemon thread that runs trio from start() to stop(), serving one asyncio loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._nursery: trio.Nursery | None = None
+        self._ended = asyncio.Event()
+        self._calls: set[asyncio.Future[Any]] = set()
+
+    @property
+    def nursery(self) -> "trio.Nursery":
+        """Where long-lived trio tasks live; for use inside the trio thread only."""
+        if self._nursery is None:
+            raise TrioStopped(f"{self._name} is not running: start() it first")
+        return self._nursery
+
+    async def start(self) -> None:
+        """Start the thread and wait until trio runs in it. Once only."""
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        self._thread = threading.Thread(
+            target=self._main, args=(loop, ready), name=self._name, daemon=True
+        )
+        self._thread.start()
+        await ready
+
+    async def call(self, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
+        """Await `function(*args)` inside trio; its result or its error comes back.
+
+        Cancelling this call cancels the function; stopping the thread ends the call.
+
+        Raises:
+            TrioStopped: the thread is not running, or stopped before the function returned.
+        """
+        if self._token is None or self._ended.is_set():
+            raise TrioStopped(f"{self._name} is not running: start() it first")
+        import trio
+
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+        scope = trio.move_on_after(math.inf)
+
+        async def run() -> None:
+            try:
+                with scope:
+                    _to_loop(loop, _resolve, result, await function(*args))
+            except Exception as error:
+                # Not swallowed: it is raised again in the caller, on the other side.
+                _to_loop(loop, _fail, result, error)
+
+        self._calls.add(result)
+        self._schedule(self._spawn, run)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._schedule(scope.cancel)
+            raise
+        finally:
+            self._calls.discard(result)
+
+    async def stop(self) -> None:
+        """Cancel everything in trio and join the thread. Never raises; twice is fine."""
+        if self._thread is None:
+            return
+        self._schedule(self._cancel)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._ended.wait()
+            self._thread.join(1.0)  # its last statement has run: this takes microseconds
+        except TimeoutError:
+            logger.warning("%s did not stop in %.0f s; it ends with us", self._name, STOP_SECONDS)
+        self._thread = None
+
+    def _schedule(self, function: Callable[..., object], *args: object) -> None:
+        import trio
+
+        if self._token is None:
+            return
+        try:
+            self._token.run_sync_soon(function, *args)
+        except trio.RunFinishedError:
+            logger.debug("%s has already ended", self._name)
+
+    def _spawn(self, run: Callable[[], Awaitable[None]]) -> None:
+        # Too late is no error here: _finish fails every call that is still waiting.
+        if self._nursery is not None:
+            self._nursery.start_soon(run)
+
+    def _cancel(self) -> None:
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()
+
+    def _main(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
+        import trio
+
+        try:
+            trio.run(self._live, loop, ready)
+        except Exception:
+            # A background task failed. The thread is done for; every call says so from now on.
+            logger.exception("%s died", self._name)
+        finally:
+            _to_loop(loop, self._finish)
+
+    async def _live(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
+        import trio
+
+        self._token = trio.lowlevel.current_trio_token()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                _to_loop(loop, _resolve, ready, None)
+                await trio.sleep_forever()
+        finally:
+            self._nursery = None
+
+    def _finish(self) -> None:
+        self._ended.set()
+        for call in self._calls:
+            _fail(call, TrioStopped(f"{self._name} stopped during the call"))
+
+
+async def attempt(
+    seconds: float, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args
+) -> T | None:
+    """Inside trio, ask foreign code for what it may fail to do: a deadline, and None for an error.
+
+    Only for calls whose failure is an everyday answer, such as dialling a stranger.
+    """
+    import trio
+
+    try:
+        with trio.fail_after(seconds):
+            return await function(*args)
+    except Exception as error:
+        # Sockets, peers' answers and the library's own slips all come out here, untyped.
+        logger.debug("could not %s: %r", getattr(function, "__qualname__", function), error)
+        return None
+
+
+def _resolve(future: "asyncio.Future[T]", value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: "asyncio.Future[Any]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _to_loop(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object
+) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        # The asyncio loop is closed already: nobody is left to tell.
+        logger.debug("an event came after its loop was closed")
+
+
+PIECE = 256 * KIB
+"""Most bytes of one read or write."""
+WRITE_SECONDS = 6.0
+"""To open a stream or to write one piece; a peer that takes longer loses its connection."""
+STREAMS, STREAMS_PER_PEER = 64, 8
+"""Streams of callers that are open at a time, of all and of one."""
+CALL_SECONDS = 600.0
+"""After this a caller's stream is ended whatever we are doing with it."""
+
+Cut = Callable[[], Awaitable[None]]
+
+
+class RawStream(Protocol):
+    """A stream as libp2p makes it."""
+
+    async def read(self, n: int | None = None) -> bytes:
+        """At least one byte and at most `n`."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """All of `data`."""
+        ...
+
+    async def reset(self) -> None:
+        """End both directions."""
+        ...
+
+
+class HalfClosing(Protocol):
+    """What the stream of libp2p can do beside, though its abstract type does not say so."""
+
+    async def close_write(self) -> None:
+        """End our direction. close() would also strike the stream off, and its connection might be pruned."""
+        ...
+
+
+class TrioStream:
+    """One stream, for the trio thread only: the shape of transport.Stream."""
+
+    def __init__(self, raw: RawStream, cut: Cut) -> None:
+        """`cut()` ends the connection below, for when a write was left half done."""
+        self._raw = raw
+        self._cut = cut
+
+    async def read_exact(self, size: int) -> bytes:
+        """Exactly `size` bytes; no more than that are ever held."""
+        held = bytearray()
+        while len(held) < size:
+            piece = await _ours(self._raw.read, min(PIECE, size - len(held)))
+            if not piece:
+                raise StreamClosed(f"the stream ended after {len(held)} of {size} bytes")
+            held += piece
+        return bytes(held)
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of `data`, a piece at a time; it may be cancelled between two."""
+        import trio
+
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE):
+            await _whole(self._cut, self._raw.write, bytes(view[start : start + PIECE]))
+            await trio.lowlevel.checkpoint_if_cancelled()
+
+    async def finish(self) -> None:
+        """Say that nothing more will be written."""
+        await _whole(self._cut, cast(HalfClosing, self._raw).close_write)
+
+    async def abort(self) -> None:
+        """Reset what is still open. Never raises."""
+        try:
+            await _whole(self._cut, self._raw.reset)
+        except StreamClosed:
+            return
+
+
+async def open_whole(begin: Callable[[], Awaitable[RawStream]], cut: Cut) -> TrioStream:
+    """The stream that `begin` opens over a connection that `cut` ends. Raises StreamClosed."""
+    import trio
+
+    stream = TrioStream(await _whole(cut, begin), cut)
+    try:
+        await trio.lowlevel.checkpoint_if_cancelled()
+    except trio.Cancelled:
+        await stream.abort()
+        raise
+    return stream
+
+
+class BridgedStream:
+    """A TrioStream for asyncio: every call is one visit to the other thread."""
+
+    def __init__(self, thread: TrioThread, stream: TrioStream, done: "trio.Event") -> None:
+        """`done` is set once the stream is aborted here."""
+        self._thread = thread
+        self._stream = stream
+        self._done = done
+
+    async def read_exact(self, size: int) -> bytes:
+        """Exactly `size` bytes, or StreamClosed."""
+        return await self._visit(self._stream.read_exact, size)
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of `data`; waits for flow control."""
+        await self._visit(self._stream.write, data)
+
+    async def finish(self) -> None:
+        """Say that nothing more will be written."""
+        await self._visit(self._stream.finish)
+
+    async def abort(self) -> None:
+        """End the stream. Never raises."""
+        try:
+            await self._thread.call(self._end)
+        except TrioStopped:
+            return
+
+    async def _end(self) -> None:
+        await self._stream.abort()
+        self._done.set()
+
+    async def _visit(self, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
+        try:
+            return await self._thread.call(function, *args)
+        except TrioStopped as error:
+            raise StreamClosed("libp2p has stopped, and its streams with it") from error
+
+
+class AcceptQueue:
+    """The streams that peers open, on their way from trio to one asyncio reader."""
+
+    def __init__(self, thread: TrioThread) -> None:
+        self._thread = thread
+        # As long as all that may be open at a time, so that it never drops one.
+        self._queue: EventQueue[tuple[bytes, BridgedStream]] = EventQueue(STREAMS)
+        self._open: Counter[bytes] = Counter()
+        self._heard = False
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Name the reader's loop."""
+        self._queue.bind(loop)
+
+    def close(self) -> None:
+        """End the reader. From its loop only."""
+        self._queue.close()
+
+    def listen(self) -> AsyncIterator[tuple[bytes, BridgedStream]]:
+        """Callers from now on; those before were turned away."""
+        self._heard = True
+        return self._queue
+
+    async def take(self, peer: bytes, stream: TrioStream) -> None:
+        """Hand over what `peer` opened and wait until the reader is done with it. In trio; never raises."""
+        import trio
+
+        crowded = self._open.total() >= STREAMS or self._open[peer] >= STREAMS_PER_PEER
+        if not self._heard or crowded:
+            await stream.abort()
+            return
+        self._open[peer] += 1
+        done = trio.Event()
+        try:
+            self._queue.put((peer, BridgedStream(self._thread, stream, done)))
+            with trio.move_on_after(CALL_SECONDS):
+                await done.wait()
+        finally:
+            self._open[peer] -= 1
+            if not self._open[peer]:
+                del self._open[peer]
+            await stream.abort()
+
+
+async def _ours(function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
+    """Ask a foreign stream; all that it raises becomes StreamClosed."""
+    try:
+        return await function(*args)
+    except Exception as error:
+        # Resets, sockets and the library's own slips come out untyped; for us the stream is over.
+        raise StreamClosed(f"the stream broke: {error!r}"[:200]) from error
+
+
+async def _whole(cut: Cut, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
+    """What writes is done to its end, cancelled or not, or ends its connection by `cut`."""
+    import trio
+
+    with trio.move_on_after(WRITE_SECONDS) as scope:
+        scope.shield = True
+        return await _ours(function, *args)
+    with trio.move_on_after(WRITE_SECONDS) as scope:
+        scope.shield = True
+        await _ours(cut)
+    raise StreamClosed("the peer takes no more bytes: its connection was given up")
+
+
+FACT_QUEUE = 256
+"""Facts that wait for a reader; a newer one pushes out the oldest."""
+LEAVE_SECONDS = 3.0
+"""How long close() lets a life say goodbye before it is cut off."""
+RESTART_SECONDS = (1.0, 60.0)
+"""First and longest pause before the next life."""
+
+
+class DiscoverySession(Protocol):
+    """What discovery is made of between a start and a death. All but neighbours() in trio."""
+
+    port: int
+    addresses: tuple[str, ...]
+
+    def neighbours(self) -> int:
+        """How many peers would get our facts. Called from any thread."""
+        ...
+
+    async def publish(self, sealed: bytes) -> None:
+        """Gossip one fact of a proper size."""
+        ...
+
+    async def keep_connected(self, bootstrap: Sequence[str]) -> None:
+        """Find peers until cancelled."""
+        ...
+
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        """As Discovery.converse(); `talk` runs in trio."""
+        ...
+
+
+class _Started(Protocol):
+    def started(self) -> None: ...
+
+
+class TrioDiscovery:
+    """Discovery in a thread of its own."""
+
+    def __init__(
+        self,
+        begin: Callable[
+            [int, Callable[[GossipFact], None]], AbstractAsyncContextManager[DiscoverySession]
+        ],
+        *,
+        port: int,
+    ) -> None:
+        """`begin(port, receive)` opens a life that listens and calls `receive` with every fact."""
+        self._begin = begin
+        self._port = port
+        self._facts: EventQueue[GossipFact] = EventQueue(FACT_QUEUE)
+        self._thread = TrioThread("libp2p")
+        self.incoming = AcceptQueue(self._thread)
+        """Where a life brings the streams that peers open."""
+        self._life: DiscoverySession | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._leaving: trio.Event | None = None
+        self._left: trio.Event | None = None
+
+    @property
+    def dropped_facts(self) -> int:
+        """Facts that nobody took from facts() in time."""
+        return self._facts.dropped
+
+    def addresses(self) -> tuple[str, ...]:
+        """Our multiaddrs with /p2p/PEERID; empty before start()."""
+        return self._addresses
+
+    async def start(self, bootstrap: Sequence[str]) -> None:
+        """Listen, then connect to `bootstrap` in the background. Once only.
+
+        Raises:
+            AddressInUse: another program has the TCP port.
+            TransportError: the address is not this machine's, or the library does not start.
+        """
+        self._facts.bind(asyncio.get_running_loop())
+        self.incoming.bind(asyncio.get_running_loop())
+        try:
+            await self._thread.start()
+            await self._thread.call(self._open, tuple(bootstrap))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def publish(self, sealed: bytes) -> None:
+        """Gossip a sealed fact; between two lives it goes nowhere.
+
+        Raises:
+            LocalProtocolError: the fact is larger than MAX_GOSSIP.
+        """
+        if len(sealed) > MAX_GOSSIP:
+            raise LocalProtocolError(
+                f"a fact of {len(sealed)} bytes cannot be gossiped (at most {MAX_GOSSIP}):"
+                " gossip its digest and send the bytes by the transport"
+            )
+        try:
+            await self._thread.call(self._publish, sealed)
+        except TrioStopped:
+            logger.debug("a fact was not gossiped: discovery is not running")
+
+    def facts(self) -> AsyncIterator[GossipFact]:
+        """Facts from others as they come; ends with close(). All callers share one queue."""
+        return self._facts
+
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        """Reach `peer`, open a stream and return what `talk` makes of it, in the trio thread.
+
+        Raises:
+            Unreachable: also between two lives. StreamClosed, and whatever `talk` raises.
+        """
+        try:
+            return await self._thread.call(self._converse, peer, addresses, talk)
+        except TrioStopped as error:
+            raise Unreachable("libp2p is not running: nothing goes over TCP") from error
+
+    def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
+        """(NodeId, stream) of peers that want to converse; ends with close()."""
+        return self.incoming.listen()
+
+    def neighbours(self) -> int:
+        """How many connected peers listen to this run's topic."""
+        life = self._life
+        return 0 if life is None else life.neighbours()
+
+    async def close(self) -> None:
+        """Leave, and join the thread. Never raises; closing twice is fine."""
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._thread.call(self._leave)
+        except (TrioStopped, TimeoutError):
+            logger.debug("discovery is not running, or would not take its leave")
+        await self._thread.stop()
+        self._facts.close()
+        self.incoming.close()
+
+    async def _leave(self) -> None:
+        # Leaving by an event and not by cancelling: a cancelled library drops its sockets open.
+        if self._leaving is not None and self._left is not None:
+            self._leaving.set()
+            await self._left.wait()
+
+    async def _publish(self, sealed: bytes) -> None:
+        if self._life is not None:
+            await self._life.publish(sealed)
+
+    async def _converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        if self._life is None:
+            raise Unreachable("libp2p is between two lives: nothing goes over TCP")
+        return await self._life.converse(peer, addresses, talk)
+
+    async def _open(self, bootstrap: tuple[str, ...]) -> None:
+        import trio
+
+        self._leaving, self._left = trio.Event(), trio.Event()
+        # Stubs that libp2p brings along know nothing of keyword task_status: hence the cast.
+        supervise = cast(Any, self._supervise)
+        await self._thread.nursery.start(supervise, bootstrap, self._leaving, self._left)
+
+    async def _supervise(
+        self,
+        bootstrap: tuple[str, ...],
+        leaving: "trio.Event",
+        left: "trio.Event",
+        *,
+        task_status: _Started,
+    ) -> None:
+        """One life after the other until `leaving`."""
+        import trio
+
+        started, pause, born = False, RESTART_SECONDS[0], trio.current_time()
+        try:
+            while not leaving.is_set():
+                try:
+                    async with self._living() as life:
+                        if not started:
+                            task_status.started()
+                        started, born = True, trio.current_time()
+                        await _stay(life, bootstrap, leaving)
+                except Exception as error:
+                    # A library that died of foreign bytes, or lost its port: the node goes on.
+                    if not started:
+                        raise _start_error(error) from error
+                    if trio.current_time() - born > RESTART_SECONDS[1]:
+                        pause = RESTART_SECONDS[0]
+                    logger.warning("discovery died and starts again in %.0f s: %r", pause, error)
+                    with trio.move_on_after(pause):
+                        await leaving.wait()
+                    pause = min(2 * pause, RESTART_SECONDS[1])
+        finally:
+            left.set()
+
+    @asynccontextmanager
+    async def _living(self) -> AsyncGenerator[DiscoverySession]:
+        async with self._begin(self._port, self._facts.put) as life:
+            self._port, self._addresses, self._life = life.port, life.addresses, life
+            try:
+                yield life
+            finally:
+                self._life = None
+
+
+async def _stay(life: DiscoverySession, bootstrap: Sequence[str], leaving: "trio.Event") -> None:
+    import trio
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(life.keep_connected, bootstrap)
+        await leaving.wait()
+        nursery.cancel_scope.cancel()
+
+
+def _start_error(error: Exception) -> TransportError:
+    """`error` as a TransportError, whatever number of nurseries have wrapped it."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    if isinstance(error, TransportError):
+        return error
+    return TransportError(f"discovery did not start ({error!r}): network.libp2p = false skips it")

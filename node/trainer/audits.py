@@ -1,0 +1,459 @@
+"""The trainer's desk for validators: audits are handed out to those that ask, and their reports taken in.
+
+A report counts only where its job, submission and challenge are ours and its signer is the validator that was
+given the job.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...crypto.hashing import short
+from ...protocol.envelope import Purpose, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import ProofContract
+from ...protocol.messages import (
+    MAX_SHELF,
+    AuditDone,
+    AuditJob,
+    AuditRequest,
+    AuditWait,
+    OtherPolicies,
+)
+from ...protocol.reports import (
+    MAX_CHOSEN,
+    AuditReport,
+    Place,
+    UnreadableRow,
+    check_rows,
+    rows_by_place,
+)
+from ..ops.errors import EngineError, UsageError
+from ..p2p.rpc import send
+from ..p2p.transport import Stream, TransportError
+from ..verification.auditor import Measured, Unreadable
+from ..verification.calls import AuditAnswer, AuditCall, AuditService, AuditTarget
+from ..verification.items import plain_turns
+from ..verification.overlap import OverlapLevel, ValidatorRecord, level
+
+logger = logging.getLogger(__name__)
+
+HOLD_S = 0.25
+"""How long a validator's request waits for a job; the next one tells of the versions that it got meanwhile."""
+RETRY_MS = 20
+ALIVE_S = 5.0
+"""A validator that asked for nothing for this long is not waited for."""
+TAKE_S = 2.0
+"""How long a job waits for somebody to take it."""
+BENCH_S = 60.0
+"""A validator that let a job run out of time is given none for so long, and twice as long each time after."""
+MAX_BENCH_S = 3600.0
+MAX_JOBS = 16
+"""Jobs at a time; the trainer audits others itself."""
+PIECE_BYTES = 256 * 1024
+MIN_RATE = 32 * 1024
+"""Bytes per second below which sending a submission is given up."""
+GRACE_S = 10.0
+KEPT_NUMBERS = 1024
+"""Numbers of finished jobs that are remembered, to tell a replay from an unknown job."""
+
+
+@dataclass
+class ValidatorState:
+    """What is known of one validator."""
+
+    record: ValidatorRecord = field(default_factory=ValidatorRecord)
+    asked: float = 0.0
+    """Monotonic seconds of its last request."""
+    term: int = 0
+    versions: frozenset[int] = frozenset()
+    missed: int = 0
+    """Jobs in a row that it let run out of time or could not do."""
+    benched_until: float = 0.0
+    waiting: int = 0
+    """Requests of it that wait for a job."""
+
+    def holds(self, versions: frozenset[int], term: int) -> bool:
+        """Whether it has these versions; those beyond its newest it is about to get."""
+        newest = max(self.versions, default=-1)
+        old = {version for version in versions if version <= newest}
+        return self.term == term and bool(old) and old <= self.versions
+
+
+@dataclass
+class AssignedAudit:
+    """An audit that is out."""
+
+    number: int
+    call: AuditCall
+    versions: frozenset[int]
+    term: int
+    done: "asyncio.Future[AuditReport | None]"
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    validator: bytes = b""
+    """Who has it; empty while nobody does."""
+
+    def places(self) -> list[tuple[int, int]]:
+        """(group, rollout) of each chosen rollout, in order."""
+        return [(one.rollout.group, one.rollout.index) for one in self.call.chosen]
+
+
+class AuditQueue:
+    """Hands audits to validators that ask, and takes their reports. With no validators it refuses everybody."""
+
+    def __init__(
+        self,
+        *,
+        run_id: bytes = b"",
+        trainer: bytes = b"",
+        validators: Iterable[bytes] = (),
+        timeout_s: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`validators`: the node ids whose reports count; `timeout_s`: how long one may take over a job."""
+        self._run_id = run_id
+        self._trainer = trainer
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._jobs: dict[int, AssignedAudit] = {}
+        self._finished: dict[int, None] = {}
+        self._numbers = 0
+        self._changed = asyncio.Condition()
+        self.seats = {node: ValidatorState() for node in validators}
+
+    def records(self) -> dict[bytes, ValidatorRecord]:
+        """How each validator has done so far."""
+        return {node: seat.record for node, seat in self.seats.items()}
+
+    # -- what validators ask -----------------------------------------------------------------------
+
+    async def hand_out(self, peer: bytes, stream: Stream, request: AuditRequest) -> None:
+        """Answer one request with a job and the submission's bytes, or with nothing for now.
+
+        Raises:
+            RemoteProtocolError: NOT_ADMITTED where the node is no validator of this run, BANNED where it
+                was found to report falsely.
+        """
+        seat = self._seat(peer)
+        seat.term, seat.versions = request.term, frozenset(request.versions)
+        job = await self._wait_job(peer, seat)
+        if job is None:
+            await send(stream, AuditWait(RETRY_MS))
+            await stream.finish()
+            return
+        try:
+            await self._send_job(stream, job)
+        except (TransportError, TimeoutError):
+            _give_up(job)
+            raise
+
+    async def take_in(self, peer: bytes, message: AuditDone) -> None:
+        """Take a report.
+
+        Raises:
+            RemoteProtocolError: NOT_ADMITTED, BANNED; what unseal() raises; NOT_FOUND for a job that never
+                was, WRONG_RECIPIENT for somebody else's, REPLAYED for one that was
+                answered or another challenge, WRONG_DIGEST for another submission, MALFORMED.
+        """
+        self._seat(peer)
+        report = unseal(
+            message.report,
+            Purpose.AUDIT,
+            AuditReport,
+            now=int(time.time()),
+            run=self._run_id,
+            signer=peer,
+            recipient=self._trainer,
+        ).body
+        job = self._find(peer, report)
+        check_rows(report, job.places())
+        self._finish(job.number)
+        job.done.set_result(report)
+
+    def _seat(self, peer: bytes) -> ValidatorState:
+        seat = self.seats.get(peer)
+        if seat is None:
+            detail = "no validator of this run: ask its operator to add your id to verification.validators"
+            raise RemoteProtocolError(Reason.NOT_ADMITTED, detail)
+        if seat.record.disqualified:
+            raise RemoteProtocolError(Reason.BANNED, seat.record.disqualified)
+        seat.asked = self._clock()
+        return seat
+
+    def _find(self, peer: bytes, report: AuditReport) -> AssignedAudit:
+        job = self._jobs.get(report.job)
+        if job is None or job.done.done():
+            if report.job in self._finished:
+                raise RemoteProtocolError(Reason.REPLAYED, f"job {report.job} was answered")
+            raise RemoteProtocolError(Reason.NOT_FOUND, f"job {report.job} is not out")
+        if job.validator != peer:
+            raise RemoteProtocolError(Reason.WRONG_RECIPIENT, f"job {report.job} is another's")
+        if report.submission != job.call.digest:
+            raise RemoteProtocolError(Reason.WRONG_DIGEST, "a report on another submission")
+        if report.challenge != job.call.challenge:
+            raise RemoteProtocolError(Reason.REPLAYED, "a report on another challenge")
+        return job
+
+    async def _wait_job(self, peer: bytes, seat: ValidatorState) -> AssignedAudit | None:
+        seat.waiting += 1
+        try:
+            async with asyncio.timeout(HOLD_S), self._changed:
+                while (job := self._next_job(peer, seat)) is None:
+                    await self._changed.wait()
+                return job
+        except TimeoutError:
+            return None
+        finally:
+            seat.waiting -= 1
+            seat.asked = self._clock()
+
+    def _next_job(self, peer: bytes, seat: ValidatorState) -> AssignedAudit | None:
+        """The oldest job that this validator can do, which is its own from now on."""
+        if self._clock() < seat.benched_until:
+            return None
+        for job in self._jobs.values():
+            if not job.validator and job.term == seat.term and job.versions <= seat.versions:
+                job.validator = peer
+                job.taken.set()
+                return job
+        return None
+
+    async def _send_job(self, stream: Stream, job: AssignedAudit) -> None:
+        call = job.call
+        message = AuditJob(
+            job=job.number,
+            node=call.node,
+            submission=call.digest,
+            size=len(call.sealed),
+            challenge=call.challenge,
+            chosen=tuple(Place(*place) for place in job.places()),
+            versions=tuple(sorted(job.versions)),
+            others=tuple(
+                OtherPolicies(claimed, tuple(others)) for claimed, others in call.others.items()
+            ),
+            seconds=self._timeout_s,
+        )
+        async with asyncio.timeout(GRACE_S + len(call.sealed) / MIN_RATE):
+            await send(stream, message)
+            for start in range(0, len(call.sealed), PIECE_BYTES):
+                await stream.write(call.sealed[start : start + PIECE_BYTES])
+            await stream.finish()
+
+    # -- what the trainer asks ---------------------------------------------------------------------
+
+    def anybody(self, versions: frozenset[int], term: int) -> bool:
+        """Whether a validator is there that holds these versions, or will as soon as it has the newest."""
+        now = self._clock()
+        return any(
+            (seat.waiting > 0 or now - seat.asked < ALIVE_S)
+            and now >= seat.benched_until
+            and not seat.record.disqualified
+            and seat.holds(versions, term)
+            for seat in self.seats.values()
+        )
+
+    async def report(self, call: AuditCall, term: int) -> tuple[bytes, AuditReport] | None:
+        """Who audited this, and the report; None where no validator did in time."""
+        versions = frozenset(call.states)
+        fits = len(call.chosen) <= MAX_CHOSEN and len(versions) <= MAX_SHELF
+        if not fits or len(self._jobs) >= MAX_JOBS or not self.anybody(versions, term):
+            return None
+        self._numbers += 1
+        job = AssignedAudit(
+            self._numbers, call, versions, term, asyncio.get_running_loop().create_future()
+        )
+        self._jobs[job.number] = job
+        await self._notify()
+        try:
+            return await self._answer(job)
+        finally:
+            self._finish(job.number)
+            job.done.cancel()
+
+    async def _answer(self, job: AssignedAudit) -> tuple[bytes, AuditReport] | None:
+        try:
+            async with asyncio.timeout(TAKE_S):
+                await job.taken.wait()
+        except TimeoutError:
+            return None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                report = await asyncio.shield(job.done)
+        except TimeoutError:
+            self._bench(job, "did not answer in time")
+            return None
+        if report is None or report.failed:
+            self._bench(job, f"could not audit: {report.failed if report else 'the stream broke'}")
+            return None
+        self.seats[job.validator].missed = 0
+        return job.validator, report
+
+    def _bench(self, job: AssignedAudit, why: str) -> None:
+        seat = self.seats.get(job.validator)
+        if seat is None:
+            return
+        pause = min(BENCH_S * 2**seat.missed, MAX_BENCH_S)
+        seat.missed += 1
+        seat.benched_until = self._clock() + pause
+        logger.warning(
+            "validator %s %s; it is given nothing for %.0f s", short(job.validator), why, pause
+        )
+
+    def _finish(self, number: int) -> None:
+        if self._jobs.pop(number, None) is None:
+            return
+        self._finished[number] = None
+        if len(self._finished) > KEPT_NUMBERS:
+            del self._finished[next(iter(self._finished))]
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _give_up(job: AssignedAudit) -> None:
+    """The validator did not get it: the trainer need not wait."""
+    if not job.done.done():
+        job.done.set_result(None)
+
+
+OVERLAP = 0.05
+"""Share of a validator's jobs that is measured again."""
+FIRST_JOBS = 4
+"""Of a validator that is new in this run, so many are always measured again."""
+
+Found = Sequence[Measured | Unreadable]
+"""One entry per branch."""
+
+
+class RemoteAuditors:
+    """Audits, by whoever can make them."""
+
+    def __init__(
+        self,
+        own: AuditService,
+        desk: AuditQueue,
+        contract: ProofContract,
+        *,
+        term: Callable[[], int],
+        chance: random.Random,
+        overlap: float = OVERLAP,
+        first_jobs: int = FIRST_JOBS,
+    ) -> None:
+        """`term` is the current one; `chance` must be secret: it decides which jobs are measured again."""
+        self._own = own
+        self._desk = desk
+        self._contract = contract
+        self._term = term
+        self._chance = chance
+        self._overlap = overlap
+        self._first_jobs = first_jobs
+
+    async def audit(self, call: AuditCall) -> AuditAnswer:
+        """See Audits. Rollouts of several branches are the trainer's: their turns are not in the bundle."""
+        plain = [one for one in call.chosen if plain_turns(one.rollout.branches) is not None]
+        if not plain:
+            return await self._own.audit(call)
+        told = await self._desk.report(replace(call, chosen=plain), self._term())
+        if told is None:
+            return await self._own.audit(call)
+        answer = await self._confirm(replace(call, chosen=plain), *told)
+        rest = [one for one in call.chosen if plain_turns(one.rollout.branches) is None]
+        if not rest:
+            return answer
+        own = await self._own.audit(replace(call, chosen=rest))
+        return _merged(call.chosen, plain, answer, rest, own)
+
+    async def _confirm(self, call: AuditCall, validator: bytes, report: AuditReport) -> AuditAnswer:
+        """The report as an answer; now and then, the trainer's own measurements in its place."""
+        told = _measured(call.chosen, report)
+        record = self._desk.seats[validator].record
+        record.jobs += 1
+        if record.jobs > self._first_jobs and self._chance.random() >= self._overlap:
+            return AuditAnswer(told, validator)
+        try:
+            own = await self._own.audit(call)
+        except EngineError as error:
+            logger.warning("a report of %s is not compared: %s", short(validator), error)
+            return AuditAnswer(told, validator)
+        if record.compare(self._levels(call, told), self._levels(call, own.measured)):
+            return AuditAnswer(told, validator)
+        if record.disqualified:
+            logger.error(
+                "VALIDATOR %s IS DISQUALIFIED for this run: %s. Take it from verification.validators "
+                "unless its operator can explain it",
+                validator.hex(),
+                record.disqualified,
+            )
+        return own
+
+    def _levels(self, call: AuditCall, measured: Sequence[Found]) -> list[OverlapLevel]:
+        return [
+            level(one.rollout, found, self._contract)
+            for one, found in zip(call.chosen, measured, strict=True)
+        ]
+
+
+def read_validators(texts: Sequence[str]) -> list[bytes]:
+    """Node ids out of verification.validators. Raises UsageError."""
+    try:
+        nodes = [bytes.fromhex(text) for text in texts]
+    except ValueError:
+        nodes = [b""]
+    if any(len(node) != 32 for node in nodes):
+        raise UsageError(
+            "verification.validators holds node ids of 64 hex digits: `primerl-node id` shows them"
+        )
+    return nodes
+
+
+def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]:
+    rows = rows_by_place(report)
+    crossed = {(row.group, row.rollout): row.distances for row in report.crossed or ()}
+    found: list[Found] = []
+    for one in chosen:
+        place = one.rollout.group, one.rollout.index
+        row = rows[place]
+        if isinstance(row, UnreadableRow):
+            found.append([Unreadable(row.detail, row.proof)])
+        else:
+            found.append(
+                [
+                    Measured(
+                        row.tokens,
+                        row.fingerprint,
+                        row.sampling,
+                        row.sampling_max,
+                        row.logprob,
+                        row.logprob_max,
+                        row.other_policy,
+                        _as_many(one, crossed.get(place, ())),
+                    )
+                ]
+            )
+    return found
+
+
+def _as_many(chosen: AuditTarget, distances: tuple[float, ...]) -> tuple[float, ...]:
+    """Distances of as many boundaries as the rollout has, or none."""
+    wanted = len(chosen.items[0].boundaries)
+    return distances if len(distances) == wanted else ()
+
+
+def _merged(
+    order: Sequence[AuditTarget],
+    plain: Sequence[AuditTarget],
+    told: AuditAnswer,
+    rest: Sequence[AuditTarget],
+    own: AuditAnswer,
+) -> AuditAnswer:
+    """Both answers as one, in the order of the call."""
+    found = {
+        id(one): measured
+        for chosen, answer in ((plain, told), (rest, own))
+        for one, measured in zip(chosen, answer.measured, strict=True)
+    }
+    return AuditAnswer([found[id(one)] for one in order], told.validator)

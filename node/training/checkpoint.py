@@ -1,0 +1,334 @@
+"""Exact checkpoints of a trainer: `step_N/` with the backend's files, named parts, and a record.
+
+A checkpoint exists once its COMPLETE record is written, last; the record names every file with its digest,
+so a torn or altered checkpoint is noticed before anything is resumed from it. One is written at a time.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from ...crypto.hashing import digest_parts
+from ..ops.errors import NodeError, StorageError
+from .backend import TrainBackend
+
+PARTIAL = ".partial"
+"""Suffix of a directory that is still being written, or was when the node died."""
+REPLACED = ".replaced"
+"""Suffix of the old directory for the moment between two renames."""
+
+
+@contextmanager
+def whole_directory(target: Path, *, fsync: bool = True) -> Generator[Path, None, None]:
+    """Yield an empty directory to fill; it becomes `target` when the block ends without an error.
+
+    An older `target` is replaced. Without `fsync` it is whole after a crash of the process, but maybe not
+    after a power cut. Raises StorageError, also for any OSError of the block.
+    """
+    partial = partial_of(target)
+    replaced = target.with_name(target.name + REPLACED)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if fsync:
+            sync_tree(partial)
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        partial.rename(target)
+        if fsync:
+            sync(target.parent)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {target}: {error}; free some disk or permit it"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def partial_of(target: Path) -> Path:
+    """Where `target` is while it is being written."""
+    return target.with_name(target.name + PARTIAL)
+
+
+def sync_tree(directory: Path) -> None:
+    """fsync every file and directory below `directory`, itself last."""
+    for root, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            sync(Path(root, name))
+        sync(Path(root))
+
+
+def sync(path: Path) -> None:
+    """fsync one file or directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+logger = logging.getLogger(__name__)
+
+COMPLETE = "COMPLETE"
+ASIDE = "void_"
+"""Beginning of the name of a folder for checkpoints that a run went back from."""
+BACKEND = "backend"
+PARTS = "parts"
+RECORD_FORMAT = 1
+PIECE_BYTES = 1 << 22
+_NAME = re.compile(r"step_(\d+)")
+_PART = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of COMPLETE, as JSON: relative path -> hex digest of every other file."""
+
+    format: int
+    step: int
+    files: dict[str, str]
+
+
+@runtime_checkable
+class StagingBackend(Protocol):
+    """A backend that can save while it trains; the others save at once."""
+
+    async def stage(self) -> None:
+        """Copy what save() would write into the host's memory; afterwards the weights may change."""
+        ...
+
+    async def write_staged(self, directory: Path) -> None:
+        """What save() does, with what was staged; step() and the others may run meanwhile."""
+        ...
+
+
+class Checkpoints:
+    """The checkpoints of one run in `directory`: who keeps them calls close().
+
+    The newest `keep_last` complete ones are kept, and those whose step is a multiple of `keep_interval`.
+    """
+
+    def __init__(
+        self, directory: Path, *, keep_last: int, keep_interval: int = 0, fsync: bool = True
+    ) -> None:
+        self.directory = directory
+        self.fsync = fsync
+        self.keep_last = keep_last
+        self.keep_interval = keep_interval
+        self._writing: asyncio.Task[None] | None = None
+
+    async def write(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
+        """Write step `step`: the backend saves itself, `parts` are bytes of the caller's choice.
+
+        Replaces an older checkpoint of the same step, then drops what need not be kept.
+        Raises StorageError; then no checkpoint of this step has come to be.
+        """
+        _check_names(parts)
+        await self.finish()
+        await self._write(step, parts, backend.save)
+
+    async def begin(self, step: int, parts: Mapping[str, bytes], backend: TrainBackend) -> None:
+        """As write(), but return as soon as the backend may train on; finish() waits for the rest.
+
+        A backend that cannot stage is saved at once. Waits for the checkpoint before, and raises what it met.
+        """
+        if not isinstance(backend, StagingBackend):
+            await self.write(step, parts, backend)
+            return
+        _check_names(parts)
+        await self.finish()
+        await backend.stage()
+        work = self._write(step, dict(parts), backend.write_staged)
+        self._writing = asyncio.create_task(work, name=f"checkpoint {step}")
+
+    async def finish(self) -> None:
+        """Return when the checkpoint that was begun is durable. Raises what write() would have raised."""
+        writing = self._writing
+        if writing is None:
+            return
+        try:
+            # who waits may be cancelled, the writing goes on: close() is for the end
+            await asyncio.shield(writing)
+        finally:
+            if writing.done():
+                self._writing = None
+
+    async def close(self) -> None:
+        """Wait for the checkpoint that was begun; what it met is logged, for it is too late to answer."""
+        try:
+            await self.finish()
+        except NodeError as error:
+            logger.warning("the last checkpoint was not written: %s", error)
+
+    async def read_newest(self) -> tuple[int, dict[str, bytes]] | None:
+        """Step and parts of the newest checkpoint that is whole; None if there is none at all.
+
+        Those that are not are passed over with a warning. Raises StorageError if all are damaged.
+        """
+        steps = await asyncio.to_thread(self.steps)
+        for torn in self._incomplete():
+            if torn > max(steps, default=-1):
+                logger.warning("checkpoint %d was never completed: passed over", torn)
+        damage: StorageError | None = None
+        for step in reversed(steps):
+            try:
+                return step, await self.read(step)
+            except StorageError as error:
+                logger.warning("passed over: %s", error)
+                damage = damage or error
+        if damage is not None:
+            raise damage
+        return None
+
+    def set_aside(self, after: int) -> Path | None:
+        """Move the checkpoints of later steps into a folder of their own; returns it, None if there are none.
+
+        Nothing deletes them but the operator. Raises StorageError.
+        """
+        later = sorted(
+            (step for step in {*self.steps(), *self._incomplete()} if step > after), reverse=True
+        )
+        if not later:
+            return None
+        numbers = (number for number in range(1, 1 << 20))
+        aside = next(
+            path for number in numbers if not (path := self.directory / f"{ASIDE}{number}").exists()
+        )
+        try:
+            aside.mkdir()
+            for step in later:
+                self.path(step).rename(aside / self.path(step).name)
+            if self.fsync:
+                sync(aside)
+                sync(self.directory)
+        except OSError as error:
+            raise StorageError(f"cannot move checkpoints to {aside}: {error}") from error
+        logger.warning("checkpoints after step %d are void now: moved to %s", after, aside)
+        return aside
+
+    async def read(self, step: int) -> dict[str, bytes]:
+        """The parts of a checkpoint, after every file of it was checked against the record.
+
+        Hand backend_directory(step) to the backend's load(). Raises StorageError.
+        """
+        return await asyncio.to_thread(self._read, step)
+
+    def glance(self, step: int, part: str) -> bytes:
+        """A part of a checkpoint, unchecked. Raises OSError."""
+        return (self.path(step) / PARTS / part).read_bytes()
+
+    def backend_directory(self, step: int) -> Path:
+        """Where the backend saved itself."""
+        return self.path(step) / BACKEND
+
+    def path(self, step: int) -> Path:
+        """Directory of one checkpoint."""
+        return self.directory / f"step_{step}"
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, ascending; what is incomplete is passed over."""
+        if not self.directory.is_dir():
+            return []
+        self._heal()
+        return sorted(
+            int(match.group(1))
+            for entry in self.directory.iterdir()
+            if (match := _NAME.fullmatch(entry.name)) and (entry / COMPLETE).is_file()
+        )
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        return max(self.steps(), default=None)
+
+    async def _write(
+        self, step: int, parts: Mapping[str, bytes], save: Callable[[Path], Awaitable[None]]
+    ) -> None:
+        with whole_directory(self.path(step), fsync=self.fsync) as partial:
+            await save(partial / BACKEND)
+            await asyncio.to_thread(_write_parts, partial, step, parts)
+            if self.fsync:  # here, so that the event loop need not wait for the disk
+                await asyncio.to_thread(sync_tree, partial)
+        await asyncio.to_thread(self._retain)
+
+    def _incomplete(self) -> list[int]:
+        """Steps of directories that are named like checkpoints and have no record."""
+        if not self.directory.is_dir():
+            return []
+        return [
+            int(match.group(1))
+            for entry in self.directory.iterdir()
+            if (match := _NAME.fullmatch(entry.name)) and not (entry / COMPLETE).is_file()
+        ]
+
+    def _read(self, step: int) -> dict[str, bytes]:
+        directory = self.path(step)
+        advice = f"remove {directory} to resume from the one before"
+        try:
+            record = msgspec.json.decode((directory / COMPLETE).read_bytes(), type=CheckpointRecord)
+            if record.format != RECORD_FORMAT or record.step != step:
+                raise StorageError(f"checkpoint {step} has a record of another kind: {advice}")
+            if record.files != _digests(directory):
+                raise StorageError(f"checkpoint {step} was altered after it was written: {advice}")
+            return {entry.name: entry.read_bytes() for entry in (directory / PARTS).iterdir()}
+        except (OSError, msgspec.DecodeError) as error:
+            raise StorageError(f"checkpoint {step} cannot be read ({error}): {advice}") from error
+
+    def _retain(self) -> None:
+        """Drop what need not be kept, and what a crash left half-written."""
+        for step in self.steps()[: -self.keep_last]:
+            if self.keep_interval and step and step % self.keep_interval == 0:
+                continue
+            # the record goes first: a half-removed checkpoint must not look complete
+            (self.path(step) / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(self.path(step), ignore_errors=True)
+        for leftover in self.directory.glob(f"step_*{PARTIAL}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _heal(self) -> None:
+        """Undo the first half of a replacement that a crash cut in two."""
+        for old in self.directory.glob(f"step_*{REPLACED}"):
+            target = old.with_name(old.name.removesuffix(REPLACED))
+            if not target.exists():
+                logger.warning("checkpoint %s was being replaced: the older one is back", target)
+                old.rename(target)
+
+
+def _check_names(parts: Mapping[str, bytes]) -> None:
+    for name in parts:
+        if not _PART.fullmatch(name):
+            raise ValueError(f"{name!r} is no part name: use a-z, 0-9, '_', '.', '-'")
+
+
+def _write_parts(partial: Path, step: int, parts: Mapping[str, bytes]) -> None:
+    """Parts, then the record of everything; the directory gets its name only once all of it is written."""
+    (partial / PARTS).mkdir()
+    for name, data in parts.items():
+        (partial / PARTS / name).write_bytes(data)
+    record = CheckpointRecord(RECORD_FORMAT, step, _digests(partial))
+    (partial / COMPLETE).write_bytes(msgspec.json.encode(record))
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """Relative path -> hex digest of every file but COMPLETE."""
+    return {
+        path.relative_to(directory).as_posix(): digest_parts(_pieces(path)).hex()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != COMPLETE
+    }
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """A file piece by piece: model files do not fit into memory twice."""
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece

@@ -1,0 +1,260 @@
+"""Mixtures of experts: routers in fp32, and how evenly tokens are spread over experts. Imports torch lazily.
+
+What is counted is only good for shares: what is computed again in backward may be counted twice.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..ops.errors import EngineError
+from .world import World
+
+ROUTERS = ("gate", "router")
+"""What models call the module beside their `experts` that says who of them reads a token."""
+COLD = 0.1
+"""An expert that gets less than this share of the mean is cold."""
+
+
+class ExpertLoad:
+    """How many tokens each expert of each layer has read on this rank since reset()."""
+
+    def __init__(self, counts: list[Tensor], world: World) -> None:
+        self._counts = counts
+        self._world = world
+
+    def reset(self) -> None:
+        """A step begins."""
+        for one in self._counts:
+            one.zero_()
+
+    def figures(self) -> dict[str, float]:
+        """Over the tokens of all ranks, by prime-rl's names: mean and maximum over layers. Collective.
+
+        `max_mean` is the busiest expert's share of the mean (1 is balance), `cv` the standard deviation's,
+        `cold_frac` the fraction of experts that read next to nothing. Empty without experts or tokens.
+        """
+        if not self._counts:
+            return {}
+        flat = torch.cat(self._counts).tolist()
+        whole = torch.tensor(self._world.total(flat), dtype=torch.float64)
+        layers = [one for one in whole.split([len(one) for one in self._counts]) if one.any()]
+        found = [_spread(one / one.mean()) for one in layers]
+        return {
+            f"expert_load/{name}/{fold}": value
+            for name in (found[0] if found else ())
+            for fold, value in _folds([one[name] for one in found])
+        }
+
+
+def prepare(causal: nn.Module, world: World, *, freeze_router: bool, count: bool) -> ExpertLoad:
+    """Have every router of `causal` compute in fp32 and, with `count`, every expert's tokens be counted.
+
+    Before compilation and sharding. A model without experts is left as it is.
+    """
+    counts: list[Tensor] = []
+    for router, experts in _mixtures(causal):
+        if freeze_router:
+            router.requires_grad_(False)
+        router.forward = _exactly(router)
+        if count:
+            read = torch.zeros(experts.num_experts, dtype=torch.int64, device=world.device)
+            experts.forward = _counting(experts.forward, read)
+            counts.append(read)
+    return ExpertLoad(counts, world)
+
+
+def _mixtures(causal: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(router, experts) of each layer that has them."""
+    for module in causal.modules():
+        experts: Any = getattr(module, "experts", None)
+        routers: list[Any] = [getattr(module, name, None) for name in ROUTERS]
+        router = next((one for one in routers if isinstance(one, nn.Module)), None)
+        if router is not None and isinstance(getattr(experts, "num_experts", None), int):
+            yield router, experts
+
+
+# -- routers ---------------------------------------------------------------------------------------
+
+
+class _Exact:
+    """A module as its forward sees it, its parameters in fp32.
+
+    Where parameters are bf16 in forward they stay those that are published: the router chooses by the
+    weights that samplers have, only products and sums are exact.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _exactly(router: Any) -> Callable[[Tensor], Any]:
+    """The forward of `router` in fp32, logits and weights of the chosen included."""
+    inner: Callable[..., Any] = type(router).forward
+
+    def forward(hidden: Tensor) -> Any:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return inner(_Exact(router), hidden.float())
+
+    return forward
+
+
+# -- counting --------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("primerl::count_chosen", mutates_args=("counts",))
+def count_chosen(counts: Tensor, chosen: Tensor) -> None:
+    """Add to `counts` [E] how often each expert is in `chosen`; no device is waited for.
+
+    One operator, so that compilation and checkpointing do not look at what it writes.
+    """
+    flat = chosen.flatten().long()
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+@count_chosen.register_fake
+def _(counts: Tensor, chosen: Tensor) -> None:
+    return None
+
+
+def _counting(forward: Callable[..., Tensor], counts: Tensor) -> Callable[..., Tensor]:
+    def counted(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        torch.ops.primerl.count_chosen(counts, top_k_index)
+        return forward(hidden_states, top_k_index, top_k_weights)
+
+    return counted
+
+
+def _spread(shares: Tensor) -> dict[str, float]:
+    """Of one layer's tokens by expert, over their mean."""
+    return {
+        "max_mean": float(shares.max()),
+        "cv": float(shares.std(correction=0)),
+        "cold_frac": float((shares < COLD).double().mean()),
+    }
+
+
+def _folds(values: list[float]) -> list[tuple[str, float]]:
+    return [("mean", sum(values) / len(values)), ("max", max(values))]
+
+
+def share_out(causal: nn.Module, ranks: int, world: World, dtype: torch.dtype) -> set[nn.Parameter]:
+    """Give each of `ranks` its part of all experts of `causal`, which compute in `dtype`.
+
+    Returns the parameters that nobody else may shard. Before compilation and sharding. Raises EngineError.
+    """
+    if ranks == 1:
+        return set()
+    mesh = world.mesh
+    if mesh is None or mesh.ndim != 1 or mesh.size() != ranks:
+        raise EngineError(
+            f"expert_parallel is {ranks}: set it to the number of ranks, {world.size}, and fsdp.replicas to 1"
+        )
+    found: list[Any] = [one for one in causal.modules() if _has_experts(one)]
+    if not found:
+        raise EngineError(f"{type(causal).__name__} has no experts: set expert_parallel to 1")
+    for experts in found:
+        if experts.num_experts % ranks:
+            raise EngineError(
+                f"{experts.num_experts} experts are not divisible by expert_parallel {ranks}: take a divisor"
+            )
+        for name, whole in list(experts.named_parameters(recurse=False)):
+            setattr(experts, name, _own_rows(whole, mesh, world.device))
+        own = _Own(experts, experts.num_experts // ranks, dtype)
+        experts.forward = torch.compiler.disable(_travelling(own, mesh))  # it asks for sizes
+    return {one for experts in found for one in experts.parameters()}
+
+
+def _has_experts(module: Any) -> bool:
+    """Whether it holds the weights of all experts in one tensor, by transformers' convention."""
+    return hasattr(module, "_apply_gate") and isinstance(getattr(module, "num_experts", None), int)
+
+
+def _own_rows(whole: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
+    mine = whole.detach().chunk(mesh.size())[mesh.get_local_rank()]
+    mine = mine.clone().to(device)  # a view would keep the whole
+    kept = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+    owned = nn.Parameter(kept, requires_grad=whole.requires_grad)
+    if owned.requires_grad:
+        # tokens of all ranks meet here, so their gradients are added up; elsewhere FSDP takes the mean
+        owned.register_hook(_divided_by(mesh.size()))
+    return owned
+
+
+def _divided_by(ranks: int) -> Callable[[Tensor], Tensor]:
+    return lambda grad: grad / ranks
+
+
+class _Own:
+    """A module of experts as its forward sees it: this rank's alone."""
+
+    def __init__(self, experts: Any, count: int, dtype: torch.dtype) -> None:
+        self._experts = experts
+        self._dtype = dtype
+        self.num_experts = count
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value.to_local().to(self._dtype) if isinstance(value, DTensor) else value
+
+    def run(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        """Row by row what the expert `chosen` [N] makes of `hidden` [N, d]."""
+        forward: Callable[..., Tensor] = type(self._experts).forward
+        return forward(self, hidden, chosen[:, None], hidden.new_ones(len(hidden), 1))
+
+
+@dataclass(frozen=True)
+class _Journey:
+    """How rows, sorted by their expert, are spread over ranks."""
+
+    there: list[int]
+    """Rows to each rank."""
+    here: list[int]
+    """Rows from each rank."""
+    chosen: Tensor
+    """[sum(here)]: which of this rank's experts reads each row that came."""
+
+
+def _travelling(own: _Own, mesh: DeviceMesh) -> Callable[..., Tensor]:
+    """The forward of experts of which each rank has its own."""
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        flat = top_k_index.flatten()
+        order = flat.argsort(stable=True)
+        journey = _plan(flat, own.num_experts, mesh)
+        sent = hidden_states[order // top_k_index.shape[1]]
+        came = all_to_all_single_autograd(sent, journey.here, journey.there, mesh)
+        if len(journey.chosen):
+            made = own.run(came, journey.chosen)
+        else:  # nobody came: a row of zeros keeps what is collective in step
+            alone = torch.cat([came, came.new_zeros(1, came.shape[1])])
+            made = own.run(alone, journey.chosen.new_zeros(1))[:0]
+        back = all_to_all_single_autograd(made.contiguous(), journey.there, journey.here, mesh)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)).to(order))
+        parts = back[places].view(*top_k_index.shape, -1)
+        return (parts * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    return forward
+
+
+def _plan(chosen: Tensor, count: int, mesh: DeviceMesh) -> _Journey:
+    """Ranks tell each other how many rows each of their `count` experts gets: the one wait of a layer."""
+    ranks = mesh.size()
+    there = chosen.new_zeros(ranks * count).scatter_add_(0, chosen, torch.ones_like(chosen))
+    here = torch.empty_like(there)
+    dist.all_to_all_single(here, there, group=mesh.get_group())
+    counts = torch.stack([there, here]).view(2, ranks, count)
+    sent, came = counts.sum(2).tolist()
+    experts = torch.arange(count, device=chosen.device).repeat(ranks)
+    return _Journey(sent, came, experts.repeat_interleave(here, output_size=sum(came)))

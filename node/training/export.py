@@ -1,0 +1,536 @@
+"""The policy from wherever it is trained to the host, and where it differs from the one before.
+
+Comparison and compaction run where the weights are, on every rank that holds some of them: only changed
+elements travel. Imports torch: import this file lazily.
+"""
+
+import bisect
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ..models.tensors import torch_dtype
+from ..ops.errors import EngineError, StorageError
+from ..weights.state import BITS, numel
+from .backend import Snapshot
+from .gather import Policy, Source, TensorPiece, named_sources
+from .snapshot import DeviceEvent, HostPiece, HostState, SnapshotFiles, StateFile, TensorDiff
+
+ALIGN = 8
+"""Every array in a message begins at a multiple of this, so that any element type may be viewed there."""
+NOTHING, DENSE = 0, -1
+"""What is said of a chunk instead of the number of elements that differ."""
+
+
+class OneRank(Protocol):
+    """The part of World that is needed here."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's messages lie."""
+        ...
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs in one chunk of a rank's share, on the rank's device."""
+
+    index: torch.Tensor | None
+    """int32 positions in the chunk, increasing; None: `bits` are all of it."""
+    bits: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self.bits.nbytes + (0 if self.index is None else self.index.nbytes)
+
+
+Chunks = Sequence[Difference | None]
+"""For each chunk of a rank's share of one source, what differs."""
+
+
+def fetch(*found: torch.Tensor) -> tuple[list[torch.Tensor], DeviceEvent | None]:
+    """Tensors of the host that hold these once the event has come to pass."""
+    if not found[0].is_cuda:
+        return [one.cpu() for one in found], None
+    hosts = [torch.empty_like(one, device="cpu", pin_memory=True) for one in found]
+    for host, one in zip(hosts, found, strict=True):
+        host.copy_(one, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(found[0].device))
+    return hosts, ready
+
+
+def host_pieces(source: Source, chunks: Iterable[Difference | None], chunk: int) -> list[HostPiece]:
+    """A rank's own differences on the host, `chunk` elements' each; they leave the device one by one."""
+    return [
+        _host_piece(source, source.share.start + at * chunk, one)
+        for at, one in enumerate(chunks)
+        if one is not None
+    ]
+
+
+def _host_piece(source: Source, start: int, found: Difference) -> HostPiece:
+    if found.index is None:
+        (bits,), ready = fetch(found.bits)
+        return HostPiece(start, None, bits.numpy().view(BITS[source.dtype]), ready)
+    (index, bits), ready = fetch(found.index, found.bits)
+    return HostPiece(start, index.numpy(), bits.numpy().view(BITS[source.dtype]), ready)
+
+
+class DiffCollector:
+    """Brings differences to the first rank, a bucket of sources at a time."""
+
+    def __init__(self, ranks: OneRank, sources: Sequence[Source], chunk: int) -> None:
+        self._ranks = ranks
+        self._sources = {source.name: place for place, source in enumerate(sources)}
+        self._chunk = chunk
+        self._shares = np.zeros((ranks.size, len(sources), 2), np.int64)
+        """By rank and source: where its share begins and how many elements it has."""
+
+    def agree(self, sources: Sequence[Source], ready: bool) -> bool:
+        """Whether all ranks are `ready`.
+
+        Raises EngineError on all of them if they export different tensors, or if some element is
+        nobody's or two ranks'.
+        """
+        if self._ranks.device.type == "cuda":  # messages need what a first collective sets up
+            dist.all_reduce(torch.zeros(1, device=self._ranks.device))
+        told = [(one.name, one.dtype, one.shape, one.runs, self._chunk) for one in sources]
+        said = self._tell(np.array([ready, zlib.crc32(repr(told).encode())], np.int64))
+        if len(set(said[:, 1].tolist())) > 1:
+            raise EngineError(
+                "the ranks export different tensors: start all of them with the same model and config"
+            )
+        mine = [(one.share.start, one.share.stop - one.share.start) for one in sources]
+        shares = self._tell(np.array(mine, np.int64).reshape(-1))
+        self._shares = shares.reshape(self._ranks.size, -1, 2)
+        for place, source in enumerate(sources):
+            self._check_shares(source, self._shares[:, place])
+        return bool(said[:, 0].all())
+
+    def collect(self, bucket: Sequence[tuple[Source, Chunks]]) -> list[list[HostPiece]]:
+        """For each source of the bucket its pieces, by position; nothing on other ranks than the first."""
+        codes = [_code(one) for _, chunks in bucket for one in chunks]
+        slots = [sum(self._slots(source, rank) for source, _ in bucket) for rank in self._everyone]
+        header = np.zeros(max(1, *slots), np.int64)
+        header[: len(codes)] = codes
+        headers = self._tell(header)
+        plans = [self._plan(bucket, rank, headers[rank]) for rank in self._everyone]
+        sizes = [sum(item.nbytes for item in plan) for plan in plans]
+        if self._ranks.rank:
+            self._send(bucket, sizes[self._ranks.rank])
+            return [[] for _ in bucket]
+        found = [host_pieces(source, chunks, self._chunk) for source, chunks in bucket]
+        for plan, payload in self._receive(plans, sizes):
+            for item, piece in _read(plan, payload):
+                found[item.source].append(piece)
+        return [sorted(pieces, key=lambda piece: piece.start) for pieces in found]
+
+    @property
+    def _everyone(self) -> range:
+        return range(self._ranks.size)
+
+    def _tell(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Everybody's `numbers` (as many on every rank), a row for each rank."""
+        mine = torch.from_numpy(numbers)
+        rows = [torch.empty_like(mine) for _ in self._everyone]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows).numpy()
+
+    def _check_shares(self, source: Source, shares: NDArray[np.int64]) -> None:
+        at = 0
+        for start, count in sorted(shares[shares[:, 1] > 0].tolist()):
+            if start != at:
+                break
+            at += count
+        else:
+            if at == numel(source.shape):
+                return
+        raise EngineError(
+            f"the shards of {source.name} are not all of it, each element once: shard the model with "
+            "fully_shard() over one mesh of all ranks"
+        )
+
+    def _slots(self, source: Source, rank: int) -> int:
+        """Chunks in a rank's share."""
+        return -(-int(self._shares[rank, self._sources[source.name], 1]) // self._chunk)
+
+    def _plan(
+        self, bucket: Sequence[tuple[Source, Chunks]], rank: int, header: NDArray[np.int64]
+    ) -> "list[_Item]":
+        """What a rank's message holds, in this order."""
+        codes = iter(header.tolist())
+        plan: list[_Item] = []
+        for place, (source, _) in enumerate(bucket):
+            start, count = self._shares[rank, self._sources[source.name]].tolist()
+            for at in range(0, count, self._chunk):
+                code = next(codes)
+                length = min(self._chunk, count - at)
+                if code != NOTHING:
+                    plan.append(_Item(place, start + at, code, length, BITS[source.dtype]))
+        return plan
+
+    def _send(self, bucket: Sequence[tuple[Source, Chunks]], size: int) -> None:
+        if not size:
+            return
+        payload = torch.empty(size, dtype=torch.uint8, device=self._ranks.device)
+        at = 0
+        for _, chunks in bucket:
+            for one in chunks:
+                for part in () if one is None else (one.index, one.bits):
+                    if part is not None:
+                        payload[at : at + part.nbytes].copy_(part.view(torch.uint8))
+                        at += _aligned(part.nbytes)
+        _wait([dist.P2POp(dist.isend, payload, 0)])
+
+    def _receive(
+        self, plans: "Sequence[list[_Item]]", sizes: Sequence[int]
+    ) -> "Iterator[tuple[list[_Item], _Payload]]":
+        """Everybody's message; all of them arrive together."""
+        device = self._ranks.device
+        coming = {
+            rank: torch.empty(sizes[rank], dtype=torch.uint8, device=device)
+            for rank in self._everyone[1:]
+            if sizes[rank]
+        }
+        if not coming:
+            return
+        _wait([dist.P2POp(dist.irecv, payload, rank) for rank, payload in coming.items()])
+        for rank, payload in coming.items():
+            (host,), ready = fetch(payload)
+            yield plans[rank], _Payload(host.numpy(), ready)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One chunk in a message."""
+
+    source: int
+    """Which of the bucket."""
+    start: int
+    code: int
+    length: int
+    bits: np.dtype[Any]
+
+    @property
+    def count(self) -> int:
+        """Elements of which the bits come."""
+        return self.length if self.code == DENSE else self.code
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the positions."""
+        return 0 if self.code == DENSE else 4 * self.code
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the message, to the next chunk."""
+        return _aligned(self.index_bytes) + _aligned(self.count * self.bits.itemsize)
+
+
+@dataclass(frozen=True)
+class _Payload:
+    data: NDArray[np.uint8]
+    ready: DeviceEvent | None
+
+
+def _read(plan: Sequence[_Item], payload: _Payload) -> Iterator[tuple[_Item, HostPiece]]:
+    at = 0
+    for item in plan:
+        bits_at = at + _aligned(item.index_bytes)
+        index = None
+        if item.code != DENSE:
+            index = payload.data[at : at + item.index_bytes].view(np.int32)
+        bits = payload.data[bits_at : bits_at + item.count * item.bits.itemsize].view(item.bits)
+        yield item, HostPiece(item.start, index, bits, payload.ready)
+        at += item.nbytes
+
+
+def _code(found: Difference | None) -> int:
+    if found is None:
+        return NOTHING
+    return DENSE if found.index is None else found.index.numel()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _wait(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+CHUNK = 1 << 25
+"""Elements compared at once. Bounds what an export needs beside the bits that are kept on the device:
+at most 20 bytes for each (its bits, a flag, and its position, twice), 640 MiB."""
+BUCKET = 1 << 27
+"""Elements whose differences travel to the first rank together, and one tensor more at most: bounds what
+the ranks hold for that if everything differs, 256 MiB on the first and as much on the others together."""
+MOST_SPARSE = 4
+"""A chunk of which more than one in so many elements changed crosses whole: positions cost more than bits."""
+
+Layout = tuple[str, tuple[int, ...], int, int]
+"""dtype name, shape, and the rank's share: from where to where."""
+
+
+class Alone:
+    """The only rank."""
+
+    rank = 0
+    size = 1
+    device = torch.device("cpu")
+
+
+class PieceFinder:
+    """Keeps the bits of what it found last: 2 bytes for each bf16 element of this rank's share, beside it."""
+
+    def __init__(
+        self, ranks: OneRank, *, chunk: int = CHUNK, bucket: int = BUCKET, keep: bool = True
+    ) -> None:
+        """`chunk` elements are compared at once, those of `bucket` travel at once: as on all ranks.
+
+        Without `keep` every search finds everything, and no bits are held.
+        """
+        self._ranks = ranks
+        self._chunk = chunk
+        self._bucket = bucket
+        self._keep = keep
+        self._bits: dict[str, torch.Tensor] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._sound = False
+        """Whether all bits are those of the last search, and that one came to its end."""
+
+    def find(self, sources: Iterable[Source]) -> Iterator[TensorDiff]:
+        """What differs from the last search, on the first rank; nothing on the others.
+
+        Collective, and on every rank it has to be walked to its end. Everything differs after
+        forget() and after a search that was not, and so does a tensor that is new or has another
+        shape or type. Raises EngineError for a dtype that a state cannot hold or ranks that
+        disagree, and RuntimeError when memory runs out.
+        """
+        sound, self._sound = self._sound, False
+        if not sound:
+            self.forget()
+        seen: set[str] = set()
+        for source, whole, pieces in self._search(sources, sound):
+            seen.add(source.name)
+            if not self._ranks.rank:
+                yield from _by_run(source, whole, pieces)
+        for name in self._layouts.keys() - seen:
+            del self._bits[name], self._layouts[name]
+        self._sound = self._keep
+
+    def forget(self) -> None:
+        """Hold nothing: the next search finds everything."""
+        self._bits, self._layouts = {}, {}
+        self._sound = False
+
+    def _search(
+        self, sources: Iterable[Source], sound: bool
+    ) -> Iterator[tuple[Source, bool, Sequence[HostPiece]]]:
+        if self._ranks.size == 1:
+            for source in sources:
+                whole = self._begin(source)
+                yield source, whole, host_pieces(source, self._compare(source, whole), self._chunk)
+            return
+        everything = list(sources)
+        collector = DiffCollector(self._ranks, everything, self._chunk)
+        known = {source.name: _layout(source) for source in everything} == self._layouts
+        if not collector.agree(everything, sound and known):
+            self.forget()  # all of them or none: a tensor is whole or a difference on every rank
+        for bucket in _buckets(everything, self._bucket):
+            whole = [self._begin(source) for source in bucket]
+            chunks = [list(self._compare(*pair)) for pair in zip(bucket, whole, strict=True)]
+            pieces = collector.collect(list(zip(bucket, chunks, strict=True)))
+            del chunks  # the host has them: not two buckets on the device
+            yield from zip(bucket, whole, pieces, strict=True)
+
+    def _begin(self, source: Source) -> bool:
+        """Whether nothing is known about a source: then it is all there is to find."""
+        whole = self._layouts.get(source.name) != _layout(source)
+        if whole:
+            self._layouts[source.name] = _layout(source)
+            self._bits.pop(source.name, None)
+        return whole
+
+    def _compare(self, source: Source, whole: bool) -> Iterator[Difference | None]:
+        """What differs in each chunk of this rank's share of one source."""
+        flat = source.take()
+        storage = _storage(source.dtype)
+        if self._keep and whole:
+            self._bits[source.name] = torch.empty_like(flat, dtype=storage)
+        elif self._keep:
+            self._bits[source.name] = self._bits[source.name].to(flat.device)
+        for part in parts(flat.numel(), self._chunk):
+            bits = flat[part].to(torch_dtype(source.dtype)).view(storage)
+            held = self._bits[source.name][part] if self._keep else None
+            found = Difference(None, bits) if whole or held is None else compare(held, bits)
+            if found is not None and held is not None:
+                held.copy_(bits)
+            yield found
+
+
+class DeviceExporter:
+    """A policy of one process as a State: what differs is found where it lies, the rest is the host's."""
+
+    def __init__(self, *, threads: int = 0, chunk: int = CHUNK, ahead: bool = False) -> None:
+        """`threads` build the host's copy, `ahead` of time if that is wanted: see HostState."""
+        self._finder = PieceFinder(Alone(), chunk=chunk)
+        self._host = HostState(threads=threads, ahead=ahead)
+
+    def export(self, policy: Policy) -> Snapshot:
+        """The tensors as a State, floating ones rounded to bf16, and what changed since the last call.
+
+        They are taken one after the other. The first call, and one with other names or shapes,
+        exports everything. Raises EngineError for a dtype that a state cannot hold, and
+        RuntimeError when memory runs out; then the next call exports everything.
+        """
+        if self._host.state is None:
+            self._finder.forget()
+        return self._host.build(self._finder.find(named_sources(policy, 0)))
+
+    def close(self) -> None:
+        """End the threads that copy ahead; what was exported stays."""
+        self._host.close()
+
+
+class SnapshotWriter:
+    """A policy of several ranks as files that another process reads (state_file.SnapshotReader).
+
+    Every call is collective, with the same model and path on every rank; the first one writes.
+    """
+
+    def __init__(self, world: OneRank, *, chunk: int = CHUNK, bucket: int = BUCKET) -> None:
+        """A new writer's first snapshot is whole; see PieceFinder for the sizes."""
+        self._world = world
+        self._finder = PieceFinder(world, chunk=chunk, bucket=bucket)
+        self._everything = PieceFinder(world, chunk=chunk, bucket=bucket, keep=False)
+        self._files = SnapshotFiles()
+
+    def snapshot(self, sources: Iterable[Source], path: Path, *, whole: bool = False) -> None:
+        """What changed since the last snapshot, or all of it: then whoever reads needs no other file.
+
+        Raises StorageError (on the first rank alone), EngineError for ranks that disagree, and
+        RuntimeError when memory runs out; after each the next one is whole.
+        """
+        if whole:
+            self._finder.forget()
+        try:
+            self._write(self._files.following(path), self._finder.find(sources))
+        except StorageError:
+            self._finder.forget()  # it was noted as exported, but nobody has it
+            raise
+
+    def state(self, sources: Iterable[Source], path: Path) -> None:
+        """All of it, compared with nothing; the next snapshot does not know of it. Raises as that."""
+        self._write(self._files.apart(path), self._everything.find(sources))
+
+    def _write(self, file: StateFile, found: Iterator[TensorDiff]) -> None:
+        """On other ranks than the first nothing is found, and nothing written."""
+        if self._world.rank:
+            for _ in found:
+                pass
+            return
+        try:
+            with file:
+                for one in found:
+                    file.add(one)
+        except StorageError:
+            for _ in found:  # the others are still sending: they would wait for their deadline
+                pass
+            raise
+
+
+def compare(held: torch.Tensor, new: torch.Tensor) -> Difference | None:
+    """What is not as `held`, on the device; None for nothing."""
+    index = torch.nonzero(new != held).view(-1)  # waits for the device: how many is known now
+    if not index.numel():
+        return None
+    if index.numel() * MOST_SPARSE > new.numel():
+        return Difference(None, new)
+    return Difference(index.to(torch.int32), new[index])
+
+
+def parts(count: int, chunk: int = CHUNK) -> Iterator[slice]:
+    """`count` elements in chunks."""
+    return (slice(at, min(at + chunk, count)) for at in range(0, count, chunk))
+
+
+def _buckets(sources: Sequence[Source], size: int) -> Iterator[list[Source]]:
+    """The sources in their order, `size` elements at a time: the same buckets on every rank."""
+    bucket: list[Source] = []
+    held = 0
+    for source in sources:
+        bucket.append(source)
+        held += numel(source.shape)
+        if held >= size:
+            yield bucket
+            bucket, held = [], 0
+    if bucket:
+        yield bucket
+
+
+def _by_run(source: Source, whole: bool, pieces: Sequence[HostPiece]) -> Iterator[TensorDiff]:
+    """What was found about the checkpoint tensors of one source."""
+    mine: list[list[HostPiece]] = [[] for _ in source.runs]
+    if len(source.runs) == 1:
+        mine[0].extend(pieces)
+    else:
+        starts = [run.start for run in source.runs]
+        for piece in pieces:
+            piece.wait()
+            for place in _touched(starts, piece):
+                mine[place] += _cut(piece, source.runs[place])
+    for run, found in zip(source.runs, mine, strict=True):
+        yield TensorDiff(run.name, source.dtype, run.shape, whole, found)
+
+
+def _touched(starts: Sequence[int], piece: HostPiece) -> range:
+    """Which runs elements of `piece` may lie in."""
+    last = piece.bits.size - 1 if piece.index is None else int(piece.index[-1])
+    first = 0 if piece.index is None else int(piece.index[0])
+    return range(
+        bisect.bisect_right(starts, piece.start + first) - 1,
+        bisect.bisect_right(starts, piece.start + last),
+    )
+
+
+def _cut(piece: HostPiece, run: TensorPiece) -> list[HostPiece]:
+    """The part of `piece` that lies in `run`, if any does."""
+    low, high = run.start - piece.start, run.stop - piece.start
+    if piece.index is None:
+        low, high = max(low, 0), min(high, piece.bits.size)
+        found = HostPiece(piece.start + low - run.start, None, piece.bits[low:high])
+        return [found] if high > low else []
+    first, last = piece.index.searchsorted([low, high]).tolist()
+    index, bits = piece.index[first:last], piece.bits[first:last]
+    return [HostPiece(piece.start - run.start, index, bits)] if last > first else []
+
+
+def _layout(source: Source) -> Layout:
+    return source.dtype, source.shape, source.share.start, source.share.stop
+
+
+def _storage(dtype: str) -> torch.dtype:
+    """The torch type that holds the bits of a safetensors dtype."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return widths[BITS[dtype].itemsize]

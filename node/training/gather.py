@@ -1,0 +1,283 @@
+"""A policy's tensors under their checkpoint names, whichever rank holds which rows of them.
+
+Every rank walks the same sources in the same order: to take one may be collective. Imports torch: import
+this file lazily.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..models import huggingface
+from ..models.tensors import bf16_state, dtype_name, torch_dtype
+from ..weights.state import State, numel
+
+if TYPE_CHECKING:
+    from ..models.huggingface import PreTrainedModel
+
+LAYER = re.compile(r"^.*?\.\d+(?=\.)")
+"""The part of a tensor's name that says which layer it is of."""
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """A checkpoint tensor: the elements of one of the model's from `start` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.start + numel(self.shape)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor of the model as a rank sees it."""
+
+    name: str
+    dtype: str
+    """Of the checkpoint: BF16 for what is a floating one here."""
+    shape: tuple[int, ...]
+    runs: tuple[TensorPiece, ...]
+    """The checkpoint tensors in it, by their start; together they are all of it."""
+    share: slice
+    """The flat elements that this rank answers for; each has one rank, whoever has copies."""
+    take: Callable[[], torch.Tensor]
+    """The elements of `share`, flat, of any floating type; may be collective."""
+    gather: Callable[[], torch.Tensor]
+    """All of it, of the checkpoint's type: collective, and the shards are cast before they travel."""
+
+
+Item = tuple[str, torch.Tensor] | Source
+Policy = Mapping[str, torch.Tensor] | Iterable[Item]
+
+
+def named_sources(policy: Policy, rank: int) -> Iterator[Source]:
+    """Tensors that have their checkpoint names already, whole (the first rank's count) or sharded.
+
+    What is a source passes.
+    """
+    named = cast("Iterable[Item]", policy.items() if isinstance(policy, Mapping) else policy)
+    for item in named:
+        yield item if isinstance(item, Source) else _source(*item, None, rank)
+
+
+def policy_sources(model: "PreTrainedModel", rank: int) -> list[Source]:
+    """The weights and persistent buffers of `model`; a tied one appears once.
+
+    transformers keeps some weights in another layout than checkpoints do: experts are fused into one
+    tensor, of which each is a run. What is no run of one tensor (transposed, say) is gathered with
+    its group, a layer where that suffices, and turned back by transformers. The sources stay good as
+    long as the model has the same parameters: build them once.
+    """
+    held = huggingface.unique_tensors(model)
+    runs, outputs = _checkpoint_layout(model, held)
+    sources = [_source(name, held[name], found, rank) for name, found in runs.items()]
+    rest = {name: tensor for name, tensor in held.items() if name not in runs}
+    for names, made in _groups(model, rest, outputs):
+        group = _Group(model, {name: rest[name] for name in names}, made, rank)
+        sources += group.sources()
+    return sources
+
+
+def whole_tensors(sources: Iterable[Source], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(checkpoint name, tensor) of everything, one model tensor at a time, on the first rank.
+
+    Collective: the others walk along, yield nothing and drop each tensor at once.
+    """
+    for source in sources:
+        flat = source.gather().reshape(-1)
+        for run in source.runs if rank == 0 else ():
+            yield run.name, flat[run.start : run.stop].view(run.shape)
+
+
+def whole_state(sources: Iterable[Source]) -> State:
+    """The bf16 policy of a rank without others."""
+    return bf16_state(whole_tensors(sources, 0))
+
+
+def _source(
+    name: str, tensor: torch.Tensor, runs: tuple[TensorPiece, ...] | None, rank: int
+) -> Source:
+    dtype = "BF16" if tensor.is_floating_point() else dtype_name(tensor.dtype)
+    shape = tuple(tensor.shape)
+    share = _share(tensor, rank)
+
+    def gather() -> torch.Tensor:
+        return _whole(tensor.detach())
+
+    def take() -> torch.Tensor:
+        if share is None:
+            return _mine(gather(), rank)
+        now = tensor.detach()  # a parameter may have got another storage since
+        local = now.to_local() if isinstance(now, DTensor) else now
+        return local.reshape(-1)[: share.stop - share.start]
+
+    kept = _all_or_nothing(numel(shape), rank) if share is None else share
+    return Source(name, dtype, shape, runs or (TensorPiece(name, shape),), kept, take, gather)
+
+
+def _share(tensor: torch.Tensor, rank: int) -> slice | None:
+    """The flat elements of `tensor` that this rank answers for; None if they are no single run.
+
+    fully_shard() cuts a parameter into rows: a run of flat elements for each rank of the mesh. Of
+    replicas, the first of each mesh dimension counts.
+    """
+    if not isinstance(tensor, DTensor):
+        return _all_or_nothing(tensor.numel(), rank)
+    coordinates = tensor.device_mesh.get_coordinate()
+    if coordinates is None:
+        return slice(0, 0)
+    placed = list(zip(tensor.placements, coordinates, tensor.device_mesh.shape, strict=True))
+    cuts = [one for one in placed if not isinstance(one[0], Replicate)]
+    if len(cuts) > 1 or any(type(one) is not Shard or one.dim for one, _, _ in cuts):
+        return None
+    if any(at and isinstance(one, Replicate) for one, at, _ in placed):
+        return slice(0, 0)
+    return _rows(tuple(tensor.shape), *cuts[0][1:]) if cuts else slice(0, tensor.numel())
+
+
+def _rows(shape: tuple[int, ...], at: int, ranks: int) -> slice:
+    """What rank `at` of `ranks` has of a tensor that is sharded by rows, as torch.chunk() cuts them."""
+    width = numel(shape[1:])
+    rows = -(-shape[0] // ranks)
+    first, last = (min(shape[0], rows * one) for one in (at, at + 1))
+    return slice(first * width, last * width)
+
+
+def _all_or_nothing(count: int, rank: int) -> slice:
+    return slice(0, 0 if rank else count)
+
+
+def _mine(whole: torch.Tensor, rank: int) -> torch.Tensor:
+    return whole.reshape(-1)[_all_or_nothing(whole.numel(), rank)]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of `tensor` as the checkpoint has it; collective if it is sharded."""
+    if tensor.is_floating_point():
+        tensor = tensor.to(torch_dtype("BF16"))
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class _Followed(torch.Tensor):
+    """A tensor without memory whose pieces stay views of it, so that one sees where they come from."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        """Copies are not made; everything else is as ever."""
+        if func in (torch.Tensor.contiguous, torch.Tensor.clone):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _hollow(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(_Followed)
+        for name, tensor in held.items()
+    }
+
+
+Outputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def _checkpoint_layout(
+    model: "PreTrainedModel", held: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, tuple[TensorPiece, ...]], Outputs]:
+    """The runs in each tensor that consists of runs, and the checkpoint tensors that are in none."""
+    hollow = _hollow(held)
+    owners = {id(tensor.untyped_storage()): name for name, tensor in hollow.items()}
+    runs: dict[str, list[TensorPiece]] = {name: [] for name in held}
+    made = huggingface.checkpoint_tensors(model, hollow)
+    for name, tensor in made.items():
+        owner = owners.get(id(tensor.untyped_storage()))
+        if owner is not None and torch.Tensor.is_contiguous(tensor):
+            runs[owner].append(TensorPiece(name, tuple(tensor.shape), int(tensor.storage_offset())))
+    ordered = {name: tuple(sorted(found, key=_by_place)) for name, found in runs.items()}
+    kept = {name: found for name, found in ordered.items() if _tile(found, held[name].numel())}
+    told = {run.name for found in kept.values() for run in found}
+    return kept, {
+        name: (tensor.dtype, tuple(tensor.shape))
+        for name, tensor in made.items()
+        if name not in told
+    }
+
+
+def _by_place(run: TensorPiece) -> tuple[int, int, str]:
+    return run.start, run.stop, run.name
+
+
+def _tile(runs: tuple[TensorPiece, ...], count: int) -> bool:
+    """Whether the runs are all `count` elements, each in one of them."""
+    starts = [run.start for run in runs]
+    return bool(runs) and [0, *(run.stop for run in runs)] == [*starts, count]
+
+
+def _groups(
+    model: "PreTrainedModel", rest: Mapping[str, torch.Tensor], outputs: Outputs
+) -> list[tuple[list[str], Outputs]]:
+    """Model tensors that are turned back together, with what they become: by layer, if that does."""
+    if not rest:
+        return []
+    layers: dict[str, list[str]] = {}
+    for name in rest:
+        found = LAYER.match(name)
+        layers.setdefault(found.group() if found else "", []).append(name)
+    groups = [
+        (names, _become(model, {one: rest[one] for one in names})) for names in layers.values()
+    ]
+    together = [item for _, made in groups for item in made.items()]
+    if len(together) == len(outputs) and dict(together) == outputs:
+        return groups
+    return [(list(rest), _become(model, rest))]
+
+
+def _become(model: "PreTrainedModel", tensors: Mapping[str, torch.Tensor]) -> Outputs:
+    made = huggingface.checkpoint_tensors(model, _hollow(tensors))
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()}
+
+
+class _Group:
+    """Model tensors that become checkpoint tensors only together: gathered with the first of those."""
+
+    def __init__(
+        self, model: "PreTrainedModel", tensors: dict[str, torch.Tensor], made: Outputs, rank: int
+    ) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._outputs = made
+        self._rank = rank
+        self._made: dict[str, torch.Tensor] = {}
+
+    def sources(self) -> list[Source]:
+        """One for each checkpoint tensor; they have to be taken in this order."""
+        return [self._one(name, *told) for name, told in self._outputs.items()]
+
+    def _one(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Source:
+        def gather() -> torch.Tensor:
+            return self._give(name)
+
+        def take() -> torch.Tensor:
+            return _mine(gather(), self._rank)
+
+        told = "BF16" if dtype.is_floating_point else dtype_name(dtype)
+        share = _all_or_nothing(numel(shape), self._rank)
+        return Source(name, told, shape, (TensorPiece(name, shape),), share, take, gather)
+
+    def _give(self, name: str) -> torch.Tensor:
+        """The tensor, kept no longer; what the first rank alone makes is empty elsewhere."""
+        if name == next(iter(self._outputs)):
+            whole = {one: _whole(tensor.detach()) for one, tensor in self._tensors.items()}
+            self._made = (
+                huggingface.checkpoint_tensors(self._model, whole) if not self._rank else {}
+            )
+        return self._made.pop(name) if not self._rank else torch.empty(0)

@@ -1,0 +1,468 @@
+"""A learner on disk: fp32 weights, optimizer moments, RNG and step. Imports torch: import lazily.
+
+Written and read by torch DCP, so any number of ranks may read what any number wrote; the bytes are safetensors
+and JSON: nothing here can run code. The header is written last and names every tensor; the learner is not
+touched before all of a checkpoint was read.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from ..ops.errors import StorageError
+from .checkpoint import partial_of, whole_directory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MESSAGE = 1000
+"""Bytes of an error that other ranks are told."""
+
+FAILURES = (OSError, SafetensorError, ValueError, KeyError, RuntimeError)
+"""What reading, writing and planning a checkpoint throws; each becomes a StorageError of all ranks."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One rank among `size`; `group` is a gloo group on which nobody else talks at the same time."""
+
+    rank: int = 0
+    size: int = 1
+    group: "dist.ProcessGroup | None" = None
+
+    @classmethod
+    def join(cls, timeout_s: float) -> "Ranks":
+        """All ranks of the default process group, on a group of their own; without one, ALONE. Collective.
+
+        A rank that is not heard of for `timeout_s` seconds is an error (RuntimeError of torch).
+        """
+        if not dist.is_initialized():
+            return ALONE
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(dist.get_rank(), dist.get_world_size(), cast(dist.ProcessGroup, group))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which makes and names directories."""
+        return self.rank == 0
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return this rank's result. Raises StorageError on all or none."""
+        result, problem = _attempt(work)
+        self.agree(problem)
+        return cast(T, result)
+
+    def first(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0 alone while the others wait. Raises StorageError on all or none."""
+        self.agree(_attempt(work)[1] if self.is_first else None)
+
+    def agree(self, problem: str | None) -> None:
+        """Raise StorageError if any rank has a problem."""
+        for rank, found in enumerate(self._gather((problem or "").encode()[:MESSAGE])):
+            if found:
+                text = found.decode(errors="replace")
+                raise StorageError(text if rank == self.rank else f"rank {rank}: {text}")
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        """What every rank says, by rank; at most MESSAGE bytes."""
+        if self.size == 1:
+            return [message]
+        mine = torch.zeros(2 + MESSAGE, dtype=torch.uint8)
+        framed = len(message).to_bytes(2, "big") + message
+        mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.group)
+        said = [row.numpy().tobytes() for row in rows]
+        return [row[2 : 2 + int.from_bytes(row[:2], "big")] for row in said]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result, or what went wrong, in words."""
+    try:
+        return work(), None
+    except StorageError as error:
+        return None, str(error)
+    except FAILURES as error:
+        logger.debug("checkpoint", exc_info=True)
+        return None, f"{type(error).__name__}: {error}"
+
+
+ALONE = Ranks()
+"""One process without a process group."""
+
+
+FILE_BYTES = 1 << 29
+"""About what one file of a rank holds: as much is copied to the host's memory at a time."""
+
+Tensors = Mapping[str, torch.Tensor]
+Stored = dict[str, TensorStorageMetadata]
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """What one rank has of a tensor, on any device, and where in the whole it begins."""
+
+    name: str
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+
+
+def cut(tensors: Tensors, ranks: Ranks, *, own: Tensors | None = None) -> list[ShardSlice]:
+    """The slices that this rank writes of `tensors` (the same names on every rank, plain or DTensor).
+
+    A plain tensor is written by rank 0, a copy of a shard by its first holder. `own` are plain tensors of
+    this rank alone; their names have to be different on every rank. No tensor may have 0 dimensions.
+    No copies. Not collective: who writes what follows from the layout, so no plan goes over the wire.
+    """
+    mine = {name: one for name, one in tensors.items() if _is_writer(one, ranks)} | dict(own or {})
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(mine, is_coordinator=True)
+    slices: list[ShardSlice] = []
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        data = planner.resolve_data(item)
+        assert isinstance(data, torch.Tensor)
+        assert item.tensor_data is not None
+        slices.append(
+            ShardSlice(item.index.fqn, tuple(item.tensor_data.chunk.offsets), data.detach())
+        )
+    return slices
+
+
+def write(slices: Sequence[ShardSlice], directory: Path, rank: int) -> None:
+    """Write this rank's slices into an existing directory; the caller syncs.
+
+    Raises OSError, SafetensorError.
+    """
+    files: list[list[ShardSlice]] = []
+    room = 0
+    for one in slices:
+        if room <= 0:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(one)
+        room -= one.data.numel() * one.data.element_size()
+    for number, file in enumerate(files):
+        _write_file(directory / f"shard-{rank:05}-{number:05}.safetensors", file)
+
+
+def stored(directory: Path) -> Stored:
+    """Shape, dtype and slices of every tensor in a directory. Raises OSError, SafetensorError."""
+    found = _metadata(directory).state_dict_metadata
+    return {name: one for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
+
+
+def is_whole(one: TensorStorageMetadata) -> bool:
+    """Whether the slices cover the tensor: slices do not overlap, so counting elements is enough."""
+    return sum(math.prod(chunk.sizes) for chunk in one.chunks) == math.prod(one.size)
+
+
+def fill(tensors: Tensors, directory: Path) -> None:
+    """Read into `tensors`, which may be sharded in any way. Not collective. Raises OSError, SafetensorError.
+
+    What fails may have filled some of them.
+    """
+    metadata = _metadata(directory)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = HuggingFaceStorageReader(str(directory))
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+
+
+def _metadata(directory: Path) -> Metadata:
+    return HuggingFaceStorageReader(str(directory)).read_metadata()
+
+
+def _write_file(path: Path, slices: Sequence[ShardSlice]) -> None:
+    """One file as HuggingFaceStorageReader wants it; its writer would hold it in memory twice, and the GIL."""
+    offsets = {one.name: {"saved_offsets": list(one.offsets)} for one in slices}
+    said = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    save_file({one.name: one.data.cpu().contiguous() for one in slices}, path, metadata=said)
+
+
+def _is_writer(tensor: torch.Tensor, ranks: Ranks) -> bool:
+    """Whether this rank is the first that has what it has of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return ranks.is_first
+    place = tensor.device_mesh.get_coordinate()
+    if place is None:
+        return False
+    return not any(
+        at and how.is_replicate() for at, how in zip(place, tensor.placements, strict=True)
+    )
+
+
+SLAB_BYTES = 1 << 28
+"""Page-locked memory is given in powers of two: small slices share a piece of it."""
+ALIGNED = 64
+
+
+class HostRoom:
+    """Host memory for the slices of one learner. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._pinned = torch.cuda.is_available()
+
+    def copy(self, slices: list[ShardSlice]) -> list[ShardSlice]:
+        """Copies of `slices`, complete when this returns."""
+        copies: list[ShardSlice] = []
+        for one in slices:
+            held = self._held.get(one.name)
+            if held is None or held.shape != one.data.shape or held.dtype != one.data.dtype:
+                held = self._held[one.name] = self._room(one.data)
+            held.copy_(one.data, non_blocking=True)
+            copies.append(ShardSlice(one.name, one.offsets, held))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
+
+    def _room(self, data: torch.Tensor) -> torch.Tensor:
+        size = data.numel() * data.element_size()
+        if size > SLAB_BYTES:
+            room = self._allocate(size)
+        else:
+            if self._slab.numel() < size:
+                self._slab = self._allocate(SLAB_BYTES if data.is_cuda else size)
+            room = self._slab[:size]
+            self._slab = self._slab[math.ceil(size / ALIGNED) * ALIGNED :]
+        return room.view(data.dtype).view(data.shape)
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        if self._pinned:
+            try:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:  # the system gives no more of it
+                logger.warning("copies for checkpoints take longer: %s", error)
+                self._pinned = False
+        return torch.empty(size, dtype=torch.uint8)
+
+
+FORMAT = 2
+HEADER = "learner.json"
+MODEL, OPTIMIZER, RNG = "model.", "optimizer.", "rng."
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """What the header of every format begins with."""
+
+    format: int
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of learner.json; `tensors` are name -> shape of all but the RNG states."""
+
+    format: int
+    step: int
+    ranks: int
+    rng: tuple[str, ...]
+    tensors: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class CutLearner:
+    """One rank's share of a checkpoint, and the header of the whole."""
+
+    header: _Header
+    slices: list[ShardSlice]
+
+    def write(self, directory: Path, ranks: Ranks = ALONE) -> None:
+        """See SavedLearner.write(); in any thread, but only one at a time on `ranks`."""
+        partial = partial_of(directory)
+        with ExitStack() as stack:
+            ranks.first(lambda: stack.enter_context(whole_directory(directory, fsync=False)))
+            ranks.together(lambda: write(self.slices, partial, ranks.rank))
+            header = msgspec.json.encode(self.header)
+            ranks.first(lambda: (partial / HEADER).write_bytes(header))
+            ranks.first(stack.close)
+
+
+@dataclass(frozen=True)
+class SavedLearner:
+    """Everything that a resumed learner needs; moments are named `<parameter>:<moment>`.
+
+    Weights and moments are plain tensors or shards (DTensor) of this rank; `rng` is this rank's rng_state().
+    """
+
+    step: int
+    weights: Tensors
+    moments: Tensors
+    rng: Tensors
+
+    def write(self, directory: Path, ranks: Ranks = ALONE) -> None:
+        """Make `directory` hold this, whole or not at all; the caller syncs it. Collective.
+
+        With several machines it has to be on a disk that all of them see. Raises StorageError, on all ranks.
+        """
+        self.cut(ranks).write(directory, ranks)
+
+    def staged(self, ranks: Ranks = ALONE, room: HostRoom | None = None) -> "CutLearner":
+        """What write() would write, copied to the host's memory: the learner may go on.
+
+        A copy in `room` is gone when the next one is made there.
+        """
+        whole = self.cut(ranks)
+        return replace(whole, slices=(room or HostRoom()).copy(whole.slices))
+
+    def cut(self, ranks: Ranks = ALONE) -> "CutLearner":
+        """What write() would write, in the memory of the learner."""
+        tensors = self.named()
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        header = _Header(FORMAT, self.step, ranks.size, tuple(sorted(self.rng)), shapes)
+        own = {f"{RNG}{ranks.rank}.{device}": state for device, state in self.rng.items()}
+        return CutLearner(header, cut(_at_least_1d(tensors), ranks, own=own))
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Weights and moments by the names they have on disk."""
+        weights = {MODEL + name: tensor for name, tensor in self.weights.items()}
+        moments = {OPTIMIZER + name: tensor for name, tensor in self.moments.items()}
+        return {name: tensor.detach() for name, tensor in {**weights, **moments}.items()}
+
+
+def read_saved(
+    directory: Path,
+    parameters: Tensors,
+    ranks: Ranks = ALONE,
+    *,
+    moments_on: torch.device | str | None = None,
+) -> SavedLearner:
+    """What write() wrote, if it is of a model with these parameters, in fresh tensors. Collective.
+
+    They are laid out as `parameters` are, whatever the world was that wrote them; moments are on `moments_on`
+    or where their parameter is, step counters always there. The RNG is that of this rank; a rank that did not
+    exist then keeps the one that it has. Raises StorageError, on all ranks.
+    """
+    return ranks.together(lambda: _read(directory, parameters, ranks, moments_on))
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """State of torch's generators; nothing else in training draws random numbers."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng_state(states: Tensors) -> None:
+    """Continue where rng_state() was taken."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _read(
+    directory: Path, parameters: Tensors, ranks: Ranks, moments_on: torch.device | str | None
+) -> SavedLearner:
+    """The share of one rank. Raises StorageError."""
+    try:
+        header = _read_header(directory)
+        _check(directory, header, parameters)
+        found = stored(directory)
+        _check_whole(directory, header, found)
+        weights = {name: torch.empty_like(tensor) for name, tensor in parameters.items()}
+        moments = {
+            key.removeprefix(OPTIMIZER): _moment(key, header, found, parameters, moments_on)
+            for key in header.tensors
+            if key.startswith(OPTIMIZER)
+        }
+        rng = {
+            device: torch.empty(found[key].size, dtype=torch.uint8)
+            for device in header.rng
+            if (key := f"{RNG}{ranks.rank}.{device}") in found
+        }
+        saved = SavedLearner(header.step, weights, moments, rng)
+        own = {f"{RNG}{ranks.rank}.{device}": state for device, state in rng.items()}
+        fill({**_at_least_1d(saved.named()), **own}, directory)
+    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+        raise StorageError(
+            f"{directory} cannot be read ({error}): resume from an earlier checkpoint"
+        ) from error
+    return saved if rng else replace(saved, rng=rng_state())
+
+
+def _read_header(directory: Path) -> _Header:
+    text = (directory / HEADER).read_bytes()
+    known = msgspec.json.decode(text, type=_Format).format
+    if known != FORMAT:
+        raise StorageError(
+            f"{directory} has format {known} and this version reads {FORMAT}: resume it with the version "
+            "that wrote it"
+        )
+    return msgspec.json.decode(text, type=_Header)
+
+
+def _check(directory: Path, header: _Header, parameters: Tensors) -> None:
+    """That this is a checkpoint of these parameters. Raises StorageError."""
+    theirs = {
+        name.removeprefix(MODEL): shape
+        for name, shape in header.tensors.items()
+        if name.startswith(MODEL)
+    }
+    ours = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    moments = (name for name in header.tensors if name.startswith(OPTIMIZER))
+    strangers = {_parameter_of(name) for name in moments} - ours.keys()
+    if theirs != ours or strangers:
+        raise StorageError(f"{directory} is of another model: resume with its own config")
+
+
+def _check_whole(directory: Path, header: _Header, found: Stored) -> None:
+    """That every slice of every tensor is there. Raises StorageError."""
+    for name, shape in header.tensors.items():
+        one = found.get(name)
+        if one is None or tuple(one.size) != (shape or (1,)) or not is_whole(one):
+            raise StorageError(
+                f"{directory} lacks a part of {name}: resume from an earlier checkpoint"
+            )
+
+
+def _parameter_of(key: str) -> str:
+    return key.removeprefix(OPTIMIZER).rpartition(":")[0]
+
+
+def _moment(
+    key: str,
+    header: _Header,
+    found: Stored,
+    parameters: Tensors,
+    device: torch.device | str | None,
+) -> torch.Tensor:
+    """Room for one moment: sharded as its parameter is, if it has its shape; else it is a step counter."""
+    parameter = parameters[_parameter_of(key)]
+    dtype = found[key].properties.dtype
+    if header.tensors[key] == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, device=device or parameter.device)
+    return torch.empty(header.tensors[key], dtype=dtype, device=parameter.device)
+
+
+def _at_least_1d(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Views without the tensors of no dimension (step counters), which DCP's slices cannot say."""
+    return {
+        name: _local(tensor).reshape(1) if tensor.dim() == 0 else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a shard; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

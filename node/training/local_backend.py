@@ -1,0 +1,136 @@
+"""The trainer backend in one process, on a CPU or one GPU.
+
+Everything that computes runs in one thread of its own, never on the event loop; torch is not imported
+before start().
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ..config.training import TrainingConfig
+from ..ops.errors import EngineError, one_line
+from ..weights.state import State
+from .backend import Sample, Snapshot, StepMetrics, TrainBatch
+
+if TYPE_CHECKING:
+    from .learner import Example, Learner
+    from .learner_state import CutLearner
+
+T = TypeVar("T")
+
+
+class LocalBackend:
+    """TrainBackend over one Learner.
+
+    A caller that is cancelled leaves the step to finish in its thread; the next call queues behind it and
+    close() waits for it.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, *, max_steps: int, seed: int, temperature: float = 1.0
+    ) -> None:
+        """`temperature` is the one that samples are drawn at; `max_steps` shapes the schedule."""
+        self._config = config
+        self._max_steps = max_steps
+        self._seed = seed
+        self._temperature = temperature
+        self._thread: ThreadPoolExecutor | None = None
+        self._learner: Learner | None = None
+        self._staged: CutLearner | None = None
+
+    async def start(self, model_dir: Path) -> None:
+        """Load the model of `model_dir` in fp32 and make its optimizer. Raises EngineError."""
+        if self._thread is not None:
+            raise EngineError("this backend was started before: make a new one")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._learner = await self._run(lambda: self._build(model_dir))
+
+    async def step(self, batch: TrainBatch) -> StepMetrics:
+        """One optimizer step; an empty batch only advances the schedule. Raises EngineError.
+
+        Steps count upwards: a batch of a step that was trained before raises EngineError.
+        """
+        return await self._with(lambda learner: learner.step(batch))
+
+    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Cross entropy per trained token, nothing learned."""
+        return await self._with(lambda learner: learner.evaluate(samples))
+
+    async def state(self) -> State:
+        """The bf16 policy, a copy."""
+        return await self._with(lambda learner: learner.state())
+
+    async def snapshot(self) -> Snapshot:
+        """The bf16 policy, and where it differs from the last snapshot."""
+        return await self._with(lambda learner: learner.snapshot())
+
+    async def save(self, directory: Path) -> None:
+        """Write everything that resume needs into `directory`, whole or not at all."""
+        await self._with(lambda learner: learner.save(directory))
+
+    async def stage(self) -> None:
+        """Copy what save() would write; afterwards the weights may change."""
+        self._staged = await self._with(lambda learner: learner.stage())
+
+    async def write_staged(self, directory: Path) -> None:
+        """Write the newest stage(), in a thread of its own: step() and the others may run meanwhile."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise EngineError("nothing was staged: call stage() first")
+        await asyncio.to_thread(staged.write, directory)
+
+    async def load(self, directory: Path) -> None:
+        """Continue exactly from what save() wrote. Raises StorageError."""
+        await self._with(lambda learner: learner.load(directory))
+
+    async def export(self, directory: Path) -> None:
+        """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
+        await self._with(lambda learner: learner.export(directory))
+
+    async def supervised_step(self, examples: Sequence["Example"], lr: float) -> float:
+        """One step of cross entropy on completions; returns the loss per token. For warm_up()."""
+        return await self._with(lambda learner: learner.supervised_step(examples, lr))
+
+    async def end_supervised(self) -> None:
+        """Reset the optimizer after a warm-up."""
+        await self._with(lambda learner: learner.end_supervised())
+
+    async def close(self) -> None:
+        """Wait for the step in progress and free everything."""
+        thread, self._thread = self._thread, None
+        learner, self._learner = self._learner, None
+        if thread is not None:
+            await asyncio.to_thread(thread.shutdown, wait=True, cancel_futures=True)
+        if learner is not None:
+            await asyncio.to_thread(learner.close)
+
+    def _build(self, model_dir: Path) -> "Learner":
+        from .learner import Learner
+
+        return Learner.build(
+            model_dir,
+            self._config,
+            max_steps=self._max_steps,
+            seed=self._seed,
+            temperature=self._temperature,
+        )
+
+    async def _with(self, work: "Callable[[Learner], T]") -> T:
+        learner = self._learner
+        if learner is None:
+            raise EngineError("the trainer backend is not running: call start() first")
+        return await self._run(lambda: work(learner))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Run `work` in the trainer's thread; what torch throws becomes an EngineError."""
+        assert self._thread is not None
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (RuntimeError, ValueError) as error:  # torch's errors, out of memory among them
+            reason = one_line(error)
+            raise EngineError(
+                f"the trainer failed: {reason}; if memory ran out, lower training.seq_len"
+            ) from error

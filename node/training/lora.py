@@ -1,0 +1,159 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) inside a model of transformers. Imports torch: lazily.
+
+attach() comes before sharding and compiling. Parameters of the base keep their names and never change again;
+the adapters have PEFT's names, so that what is exported is read by PEFT, vLLM and others.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...crypto.hashing import derive
+from ..config.training import LoraConfig
+from ..models import model_files
+from ..models.tensors import bf16_state, to_torch
+from ..ops.errors import EngineError
+from ..weights.adapters import PREFIX, merge
+from ..weights.checkpoint import write_checkpoint
+from ..weights.state import State
+from .checkpoint import whole_directory
+
+if TYPE_CHECKING:
+    from ..models.huggingface import PreTrainedModel
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "merged",
+)
+FUSED = {"gate_up_proj": {"gate_proj", "up_proj", "gate_up_proj"}}
+"""What transformers calls experts' weights that checkpoints keep apart."""
+
+
+class LoraLinear(nn.Linear):
+    """x W^T + bias + scale (x A^T) B^T; `weight` and `bias` are those of the layer that it stands for."""
+
+    def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
+        super().__init__(base.in_features, base.out_features, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = _empty(base.in_features, config.rank)
+        self.lora_B = _empty(config.rank, base.out_features)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(self.lora_B.weight)
+        self.to(base.weight.device)
+        self._scale = config.alpha / config.rank
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out], in the dtype of `input`."""
+        down, up = (one.weight.to(input.dtype) for one in (self.lora_A, self.lora_B))
+        return super().forward(input) + F.linear(F.linear(input, down), up) * self._scale
+
+
+def _empty(columns: int, rows: int) -> nn.Linear:
+    """A layer of fp32 masters without values: the global generator is not asked for any."""
+    layer = nn.Linear(columns, rows, bias=False, dtype=torch.float32, device="meta")
+    return layer.to_empty(device="cpu")
+
+
+def attach(
+    model: "PreTrainedModel", config: LoraConfig, seed: int, *, dtype: torch.dtype | None = None
+) -> None:
+    """Give every targeted linear layer adapters, in place, and freeze everything else.
+
+    The same seed gives the same adapters on every rank. The base is rounded to bf16, as other nodes have it,
+    and kept in `dtype`, None for its own: bf16 saves memory where the forward pass is in bf16 anyway. Raises
+    EngineError for targets that are no linear layers of the model.
+    """
+    targets = _targets(model, config)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            rounded = parameter.data.to(torch.bfloat16)
+            parameter.data = rounded.to(dtype or parameter.dtype)
+    for name, layer in targets.items():
+        # not from the global generator: ranks and restarts may have drawn from it differently
+        own = derive("lora", seed.to_bytes(8, "big", signed=True), name.encode())
+        generator = torch.Generator().manual_seed(int.from_bytes(own[:8], "big") >> 1)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, LoraLinear(layer, config, generator))
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters under their names in files, where they lie (whole or sharded)."""
+    return {
+        f"{PREFIX}{name}.{part}.weight": getattr(layer, part).weight
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoraLinear)
+        for part in ("lora_A", "lora_B")
+    }
+
+
+def export(adapters: State, config: LoraConfig, model_dir: Path, directory: Path) -> None:
+    """Write adapters as PEFT does, with tokenizer and config of `model_dir`, the base: whole or not at all.
+
+    With `config.export_merged` the merged model follows, in `merged`. Raises StorageError.
+    """
+    with whole_directory(directory) as partial:
+        for name in model_files.contract_files(model_dir):
+            shutil.copyfile(model_dir / name, partial / name)
+        write_checkpoint(partial / ADAPTER_WEIGHTS, adapters, metadata={"format": "pt"})
+        described = json.dumps(peft_config(config, model_dir), indent=2)
+        (partial / ADAPTER_CONFIG).write_text(described + "\n")
+        if config.export_merged:
+            whole = merge(_read_base(model_dir), adapters, config)
+            model_files.export(whole, model_dir, partial / MERGED)
+
+
+def peft_config(config: LoraConfig, model_dir: Path) -> dict[str, Any]:
+    """The fields of adapter_config.json that say how to merge; PEFT has defaults for the others."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_dir),
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,
+        "target_modules": list(config.target_modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _read_base(model_dir: Path) -> State:
+    state = model_files.read_state(model_dir)
+    return bf16_state((name, to_torch(tensor)) for name, tensor in state.items())
+
+
+def _targets(model: "PreTrainedModel", config: LoraConfig) -> dict[str, nn.Linear]:
+    """Name -> layer of every layer that gets adapters."""
+    wanted = set(config.target_modules)
+    stacked = [name.rpartition(".")[2] for name, one in model.named_parameters() if one.ndim > 2]
+    if fused := {one for name in stacked for one in FUSED.get(name, {name})} & wanted:
+        raise EngineError(
+            f"the weights of all experts are one tensor each ({', '.join(sorted(set(stacked)))}), which cannot "
+            f"have adapters: take {', '.join(sorted(fused))} out of training.lora.target_modules"
+        )
+    linear = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    found = {name: one for name, one in linear.items() if name.rpartition(".")[2] in wanted}
+    head = model.get_output_embeddings()
+    if any(one is head for one in found.values()):
+        raise EngineError(
+            "the head cannot have adapters: take it out of training.lora.target_modules"
+        )
+    if lost := wanted - {name.rpartition(".")[2] for name in found}:
+        known = sorted({name.rpartition(".")[2] for name, one in linear.items() if one is not head})
+        raise EngineError(
+            f"the model has no linear layers {', '.join(sorted(lost))}, but {', '.join(known)}: correct "
+            "training.lora.target_modules"
+        )
+    return found

@@ -1,0 +1,498 @@
+"""Losses by name, as one rank's share of a step. Imports torch: import this file lazily.
+
+Every loss is a sum divided by the token count of the whole step over all ranks (an argument), so that
+adding the ranks' losses or gradients gives exactly what one rank would have computed. The formulas are in
+losses.py.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.training import LossConfig
+from ..ops.errors import UsageError
+
+TOKENS = "loss/mean"
+"""The figure that every trained token has: its count is the number of tokens."""
+
+FIGURES = (
+    TOKENS,
+    "entropy/all/mean",
+    "mismatch_kl/all/mean",
+    "importance_ratio/mean",
+    "is_masked/mean",
+    "is_masked_low/mean",
+    "is_masked_high/mean",
+    "masked_mismatch_kl/mean",
+    "unmasked_mismatch_kl/mean",
+    "ref_kl/all/mean",
+)
+"""Every mean that there can be, in the order in which ranks exchange them. A step may lack some: those of
+the sampler under cross entropy, those of a reference that is not there, those of no masked token."""
+
+PEAKS = ("entropy/all/max", "mismatch_kl/all/max", "importance_ratio/max")
+"""Largest values, in the order in which ranks exchange them; none is ever negative."""
+
+Fold = Callable[[list[float]], list[float]]
+"""From one rank's values to those of all ranks, place by place."""
+
+
+@dataclass
+class LossSums:
+    """Sums over tokens and how many tokens each was taken over; add() micro-batches, reduce() ranks."""
+
+    sums: dict[str, float] = field(default_factory=dict[str, float])
+    counts: dict[str, float] = field(default_factory=dict[str, float])
+    peaks: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens in these sums."""
+        return int(self.counts.get(TOKENS, 0.0))
+
+    def add(self, other: "LossSums") -> None:
+        """Fold another micro-batch in."""
+        for mine, theirs in ((self.sums, other.sums), (self.counts, other.counts)):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0.0) + value
+        for name, value in other.peaks.items():
+            self.peaks[name] = max(self.peaks.get(name, 0.0), value)
+
+    def reduce(self, total: Fold, largest: Fold) -> "LossSums":
+        """The same of all ranks together: `total` adds, `largest` takes the maximum, place by place.
+
+        Every rank sends 2 x len(FIGURES) and len(PEAKS) numbers whatever it saw, also one without a token,
+        so that all take part in both collectives. They want float64: counts exceed what float32 can tell.
+        """
+        mine = [held.get(name, 0.0) for held in (self.sums, self.counts) for name in FIGURES]
+        added = total(mine)
+        highest = largest([self.peaks.get(name, 0.0) for name in PEAKS])
+        counts = _seen(FIGURES, added[len(FIGURES) :])
+        sums = zip(FIGURES, added[: len(FIGURES)], strict=True)
+        peaks = zip(PEAKS, highest, strict=True)
+        return LossSums(
+            {name: value for name, value in sums if name in counts},
+            counts,
+            {name: value for name, value in peaks if mean_of(name) in counts},
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Means and largest values by name, and `tokens`; nothing for an empty step."""
+        if not self.tokens:
+            return {}
+        means = {name: value / self.counts[name] for name, value in self.sums.items()}
+        figures = {**self.peaks, "tokens": float(self.tokens)}
+        entropy, mismatch = means.get("entropy/all/mean"), means.get("mismatch_kl/all/mean")
+        if entropy and mismatch is not None:
+            figures["kl_ent_ratio/mean"] = mismatch / entropy
+        return means | figures
+
+
+def _seen(names: tuple[str, ...], counts: list[float]) -> dict[str, float]:
+    return {name: count for name, count in zip(names, counts, strict=True) if count}
+
+
+def mean_of(peak: str) -> str:
+    """The figure whose largest value a peak is."""
+    return peak.removesuffix("max") + "mean"
+
+
+MAX_LOG_RATIO = 20.0
+"""Beyond e**20 a ratio is a lie or a broken sampler: the clamp keeps exp() finite and its gradient is 0,
+so that such a token changes no weight. Honest tokens never come near."""
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """N trained tokens, float32, flat: only tokens with a mask. Nothing here is ever written to."""
+
+    logprobs: Tensor
+    """log pi: the trainer's, with gradient."""
+    behaviour: Tensor
+    """log mu: the sampler's."""
+    advantages: Tensor
+    entropy: Tensor
+    """Of the trainer's distribution, nats, without gradient; reported only."""
+    sequences: Tensor
+    """int64: which sequence a token is of, counted from 0 within these tokens' micro-batch."""
+    reference: Tensor | None = None
+    """log of a frozen reference policy; only where the loss asks for it (LossConfig.needs_reference)."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log r, clamped to +-MAX_LOG_RATIO (gradient 0 outside)."""
+        return (self.logprobs - self.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    @property
+    def moved(self) -> Tensor:
+        """d = pi - mu, without gradient."""
+        return self.logprobs.detach().exp() - self.behaviour.exp()
+
+    @property
+    def reference_gap(self) -> Tensor:
+        """log reference - log pi, clamped like log_ratio, without gradient. Raises ValueError."""
+        if self.reference is None:
+            raise ValueError(
+                "this loss compares with a reference policy: give its logprobs (TokenInputs.reference)"
+            )
+        gap = self.reference - self.logprobs.detach()
+        return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Loss per token [N], not yet normalised, and which tokens the trust region took out, by side."""
+
+    values: Tensor
+    masked_low: Tensor
+    """bool [N]: their probability or ratio fell too far."""
+    masked_high: Tensor
+
+    @classmethod
+    def unmasked(cls, values: Tensor) -> "TokenLoss":
+        """A loss without a trust region."""
+        nothing = torch.zeros_like(values, dtype=torch.bool)
+        return cls(values, nothing, nothing)
+
+
+def dppo_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
+    """DPPO with a squared-log-ratio pull, prime-rl's default (`trainer/rl/loss.py: default_loss_fn`; DPPO:
+    arXiv 2602.04879, the pull: arXiv 2602.02276).
+
+        masked = d > dppo_mask_high if A > 0 else d < -dppo_mask_low
+        loss   = -[not masked] * adv_tau * A * r + kl_tau * (log r)**2
+
+    The pull acts on masked tokens too; r is not clipped (see MAX_LOG_RATIO for its guard).
+    """
+    high = (inputs.advantages > 0) & (inputs.moved > config.dppo_mask_high)
+    low = (inputs.advantages <= 0) & (inputs.moved < -config.dppo_mask_low)
+    return _masked_gain(config, inputs, low, high)
+
+
+def ipo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
+    """DPPO's loss with a symmetric trust region, whatever the sign of A (prime-rl's `ipo_loss_fn`).
+
+    masked = |d| > ipo_threshold
+    loss   = -[not masked] * adv_tau * A * r + kl_tau * (log r)**2
+    """
+    high = inputs.moved > config.ipo_threshold
+    low = inputs.moved < -config.ipo_threshold
+    return _masked_gain(config, inputs, low, high)
+
+
+def grpo_two_sided(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
+    """Clipped GRPO whose ratio is also bounded where the advantage is negative (INTELLECT-2, arXiv
+    2505.07291).
+
+    With c1 = min(r, clip_ratio_max), c2 = clamp(c1, 1 - clip_low, 1 + clip_high):
+        loss = max(-c1 * A, -c2 * A)
+    Plain GRPO leaves r unbounded for A < 0. clip_high > clip_low is DAPO's asymmetric clip.
+    """
+    low, high = config.clip_low, config.clip_high
+    return _clipped(inputs.log_ratio.exp(), inputs.advantages, low, high, config.clip_ratio_max)
+
+
+def gspo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
+    """One ratio for a whole sequence, clipped (GSPO, arXiv 2507.18071).
+
+    With s = exp(mean of log r over the sequence's trained tokens), the length-normalised ratio of the
+    sequence's likelihoods, c1 = min(s, clip_ratio_max), c2 = clamp(c1, 1 - sequence_clip_low,
+    1 + sequence_clip_high):
+        loss = max(-c1 * A, -c2 * A)   for each of its tokens
+    The gradient flows through the mean: inside the clip every token of the sequence gets -A * s.
+    Two things differ from the paper: a sequence weighs by its tokens, as in every loss here, and s is capped
+    for A < 0 as in grpo_two_sided.
+    """
+    log_ratio, sequences = inputs.log_ratio, inputs.sequences
+    count = int(sequences.max()) + 1
+    lengths = torch.bincount(sequences, minlength=count).clamp(min=1)
+    totals = log_ratio.new_zeros(count).index_add(0, sequences, log_ratio)
+    ratio = (totals / lengths).exp()[sequences]
+    low, high = config.sequence_clip_low, config.sequence_clip_high
+    return _clipped(ratio, inputs.advantages, low, high, config.clip_ratio_max)
+
+
+def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
+    """KL(pi || reference) as a policy gradient, prime-rl's `ref_kl_loss_fn` (on-policy distillation).
+
+        masked = d < -ref_kl_mask_low
+        loss   = -[not masked] * (log reference - log pi) * r + kl_tau * (log r)**2
+
+    The gap to the reference has no gradient: it stands where A stands in the others, and A is not read.
+    """
+    low = inputs.moved < -config.ref_kl_mask_low
+    values = _pull(config, inputs) + reference_term(config, inputs)
+    return TokenLoss(values, masked_low=low, masked_high=torch.zeros_like(low))
+
+
+def reference_term(config: LossConfig, inputs: TokenInputs) -> Tensor:
+    """reverse_kl without the pull: what `ref_kl_tau` times is added to any other loss, per token.
+
+    Raises ValueError without a reference.
+    """
+    low = inputs.moved < -config.ref_kl_mask_low
+    return -(inputs.reference_gap * inputs.log_ratio.exp()).masked_fill(low, 0.0)
+
+
+def negative_log_likelihood(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
+    """Cross entropy: -log pi. Reads neither sampler nor advantage."""
+    return TokenLoss.unmasked(-inputs.logprobs)
+
+
+def _masked_gain(config: LossConfig, inputs: TokenInputs, low: Tensor, high: Tensor) -> TokenLoss:
+    gain = config.adv_tau * inputs.advantages * inputs.log_ratio.exp()
+    values = _pull(config, inputs) - gain.masked_fill(low | high, 0.0)
+    return TokenLoss(values, masked_low=low, masked_high=high)
+
+
+def _pull(config: LossConfig, inputs: TokenInputs) -> Tensor:
+    """Towards the sampler: kl_tau * (log r)**2, on every token."""
+    return config.kl_tau * inputs.log_ratio.square()
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, cap: float) -> TokenLoss:
+    """max(-c1 A, -c2 A); masked is where its gradient is 0 although A is not."""
+    bounded = ratio.clamp(max=cap)
+    clipped = bounded.clamp(1 - low, 1 + high)
+    values = torch.maximum(-bounded * advantages, -clipped * advantages)
+    fixed = ratio.detach()
+    fell = (advantages < 0) & (fixed < 1 - low)
+    runaway = (advantages < 0) & (fixed > cap)
+    return TokenLoss(values, fell, ((advantages > 0) & (fixed > 1 + high)) | runaway)
+
+
+def load_custom(path: str, arguments: dict[str, Any]) -> Callable[[TokenInputs], TokenLoss]:
+    """The function that `path` ("package.module:function") names, given `arguments` at each call.
+
+        function(inputs: TokenInputs, **arguments) -> TokenLoss
+
+    Its values [N] need the gradient of inputs.logprobs. It is not called where there is no token. Raises
+    UsageError if it cannot be had, and at a call whose result does not fit.
+    """
+    function = _find(path)
+    try:
+        inspect.signature(function).bind(None, **arguments)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"training.loss.custom = {path!r} cannot be called with the inputs and custom_args "
+            f"{sorted(arguments)}: {error}"
+        ) from error
+
+    def checked(inputs: TokenInputs) -> TokenLoss:
+        result = function(inputs, **arguments)
+        if fault := _fault(result, inputs):
+            raise UsageError(f"training.loss.custom = {path!r} {fault}")
+        return result
+
+    return checked
+
+
+def _find(path: str) -> Callable[..., Any]:
+    name, _, attribute = path.partition(":")
+    try:
+        module = import_module(name)  # once: later calls find it in sys.modules
+    except (ImportError, SyntaxError) as error:
+        raise UsageError(
+            f"training.loss.custom = {path!r} does not import ({error}): install the package, or name "
+            "its folder in PYTHONPATH of this node and of its ranks"
+        ) from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise UsageError(f"training.loss.custom = {path!r}: {name} has no {attribute!r}; define it")
+    if not callable(found):
+        raise UsageError(f"training.loss.custom = {path!r} is not a function: name one")
+    return found
+
+
+def _fault(result: object, inputs: TokenInputs) -> str | None:
+    """What is wrong with what a custom loss returned, or None."""
+    if not isinstance(result, TokenLoss):
+        return f"returned {type(result).__name__}: return a TokenLoss (TokenLoss.unmasked(values))"
+    shape = inputs.logprobs.shape
+    for name in ("values", "masked_low", "masked_high"):
+        tensor = getattr(result, name)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != shape:
+            found = list(getattr(tensor, "shape", ())) or type(tensor).__name__
+            return f"returned {name} of {found}: one number per token is wanted, {list(shape)}"
+    if result.masked_low.dtype != torch.bool or result.masked_high.dtype != torch.bool:
+        return (
+            "returned masks that are not torch.bool: use comparisons or TokenLoss.unmasked(values)"
+        )
+    if (
+        inputs.logprobs.requires_grad
+        and torch.is_grad_enabled()
+        and not result.values.requires_grad
+    ):
+        return "returned values without gradient: compute them from inputs.logprobs, not detached"
+    if _finite(result.values):
+        return None
+    if not _finite(inputs.logprobs, inputs.behaviour, inputs.advantages):
+        return None  # not its fault, and the learner skips a step that is not finite
+    count = int((~result.values.detach().isfinite()).sum())
+    return f"returned {count} values that are not finite from finite inputs: clamp log ratios"
+
+
+def _finite(*tensors: torch.Tensor) -> bool:
+    return all(bool(tensor.detach().isfinite().all()) for tensor in tensors)
+
+
+Formula = Callable[[TokenInputs], TokenLoss]
+
+
+def formula(config: LossConfig) -> Formula:
+    """The loss per token that `config` names, with its reference term.
+
+    Raises UsageError if a custom loss cannot be had: ask for it once before the first step.
+    """
+    found = _by_name(config)
+    if not config.ref_kl_tau:
+        return found
+
+    def with_reference(inputs: TokenInputs) -> TokenLoss:
+        token_loss = found(inputs)
+        term = config.ref_kl_tau * reference_term(config, inputs)
+        return replace(token_loss, values=token_loss.values + term)
+
+    return with_reference
+
+
+def _by_name(config: LossConfig) -> Formula:
+    match config.type:
+        case "dppo_kl":
+            named = dppo_kl
+        case "ipo":
+            named = ipo
+        case "grpo_two_sided":
+            named = grpo_two_sided
+        case "gspo":
+            named = gspo
+        case "reverse_kl":
+            named = reverse_kl
+        case "ce":
+            named = negative_log_likelihood
+        case "custom":
+            return load_custom(config.custom, config.custom_args)
+    return partial(named, config)
+
+
+def policy_loss(config: LossConfig, inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
+    """Loss of these tokens as their share of a step of `tokens` trained tokens over all ranks.
+
+    Returns the scalar to call backward() on and the detached sums for the metrics. Sequences are whole:
+    all trained tokens of one are in `inputs` (but under context parallelism, where gspo is refused). A rank
+    without tokens gets 0 with a gradient of 0, so that its backward() takes part in the others' collectives.
+    A number that is not finite makes the loss so: nothing is repaired here, the caller skips such a step.
+
+    Raises ValueError for columns that do not agree, a count that is too small, or a reference that is
+    missing; UsageError for a custom loss (load_custom).
+    """
+    _check(inputs, tokens)
+    if config.needs_reference and inputs.reference is None:
+        raise ValueError(
+            f"loss {config.type!r} with ref_kl_tau {config.ref_kl_tau:g} compares with a reference policy: "
+            "give TokenInputs.reference"
+        )
+    return _share(formula(config), inputs, tokens, sampled=True)
+
+
+def cross_entropy(inputs: TokenInputs, tokens: int) -> tuple[Tensor, LossSums]:
+    """-sum(log pi) / tokens, where tokens were not sampled but given (objective "ce").
+
+    Sampler, advantages and reference are not read and nothing is reported of them. Like policy_loss() else.
+    """
+    _check(inputs, tokens)
+    nll = partial(negative_log_likelihood, LossConfig(type="ce"))
+    return _share(nll, inputs, tokens, sampled=False)
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) of `targets`, and the entropy; logits [N, V], float32 inside.
+
+    The entropy (nats per token) carries no gradient.
+    """
+    scaled = logits.float() / temperature
+    log_z = scaled.logsumexp(-1)
+    chosen = scaled.gather(-1, targets[:, None])[:, 0] - log_z
+    with torch.no_grad():
+        entropy = log_z - (scaled.softmax(-1) * scaled).sum(-1)
+    return chosen, entropy
+
+
+def _share(
+    loss_of: Formula, inputs: TokenInputs, tokens: int, *, sampled: bool
+) -> tuple[Tensor, LossSums]:
+    if not inputs.logprobs.numel():
+        return inputs.logprobs.sum(), LossSums()  # 0, and still a function of the weights
+    token_loss = loss_of(inputs)
+    return token_loss.values.sum() / tokens, _measure(inputs, token_loss, sampled)
+
+
+def _check(inputs: TokenInputs, tokens: int) -> None:
+    shape = inputs.logprobs.shape
+    columns = [inputs.behaviour, inputs.advantages, inputs.entropy, inputs.sequences]
+    if inputs.reference is not None:
+        columns.append(inputs.reference)
+    if len(shape) != 1 or any(column.shape != shape for column in columns):
+        found = [list(column.shape) for column in (inputs.logprobs, *columns)]
+        raise ValueError(f"columns must be flat and of one length, one entry per token: {found}")
+    if tokens < inputs.logprobs.numel():
+        raise ValueError("tokens counts the whole step: it cannot be less than this part of it")
+
+
+@torch.no_grad()
+def _measure(inputs: TokenInputs, token_loss: TokenLoss, sampled: bool) -> LossSums:
+    """The figures of one micro-batch, brought to the host at once."""
+    everywhere = torch.ones_like(token_loss.values, dtype=torch.bool)
+    figures = {
+        "loss/mean": (token_loss.values, everywhere),
+        "entropy/all/mean": (inputs.entropy, everywhere),
+    }
+    if sampled:
+        figures |= _of_sampler(inputs, token_loss, everywhere)
+    if sampled and inputs.reference is not None:
+        figures["ref_kl/all/mean"] = (_k3(inputs.reference_gap), everywhere)
+    peaks = [peak for peak in PEAKS if mean_of(peak) in figures]
+    found = torch.stack(
+        [values.double().masked_fill(~where, 0.0).sum() for values, where in figures.values()]
+        + [where.sum().double() for _, where in figures.values()]
+        + [figures[mean_of(peak)][0].max().double() for peak in peaks]
+    ).tolist()
+    n = len(figures)
+    counts = dict(zip(figures, found[n : 2 * n], strict=True))
+    sums = {name: value for name, value in zip(figures, found[:n], strict=True) if counts[name]}
+    return LossSums(
+        sums,
+        {name: count for name, count in counts.items() if count},
+        dict(zip(peaks, found[2 * n :], strict=True)),
+    )
+
+
+def _of_sampler(
+    inputs: TokenInputs, token_loss: TokenLoss, everywhere: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What compares trainer and sampler: (values, of which tokens) by name.
+
+    mismatch_kl estimates KL(mu || pi) from tokens that mu drew.
+    """
+    mismatch = _k3(inputs.log_ratio)
+    masked = token_loss.masked_low | token_loss.masked_high
+    return {
+        "mismatch_kl/all/mean": (mismatch, everywhere),
+        "importance_ratio/mean": (inputs.log_ratio.exp(), everywhere),
+        "is_masked/mean": (masked, everywhere),
+        "is_masked_low/mean": (token_loss.masked_low, everywhere),
+        "is_masked_high/mean": (token_loss.masked_high, everywhere),
+        "masked_mismatch_kl/mean": (mismatch, masked),
+        "unmasked_mismatch_kl/mean": (mismatch, ~masked),
+    }
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """r - log r - 1: a KL from samples, without bias and never negative."""
+    return log_ratio.exp() - log_ratio - 1

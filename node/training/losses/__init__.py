@@ -1,1 +1,0 @@
-"""Losses by name, and the sums that metrics are made of."""

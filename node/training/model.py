@@ -1,0 +1,369 @@
+"""A causal model of transformers made ready for training: packed rows in, logprobs out. Imports torch lazily.
+
+The order matters: what is recomputed in backward, then compiled, then sharded. Nothing here changes the names
+of parameters: a checkpoint or an export calls them as transformers does.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ..config.training import TrainingConfig
+from ..models import huggingface
+from ..models.architectures import untrainable
+from ..models.model_files import read_json
+from ..models.tensors import torch_dtype
+from ..ops.errors import EngineError
+from . import attention, experts
+from .attention import Layout
+from .experts import ExpertLoad
+from .losses import TokenInputs
+from .packing import MicroBatch
+from .world import World
+
+if TYPE_CHECKING:
+    from ..models.huggingface import PreTrainedModel
+
+
+class Masters:
+    """Makes the trainable parameters of `model` the rounding of fp32 ones that are `named` as they are."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Every parameter gets `dtype`, what is frozen too."""
+        self.named: dict[str, Tensor] = {}
+        self._rounded: list[Tensor] = []
+        self._exact: list[Tensor] = []
+        for name, parameter in model.named_parameters():
+            exact = parameter.data
+            parameter.data = exact.to(dtype)
+            if parameter.requires_grad:
+                self._watch(name, parameter, nn.Parameter(exact.float()))
+
+    def settle(self) -> None:
+        """Write the masters' rounding into the model."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._rounded, self._exact)  # pyright: ignore
+
+    def _watch(self, name: str, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        self.named[name] = master
+        self._rounded.append(parameter)
+        self._exact.append(master)
+
+        def collect(done: Tensor) -> None:
+            """A gradient is complete: add it to the master's, and free it."""
+            grad, done.grad = done.grad, None
+            if grad is None:
+                return
+            if master.grad is None:
+                master.grad = grad.float()
+            else:
+                master.grad.add_(grad)
+
+        parameter.register_post_accumulate_grad_hook(collect)
+
+
+def head_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) of `targets`, and the entropies (nats, no gradient).
+
+    `hidden` [N, d] and `weight` [V, d] share a dtype; both results are [N] float32, softmax and sums included.
+    At most `chunk` x V logits exist at a time, in the dtype of `hidden`.
+    """
+    return _HeadLogprobs.apply(hidden, weight, targets, 1.0 / temperature, chunk)  # type: ignore[no-any-return]
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        read, _ = _kernels(hidden.is_cuda)
+        # three tensors, not rows of one: autograd must not take the results for views
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropy, log_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for part in _chunks(len(hidden), chunk):
+            logits = hidden[part] @ weight.T
+            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], scale)
+        ctx.save_for_backward(hidden, weight, targets, log_z)
+        ctx.scale, ctx.chunk = scale, chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, targets, log_z = ctx.saved_tensors
+        _, pull = _kernels(hidden.is_cuda)
+        of_hidden = torch.empty_like(hidden)
+        # fp32: one chunk more or less must not change what bf16 can add up
+        learns = ctx.needs_input_grad[1]
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        for part in _chunks(len(hidden), ctx.chunk):
+            logits = hidden[part] @ weight.T
+            of_logits = pull(logits, targets[part], log_z[part], grad[part], ctx.scale)
+            of_hidden[part] = of_logits @ weight
+            if of_weight is not None:
+                of_weight += of_logits.T @ hidden[part]
+        found = None if of_weight is None else of_weight.to(weight.dtype)
+        return of_hidden, found, None, None, None
+
+
+def _read(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of the targets, entropies and log of the partition function, [N] each."""
+    scaled = logits.float() * scale
+    log_z = scaled.logsumexp(-1)
+    mean = ((scaled - log_z[:, None]).exp() * scaled).sum(-1)
+    chosen = logits.gather(-1, targets[:, None])[:, 0].float() * scale
+    return chosen - log_z, log_z - mean, log_z
+
+
+def _pull(logits: Tensor, targets: Tensor, log_z: Tensor, grad: Tensor, scale: float) -> Tensor:
+    """The gradient of the logits: (one-hot - softmax) x grad x scale."""
+    probabilities = (logits.float() * scale - log_z[:, None]).exp()
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    hit = (columns[None] == targets[:, None]).float()
+    return ((hit - probabilities) * (grad * scale)[:, None]).to(logits.dtype)
+
+
+@cache
+def _kernels(fused: bool) -> tuple[Any, Any]:
+    """_read and _pull; on a GPU compiled, so that a chunk of fp32 logits never exists either."""
+    if not fused:
+        return _read, _pull
+    return torch.compile(_read, dynamic=True), torch.compile(_pull, dynamic=True)
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    return (slice(at, min(at + size, count)) for at in range(0, count, size))
+
+
+logger = logging.getLogger(__name__)
+
+MULTIPLE = 128
+"""Rows are padded to a multiple of this on a GPU: what matrix kernels like, and few shapes."""
+WHOLE_SEQUENCES = ("gspo", "custom")
+"""Losses that may add up over the tokens of a sequence."""
+PROBE = 5
+"""Tokens with which the way to the logprobs is compared with the model's own."""
+PROBE_NATS = 1e-3
+
+
+class TrainedModel(nn.Module):
+    """The module that is sharded as a whole; `causal` is transformers' own."""
+
+    def __init__(self, causal: "PreTrainedModel", config: TrainingConfig, world: World) -> None:
+        super().__init__()
+        self.causal: Any = causal
+        self._chunk = config.head_chunk
+        self._world = world
+        self._masters: Masters | None = None
+        self.expert_load = ExpertLoad([], world)
+        """Of a mixture of experts that is trained."""
+
+    @classmethod
+    def build(
+        cls,
+        model_dir: Path,
+        config: TrainingConfig,
+        world: World,
+        *,
+        attach: "Callable[[PreTrainedModel], None] | None" = None,
+        frozen: bool = False,
+    ) -> "TrainedModel":
+        """The model of a directory with fp32 masters, on the world's device, sharded over its mesh.
+
+        `attach` may add to it before that. With `frozen` it is only read: in the dtype of forward, without
+        gradients. Raises EngineError.
+        """
+        if reason := untrainable(read_json(model_dir / "config.json"), config.seq_len):
+            raise EngineError(f"the model cannot be trained: {reason}")
+        dtype = compute_dtype(config, world) if frozen else torch.float32
+        attention.use_flash_attention_3(world.device)
+        huggingface.register_attention(attention.ATTENTION_NAME, attention.attend)
+        check_context(huggingface.load_config(model_dir), config)
+        causal = huggingface.load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
+        check_head(causal)
+        huggingface.use_attention(causal, attention.ATTENTION_NAME)
+        if attach is not None:
+            attach(causal)
+        causal.train(not frozen).requires_grad_(False) if frozen else causal.train()
+        model = cls(causal, config, world)
+        owned = experts.share_out(
+            causal, config.expert_parallel, world, compute_dtype(config, world)
+        )
+        model.expert_load = experts.prepare(
+            causal, world, freeze_router=config.freeze_router, count=not frozen
+        )
+        for layer in layers_of(causal):
+            layer.forward = _prepared(layer.forward, config, world)
+        return model._shard(config, world, owned)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        rows: Tensor,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies [N] of `targets` [N], predicted at `rows` [N] of the row `ids` [T]."""
+        hidden = self.causal.base_model(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            sequence_ends=layout.ends,
+            sequence_offsets=layout.offsets,
+            context=self._world.context,
+        ).last_hidden_state[0]
+        weight = self.causal.get_output_embeddings().weight
+        return head_logprobs(hidden[rows], weight, targets, temperature, self._chunk)
+
+    def read(self, row: MicroBatch, temperature: float) -> TokenInputs:
+        """The trained tokens of this rank's part of a row; gradient flows through `logprobs`."""
+        world = self._world
+        layout = Layout.of(row.lengths, world.device)
+        own = row.part(world.context_rank, world.context_size)
+        arrays = (own.token_ids, own.positions, own.rows, own.targets, own.logprobs)
+        ids, positions, rows, targets, behaviour = (_upload(one, world.device) for one in arrays)
+        logprobs, entropy = self(ids, positions, layout, rows, targets, temperature)
+        advantages, sequences = (
+            _upload(one, world.device) for one in (own.advantages, own.sequences)
+        )
+        return TokenInputs(logprobs, behaviour, advantages, entropy, sequences)
+
+    def release(self) -> None:
+        """Compute no more: what stands before a layer's own forward holds the layer, a circle that keeps its
+        weights until garbage is collected."""
+        for module in self.causal.modules():
+            module.__dict__.pop("forward", None)
+
+    def masters(self) -> dict[str, Tensor]:
+        """What is learned, fp32, by name; a tied weight appears once. Ask before the first forward pass."""
+        if self._masters is not None:
+            return self._masters.named
+        return dict(self.causal.named_parameters())
+
+    def settle(self) -> None:
+        """The masters were changed: compute with what they are now."""
+        if self._masters is not None:
+            self._masters.settle()
+
+    def _shard(
+        self, config: TrainingConfig, world: World, owned: set[nn.Parameter]
+    ) -> "TrainedModel":
+        dtype = compute_dtype(config, world)
+        if world.mesh is None:
+            self.to(world.device)
+            if dtype != torch.float32:
+                self._masters = Masters(self.causal, dtype)
+            return self
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in layers_of(self.causal):
+            fully_shard(
+                layer,
+                mesh=world.mesh,
+                mp_policy=policy,
+                reshard_after_forward=world.size > 1 and config.fsdp.reshard_after_forward,
+                ignored_params=owned,
+            )
+        fully_shard(
+            self,
+            mesh=world.mesh,
+            mp_policy=policy,
+            reshard_after_forward=False,
+            ignored_params=owned,
+        )
+        return self
+
+
+def check_context(config: Any, wanted: TrainingConfig) -> None:
+    """Raise EngineError if heads, or the loss, cannot be shared as context_parallel wants it."""
+    ranks, heads = wanted.context_parallel, config.get_text_config().num_key_value_heads
+    if heads % ranks:
+        raise EngineError(
+            f"{heads} key-value heads are not divisible by context_parallel {ranks}: take a divisor"
+        )
+    if ranks > 1 and wanted.loss.type in WHOLE_SEQUENCES:
+        raise EngineError(
+            f"loss {wanted.loss.type!r} needs whole sequences on a rank: set context_parallel to 1"
+        )
+
+
+def compute_dtype(config: TrainingConfig, world: World) -> torch.dtype:
+    """Of forward and backward."""
+    if config.dtype == "auto":
+        return torch.float32 if world.device.type == "cpu" else torch.bfloat16
+    return torch_dtype(config.dtype)
+
+
+def layers_of(causal: Any) -> list[nn.Module]:
+    """The blocks of a model, one after the other. Raises EngineError."""
+    names: set[str] = set(getattr(causal, "_no_split_modules", None) or ())
+    found = [one for one in causal.modules() if type(one).__name__ in names]
+    if not found:
+        raise EngineError(
+            f"{type(causal).__name__} does not say what its layers are: choose a causal model of transformers"
+        )
+    return found
+
+
+@torch.no_grad()
+def check_head(causal: Any) -> None:
+    """Raise EngineError unless the logits are the last hidden states times the head's weights, and no more."""
+    head = causal.get_output_embeddings()
+    device = next(causal.parameters()).device
+    ids = (
+        torch.arange(1, PROBE + 1, device=device)[None] % causal.config.get_text_config().vocab_size
+    )
+    hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    plain = (
+        None if head is None or getattr(head, "bias", None) is not None else hidden @ head.weight.T
+    )
+    own = causal(input_ids=ids, use_cache=False).logits
+    if plain is None or not torch.allclose(plain.float(), own.float(), atol=PROBE_NATS, rtol=1e-3):
+        raise EngineError(
+            f"{type(causal).__name__} does more between hidden states and logits than a matrix product: "
+            "it cannot be trained here"
+        )
+
+
+def _prepared(
+    forward: Callable[..., Any], config: TrainingConfig, world: World
+) -> Callable[..., Any]:
+    """A layer's forward with what the config wants done to it."""
+    wanted = config.compile if config.compile is not None else world.device.type == "cuda"
+    # where tokens travel graphs are cut, and a checkpoint around a cut is not compiled at all
+    inside = config.expert_parallel > 1 and config.activation_checkpointing != "selective"
+    inside = inside and wanted
+    if inside:
+        forward = torch.compile(forward)
+    if config.activation_checkpointing != "none":
+        extra: Mapping[str, Any] = {}
+        if config.activation_checkpointing == "selective":
+            extra = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_attention)}
+        forward = partial(checkpoint, forward, use_reentrant=False, **extra)
+    return torch.compile(forward) if wanted and not inside else forward
+
+
+def _keep_attention(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Attention's output is small and dear: it is kept, the rest of a layer is computed again."""
+    if operation in (torch.ops.primerl.packed_attention.default,):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _upload(array: Any, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

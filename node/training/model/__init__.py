@@ -1,1 +1,0 @@
-"""A causal model made ready for training: attention, head, adapters, experts, masters."""

@@ -1,0 +1,626 @@
+"""Snapshots from one process to another, by a file in shared memory.
+
+A file counts as written once its last bytes are there, and no byte of it is believed: offsets and counts
+are checked before anything is allocated or written. No torch here: the daemon reads.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..ops.errors import EngineError, StorageError
+from ..weights.state import BITS, State, Tensor, numel
+from .backend import Snapshot
+
+Positions = NDArray[np.int64]
+
+MAX_THREADS = 16
+"""More copy no faster."""
+AHEAD_THREADS = 2
+"""Few: the delta is being encoded meanwhile, and the next export is a step away."""
+MAX_WAITING = 1 << 30
+"""Bytes in page-locked memory before the host writes them; what one tensor changes by more at most."""
+
+
+class DeviceEvent(Protocol):
+    """Something that comes to pass on a device, as torch.cuda.Event."""
+
+    def synchronize(self) -> object:
+        """Block until it has."""
+        ...
+
+
+class Piece(Protocol):
+    """Some elements of one tensor, new."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it holds until it is written."""
+        ...
+
+    def write(self, data: NDArray[Any]) -> Positions | None:
+        """Write the elements into the whole tensor's bits; returns their positions, if few."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostPiece:
+    """A piece in the host's memory, or on its way there."""
+
+    start: int
+    """Where the elements begin in the tensor; below 0 if the first of them are others'."""
+    index: NDArray[np.int32] | None
+    """Positions counted from `start`, increasing; None: `bits` are all from there on."""
+    bits: NDArray[Any]
+    ready: DeviceEvent | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it holds until it is written."""
+        return self.bits.nbytes + (0 if self.index is None else self.index.nbytes)
+
+    def wait(self) -> None:
+        """Block until everything has arrived."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+    def write(self, data: NDArray[Any]) -> Positions | None:
+        """Write the elements into the whole tensor's bits; returns their positions, if few."""
+        self.wait()
+        if self.index is None:
+            np.copyto(data[self.start : self.start + self.bits.size], self.bits)
+            return None
+        index = self.index.astype(np.int64)
+        index += self.start
+        data[index] = self.bits
+        return index
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """What an export found about one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    whole: bool
+    """Nothing was known about it: the pieces are all of it. Else they are what differs."""
+    pieces: Sequence[Piece] = ()
+
+
+class HostState:
+    """Holds the last state that it built."""
+
+    def __init__(self, *, threads: int = 0, ahead: bool = False) -> None:
+        """`threads` copy, 0 for one a core.
+
+        With `ahead` the last state is copied while the next one is learned: build() then only
+        writes what changed, and a second state's worth of memory is held.
+        """
+        self._threads = threads or min(MAX_THREADS, os.cpu_count() or 1)
+        self._ahead = _Ahead() if ahead else None
+        self._state: State | None = None
+
+    @property
+    def state(self) -> State | None:
+        """What the next state may be told as a difference from; None: everything has to be told."""
+        return self._state
+
+    def build(self, found: Iterable[TensorDiff]) -> Snapshot:
+        """The state that `found` tells of; a tensor may come in several parts.
+
+        Nothing is held any more if this fails. Raises EngineError for a difference from a tensor
+        that is not held.
+        """
+        base, self._state = self._state, None
+        with ThreadPoolExecutor(self._threads) as pool:
+            building = _Building(pool, base, self._ahead)
+            for one in found:
+                building.add(one)
+            snapshot = building.finish()
+        self._state = snapshot.state
+        if self._ahead is not None:
+            self._ahead.copy(snapshot.state)
+        return snapshot
+
+    def forget(self) -> None:
+        """Hold nothing: the next state comes whole."""
+        self._state = None
+
+    def close(self) -> None:
+        """End the threads that copy ahead; what was built stays."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+
+class _Ahead:
+    """Copies of the tensors of a state, made in the background, to write the next one into."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="copy-ahead")
+        self._copies: dict[str, tuple[Tensor, Future[NDArray[Any]]]] = {}
+
+    def copy(self, state: State) -> None:
+        """Copy what was not copied yet."""
+        self._copies = {
+            name: self._copies[name]
+            if name in self._copies and self._copies[name][0] is tensor
+            else (tensor, self._pool.submit(tensor.data.copy))
+            for name, tensor in state.items()
+        }
+
+    def take(self, name: str, tensor: Tensor) -> NDArray[Any] | None:
+        """A copy of the data of `tensor`, from now on the caller's; None if there is none."""
+        copied, future = self._copies.pop(name, (None, None))
+        return future.result() if future is not None and copied is tensor else None
+
+    def close(self) -> None:
+        """Forget the copies and end the threads."""
+        self._copies = {}
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Growing:
+    """The next version of one tensor."""
+
+    def __init__(self, found: TensorDiff, old: Tensor | None) -> None:
+        self.old = old
+        self.data = None if old else np.empty(numel(found.shape), BITS[found.dtype])
+        """What is written into; None as long as nothing has changed."""
+        self.pieces: list[Piece] = []
+        self.found: list[Positions | None] = []
+        """Where each piece changed the tensor; None: anywhere in it."""
+        self._layout = (found.dtype, found.shape)
+
+    def tensor(self) -> Tensor:
+        """The tensor: the old one, if nothing has changed."""
+        if self.data is None:
+            assert self.old is not None
+            return self.old
+        return Tensor(*self._layout, self.data)
+
+    def positions(self) -> Positions | None:
+        """Where the tensor differs from the old one; None: anywhere."""
+        known = [one for one in self.found if one is not None]
+        if len(known) < len(self.found):
+            return None
+        return known[0] if len(known) == 1 else np.concatenate(sorted(known, key=_first))
+
+    def write(self) -> None:
+        """Write the pieces that have come."""
+        if self.data is None:
+            assert self.old is not None
+            self.data = self.old.data.copy()
+        for piece in self.pieces:
+            self.found.append(piece.write(self.data))
+        self.pieces.clear()
+
+
+def _first(positions: Positions) -> int:
+    return int(positions[0])
+
+
+class _Building:
+    """One state being built: nothing is written while more is being found, then all at once.
+
+    Threads that copy meanwhile would hold up the one that asks the device at each of its many short calls.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, base: State | None, ahead: _Ahead | None) -> None:
+        self._pool = pool
+        self._base = base
+        self._ahead = ahead
+        self._growing: dict[str, _Growing] = {}
+        self._waiting: dict[str, _Growing] = {}
+        self._bytes = 0
+
+    def add(self, found: TensorDiff) -> None:
+        """One more tensor, or more pieces of one."""
+        if found.name not in self._growing:
+            self._growing[found.name] = _Growing(found, self._old(found))
+        if not found.pieces:
+            return
+        growing = self._growing[found.name]
+        growing.pieces.extend(found.pieces)
+        self._waiting[found.name] = growing
+        self._bytes += sum(piece.nbytes for piece in found.pieces)
+        if self._bytes >= MAX_WAITING:
+            self._write()
+
+    def finish(self) -> Snapshot:
+        """The state, and where it differs from its base if all of it was compared with that."""
+        self._write()
+        state = {name: one.tensor() for name, one in self._growing.items()}
+        compared = all(one.old is not None for one in self._growing.values())
+        if self._base is None or not compared or state.keys() != self._base.keys():
+            return Snapshot(state)
+        changed = {name: one.positions() for name, one in self._growing.items() if one.found}
+        return Snapshot(state, self._base, changed)
+
+    def _old(self, found: TensorDiff) -> Tensor | None:
+        """What the pieces of `found` differ from."""
+        if found.whole:
+            return None
+        old = self._base.get(found.name) if self._base is not None else None
+        if old is None or (old.dtype, old.shape) != (found.dtype, found.shape):
+            raise EngineError(
+                f"a difference from {found.name!r} came, which is not held: export everything once"
+            )
+        return old
+
+    def _write(self) -> None:
+        for name, growing in self._waiting.items():
+            if growing.data is None and self._ahead and growing.old:
+                growing.data = self._ahead.take(name, growing.old)
+        list(self._pool.map(_Growing.write, self._waiting.values()))
+        self._waiting.clear()
+        self._bytes = 0
+
+
+MEMORY = Path("/dev/shm")
+MAGIC = b"prl-snp1"
+ALIGN = 64
+MAX_HEADER = 1 << 28
+"""Bytes of the header: 100 for a tensor and 12 for a piece are ample, models have some 10,000 of both."""
+
+
+class _Piece(msgspec.Struct, frozen=True, array_like=True):
+    start: int
+    count: int
+    bits_at: int
+    index_at: int | None = None
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    whole: bool
+    pieces: tuple[_Piece, ...]
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    writer: str
+    number: int
+    """Snapshots of a writer count from 1; 0 is a state on its own."""
+    tensors: tuple[_Entry, ...]
+
+
+def exchange_directory(size: int, fallback: Path | None = None) -> Path:
+    """Where to make a directory for the files of a state of `size` bytes: in memory if there is room.
+
+    Else `fallback`, or where temporary files are.
+    """
+    # a container may have 64 MiB there; a file is deleted before the next one is written
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size:
+        return MEMORY
+    return fallback or Path(tempfile.gettempdir())
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+class SnapshotFiles:
+    """Numbers the files of one writer, so that a reader sees whether it missed one."""
+
+    def __init__(self) -> None:
+        self._writer = secrets.token_hex(8)
+        self._number = 0
+
+    def following(self, path: Path) -> "StateFile":
+        """The next snapshot."""
+        self._number += 1
+        return StateFile(path, self._writer, self._number)
+
+    def apart(self, path: Path) -> "StateFile":
+        """A state that no snapshot follows."""
+        return StateFile(path, self._writer, 0)
+
+
+class StateFile:
+    """One file while it is written; it has its name once all of it is there. Use it as a context."""
+
+    def __init__(self, path: Path, writer: str, number: int) -> None:
+        self._path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._writer = writer
+        self._number = number
+        self._entries: list[_Entry] = []
+        self._descriptor = -1
+        self._at = ALIGN
+        """Where the next array goes; never 0, and the first bytes are nobody's."""
+
+    def __enter__(self) -> Self:
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            self._descriptor = os.open(self._partial, flags, 0o600)
+        except OSError as error:
+            raise self._failed(error) from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            os.close(self._descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                self._partial.unlink()
+
+    def add(self, found: TensorDiff) -> None:
+        """Write what was found about one tensor. Raises StorageError."""
+        pieces: list[_Piece] = []
+        for piece in found.pieces:
+            if not isinstance(piece, HostPiece):
+                raise TypeError("only pieces in memory can be written: read the file first")
+            piece.wait()
+            index_at = None if piece.index is None else self._put(piece.index)
+            pieces.append(_Piece(piece.start, piece.bits.size, self._put(piece.bits), index_at))
+        entry = _Entry(found.name, found.dtype, found.shape, found.whole, tuple(pieces))
+        self._entries.append(entry)
+
+    def _put(self, array: NDArray[Any]) -> int:
+        """Write one array; returns where."""
+        at = self._at
+        self._write(array.data.cast("B"))
+        self._at += -self._at % ALIGN
+        return at
+
+    def _write(self, data: memoryview | bytes) -> None:
+        left = memoryview(data)
+        try:
+            while left.nbytes:
+                done = os.pwrite(self._descriptor, left, self._at)
+                left = left[done:]
+                self._at += done
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _finish(self) -> None:
+        """Header, where it begins, how long it is, and the magic."""
+        start = self._at
+        header = msgspec.msgpack.encode(_Header(self._writer, self._number, tuple(self._entries)))
+        self._write(header + _footer(start, len(header)))
+        try:
+            self._partial.rename(self._path)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"the policy cannot be handed over by {self._path} ({error}): make room there"
+        )
+
+
+def _footer(start: int, size: int) -> bytes:
+    return start.to_bytes(8, "little") + size.to_bytes(8, "little") + MAGIC
+
+
+FOOTER = len(_footer(0, 0))
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+class SnapshotReader:
+    """Builds the states that a SnapshotWriter wrote; holds the last one, as base of the next.
+
+    One thread at a time. A file is deleted by being read, also in vain.
+    """
+
+    def __init__(self, *, threads: int = 0, ahead: bool = False) -> None:
+        """`threads` copy, `ahead` of time if that is wanted: see HostState."""
+        self._threads = threads
+        self._host = HostState(threads=threads, ahead=ahead)
+        self._last = ("", 0)
+        """Writer and number of the snapshot that is held."""
+
+    def snapshot(self, path: Path) -> Snapshot:
+        """The policy in `path`, compared with the one read before if the file is such a difference.
+
+        Raises EngineError if it is truncated, no such file, or does not follow the last one; nothing
+        is held then: have a whole one written.
+        """
+        last, self._last = self._last, ("", 0)
+        try:
+            with _opened(path) as file:
+                header = file.header
+                whole = all(entry.whole for entry in header.tensors)
+                if not whole and (header.writer, header.number - 1) != last:
+                    raise EngineError(
+                        f"snapshot {header.number} in {path} does not follow the last one that was "
+                        "read: export everything once"
+                    )
+                found = self._host.build(file.found())
+        except EngineError:
+            self._host.forget()
+            raise
+        self._last = (header.writer, header.number)
+        return found
+
+    def state(self, path: Path) -> State:
+        """The policy in `path`, which has to be whole; snapshots are not touched. Raises EngineError."""
+        with _opened(path) as file:
+            return HostState(threads=self._threads).build(file.found()).state
+
+    def close(self) -> None:
+        """End the threads that copy ahead."""
+        self._host.close()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> "Generator[_Reading]":
+    """The file, deleted as soon as it is open. Raises EngineError."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise EngineError(
+            f"the policy in {path} cannot be read ({error}): export it again"
+        ) from error
+    try:
+        path.unlink(missing_ok=True)
+        yield _Reading(descriptor, path)
+    except OSError as error:
+        raise EngineError(
+            f"the policy in {path} cannot be read ({error}): export it again"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+class _Reading:
+    """One file while it is read: its end goes as soon as it was read, so that no second copy stays."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self.header, self._end = self._read_header()
+        self._check_all()
+        self._lock = threading.Lock()
+        self._left: list[int] = []
+        """Where the pieces that were not read begin, the last one last."""
+        self._read: set[int] = set()
+
+    def found(self) -> Iterator[TensorDiff]:
+        """All tensors in their order, then all pieces, the last ones first."""
+        pieces: list[tuple[int, _FilePiece, _Entry]] = []
+        for entry in self.header.tensors:
+            yield TensorDiff(entry.name, entry.dtype, entry.shape, entry.whole)
+            for one in entry.pieces:
+                at = one.bits_at if one.index_at is None else min(one.index_at, one.bits_at)
+                pieces.append((at, _FilePiece(self, at, one), entry))
+        pieces.sort(key=lambda piece: piece[0])
+        self._left = [at for at, _, _ in pieces]
+        for _, piece, entry in reversed(pieces):
+            yield TensorDiff(entry.name, entry.dtype, entry.shape, entry.whole, [piece])
+
+    def read_into(self, out: NDArray[Any], at: int) -> None:
+        """Fill `out` from `at` on. Raises EngineError."""
+        left = out.data.cast("B")
+        while left.nbytes:
+            done = os.preadv(self._descriptor, [left], at)
+            if not done:
+                raise self._fault("it has lost its end")
+            left = left[done:]
+            at += done
+
+    def done(self, at: int) -> None:
+        """The piece from `at` on is not needed any more."""
+        with self._lock:
+            self._read.add(at)
+            end = None
+            while self._left and self._left[-1] in self._read:
+                end = self._left.pop()
+            if end is not None:
+                os.ftruncate(self._descriptor, end)
+
+    def fault(self, name: str) -> EngineError:
+        """What to say of a piece that is not of its tensor."""
+        return self._fault(f"a piece of {name!r} does not fit")
+
+    def _fault(self, what: str) -> EngineError:
+        return EngineError(f"the policy in {self._path} is damaged ({what}): export it again")
+
+    def _read_header(self) -> tuple[_Header, int]:
+        """The header and where it begins: pieces lie before it."""
+        size = os.fstat(self._descriptor).st_size
+        footer = os.pread(self._descriptor, FOOTER, max(0, size - FOOTER))
+        if len(footer) != FOOTER or footer[16:] != MAGIC:
+            raise self._fault("its end is missing")
+        start, length = (int.from_bytes(footer[at : at + 8], "little") for at in (0, 8))
+        if length > MAX_HEADER or start + length + FOOTER != size:
+            raise self._fault("its header is not where it should be")
+        encoded = os.pread(self._descriptor, length, start)
+        try:
+            header = msgspec.msgpack.decode(encoded, type=_Header)
+        except msgspec.MsgspecError as error:
+            raise self._fault(f"its header cannot be read: {error}") from error
+        for entry in header.tensors:
+            if entry.dtype not in BITS or min(entry.shape, default=0) < 0:
+                raise self._fault(f"{entry.name!r} is no tensor that a state can hold")
+        return header, start
+
+    def _check_all(self) -> None:
+        """No tensor comes twice, and no byte of the file is for two pieces: so nothing grows by reading."""
+        if len({entry.name for entry in self.header.tensors}) < len(self.header.tensors):
+            raise self._fault("a tensor comes twice")
+        spans = sorted(
+            span
+            for entry in self.header.tensors
+            for one in entry.pieces
+            for span in _spans(entry, one)
+        )
+        at = ALIGN
+        for start, end in spans:
+            if start < at or end <= start:
+                raise self._fault("its pieces overlap")
+            at = end
+        if at > self._end:
+            raise self._fault("its pieces are not all there")
+        for entry in self.header.tensors:
+            self._check(entry)
+
+    def _check(self, entry: _Entry) -> None:
+        """Pieces lie in their tensor, and those of a whole one are all of it."""
+        count = numel(entry.shape)
+        dense = [(one.start, one.start + one.count) for one in entry.pieces if one.index_at is None]
+        if any(start < 0 or end > count for start, end in dense):
+            raise self.fault(entry.name)
+        if entry.whole and (
+            len(dense) < len(entry.pieces)
+            or [0, *(end for _, end in dense)] != [*(start for start, _ in dense), count]
+        ):
+            raise self.fault(entry.name)
+
+
+def _spans(entry: _Entry, piece: _Piece) -> list[tuple[int, int]]:
+    """Where the bytes of a piece lie in the file."""
+    found = [(piece.bits_at, piece.bits_at + piece.count * BITS[entry.dtype].itemsize)]
+    if piece.index_at is not None:
+        found.append((piece.index_at, piece.index_at + piece.count * 4))
+    return found
+
+
+@dataclass(frozen=True)
+class _FilePiece:
+    """A piece that is read when it is written: straight into the tensor, if it is dense."""
+
+    file: _Reading
+    at: int
+    told: _Piece
+    nbytes: int = 0
+    """It holds no memory."""
+
+    def write(self, data: NDArray[Any]) -> Positions | None:
+        """Read the elements into the whole tensor's bits; returns their positions, if few."""
+        told = self.told
+        if told.index_at is None:
+            self.file.read_into(data[told.start : told.start + told.count], told.bits_at)
+            self.file.done(self.at)
+            return None
+        index, bits = np.empty(told.count, np.int32), np.empty(told.count, data.dtype)
+        self.file.read_into(index, told.index_at)
+        self.file.read_into(bits, told.bits_at)
+        self.file.done(self.at)
+        first, last = told.start + int(index[0]), told.start + int(index[-1])
+        if first < 0 or last >= data.size or not (index[1:] > index[:-1]).all():
+            raise self.file.fault("one of its tensors")
+        return HostPiece(told.start, index, bits).write(data)
