@@ -27,10 +27,10 @@ from .store import Store
 from .training_config import LoraConfig
 from .weights.adapters import adapter_shapes
 from .weights.checkpoint import write_checkpoint
-from .weights.chunking import cut
 from .weights.codec import CODEC, encode_full
 from .weights.errors import WeightsError
 from .weights.mirror import Mirror, prove
+from .weights.payload import cut
 
 FILE = "model.safetensors"
 MAX_THREADS = 16

@@ -57,7 +57,7 @@ from .serving import Node
 from .stack import RECORD_TTL_S, Stack, open_stack, open_store
 from .tickets import remember, run_directory, usable_ticket
 from .weights.mirror import Policy
-from .weights.partial import Share, everything
+from .weights.payload import Share, everything
 
 logger = logging.getLogger(__name__)
 

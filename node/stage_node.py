@@ -38,7 +38,7 @@ from .roles.stages.chain import Chain
 from .roles.stages.offers import Planned, StageOffers, make_offer
 from .roles.stages.pipelined import Order, PipelinedEngine
 from .roles.stages.stage import StageRole
-from .weights.partial import Share
+from .weights.payload import Share
 
 logger = logging.getLogger(__name__)
 

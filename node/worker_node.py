@@ -32,7 +32,7 @@ from .roles.stages.pipelined import PipelinedEngine
 from .roles.verdicts import VerdictBox
 from .stack import Stack
 from .stage_node import StageNode
-from .weights.partial import Share, everything
+from .weights.payload import Share, everything
 
 logger = logging.getLogger(__name__)
 

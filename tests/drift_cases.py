@@ -12,9 +12,9 @@ from primerl.crypto.hashing import NO_DIGEST
 from primerl.node.network.transport import Stream
 from primerl.node.store import Store
 from primerl.node.weights.chain import Chain
-from primerl.node.weights.chunking import cut
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.mirror import prove
+from primerl.node.weights.payload import cut
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.manifests import Artifact, ChunkRef, PolicyManifest, encode
 from primerl.protocol.messages import ControlRequest, HeadNotice, Hello

@@ -26,10 +26,10 @@ from ..network.rpc import Refused
 from ..network.transport import TransportError
 from ..store import Store, read_chunk
 from ..weights.chain import NOTHING, NoPath, Step
-from ..weights.changed import Unwritten
 from ..weights.errors import WeightsError
 from ..weights.mirror import Mirror, Policy
-from ..weights.partial import Needed, Share, everything
+from ..weights.payload import NeededChunks, Share, everything
+from ..weights.state import Unwritten
 from .retention import retain
 from .wayfinder import Wayfinder
 
@@ -117,7 +117,7 @@ class CatchUp:
             upstreams=self._upstreams,
             peers=self._peers,
             on_fraud=on_fraud,
-            needs=Needed(self._share),
+            needs=NeededChunks(self._share),
             newest=self._target,
         )
 

@@ -31,13 +31,11 @@ from ..network.heads import HeadBook
 from ..store import Store, read_chunk
 from ..training.backend import Snapshot
 from ..weights.chain import Chain
-from ..weights.chunking import cut
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
 from ..weights.errors import WeightsError
 from ..weights.mirror import EMPTY, Mirror, Policy, prove
-from ..weights.offsets import Offsets
-from ..weights.payload import layout_of
+from ..weights.payload import Offsets, cut, layout_of
 from ..weights.state import State, state_bytes
 from .retention import retain
 

@@ -13,7 +13,7 @@ from ...protocol.manifests import Artifact, PolicyManifest, TensorInfo
 from .chain import NOTHING
 from .codec import CODEC, apply_delta_changed, decode_full
 from .errors import CodecError, DigestMismatch, WrongBase
-from .partial import (
+from .payload import (
     Share,
     chunks_for,
     everything,

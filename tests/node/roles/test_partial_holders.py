@@ -22,7 +22,7 @@ from primerl.node.pipeline.layers import share_of
 from primerl.node.roles.catchup import CatchUp, stand
 from primerl.node.roles.publisher import Publisher
 from primerl.node.training.backend import Snapshot
-from primerl.node.weights.partial import Share, everything
+from primerl.node.weights.payload import Share, everything
 from primerl.node.weights.state import Changed, State, Tensor
 from primerl.protocol.messages import ControlRequest, Hello
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
