@@ -27,9 +27,9 @@ from ..ops.errors import EngineError, StorageError
 from ..storage.chunk_store import Store
 from ..weights.adapters import adapter_shapes
 from ..weights.checkpoint import write_checkpoint
-from ..weights.chunking import cut
 from ..weights.codec import CODEC, encode_full
 from ..weights.errors import WeightsError
+from ..weights.payload import cut
 from ..weights.replica import WeightReplica, prove
 
 FILE = "model.safetensors"

@@ -48,7 +48,7 @@ from ..p2p.rpc import Refused, receive
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
 from ..storage.ledger import MANIFEST, Ledger
-from ..weights.partial import Share, everything
+from ..weights.payload import Share, everything
 from ..weights.replica import Policy
 from ..worker.weight_sync import Upstreams, WeightSync
 from . import base_weights, rundir

@@ -31,7 +31,7 @@ from ..pipeline.place import StagePlace
 from ..pipeline.probe import probe
 from ..pipeline.ring import REQUEST_LANE, Ring
 from ..pipeline.trails import SignedTrails
-from ..weights.partial import Share
+from ..weights.payload import Share
 from ..worker.pipelined_engine import Order, PipelinedEngine
 from ..worker.stage import RingSupervisor, StageRole
 from ..worker.stage_offers import AssignedPlan, StageOffers, make_offer

@@ -24,7 +24,7 @@ from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..p2p.connections import Handler, no_pipelines
 from ..pipeline.door import Door
 from ..storage import run_files
-from ..weights.partial import Share, everything
+from ..weights.payload import Share, everything
 from ..worker.loop import InferenceRole, VerdictLog
 from ..worker.pipelined_engine import PipelinedEngine
 from ..worker.weight_sync import stand

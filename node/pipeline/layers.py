@@ -47,7 +47,7 @@ def names_of(
 
 
 def share_of(plan: PipelinePlan, rank: int) -> Callable[[Collection[str]], frozenset[str]]:
-    """What stage `rank` of `plan` needs of any state: a Share, see node/weights/partial.py."""
+    """What stage `rank` of `plan` needs of any state: a Share, see node/weights/payload.py."""
     stage = plan.stages[rank]
     return lambda names: names_of(stage, plan.layers, names)
 

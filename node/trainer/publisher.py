@@ -31,12 +31,10 @@ from ..p2p.heads import HeadStore
 from ..storage.chunk_store import Store, read_chunk
 from ..training.backend import Snapshot
 from ..weights.chain import VersionChain
-from ..weights.chunking import cut
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
 from ..weights.errors import WeightsError
-from ..weights.offsets import Offsets
-from ..weights.payload import layout_of
+from ..weights.payload import Offsets, cut, layout_of
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove
 from ..weights.retention import retain
 from ..weights.state import State, state_bytes

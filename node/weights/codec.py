@@ -1,12 +1,11 @@
-"""The lossless codec of policy versions: a full state, or the difference to a base, as bytes.
+"""Encode a policy version without loss as a full state, or as the difference to a base; and decode it.
 
 Whatever bytes come in, decoding ends in a state laid out as the manifest says, or in CodecError and in
 nothing else. Equal input gives equal bytes, with any number of threads, with or without a hint.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +17,10 @@ from .blocks import (
     SKIP,
     Turn,
     decode_block,
-    decode_changes,
     encode_block,
-    encode_changes,
 )
 from .errors import CodecError
-from .found import Found
-from .moves import Bits, Changes
+from .moves import Bits
 from .payload import (
     DELTA,
     FULL,
@@ -40,36 +36,27 @@ from .payload import (
 )
 from .state import BITS, Changed, State, Tensor, numel
 
-CODEC = "planes/2"
+CODEC = "planes/3"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""
 
-HUGE = 1 << 21
-"""Bytes of a huge page. A tensor that begins on its edge has a hundredth of the page faults, which take
-longer than decoding a few changes; what lies before it is never touched and takes no memory."""
+HUGE_PAGE = 1 << 21
+"""Bytes. A tensor that begins on its edge has a hundredth of the page faults, which take longer than
+decoding a few changes; the memory before it is never touched and takes none."""
+
+MANY_CHANGED = 8
+"""A tensor of which more than one element in so many changed counts as changed all over."""
 
 Positions = NDArray[np.int64]
-
-
 Done = Callable[[str, Tensor], None]
-"""Told of a tensor, by name, that will not be written to again."""
+"""Called with each tensor, and its name, that will not be written to again."""
 
 
 def ignore(_name: str, _tensor: Tensor) -> None:
-    """For who does not need to know."""
-
-
-class BlockChanges(NamedTuple):
-    """What a delta says of one block: which tensor, which part of its flat data, what changed there."""
-
-    name: str
-    dtype: str
-    part: slice
-    changes: Changes
-    """Positions count from the start of the block."""
+    """A `done` that does nothing."""
 
 
 def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
-    """The payload of `state` on its own, block by block. Equal states give equal bytes."""
+    """Encode `state` on its own, block by block. Equal states give equal bytes."""
     jobs = (
         (None, state[name].data[part], dtype)
         for name, dtype, shape in layout_of(state)
@@ -83,7 +70,7 @@ def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
 def encode_delta(
     base: State, new: State, *, threads: int = 1, changed: Changed | None = None
 ) -> Iterator[bytes]:
-    """The payload that turns `base` into `new`, block by block.
+    """Encode what turns `base` into `new`, block by block.
 
     With `changed` only those positions are compared: it must name every change, as sorted unique
     positions, and may name more; the bytes do not depend on it. Raises CodecError at once if the two
@@ -95,26 +82,12 @@ def encode_delta(
     return _encode_delta(layout, base, new, changed, threads)
 
 
-def encode_changes_stream(
-    tensors: Sequence[TensorInfo], blocks: Iterable[BlockChanges], *, threads: int = 1
-) -> Iterator[bytes]:
-    """The payload of a delta from what changed in every block, in the order of read_changes().
-
-    The bytes are those of encode_delta(), but for blocks that it would have stored raw. Raises
-    CodecError if `tensors` makes no sense or `blocks` are not those of `tensors`.
-    """
-    layout = check_layout(tensors)
-    yield header(DELTA, layout)
-    for method, body in ordered(encode_changes, _checked(layout, blocks), threads):
-        yield framed(method, body)
-
-
 def decode_full(
     payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1, done: Done = ignore
 ) -> State:
-    """The state in `payload`, laid out as `tensors`; digests are not checked here.
+    """Decode the state in `payload`, laid out as `tensors`; digests are not checked here.
 
-    `done` is told of every tensor with elements as soon as it is written. Raises CodecError.
+    `done` is called with every tensor with elements as soon as it is written. Raises CodecError.
     Allocates what `tensors` implies and one block, whatever the payload says.
     """
     return _decode(FULL, None, payload, check_layout(tensors), threads, done)[0]
@@ -123,7 +96,7 @@ def decode_full(
 def apply_delta(
     base: State, payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
 ) -> State:
-    """The state that `payload` makes of `base`; see apply_delta_changed()."""
+    """Apply `payload` to `base`; see apply_delta_changed()."""
     return apply_delta_changed(base, payload, tensors, threads=threads)[0]
 
 
@@ -135,36 +108,16 @@ def apply_delta_changed(
     threads: int = 1,
     done: Done = ignore,
 ) -> tuple[State, Changed]:
-    """The state that `payload` makes of `base`, and where it changed; digests are not checked here.
+    """Apply `payload` to `base`: the new state, and where it changed; digests are not checked here.
 
     `base` is never written to. Tensors without a change are the very objects of `base` and absent
-    from the second result, the others are new, and `done` is told of each as soon as it is written.
+    from the second result, the others are new, and `done` is called with each as soon as it is written.
     Raises CodecError, also when `base` is not laid out as `tensors`.
     """
     layout = check_layout(tensors)
     if layout_of(base) != layout:
         raise CodecError("the held state differs from the manifest in names, types or shapes")
     return _decode(DELTA, base, payload, layout, threads, done)
-
-
-def read_changes(
-    payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
-) -> Iterator[BlockChanges]:
-    """What the delta `payload` says of every block of every tensor, by name, unchanged ones too.
-
-    Needs no state and holds a few blocks at a time; any two deltas of one layout are cut into the same
-    blocks. Raises CodecError, also at a raw block, which does not say what changed.
-    """
-    layout = check_layout(tensors)
-    reader = PayloadReader(payload)
-    reader.header(DELTA, layout)
-    jobs = (
-        (name, dtype, part, *reader.block(part, dtype))
-        for name, dtype, shape in layout
-        for part in blocks_of(shape)
-    )
-    yield from ordered(_changes_named, jobs, threads)
-    reader.finish()
 
 
 def _encode_delta(
@@ -186,7 +139,7 @@ def _turns(threads: int) -> Turn:
 
 
 def hint_of(changed: Changed | None, name: str, part: slice) -> Positions | None:
-    """Positions of `changed` in a block, counted from its start; None to compare all of it."""
+    """Select the positions of `changed` in a block, counted from its start; None to compare all of it."""
     if changed is None:
         return None
     positions = changed.get(name, np.empty(0, np.int64))
@@ -194,31 +147,6 @@ def hint_of(changed: Changed | None, name: str, part: slice) -> Positions | None
         return None
     low, high = np.searchsorted(positions, (part.start, part.stop))
     return positions[low:high] - part.start
-
-
-def _checked(
-    layout: Sequence[Layout], blocks: Iterable[BlockChanges]
-) -> Iterator[tuple[Changes, int]]:
-    """Arguments of encode_changes() for every block of `layout`."""
-    given = iter(blocks)
-    for name, dtype, shape in layout:
-        for part in blocks_of(shape):
-            block = next(given, None)
-            if block is None or block[:3] != (name, dtype, part):
-                raise CodecError(f"{name}: changes of block {part} are due")
-            yield block.changes, part.stop - part.start
-    if next(given, None) is not None:
-        raise CodecError("changes after the last block")
-
-
-def _changes_named(
-    name: str, dtype: str, part: slice, method: int, body: memoryview
-) -> BlockChanges:
-    try:
-        changes = decode_changes(method, body, part.stop - part.start, BITS[dtype])
-    except CodecError as error:
-        raise CodecError(f"{name}: {error}") from error
-    return BlockChanges(name, dtype, part, changes)
 
 
 def _decode(
@@ -232,7 +160,7 @@ def _decode(
     reader = PayloadReader(payload)
     reader.header(kind, layout)
     state: dict[str, Tensor] = {}
-    found = Found()
+    found = _ChangedPositions()
     jobs = _decode_jobs(base, reader, layout, state, _turns(threads))
     for name, start, index in ordered(_decode_named, jobs, threads):
         tensor = state[name]
@@ -250,7 +178,7 @@ def _decode_jobs(
     state: dict[str, Tensor],
     turn: Turn,
 ) -> Iterator[tuple[str, slice, int, memoryview, Bits | None, Bits, str, Turn]]:
-    """Arguments of _decode_named() for every block; puts the tensors to fill into `state`.
+    """Yield arguments of _decode_named() for every block; put the tensors to fill into `state`.
 
     A tensor is allocated once all its blocks have been read, and not at all if it is unchanged.
     """
@@ -277,20 +205,45 @@ def _decode_named(
     dtype: str,
     turn: Turn,
 ) -> tuple[str, int, Positions | None]:
-    """Fill `out`; the tensor, where the block starts, and which of its elements changed."""
+    """Fill `out`; return the tensor, where the block starts, and its changed positions."""
     try:
         return name, part.start, decode_block(method, body, base, out, dtype, turn)
     except CodecError as error:
         raise CodecError(f"{name}: {error}") from error
 
 
+class _ChangedPositions:
+    """Collects where tensors changed, block by block; a superset: many positions become "all of it"."""
+
+    def __init__(self) -> None:
+        self._positions: dict[str, list[Positions] | None] = {}
+        self._count: dict[str, int] = {}
+
+    def add(self, name: str, start: int, index: Positions | None, size: int) -> None:
+        """Add positions `index` of the block at `start` of tensor `name` with `size` elements; None: all."""
+        count = self._count.get(name, 0) + (size if index is None else index.size)
+        self._count[name] = count
+        positions = self._positions.setdefault(name, [])
+        if index is None or positions is None or count * MANY_CHANGED > size:
+            self._positions[name] = None
+        elif index.size:
+            positions.append(index + start)
+
+    def changed(self) -> Changed:
+        """The positions of every tensor with changes, or None for all of a tensor."""
+        return {
+            name: None if positions is None else np.concatenate([np.empty(0, np.int64), *positions])
+            for name, positions in self._positions.items()
+        }
+
+
 def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:
-    """Elements to be written, from a page's edge on if they fill huge pages: see HUGE."""
+    """Allocate elements to be written, aligned if they fill huge pages."""
     size = numel(shape) * BITS[dtype].itemsize
-    spare = HUGE if size >= 4 * HUGE else 0
+    spare = HUGE_PAGE if size >= 4 * HUGE_PAGE else 0
     try:
         memory = np.empty(size + spare, np.uint8)
     except MemoryError as error:
         raise CodecError(f"{name}: {dtype} {list(shape)} does not fit into memory") from error
-    start = -memory.ctypes.data % HUGE if spare else 0
+    start = -memory.ctypes.data % HUGE_PAGE if spare else 0
     return memory[start : start + size].view(BITS[dtype])

@@ -1,8 +1,7 @@
-"""What changed between two versions of one block of a tensor: where, and how far.
+"""Find and apply what changed between two versions of one block of a tensor: positions and moves.
 
-"How far" is counted in an order in which neighbouring floats differ by one, so that the typical
-change of one unit in the last place is a 1 or a 2. All arithmetic is on bits and wraps: lossless, and
-additive.
+A move is counted in an order in which neighbouring floats differ by one, so that the typical change of one
+unit in the last place is a 1 or a 2. All arithmetic is on bits and wraps: lossless, and additive.
 """
 
 from dataclasses import dataclass
@@ -14,17 +13,17 @@ from numpy.typing import NDArray
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 FEW = 8192
-"""Flags below which a call costs more than looking at each."""
+"""Flags below which the calls cost more than the work."""
 
 PIECE = 1 << 17
-"""Elements that are worked on at once: what stands in between stays in the cache, and its memory is
-used again, where larger arrays would go back to the kernel and come again, zeroed, page by page."""
+"""Elements that are worked on at once: intermediate arrays stay in the cache and their memory is reused,
+where larger ones would go back to the kernel and come again, zeroed, page by page."""
 
 RARE_ONES = 0.1
-"""Share of ones up to which np.flatnonzero() takes steps that a processor cannot foresee."""
+"""Share of ones up to which np.flatnonzero() is slow: its branches are mispredicted."""
 
 RARE = 8
-"""With a change in one of so many words of eight bytes, or less, comparing words is faster."""
+"""Comparing words of eight bytes is faster where at most one in eight has a change."""
 
 Bits = NDArray[Any]
 """A flat array of unsigned integers: the storage bits of elements."""
@@ -41,9 +40,9 @@ class Changes:
 
 
 def find(base: Bits, new: Bits, dtype: str, hint: NDArray[np.int64] | None = None) -> Changes:
-    """What turns `base` into `new`, two flat arrays of equally many elements.
+    """Find what turns `base` into `new`, two flat arrays of equally many elements.
 
-    Only positions in `hint` are looked at, if it is given: sorted, unique, with every change in it.
+    Only positions in `hint` are compared, if it is given: sorted, unique, with every change in it.
     """
     if hint is None:
         index = where(base != new)
@@ -53,7 +52,7 @@ def find(base: Bits, new: Bits, dtype: str, hint: NDArray[np.int64] | None = Non
 
 
 def find_few(base: Bits, new: Bits, dtype: str) -> Changes | None:
-    """As find(), eight bytes at a time; None unless changes are few, or if the arrays do not divide."""
+    """Do find() by words of eight bytes; None if changes are many or the arrays do not divide."""
     lanes = 8 // base.itemsize
     if base.size % lanes or base.size < FEW:
         return None
@@ -75,8 +74,8 @@ def find_few(base: Bits, new: Bits, dtype: str) -> Changes | None:
 def where(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Positions of the ones; where they are rare, in half the time of np.flatnonzero().
 
-    That one is slow below RARE_ONES, where it searches for each. Of the bytes with a one in them at
-    least one bit in eight is set, so that among these it never searches.
+    That is slow below RARE_ONES. In the bytes that have a one at least one bit in eight is set, so among
+    these it is fast.
     """
     if flags.size < FEW or np.count_nonzero(flags) > RARE_ONES * flags.size:
         return np.flatnonzero(flags)
@@ -89,13 +88,13 @@ def where(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def apply(base: Bits, changes: Changes, dtype: str, out: Bits) -> None:
-    """Write into `out` what `changes` makes of `base`; positions have been checked."""
+    """Apply `changes` to `base` and write the result into `out`; positions have been checked."""
     out[:] = base
     out[changes.index] = move(base[changes.index], changes.moves, dtype)
 
 
 def measure(base: Bits, new: Bits, dtype: str) -> Bits:
-    """Zig-zag of the wrapped difference: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    """Moves from `base` to `new`, zig-zag: differences 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
     out = np.empty_like(new)
     for at in range(0, new.size, PIECE):
         part = slice(at, at + PIECE)
@@ -108,7 +107,7 @@ def measure(base: Bits, new: Bits, dtype: str) -> Bits:
 
 
 def move(base: Bits, moves: Bits, dtype: str) -> Bits:
-    """Inverse of measure(): `base` moved so far."""
+    """Move `base` by `moves`; the inverse of measure()."""
     ordered = _unzigzag(moves).view(f"<i{base.itemsize}")
     ordered += _order(base, dtype)
     return _order(ordered, dtype).view(base.dtype)

@@ -1,4 +1,4 @@
-"""Model state as named tensors of bits, and their digests.
+"""Model state as named tensors of bits, their digests, and where a state changed.
 
 A tensor's data is its storage bits as unsigned integers, so -0.0, NaN and every bf16 pattern survive.
 """
@@ -89,3 +89,52 @@ def digests(state: State) -> dict[str, bytes]:
 def state_bytes(state: State) -> int:
     """Bytes of all elements of `state`."""
     return sum(tensor.data.nbytes for tensor in state.values())
+
+
+class PendingChanges:
+    """Sums up over several steps where a state differs from the one that an engine holds.
+
+    Too much is safe (the values are taken from the new state), too little never is: what is not known to be
+    unchanged counts as changed. Starts with everything.
+    """
+
+    def __init__(self) -> None:
+        self._changed: Changed | None = None
+
+    def all(self) -> None:
+        """Count everything as changed: after an anchor, or a load that failed."""
+        self._changed = None
+
+    def none(self) -> None:
+        """Count nothing as changed: the engine holds the newest state."""
+        self._changed = {}
+
+    def add(self, changed: Changed | None) -> None:
+        """Add the changes of one step; None: unknown."""
+        if changed is None or self._changed is None:
+            self._changed = None
+            return
+        self._changed = {
+            **self._changed,
+            **{name: _union(self._changed, name, changed) for name in changed},
+        }
+
+    @property
+    def changed(self) -> Changed | None:
+        """Changes to write, or None: everything."""
+        return self._changed
+
+
+def _union(held: Changed, name: str, more: Changed) -> NDArray[np.int64] | None:
+    added = more[name]
+    if name not in held:
+        return added
+    before = held[name]
+    return None if before is None or added is None else _merge(before, added)
+
+
+def _merge(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Merge two sorted runs, each position once, by a stable sort; union1d is 100x slower."""
+    both = np.concatenate((first, second))
+    both.sort(kind="stable")
+    return both[np.concatenate(([True], both[1:] != both[:-1]))] if both.size else both

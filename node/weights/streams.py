@@ -1,4 +1,4 @@
-"""Byte streams of a block: numbers, bits, and bytes that zstd's Huffman coder makes shorter.
+"""Write and read the byte streams of a block: numbers, bits, and bytes in zstd's Huffman code.
 
 The size of every stream is known before it is read; a frame that announces another one is refused
 before anything is allocated. (python-zstandard ignores max_output_size when a frame announces its size.)
@@ -26,20 +26,20 @@ HUFFMAN = zstandard.ZstdCompressionParameters(
     target_length=0,
     window_log=MAX_STREAM.bit_length() - 1,
 )
-"""As good as no search for repetitions: what is left of a delta has none, and what zstd takes for some
-costs 5 to 15 % of size and half of the speed. A target_length above 0 would switch Huffman off."""
+"""Nearly no search for repetitions: a delta has none, and those that zstd finds cost 5 to 15 % of size and
+half of the speed. A target_length above 0 would switch Huffman off."""
 
 SHORTEST = 48
 """Bytes below which a Huffman table costs more than it saves."""
 STORED, ZEROS = 0, 1
-"""Coded lengths that stand for something else: no frame is so short."""
+"""In place of a coded length, as no frame is so short: stored bytes, and only zeros."""
 
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
 
 
 def varint(value: int) -> bytes:
-    """`value` in groups of seven bits, lowest first; all but the last have the high bit set."""
+    """Write `value` in groups of seven bits, lowest first; all but the last have the high bit set."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -49,7 +49,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(next_byte: Callable[[], int], most: int, what: str) -> int:
-    """The number that varint() wrote; CodecError if it is above `most` or does not end."""
+    """Read what varint() wrote; CodecError if it is above `most` or does not end."""
     value = 0
     for shift in range(0, most.bit_length() + 7, 7):
         byte = next_byte()
@@ -62,12 +62,12 @@ def read_varint(next_byte: Callable[[], int], most: int, what: str) -> int:
 
 
 def plane(values: NDArray[Any], at: int) -> Bytes:
-    """Byte `at` of unsigned `values`, 0 being the lowest, as its own array."""
+    """Take byte `at` of unsigned `values`, 0 being the lowest, as an array of its own."""
     return (values >> (8 * at)).astype(np.uint8) if at else values.astype(np.uint8)
 
 
-def merge(parts: list[Bytes], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Unsigned integers from their byte planes, lowest first."""
+def join_planes(parts: list[Bytes], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Make unsigned integers from their byte planes, lowest first."""
     out = parts[-1].astype(dtype)
     for part in reversed(parts[:-1]):
         out <<= 8
@@ -87,12 +87,8 @@ class StreamWriter:
         self._parts.append(varint(value))
 
     def bits(self, flags: Flags) -> None:
-        """Append bits as they are, eight to a byte: those that nothing makes shorter."""
+        """Append bits as they are, eight to a byte."""
         self._parts.append(np.packbits(flags).tobytes())
-
-    def bitmap(self, flags: Flags) -> None:
-        """Append bits of which one kind is the rarer."""
-        self.stream(np.packbits(flags))
 
     def stream(self, values: Bytes) -> None:
         """Append bytes: nothing when empty, else a coded length and the shortest coding."""
@@ -115,32 +111,28 @@ class StreamWriter:
             self.stream(plane(values, at))
 
     def finish(self) -> bytes:
-        """All that was appended."""
+        """Join all that was appended."""
         return b"".join(self._parts)
 
 
 class StreamReader:
-    """Reads what StreamWriter wrote from untrusted bytes; every fault is a CodecError."""
+    """Reads what StreamWriter wrote, from untrusted bytes; every fault is a CodecError."""
 
     def __init__(self, body: bytes | memoryview) -> None:
         self._body = memoryview(body)
         self._at = 0
 
     def number(self, most: int, what: str) -> int:
-        """The next number, refused if it is above `most`."""
+        """Read a number; CodecError above `most`."""
         return read_varint(lambda: self._take(1)[0], most, what)
 
     def bits(self, count: int) -> Flags:
-        """The next `count` bits."""
+        """Read `count` bits."""
         packed = np.frombuffer(self._take((count + 7) // 8), np.uint8)
         return np.unpackbits(packed, count=count).view(np.bool_)
 
-    def bitmap(self, count: int) -> Flags:
-        """The next `count` bits that StreamWriter.bitmap() wrote."""
-        return np.unpackbits(self.stream((count + 7) // 8), count=count).view(np.bool_)
-
     def stream(self, size: int) -> Bytes:
-        """The next stream, of exactly `size` bytes, at most MAX_STREAM."""
+        """Read a stream of exactly `size` bytes, at most MAX_STREAM."""
         if not size:
             return np.empty(0, np.uint8)
         coded = self.number(size - 1 or ZEROS, f"coded bytes of a stream of {size}")
@@ -151,8 +143,8 @@ class StreamReader:
         return np.frombuffer(inflate(self._take(coded), size), np.uint8)
 
     def planes(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The next `count` unsigned values of which all planes were written."""
-        return merge([self.stream(count) for _ in range(dtype.itemsize)], dtype)
+        """Read `count` unsigned values from their byte planes."""
+        return join_planes([self.stream(count) for _ in range(dtype.itemsize)], dtype)
 
     def finish(self) -> None:
         """Refuse bytes after the last stream."""

@@ -10,9 +10,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
@@ -33,10 +30,10 @@ from ..storage.chunk_store import Store, read_chunk
 from ..storage.ledger import Ledger
 from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
 from ..weights.errors import WeightsError
-from ..weights.partial import Needed, Share, everything
+from ..weights.payload import NeededChunks, Share, everything
 from ..weights.replica import Policy, WeightReplica
 from ..weights.retention import retain
-from ..weights.state import Changed
+from ..weights.state import PendingChanges
 
 logger = logging.getLogger(__name__)
 
@@ -93,51 +90,6 @@ def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> 
         peers.admit(record.node, Tier.MEMBER)
         nodes.append(record.node)
     return nodes
-
-
-class PendingChanges:
-    """What an engine has not been given yet. Starts with everything."""
-
-    def __init__(self) -> None:
-        self._changed: Changed | None = None
-
-    def all(self) -> None:
-        """The engine holds nothing of use: after an anchor, or a load that failed."""
-        self._changed = None
-
-    def none(self) -> None:
-        """The engine holds exactly what we do."""
-        self._changed = {}
-
-    def add(self, changed: Changed | None) -> None:
-        """One more step; None if nobody knows what it changed."""
-        if changed is None or self._changed is None:
-            self._changed = None
-            return
-        self._changed = {
-            **self._changed,
-            **{name: _union(self._changed, name, changed) for name in changed},
-        }
-
-    @property
-    def changed(self) -> Changed | None:
-        """What to write, or None: everything."""
-        return self._changed
-
-
-def _union(held: Changed, name: str, more: Changed) -> NDArray[np.int64] | None:
-    added = more[name]
-    if name not in held:
-        return added
-    before = held[name]
-    return None if before is None or added is None else _merge(before, added)
-
-
-def _merge(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Both, sorted, each position once: a stable sort merges two sorted runs, union1d is 100x slower."""
-    both = np.concatenate((first, second))
-    both.sort(kind="stable")
-    return both[np.concatenate(([True], both[1:] != both[:-1]))] if both.size else both
 
 
 ASK_TIMEOUT_S = 10.0
@@ -402,7 +354,7 @@ class WeightSync:
             upstreams=self._upstreams,
             peers=self._peers,
             on_fraud=on_fraud,
-            needs=Needed(self._share),
+            needs=NeededChunks(self._share),
             newest=self._target,
         )
 

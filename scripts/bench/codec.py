@@ -4,10 +4,10 @@
 
 Synthetic deltas of several densities, and deltas of real optimizer steps (codec_deltas.py); formats in
 codec_formats.py. GB/s count the bf16 bytes of the whole model in wall time, and, as other work on the
-machine shows less in it, per second of CPU of all threads and processes. Both states are given, not what
-changed, so deltas are coded by threads (tests/gpu/measure_encode.py measures the other way). Decoding
-includes the digests of tensors and state. The bound is the order-0 entropy of the gaps between changed
-weights plus that of how far each moved.
+machine shows less in it, per second of CPU of all threads and processes. Speeds are judged as ratios to
+copying the same bytes with as many threads (memcpy into memory that was written before), before and after
+the calls that are measured. Decoding includes the digests of tensors and state. The bound is the order-0
+entropy of the gaps between changed weights plus that of how far each moved.
 """
 
 import argparse
@@ -24,8 +24,10 @@ from codec_deltas import Pair, optimizer_steps, synthetic
 from codec_formats import ANCHOR, FULL, SPARSE, XOR, Format, ours
 from codec_report import judge, show
 
+from primerl.node.weights.blocks import BLOCK
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.moves import find
+from primerl.node.weights.payload import ordered
 from primerl.node.weights.replica import Policy, prove
 from primerl.node.weights.state import State, state_bytes
 
@@ -48,6 +50,8 @@ class Row:
     """Full bf16 bytes by payload bytes."""
     encode_gbps: float
     decode_gbps: float
+    copy_gbps: float
+    """Copying the new state, beside these calls."""
     encode_cpu_gbps: float
     decode_cpu_gbps: float
     encode_peak_mib: float
@@ -107,6 +111,22 @@ def best(function: Callable[[], T], repeats: int, processes: Sequence[int] = ())
         del result
 
 
+def copying(state: State, threads: int) -> Callable[[], None]:
+    """A call that copies `state` with so many threads into memory that was written before."""
+    parts = [
+        (out[at : at + BLOCK], tensor.data[at : at + BLOCK])
+        for tensor in state.values()
+        for out in (tensor.data.copy(),)
+        for at in range(0, tensor.data.size, BLOCK)
+    ]
+
+    def copy() -> None:
+        for _ in ordered(np.copyto, parts, threads):
+            pass
+
+    return copy
+
+
 def peak_mib(function: Callable[[], object], keeps: int) -> float:
     """Most memory that `function` held at once beyond `keeps` bytes, numpy's included, in MiB."""
     tracemalloc.start()
@@ -136,10 +156,13 @@ def run(
 ) -> Row:
     """One row, after checking that the format is lossless."""
     threads, repeats = options.threads, options.repeats
+    copy = copying(new.state, threads)
+    _, before = best(copy, repeats)
     payload, encoding = best(
         lambda: list(form.encode(base, new, threads)), repeats, options.encoders.pids
     )
     state, decoding = best(lambda: form.decode(base, new, payload, threads), repeats)
+    _, after = best(copy, repeats)
     if any(state[name].data.tobytes() != one.data.tobytes() for name, one in pair.new.items()):
         raise SystemExit(f"{form.name} is not lossless on {pair.name}")
     keeps = written(pair.base, state)
@@ -158,6 +181,7 @@ def run(
         ratio=full / size,
         encode_gbps=full / 1e9 / encoding.wall,
         decode_gbps=full / 1e9 / decoding.wall,
+        copy_gbps=full / 1e9 / min(before.wall, after.wall),
         encode_cpu_gbps=full / 1e9 / encoding.cpu,
         decode_cpu_gbps=full / 1e9 / decoding.cpu,
         encode_peak_mib=peak_mib(lambda: drain(iter(form.encode(base, new, threads))), 0),

@@ -11,6 +11,7 @@ COLUMNS = (
     ("per cpu-s", "encode_cpu_gbps", "{:.2f}"),
     ("dec GB/s", "decode_gbps", "{:.2f}"),
     ("per cpu-s", "decode_cpu_gbps", "{:.2f}"),
+    ("memcpy", "copy_gbps", "{:.2f}"),
     ("enc MiB", "encode_peak_mib", "{:.0f}"),
     ("dec MiB", "decode_peak_mib", "{:.0f}"),
 )
@@ -47,7 +48,13 @@ def judge(rows: Sequence[Any], threads: int) -> list[Goal]:
     print()
     for ours, anchor, full, xor, sparse in groups:
         over = 100 * (ours.bits_per_changed / ours.bound_bits - 1)
-        add(f"{ours.pair}: above the entropy bound", over, 5, "%", True)
+        add(
+            f"{ours.pair}: above the entropy bound",
+            over,
+            5 if ours.changed < 0.1 else 10,
+            "%",
+            True,
+        )
         if ours.changed < 0.1:
             gain = sparse.bytes / ours.bytes
             add(f"{ours.pair}: smaller than {sparse.format}", gain, 2, "x", False)
@@ -57,9 +64,9 @@ def judge(rows: Sequence[Any], threads: int) -> list[Goal]:
         add(f"{ours.pair}: peak memory", peak, 2 * ours.largest_mib + MIB, "MiB", True)
     by_share = {group[0].share: group[0] for group in groups}
     add("1.5 %: size", by_share[0.015].bits_per_changed, 9.7, "bits per changed weight", True)
-    for share, encode in ((0.015, 3.0), (1.0, 1.2)):
-        row = by_share[share]
-        add(f"{share:.1%}: encode, {threads} threads", row.encode_gbps, encode, "GB/s", False)
-        name = f"{share:.1%}: decode, apply and digest, {threads} threads"
-        add(name, row.decode_gbps, 2.0, "GB/s", False)
+    row = by_share[0.015]
+    times = "x memcpy of the same bytes"
+    add(f"1.5 %: encode, {threads} threads", row.encode_gbps / row.copy_gbps, 0.5, times, False)
+    name = f"1.5 %: decode, apply and digest, {threads} threads"
+    add(name, row.decode_gbps / row.copy_gbps, 0.3, times, False)
     return goals

@@ -6,7 +6,7 @@ Without that almost every mutated payload falls at the first length, and nothing
 import random
 from collections.abc import Callable
 
-from fuzz.targets import LAYOUT, TARGETS, changes, full, mirror, seeds, step
+from fuzz.targets import LAYOUT, TARGETS, full, mirror, seeds, step
 
 from primerl.node.weights.errors import CodecError
 from primerl.node.weights.payload import DELTA, FULL, PayloadReader, blocks_of, framed, header
@@ -16,9 +16,7 @@ Mangle = Callable[[bytes], bytes]
 Frame = tuple[int, bytes]
 """Method and body of a block."""
 
-KINDS = {TARGETS.index(full): FULL} | {
-    TARGETS.index(target): DELTA for target in (step, changes, mirror)
-}
+KINDS = {TARGETS.index(full): FULL} | {TARGETS.index(target): DELTA for target in (step, mirror)}
 """Which targets read payloads, and of what kind."""
 INTERESTING = (0, 1, 2, 3, 4, 15, 16, 31, 127, 128, 129, 254, 255)
 METHODS = 6

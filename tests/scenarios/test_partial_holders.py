@@ -21,7 +21,7 @@ from primerl.node.p2p.transport import Stream
 from primerl.node.pipeline.layers import share_of
 from primerl.node.trainer.publisher import Publisher
 from primerl.node.training.backend import Snapshot
-from primerl.node.weights.partial import Share, everything
+from primerl.node.weights.payload import Share, everything
 from primerl.node.weights.state import Changed, State, Tensor
 from primerl.node.worker.weight_sync import WeightSync, stand
 from primerl.protocol.messages import ControlRequest, Hello

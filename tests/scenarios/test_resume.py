@@ -10,8 +10,8 @@ from support.memory_transport import MemoryNetwork
 from support.swarm import Swarm, until
 
 from primerl.crypto.hashing import digest
-from primerl.node.weights.chunking import cut
 from primerl.node.weights.codec import encode_full
+from primerl.node.weights.payload import cut
 from primerl.protocol.manifests import ChunkRef
 
 WORDS, SHARE = 1_500_000, 0.1

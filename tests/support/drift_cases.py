@@ -12,8 +12,8 @@ from primerl.crypto.hashing import NO_DIGEST
 from primerl.node.p2p.transport import Stream
 from primerl.node.storage.chunk_store import Store
 from primerl.node.weights.chain import VersionChain
-from primerl.node.weights.chunking import cut
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
+from primerl.node.weights.payload import cut
 from primerl.node.weights.replica import prove
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.manifests import Artifact, ChunkRef, PolicyManifest, encode

@@ -1,6 +1,4 @@
-"""What changed is known on both sides: as a hint to the encoder, and as what a delta says of each block."""
-
-from collections.abc import Sequence
+"""Where a state changed: a hint to the encoder, a result of the decoder, and summed up for an engine."""
 
 import numpy as np
 import pytest
@@ -8,21 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import weights_cases as cases
 
-from primerl.node.weights.blocks import BLOCK, RAW
-from primerl.node.weights.codec import (
-    BlockChanges,
-    apply_delta,
-    apply_delta_changed,
-    encode_changes_stream,
-    encode_delta,
-    encode_full,
-    read_changes,
-)
-from primerl.node.weights.errors import CodecError
-from primerl.node.weights.moves import Changes
-from primerl.node.weights.payload import DELTA, PayloadReader, blocks_of, check_layout
-from primerl.node.weights.state import Changed, State, Tensor
-from primerl.protocol.manifests import TensorInfo
+from primerl.node.weights.blocks import BLOCK
+from primerl.node.weights.codec import apply_delta_changed, encode_delta
+from primerl.node.weights.state import Changed, PendingChanges, State, Tensor
 
 
 def delta(base: State, new: State, changed: Changed | None = None, threads: int = 1) -> bytes:
@@ -107,86 +93,41 @@ def test_few_changes_are_told_exactly_and_many_as_all(threads: int) -> None:
     assert told.tolist() == [0, 5, BLOCK - 1, BLOCK, 2 * BLOCK + 6]
 
 
-# -- deltas without a state --------------------------------------------------------------------
+# -- what an engine has not been given yet ----------------------------------------------------------
+
+NAMES = st.sampled_from(["a", "b", "c"])
+POSITIONS = st.none() | st.lists(st.integers(0, 20), unique=True).map(
+    lambda listed: np.array(sorted(listed), np.int64)
+)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_changes_of_a_delta_make_the_same_delta_again(threads: int) -> None:
-    base, new = model()
-    payload, info = delta(base, new), cases.infos(new)
-    blocks = read_changes(payload, info, threads=threads)
-    assert b"".join(encode_changes_stream(info, blocks, threads=threads)) == payload
+@given(st.lists(st.dictionaries(NAMES, POSITIONS)))
+def test_what_is_unwritten_is_the_union_of_all_steps(steps: list[Changed]) -> None:
+    unwritten = PendingChanges()
+    unwritten.none()
+    for step in steps:
+        unwritten.add(step)
+    changed = unwritten.changed
+    assert changed is not None
+    assert set(changed) == {name for step in steps for name in step}
+    for name, positions in changed.items():
+        parts = [step[name] for step in steps if name in step]
+        if any(part is None for part in parts):
+            assert positions is None
+        else:
+            assert positions is not None
+            assert positions.tolist() == sorted({int(i) for p in parts if p is not None for i in p})
 
 
-def raw_blocks(payload: bytes, info: Sequence[TensorInfo]) -> int:
-    """How many blocks of a delta are raw."""
-    layout = check_layout(info)
-    reader = PayloadReader(payload)
-    reader.header(DELTA, layout)
-    parts = [(part, dtype) for _, dtype, shape in layout for part in blocks_of(shape)]
-    return sum(reader.block(part, dtype)[0] == RAW for part, dtype in parts)
-
-
-@settings(max_examples=50)
-@given(cases.neighbours())
-def test_changes_give_back_every_bit_unless_a_block_is_raw(pair: tuple[State, State]) -> None:
-    base, new = pair
-    info = cases.infos(new)
-    payload = delta(base, new)
-    if raw_blocks(payload, info):
-        with pytest.raises(CodecError, match="does not say what changed"):
-            list(read_changes(payload, info))
-        return
-    blocks = read_changes(payload, info)
-    again = b"".join(encode_changes_stream(info, blocks))
-    assert cases.same(apply_delta(base, again, info), new)
-
-
-def test_blocks_come_by_name_and_with_their_place() -> None:
-    base, new = model()
-    blocks = list(read_changes(delta(base, new), cases.infos(new)))
-    assert [(b.name, b.part.start, b.part.stop) for b in blocks] == [
-        ("dense", 0, BLOCK),
-        ("dense", BLOCK, BLOCK + 99),
-        ("same", 0, 500),
-        ("some", 0, BLOCK),
-        ("some", BLOCK, 2 * BLOCK),
-        ("some", 2 * BLOCK, 2 * BLOCK + 7),
-    ]
-    assert [b.changes.index.size for b in blocks[2:]] == [0, 3, 1, 1]
-
-
-def test_anchor_and_raw_block_do_not_say_what_changed() -> None:
-    base = {"w": cases.like_a_model(1, 3000)}
-    info = cases.infos(base)
-    with pytest.raises(CodecError, match="another format or kind"):
-        list(read_changes(b"".join(encode_full(base)), info))
-    noise = np.random.default_rng(5).integers(0, 1 << 16, 3000).astype("<u2")
-    payload = delta(base, {"w": Tensor("BF16", (3000,), np.minimum(noise, 3).astype("<u2"))})
-    with pytest.raises(CodecError, match="w: method 3 does not say"):
-        list(read_changes(payload, info))
-
-
-def test_every_truncation_and_any_trailing_byte_is_refused() -> None:
-    base = {"a": cases.like_a_model(1, 900), "b": cases.like_a_model(2, 50)}
-    new = {name: cases.stepped(tensor, 3, 0.2) for name, tensor in base.items()}
-    payload, info = delta(base, new), cases.infos(new)
-    for end in range(0, len(payload), 3):
-        with pytest.raises(CodecError):
-            list(read_changes(payload[:end], info))
-    with pytest.raises(CodecError, match="after the end"):
-        list(read_changes(payload + b"\0", info))
-
-
-def test_changes_of_other_blocks_are_refused() -> None:
-    base, new = model()
-    info = cases.infos(new)
-    blocks = list(read_changes(delta(base, new), info))
-    nothing = Changes(np.empty(0, np.int64), np.empty(0, "<u2"))
-    for wrong in (
-        blocks[1:],
-        blocks[:-1],
-        [*blocks, BlockChanges("z", "F16", slice(0, 1), nothing)],
-    ):
-        with pytest.raises(CodecError):
-            b"".join(encode_changes_stream(info, wrong))
+def test_everything_is_unwritten_at_first_and_after_a_step_that_nobody_knows() -> None:
+    unwritten = PendingChanges()
+    unwritten.add({"a": None})
+    assert unwritten.changed is None
+    unwritten.none()
+    assert unwritten.changed == {}
+    unwritten.add(None)
+    unwritten.add({"a": None})
+    assert unwritten.changed is None
+    unwritten.none()
+    unwritten.all()
+    assert unwritten.changed is None

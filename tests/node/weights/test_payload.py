@@ -1,9 +1,9 @@
-"""Who needs some tensors fetches some chunks, and holds of them exactly what the whole would have given."""
+"""Chunks of a payload, and the chunks and bytes of it that a node needs which holds some of the tensors."""
 
 import random
 from collections.abc import Collection
 from collections.abc import Set as AbstractSet
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -16,9 +16,17 @@ from primerl.node.weights.chain import VersionChain
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.errors import CodecError, DigestMismatch, WeightsError
-from primerl.node.weights.offsets import Offsets
-from primerl.node.weights.partial import Needed, Share, chunks_for, part_of
-from primerl.node.weights.payload import layout_of
+from primerl.node.weights.payload import (
+    CHUNK_SHARE,
+    MIN_CHUNK,
+    NeededChunks,
+    Offsets,
+    Share,
+    chunks_for,
+    cut,
+    layout_of,
+    part_of,
+)
 from primerl.node.weights.replica import WeightReplica
 from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import Artifact, ChunkRef
@@ -254,7 +262,7 @@ def test_planning_counts_what_the_share_needs() -> None:
     chain.add(structs.replace(step.manifest, artifacts=(step.artifact, anchor.artifact)))
     held = (0, ANCHOR.manifest.state)
     assert [artifact.kind for _, artifact in chain.plan(*held, 2)] == ["anchor"]
-    steps = chain.plan(*held, 2, needs=Needed(only("t3")))
+    steps = chain.plan(*held, 2, needs=NeededChunks(only("t3")))
     assert [artifact.kind for _, artifact in steps] == ["delta", "delta"]
 
 
@@ -265,7 +273,7 @@ def test_what_is_needed_is_remembered_for_one_artifact_and_not_for_another() -> 
         calls.append(len(names))
         return {"t1"}
 
-    needs = Needed(share)
+    needs = NeededChunks(share)
     first = needs(FIRST.manifest, FIRST.artifact)
     assert needs(FIRST.manifest, FIRST.artifact) == first
     assert len(calls) == 1
@@ -276,3 +284,43 @@ def test_what_is_needed_is_remembered_for_one_artifact_and_not_for_another() -> 
 def test_a_share_may_name_what_a_manifest_does_not_have() -> None:
     mirror = grown(lambda _: frozenset({"t1", "lm_head.weight"}), ANCHOR)
     assert set(mirror.policy.state) == {"t1"}
+
+
+# -- chunks ----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=40)), st.integers(1, 17))
+def test_cut_loses_nothing_and_fills_every_chunk_but_the_last(
+    parts: list[bytes], size: int
+) -> None:
+    pieces = list(cut(iter(parts), size))
+    assert b"".join(pieces) == b"".join(parts)
+    assert all(len(piece) == size for piece in pieces[:-1])
+    assert all(0 < len(piece) <= size for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**24 + 1])
+def test_cut_refuses_chunks_that_no_peer_would_take(size: int) -> None:
+    with pytest.raises(ValueError, match="chunk size"):
+        next(cut(iter([b"x"]), size))
+
+
+def test_chunks_grow_with_what_came_before_up_to_the_largest() -> None:
+    mib = b"\0" * 2**20
+    sizes = [len(piece) for piece in cut(iter([mib] * 96), 2**20)]
+    assert sizes[:CHUNK_SHARE] == [MIN_CHUNK] * CHUNK_SHARE
+    assert all(a <= b for a, b in pairwise(sizes[:-1]))
+    assert max(sizes) == 2**20
+    assert sum(sizes) == 96 * 2**20
+
+
+@given(st.lists(st.integers(0, 3 * MIN_CHUNK), max_size=8))
+def test_equal_payloads_give_equal_chunks_however_they_were_split(splits: list[int]) -> None:
+    whole = bytes(1000) * (sum(splits) // 1000 + 1)
+    at = 0
+    parts: list[bytes] = []
+    for size in splits:
+        parts.append(whole[at : at + size])
+        at += size
+    joined = b"".join(parts)
+    assert list(cut(iter(parts), 2**20)) == list(cut(iter([joined]), 2**20))
