@@ -21,7 +21,7 @@ from ..models.tensors import to_torch
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
 from .model_output import LayerHooks, ModelOutput
-from .vllm_worker import write
+from .placement import write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,9 +21,9 @@ from ..weights.state import Changed, State
 from .compiling import compiles
 from .model_output import LayerHooks, ModelOutput
 from .packed import Attend, among
+from .placement import write
 from .qwen3_shapes import check_state, shapes
 from .transfers import upload
-from .vllm_worker import write
 
 logger = logging.getLogger(__name__)
 

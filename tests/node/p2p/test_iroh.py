@@ -417,5 +417,5 @@ async def test_starting_an_endpoint_puts_the_repair_in_place(
 def test_a_binding_that_changed_is_not_patched_blindly() -> None:
     with pytest.raises(AttributeError):
         iroh.install_fast_bytes(SimpleNamespace())
-    with pytest.raises(AttributeError, match="iroh_bytes"):
+    with pytest.raises(AttributeError, match=r"iroh\.py"):
         iroh.install_fast_bytes(SimpleNamespace(_UniffiRustBufferBuilder=object))

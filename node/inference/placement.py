@@ -1,0 +1,259 @@
+"""Where each element of a checkpoint's tensors is in a model's own parameters.
+
+Nothing is assumed about the model: its own weight loader is run once with writing turned off, and what
+it would copy where is noted. Fused projections, tied weights, shards and padding come out by themselves.
+A tensor that the loader does not copy as it is (but converts, say) has no place: write it whole.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..models.tensors import to_torch
+from ..weights.state import Tensor as StateTensor
+
+Load = Callable[[list[tuple[str, Tensor]]], object]
+"""The model's loader: [(name, tensor)] -> anything."""
+
+_WRITES = (torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_)
+_FAULTS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, ValueError)
+"""What weight loaders raise for a tensor that does not fit."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of a copied block, in elements."""
+
+    size: int
+    source: int
+    """Stride in the checkpoint's tensor."""
+    target: int
+    """Stride in the parameter's storage."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a checkpoint's tensor and where it is copied to."""
+
+    flat: Tensor
+    """The whole storage of the parameter, [elements]."""
+    source: int
+    """Position of the block's first element in the checkpoint's tensor."""
+    target: int
+    """Position of the same in `flat`."""
+    dims: tuple[Dim, ...]
+    """Largest source stride first."""
+    whole: bool
+    """Whether the block is all of the checkpoint's tensor."""
+
+    @property
+    def straight(self) -> bool:
+        """Whether neighbours in the checkpoint's tensor are neighbours in the parameter."""
+        return all((dim.source, dim.target) == (1, 1) for dim in self.dims)
+
+    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Offsets in `flat` of those `positions` [N] int64 that are in the block.
+
+        With them a mask [N] of which ones are, None for all.
+        """
+        if self.whole and self.straight:
+            return (positions + self.target if self.target else positions), None
+        rest = positions - self.source
+        inside = None if self.whole else rest >= 0
+        offsets = torch.full_like(rest, self.target)
+        for dim in self.dims:
+            at = rest if dim.source == 1 else rest.div(dim.source, rounding_mode="floor")
+            rest = rest - at * dim.source
+            offsets += at * dim.target
+            if inside is not None:
+                inside &= (at >= 0) & (at < dim.size)
+        if inside is None:
+            return offsets, None
+        inside &= rest == 0
+        return offsets[inside], inside
+
+
+@dataclass(frozen=True)
+class PendingWrite:
+    """Values that wait to be written: `flat[offsets] = values`."""
+
+    flat: Tensor
+    offsets: Tensor
+    values: Tensor
+
+    def run(self) -> None:
+        """PendingWrite them; order among several does not matter."""
+        self.flat.index_copy_(0, self.offsets, self.values)
+
+
+class ParameterPlacement:
+    """The places of all tensors of a model, as found by trace()."""
+
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        parts: dict[str, list[Part]],
+        addresses: dict[str, int],
+        absent: frozenset[str] = frozenset(),
+    ) -> None:
+        self.shapes = shapes
+        self.absent = absent
+        """Tensors that this part of the model does not hold; another rank has to."""
+        self._parts = parts
+        self._addresses = addresses
+        self._device = next((p.flat.device for found in parts.values() for p in found), "cpu")
+
+    @property
+    def placeless(self) -> list[str]:
+        """Tensors whose elements cannot be written one by one."""
+        return sorted(self.shapes.keys() - self._parts.keys() - self.absent)
+
+    def still_holds(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether the model's parameters are where they were: else what is written is lost."""
+        return self._addresses == _addresses(parameters)
+
+    def prepare(
+        self, spans: Iterable[tuple[str, int]], positions: Tensor, values: Tensor
+    ) -> list[PendingWrite]:
+        """What writes `values` [N] to `positions` [N], both moved to the model's device.
+
+        They belong to the tensors that `spans` names, `count` after `count`; positions must have been
+        checked. Raises KeyError for a tensor without a place.
+        """
+        writes: list[PendingWrite] = []
+        at = 0
+        positions, values = positions.to(self._device).long(), values.to(self._device)
+        for name, count in spans:
+            where, what = positions[at : at + count], values[at : at + count]
+            at += count
+            for part in () if name in self.absent else self._parts[name]:
+                offsets, inside = part.locate(where)
+                found = what if inside is None else what[inside]
+                if len(offsets):
+                    writes.append(PendingWrite(part.flat, offsets, found.to(part.flat.dtype)))
+        return writes
+
+
+def trace(
+    load: Load,
+    parameters: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> ParameterPlacement | str:
+    """Send all `tensors` through `load` without writing: their places, or what is wrong with them.
+
+    Each tensor that is copied must be copied unbroadcast, and together they must fill every parameter.
+    What is copied nowhere is `absent`: no model's where no other rank holds it either.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    absent: set[str] = set()
+    parts: dict[str, list[Part]] = {}
+    recorder = _Recorder()
+    for name, tensor in tensors:
+        recorder.copies.clear()
+        try:
+            with torch.no_grad(), recorder:
+                load([(name, tensor)])
+        except _FAULTS as error:
+            kind = type(error).__name__
+            return f"tensor {name!r} of shape {list(tensor.shape)} does not fit: {kind} {error}"
+        shapes[name] = tuple(tensor.shape)
+        if not recorder.copies:
+            absent.add(name)
+            continue
+        if any(target.shape != source.shape for target, source in recorder.copies):
+            return f"tensor {name!r} has shape {list(tensor.shape)}, which the model does not want"
+        found = [_part(tensor, *copy) for copy in recorder.copies if copy[1].numel()]
+        if all(found):
+            parts[name] = [part for part in found if part]
+    for name, parameter in parameters.items():
+        if recorder.written.get(_address(parameter), 0) < parameter.numel():
+            return f"what fills the parameter {name!r} is missing"
+    return ParameterPlacement(shapes, parts, _addresses(parameters), frozenset(absent))
+
+
+def write(flat: Tensor, tensor: StateTensor, positions: NDArray[np.int64] | None) -> None:
+    """Copy the elements of `tensor` at `positions`, all for None, into `flat` [numel], its place."""
+    if positions is None:
+        flat.copy_(to_torch(tensor).view(-1))
+        return
+    bits = StateTensor(tensor.dtype, (len(positions),), tensor.data[positions])
+    values = to_torch(bits, flat.device, flat.dtype)
+    owned = positions if positions.flags.writeable else positions.copy()  # as torch wants it
+    flat.index_copy_(0, torch.from_numpy(owned).to(flat.device), values)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes in-place writes instead of doing them: a dry run of a model's weight loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        """(target, source) views of what would have been copied since the list was cleared."""
+        self.written: dict[int, int] = {}
+        """Storage address -> elements that would have been written."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket not in _WRITES:
+            return func(*args, **(kwargs or {}))
+        target = args[0]
+        storage = _address(target)
+        self.written[storage] = self.written.get(storage, 0) + target.numel()
+        if func.overloadpacket is torch.ops.aten.copy_:
+            self.copies.append((target, args[1]))
+        return target
+
+
+def _part(tensor: Tensor, target: Tensor, source: Tensor) -> Part | None:
+    """What copying `source` to `target` does with the elements of `tensor`; None if unclear."""
+    plain = tensor.is_contiguous() and source.dtype == tensor.dtype
+    if not plain or _address(source) != _address(tensor):
+        return None
+    triples = zip(source.shape, source.stride(), target.stride(), strict=True)
+    dims = _merged([Dim(*triple) for triple in triples if triple[0] > 1])
+    if dims is None:
+        return None
+    length = target.untyped_storage().nbytes() // target.element_size()
+    return Part(
+        flat=torch.as_strided(target.detach(), (length,), (1,), 0),
+        source=int(source.storage_offset() - tensor.storage_offset()),
+        target=int(target.storage_offset()),
+        dims=tuple(dims),
+        whole=source.numel() == tensor.numel(),
+    )
+
+
+def _merged(dims: list[Dim]) -> list[Dim] | None:
+    """The same dimensions, as few as possible; None if one position could be two elements."""
+    dims.sort(key=lambda dim: -dim.source)
+    merged: list[Dim] = []
+    extent = 1
+    for dim in reversed(dims):
+        if dim.source < extent:
+            return None
+        extent += (dim.size - 1) * dim.source
+        inner = merged[-1] if merged else None
+        if (
+            inner
+            and dim.source == inner.size * inner.source
+            and (dim.target == inner.size * inner.target)
+        ):
+            merged[-1] = Dim(dim.size * inner.size, inner.source, inner.target)
+        else:
+            merged.append(dim)
+    return merged[::-1]
+
+
+def _addresses(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in parameters.items()}
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
