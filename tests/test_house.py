@@ -206,7 +206,8 @@ def test_torch_is_where_models_are() -> None:
 
 
 LOADED_LAZILY = {
-    "torch": """node.verification.crossings node.verification.replay node.inference.boundary_states
+    "torch": """node.inference.placement node.verification.crossings node.verification.replay
+        node.inference.boundary_states
         node.inference.boundary_kernel node.inference.compiling
         node.inference.model_output node.inference.model node.inference.decoding node.inference.model
         node.inference.noise node.inference.noise_kernel node.inference.model_output node.inference.packed

@@ -18,7 +18,7 @@ from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import cannot_cut, cannot_hold
-from ..models.model_files import read_json
+from ..models.json_files import read_json
 from ..ops.control import Status
 from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..p2p.connections import Handler, no_pipelines

@@ -12,7 +12,8 @@ from typing import Any
 
 from ...crypto.hashing import digest_parts
 from ..config.evaluation import EvalConfig
-from ..models.model_files import contract_files, read_json, read_state
+from ..models.json_files import read_json
+from ..models.model_files import contract_files, read_state
 from ..models.tensors import bf16_state, to_torch
 from ..ops.errors import UsageError
 from ..weights.adapters import merge

@@ -37,7 +37,7 @@ from .host_frames import ApiOptions
 from .hosted_child import PROGRAM, EngineChild, Patience
 from .hosted_seat import Pauses, ReplicaSupervisor
 from .hosted_weights import Weights
-from .vllm_options import read_shape, resolve_parallel
+from .vllm_shape import read_shape, resolve_parallel
 
 logger = logging.getLogger(__name__)
 

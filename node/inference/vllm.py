@@ -41,22 +41,17 @@ from .host_frames import ApiOptions
 from .sleeping import Sleeper
 from .vllm_api import ApiServer
 from .vllm_collector import CompletionCollector
-from .vllm_meter import VllmMeter
-from .vllm_options import (
+from .vllm_features import (
     NOT_INSTALLED,
-    check_cpu,
-    check_device,
     check_installed,
     check_names,
     check_overrides,
-    engine_arguments,
-    head_size,
     keeps_elsewhere,
-    read_shape,
-    sampling_arguments,
-    set_environment,
 )
+from .vllm_meter import VllmMeter
+from .vllm_options import check_device, engine_arguments, sampling_arguments, set_environment
 from .vllm_ranks import judge
+from .vllm_shape import check_cpu, head_size, read_shape
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
 START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)

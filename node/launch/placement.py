@@ -12,7 +12,7 @@ from pathlib import Path
 from ..config.run import LaunchConfig, ModelConfig, RunConfig
 from ..memory_plan.memory import worker_share
 from ..memory_plan.shape import ModelShape, read_shape
-from ..models.model_files import read_json
+from ..models.json_files import read_json
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import GpuMemory, is_slice, visible_memory
 

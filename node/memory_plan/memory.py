@@ -15,7 +15,7 @@ from typing import Literal
 from ..config.engine import EngineConfig
 from ..config.run import RunConfig
 from ..config.training import TrainingConfig
-from ..models.model_files import read_json
+from ..models.json_files import read_json
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import GpuMemory, visible_memory
 from .shape import ModelShape, read_shape

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config.run import ModelConfig
 from ..ops.errors import EngineError, UsageError
-from .model_files import read_json
+from .json_files import read_json
 
 IGNORED = frozenset(
     """_attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map aux_loss_alpha

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ..config.run import ModelCreateConfig
 from ..ops.errors import EngineError, one_line
 from ..weights.state import State
+from .json_files import read_json
 from .model_files import (
     CONTRACT_PATTERNS,
     WEIGHT_PATTERNS,
     contract_files,
     export,
-    read_json,
     read_state,
     vocab_size,
 )

@@ -3,34 +3,17 @@
 No code that came with a model is ever read, and weights are safetensors only.
 """
 
-import json
 import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from ...crypto.hashing import short
 from ..ops.errors import EngineError, StorageError, one_line
 from ..weights.replica import prove
 from ..weights.state import State, Tensor
+from .json_files import read_json
 from .tensors import from_torch, to_torch
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises EngineError."""
-    try:
-        loaded = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise EngineError(
-            f"{path} is missing: give a complete Hugging Face model directory"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{path} cannot be read ({error}): fetch the model again") from error
-    if not isinstance(loaded, dict):
-        raise EngineError(f"{path} does not hold a JSON object: fetch the model again")
-    return loaded
-
 
 CONTRACT_PATTERNS = (
     "config.json",

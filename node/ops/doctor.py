@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ..config.engine import EngineConfig
 from ..config.run import NodeConfig, RunConfig
-from ..inference.vllm_options import check_release, installed_release
+from ..inference.vllm_features import check_release, installed_release
 from ..memory_plan.memory import (
     GIB,
     MIB,

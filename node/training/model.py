@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from ..config.training import TrainingConfig
 from ..models import huggingface
 from ..models.architectures import untrainable
-from ..models.model_files import read_json
+from ..models.json_files import read_json
 from ..models.tensors import torch_dtype
 from ..ops.errors import EngineError
 from . import attention, experts

@@ -157,6 +157,9 @@ class BreakingEngine(WitnessEngine):
             raise EngineError("the engine broke")
         return await super().load(*args, **options)
 
+    async def update(self, *args: Any, **options: Any) -> Any:
+        raise EngineError("the engine broke")
+
 
 async def test_what_ended_a_worker_is_told_also_where_its_disk_is_full(
     tmp_path: Path, model_dir: Path

@@ -24,7 +24,7 @@ from primerl.node.inference.build import build_engine
 from primerl.node.memory_plan.memory import GIB, Device, plan_engine, plan_learner, token_bytes
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface
-from primerl.node.models.model_files import read_json
+from primerl.node.models.json_files import read_json
 from primerl.node.ops import gpus
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from primerl.node.inference import vllm_options
-from primerl.node.inference.vllm_options import (
+from primerl.node.inference import vllm_features
+from primerl.node.inference.vllm_features import (
     OPTIONS,
     RANGE,
     REFUSED,
@@ -151,7 +151,7 @@ def test_release_and_arguments_are_read_from_where_vllm_lies(
     (tmp_path / "vllm" / "__init__.py").write_text(broken)
     (tmp_path / "vllm" / "_version.py").write_text(f"{broken}\n__version__ = version = '0.24.1'\n")
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(f"{broken}\n{SOURCE}")
-    monkeypatch.setattr(vllm_options, "_places", lambda: [str(tmp_path / "vllm")])
+    monkeypatch.setattr(vllm_features, "_places", lambda: [str(tmp_path / "vllm")])
     installed_arguments.cache_clear()
     try:
         assert installed_arguments() == FIELDS
@@ -163,7 +163,7 @@ def test_release_and_arguments_are_read_from_where_vllm_lies(
 
 
 def test_without_vllm_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_options, "_places", list[str])
+    monkeypatch.setattr(vllm_features, "_places", list[str])
     installed_arguments.cache_clear()
     try:
         assert installed_arguments() == frozenset()

@@ -16,11 +16,10 @@ from primerl.node.inference.vllm_options import (
     SAMPLING,
     check_device,
     engine_arguments,
-    head_size,
-    read_shape,
     sampling_arguments,
     set_environment,
 )
+from primerl.node.inference.vllm_shape import head_size, read_shape
 from primerl.node.ops.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {

@@ -8,13 +8,13 @@ import pytest
 
 from primerl.node.app.engine_check import check_config
 from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
-from primerl.node.inference.vllm_options import (
+from primerl.node.inference.vllm_ranks import RankPlace, difference, judge
+from primerl.node.inference.vllm_shape import (
     check_cpu,
     check_parallel,
     resolve_parallel,
     visible_gpus,
 )
-from primerl.node.inference.vllm_ranks import RankPlace, difference, judge
 from primerl.node.ops.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {
@@ -105,7 +105,7 @@ def test_gpus_are_counted_as_one_process_can_join_them(
     def visible(_: object) -> tuple[str, ...]:
         return names
 
-    monkeypatch.setattr("primerl.node.inference.vllm_options.visible", visible)
+    monkeypatch.setattr("primerl.node.inference.vllm_shape.visible", visible)
     assert visible_gpus(vllm(device=device)) == count
 
 

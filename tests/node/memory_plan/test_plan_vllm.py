@@ -15,7 +15,7 @@ from primerl.node.memory_plan.memory import (
 )
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.models import huggingface
-from primerl.node.models.model_files import read_json
+from primerl.node.models.json_files import read_json
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 

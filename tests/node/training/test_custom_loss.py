@@ -14,7 +14,7 @@ from primerl.node.training.losses import formula, policy_loss
 torch.set_num_threads(1)
 
 SOURCE = """
-from primerl.node.training.losses.formulas import TokenInputs, TokenLoss
+from primerl.node.training.losses import TokenInputs, TokenLoss
 
 IMPORTED = []
 NOT_A_FUNCTION = 3
