@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--slow] [PYTEST ARGUMENTS]...
 #
 # --slow, or CI=true: also the tests that take long, among them vLLM's, in an environment of their own, one at
-# a time: they need the whole machine. The others run side by side, file by file.
+# a time: they need the whole machine. The others run side by side, four files at a time: they wait more than they compute.
 # CI=true: a test that fails is given one more try, and is listed as RERUN: one race among thousands of tests
 # shall not hold up what is sound. It is a fault of that test or of what it tests, and to be mended.
 set -euo pipefail
@@ -19,7 +19,7 @@ done
 
 retried=()
 if [[ ${CI:-false} == true ]]; then retried=(--reruns 1 -rfER); fi
-together=(-n logical --maxprocesses 4 --dist loadfile)
+together=(-n 4 --dist loadfile)
 
 bash scripts/install.sh run,dev
 unset PYTHONDONTWRITEBYTECODE # tests start many processes: what these import is compiled once

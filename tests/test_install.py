@@ -118,7 +118,7 @@ def test_a_machine_without_a_compiler_installs_everything_and_finds_peers_by_lib
     installed = {name_of(line) for line in said.splitlines()}
     assert "libp2p" in installed
     assert installed.isdisjoint({*OPTIONAL, "torch"})
-    tests = [f"tests/node/network/test_libp2p{which}.py" for which in ("", "_attacks")]
+    tests = [f"tests/node/p2p/test_libp2p{which}.py" for which in ("", "_attacks")]
     assert " passed" in run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     assert run(root / ".venv/bin/primerl-node", "--help").startswith("Usage:")
 

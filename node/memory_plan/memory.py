@@ -3,7 +3,7 @@
 What vLLM counts goes against its budget, gpu_memory_utilization x the GPU. What it does not count (CUDA's
 context, captured graphs) and what this package keeps beside it (proofs, updates) has to fit into the rest.
 Nothing is loaded: the arithmetic needs a ModelShape and a config. Items marked `estimate` were measured on
-other models (docs/benchmarks.md), the others are counted; tests/node/planning compares both with real runs.
+other models (docs/benchmarks.md), the others are counted; tests/node/memory_plan compares both with real runs.
 """
 
 import logging
