@@ -170,7 +170,7 @@ async def test_an_unknown_argument_and_an_unknown_head_size_are_refused(
 NODE = """
     import asyncio, sys
     from pathlib import Path
-    from primerl.node.config import EngineConfig
+    from primerl.node.config.engine import EngineConfig
     from primerl.node.inference.hosted import HostedEngine
 
     async def main():
