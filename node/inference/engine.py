@@ -6,7 +6,7 @@ generate() concurrently. Requests of one group begin in the order in which they 
 so that at a load() none has drawn more tokens than one that began before it and still goes on: the trainer
 checks it (proofs/checks.py, late_samples), and a sample that breaks it is given up.
 Implementations: scripted.py (fake), hf.py, vllm.py.
-Suite: tests/conformance/engine.py.
+Suite: tests/conformance/test_engine.py.
 """
 
 from dataclasses import dataclass

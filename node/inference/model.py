@@ -2,8 +2,8 @@
 
 A hidden state here is always what feeds the head, after the last norm: a fingerprint is of that.
 Only update() changes a network, between sessions, and checks everything before it writes anything:
-what is refused leaves the old weights whole. Implementations: qwen3.py (fast, dense Qwen3), model.py
-(any causal model of transformers).
+what is refused leaves the old weights whole. Implementations: qwen3.py (fast, dense Qwen3), and the
+one here (any causal model of transformers).
 """
 
 import inspect

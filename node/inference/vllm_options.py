@@ -1,7 +1,7 @@
 """What the vLLM engine is started with: environment and arguments.
 
-Pure data: nothing here imports vLLM. What `engine.vllm` may say is in vllm_options.py, what
-tp, pp and dp may be in vllm_options.py.
+Pure data: nothing here imports vLLM. What `engine.vllm` may say is in vllm_features.py, what
+tp, pp and dp may be in vllm_shape.py.
 """
 
 import os

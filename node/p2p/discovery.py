@@ -2,7 +2,7 @@
 
 Nothing here is believed: a fact is a sealed envelope that the receiver verifies itself, and a node
 works with discovery switched off. Implementation: libp2p.py; tests use tests/support/memory_discovery.py.
-Suite: tests/conformance/discovery.py.
+Suite: tests/conformance/test_discovery.py.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

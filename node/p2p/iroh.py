@@ -1,6 +1,6 @@
 """The iroh transport: QUIC between nodes named by their Ed25519 keys. Only this file imports iroh.
 
-No IrohError gets out: each is translated once, here or in iroh.py.
+No IrohError gets out: each is translated once.
 """
 
 import asyncio
@@ -663,7 +663,7 @@ class IrohTransport:
 
 
 def _binding() -> Any:
-    """The iroh module, repaired (iroh.py, iroh.py). Loading it takes a fifth of a second."""
+    """The iroh module, repaired. Loading it takes a fifth of a second."""
     import iroh
     from iroh import iroh_ffi
 

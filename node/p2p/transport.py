@@ -3,7 +3,7 @@
 A connection is made to a NodeId, never to an address: addresses are hints. Whoever opens, closes.
 Every method may be cancelled; a cancelled read or write leaves its stream fit only for abort().
 Implementation: iroh.py (QUIC); tests use tests/support/memory_transport.py (one process).
-Suite: tests/conformance/transport.py.
+Suite: tests/conformance/test_transport.py.
 """
 
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ from .state import Progress, TrainerState, snapshots
 from .submission_queue import SubmissionQueue
 
 SILENT_S = 15.0
-"""Workers say something every five seconds (loop.py, HEARTBEAT_S)."""
+"""Workers say something every five seconds (worker/loop.py, HEARTBEAT_S)."""
 REFUSED = "refused work"
 SILENT = "silent"
 EXPLAIN = "`primerl-node explain` says why"

@@ -1,8 +1,7 @@
 """Losses by name, as one rank's share of a step. Imports torch: import this file lazily.
 
 Every loss is a sum divided by the token count of the whole step over all ranks (an argument), so that
-adding the ranks' losses or gradients gives exactly what one rank would have computed. The formulas are in
-losses.py.
+adding the ranks' losses or gradients gives exactly what one rank would have computed.
 """
 
 import inspect
