@@ -20,7 +20,7 @@ from ...crypto.keys import SecretKey
 from ...protocol import tickets
 from ...protocol.envelope import Purpose, seal, utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Held, LeaseBook, Share
+from ...protocol.leases import Held, LeaseBook, Origin, Share
 from ...protocol.messages import (
     LEAVING,
     MAX_LEASES,
@@ -42,7 +42,6 @@ from ...protocol.messages import (
     Welcome,
     WorkerStats,
 )
-from ...protocol.newcomers import Origin
 from ...protocol.reputation import Reputation
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..environments.environment import Environment, EnvironmentFailed

@@ -16,6 +16,14 @@ from msgspec import UNSET
 
 from ...crypto.hashing import digest, short
 from ...crypto.keys import SecretKey
+from ...protocol.audits import (
+    MAX_UNREADABLE_DETAIL,
+    AuditReport,
+    CrossedRow,
+    MeasuredRow,
+    Place,
+    UnreadableRow,
+)
 from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import RunManifest
@@ -27,14 +35,6 @@ from ...protocol.messages import (
     AuditRequest,
     AuditWait,
     WorkerStats,
-)
-from ...protocol.reports import (
-    MAX_UNREADABLE_DETAIL,
-    AuditReport,
-    CrossedRow,
-    MeasuredRow,
-    Place,
-    UnreadableRow,
 )
 from ...protocol.rollouts import Submission
 from ...protocol.trust import AdmittedHead
@@ -48,9 +48,16 @@ from ..p2p.rpc import Refused, TooSlow, receive_reply, send
 from ..p2p.transport import Stream, StreamClosed, TransportError
 from ..p2p.waiting import LogBackoff
 from ..trainer.submissions import open_lease
-from ..verification.auditor import AuditItem, Auditor, Measured, Unreadable
+from ..verification.auditor import (
+    AuditItem,
+    Auditor,
+    Measured,
+    Unreadable,
+    audit_items,
+    plain_turns,
+    plan_of,
+)
 from ..verification.checks import check_submission
-from ..verification.items import audit_items, plain_turns, plan_of
 from ..weights.replica import Policy
 from ..weights.state import Changed, State
 from ..worker.weight_sync import Upstreams, WeightSync

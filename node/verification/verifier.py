@@ -44,13 +44,21 @@ from ..environments.environment import (
 from ..ops.errors import EngineError
 from ..training.buffer import BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
-from .auditor import Measured, Unreadable
-from .blame import StageAttribution, blame, words
-from .calls import AuditCall, AuditService, AuditTarget
+from .auditor import (
+    AuditCall,
+    AuditService,
+    AuditTarget,
+    Measured,
+    Unreadable,
+    audit_items,
+    boundary_distances,
+    evidence,
+    plain_turns,
+    plan_of,
+)
 from .checks import CheckedRollout, Rejected, check_submission
 from .duplicates import CopyDetector
-from .items import audit_items, boundary_distances, evidence, plain_turns, plan_of
-from .judge import Judgement, judge
+from .judge import Judgement, StageAttribution, blame, judge, name_stages
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +375,7 @@ class Verifier:
             distances = boundary_distances(numbers)
             found_of = blame(found, judgement, distances, self._run.proofs)
             audited.blames.append(found_of)
-            who = words(found_of, [stage.node for stage in plan.stages])
+            who = name_stages(found_of, [stage.node for stage in plan.stages])
             detail = f"{who}: {detail}" if who else detail
         if judgement.reason is not None:
             audited.faults.append(_rejection(rollout, judgement.reason, detail))

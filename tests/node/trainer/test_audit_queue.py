@@ -32,10 +32,10 @@ from primerl.node.ops.errors import UsageError
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.trainer.audits import BENCH_S, AuditQueue, RemoteAuditors, read_validators
 from primerl.node.verification.auditor import Measured, Unreadable
+from primerl.protocol.audits import MeasuredRow, UnreadableRow
 from primerl.protocol.envelope import Purpose
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import AuditJob, AuditWait
-from primerl.protocol.reports import MeasuredRow, UnreadableRow
 
 CUT_SHORT = Unreadable("cut short", proof=True)
 NO_END = Unreadable("no end", proof=False)

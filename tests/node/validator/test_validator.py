@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from primerl.node.validator.loop import (
 )
 from primerl.node.verification.auditor import Measured, SampledSpan, Unreadable
 from primerl.node.weights.replica import Policy
+from primerl.protocol.audits import MAX_UNREADABLE_DETAIL, AuditReport, Place, check_rows
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import sample_seed
@@ -58,7 +58,6 @@ from primerl.protocol.messages import (
     OtherPolicies,
     SyncRecords,
 )
-from primerl.protocol.reports import MAX_UNREADABLE_DETAIL, AuditReport, Place, check_rows
 from primerl.protocol.rollouts import BranchRecord, RolloutRecord, Submission
 from primerl.protocol.session import decode, frame
 from primerl.protocol.trust import TrustedRun
@@ -217,7 +216,9 @@ async def test_what_a_job_promises_takes_no_memory_before_it_comes() -> None:
 
 
 def test_a_report_holds_numbers_whatever_was_measured() -> None:
-    wild = replace(CLEAN, fingerprint=math.nan, sampling=math.inf, other_policy=-math.inf)
+    wild = msgspec.structs.replace(
+        CLEAN, fingerprint=math.nan, sampling=math.inf, other_policy=-math.inf
+    )
     data = bundle()
     asked = job(data, Place(0, 0), Place(1, 1), Place(0, 1))
     made = make_report(asked, [wild, CLEAN, Unreadable("\u20ac" * 500, proof=True)])

@@ -21,7 +21,7 @@ from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import Branch, EnvironmentStuck, Score, Task
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.ops.errors import EngineError
-from primerl.node.verification.calls import AuditAnswer, AuditCall
+from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.verifier import (
     SCORED_AT_ONCE,
