@@ -133,7 +133,7 @@ class Verification:
             LocalAudits(self._auditor),
             self.desk,
             run.proofs,
-            term=lambda: publisher.order[0],
+            epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
         )
         run_id, states = self._documents.run_id, publisher.states

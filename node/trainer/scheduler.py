@@ -350,7 +350,7 @@ class LeaseScheduler:
 
     def _tier(self, peer: bytes) -> Tier:
         """Whose connections are kept when there are too many."""
-        known = self.proven(peer) or peer in self.audits.seats or self.pipelines.place(peer)
+        known = self.proven(peer) or peer in self.audits.validators or self.pipelines.place(peer)
         return Tier.MEMBER if known else Tier.NEWCOMER
 
     async def _unseat(self, peer: bytes) -> None:

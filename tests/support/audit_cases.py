@@ -176,7 +176,7 @@ async def serve(desk: AuditQueue, key: SecretKey, *found: Measured | Unreadable)
 async def present(desk: AuditQueue, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
     """The request of a validator that waits for a job, once the desk knows of it."""
     waiting = asyncio.create_task(request(desk, key))
-    await until(lambda: desk.seats[key.node_id].waiting > 0)
+    await until(lambda: desk.validators[key.node_id].waiting > 0)
     return waiting
 
 
