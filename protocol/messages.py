@@ -9,10 +9,10 @@ import msgspec
 
 from ..crypto.hashing import NO_DIGEST, Digest
 from ..crypto.keys import NodeId
+from .audits import MAX_CHOSEN, MAX_REPORT, Place
 from .errors import Reason
 from .manifests import Name, Role, UnixSeconds, Version
 from .pipelines import MAX_STAGES, StageOffer
-from .reports import MAX_CHOSEN, MAX_REPORT, Place
 from .version import KIB, MAX_GOSSIP, MAX_SUBMISSION, WIRE_VERSION
 
 MAX_SEALED = 64 * 1024

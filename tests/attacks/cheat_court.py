@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from primerl.crypto.hashing import derive
-from primerl.node.verification.auditor import Auditor
-from primerl.node.verification.calls import LocalAudits
+from primerl.node.verification.auditor import Auditor, LocalAudits
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from primerl.protocol.errors import Reason, RemoteProtocolError

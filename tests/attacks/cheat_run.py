@@ -7,7 +7,7 @@ from pathlib import Path
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample
-from primerl.node.verification.honest import trial_run
+from primerl.node.verification.calibration import trial_run
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.rollouts import GroupRecord, unpack_f32, unpack_u32
 from primerl.scripts.bench.trained_model import Trained, policy_updates, stop_token

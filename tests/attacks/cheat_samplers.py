@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.verification.separation import int4, int8
+from primerl.node.verification.cheats import int4, int8
 
 from .cheat_networks import build_best_only, build_nucleus, build_rounded_cache
 from .cheat_world import Sampler, Workshop

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from primerl.node.verification.blame import StageAttribution, blame, most_named, words
-from primerl.node.verification.judge import BUILT_IN, judge
+from primerl.node.verification.bounds import BUILT_IN
+from primerl.node.verification.judge import StageAttribution, blame, judge, name_stages
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
 
@@ -101,17 +101,11 @@ def test_clean_is_clean() -> None:
     assert (found.outcome, found.stages, found.named) == ("clean", (), None)
 
 
-def test_the_stage_that_most_rollouts_name_alone_is_the_one() -> None:
-    one, two, both = laid((OFF, OFF), OFF), laid((FINE, OFF), OFF), laid((ODD, OFF), OFF)
-    assert most_named([one, two, two, both, both, both]) == 1
-    assert most_named([two, one]) == 0
-    assert most_named([both, laid((FINE, FINE), ODD)]) is None
-
-
 def test_who_it_can_be_is_said_in_words() -> None:
     nodes = [bytes([number]) * 32 for number in range(3)]
-    assert words(laid((FINE, OFF), OFF), nodes) == "stage 1 of 0..2 (01010101)"
+    assert name_stages(laid((FINE, OFF), OFF), nodes) == "stage 1 of 0..2 (01010101)"
     assert (
-        words(laid((ODD, OFF), OFF), nodes) == "stage 0 of 0..2 (00000000) or 1 of 0..2 (01010101)"
+        name_stages(laid((ODD, OFF), OFF), nodes)
+        == "stage 0 of 0..2 (00000000) or 1 of 0..2 (01010101)"
     )
-    assert words(laid((FINE, FINE), FINE), nodes) == ""
+    assert name_stages(laid((FINE, FINE), FINE), nodes) == ""

@@ -17,12 +17,17 @@ from primerl.node.environments.environment import Branch, Episode, Policy, Score
 from primerl.node.environments.playing import branch
 from primerl.node.inference.engine import Completion
 from primerl.node.ops.errors import EngineError, NodeError, UsageError
-from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.calibrator import CalibrationReport, CalibrationRequest, Calibrator
-from primerl.node.verification.honest import company, entropy_share, trial_run
-from primerl.node.verification.judge import FIELDS, proof_contract, read_calibration
+from primerl.node.verification.auditor import MEASURES, AuditItem, Measured, Unreadable, audit_terms
+from primerl.node.verification.bounds import proof_contract, read_calibration
+from primerl.node.verification.calibration import (
+    CalibrationReport,
+    CalibrationRequest,
+    Calibrator,
+    batch_sizes,
+    entropy_share,
+    trial_run,
+)
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import terms
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, encode
 
@@ -71,7 +76,7 @@ class HereAuditor:
         self._config = config
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        self._replay = Replay(terms(model_dir, run, self._config.device))
+        self._replay = Replay(audit_terms(model_dir, run, self._config.device))
 
     async def audit(
         self,
@@ -115,6 +120,7 @@ def config(**verification: object) -> RunConfig:
             "engine": {"device": "cpu", "max_batch": 64, "max_model_len": 64},
             "sampling": {"max_tokens": TOKENS},
             "rollouts": {"group_size": 4},
+            "seed": 3,
             "training": {"lr": 1e-4},
             "verification": verification,
         }
@@ -144,9 +150,8 @@ def calibrate(model: tuple[Path, State]) -> Calibrate:
                 model[0],
                 state or model[1],
                 Letters(),
+                auditor(config().engine),
                 wanted,
-                make_auditor=auditor,
-                seed=3,
                 say=lambda line: None,
             ).run()
         )
@@ -163,7 +168,7 @@ def test_honest_rollouts_of_every_batch_size_are_measured(report: CalibrationRep
     assert report.rollouts == 48
     assert [noise.engine for noise in report.noise] == ["hf"]
     assert report.tokens == report.noise[0].tokens > 48
-    assert set(report.noise[0].quantiles) == set(FIELDS)
+    assert set(report.noise[0].quantiles) == set(MEASURES)
     assert 0 < report.noise[0].quantiles["logprob"][-1] < 1e-4  # float32: not equal, but nearly
     assert (report.false_positives.rollouts, report.false_positives.rejected) == (48, 0)
 
@@ -278,9 +283,9 @@ def test_a_calibration_reads_back_as_it_was_written(
 
 
 def test_rollouts_are_made_alone_and_in_company() -> None:
-    assert company(512, 256) == [(64, 1), (192, 8), (256, 256)]
-    assert company(16, 4) == [(2, 1), (14, 4)]
-    assert [count for count, _ in company(1, 256)] == [1]
+    assert batch_sizes(512, 256) == [(64, 1), (192, 8), (256, 256)]
+    assert batch_sizes(16, 4) == [(2, 1), (14, 4)]
+    assert [count for count, _ in batch_sizes(1, 256)] == [1]
 
 
 def test_entropy_is_that_of_an_even_distribution() -> None:

@@ -1,13 +1,13 @@
 import json
 import math
-import random
 
 import numpy as np
 import pytest
 
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import UsageError
-from primerl.node.verification.bands import (
+from primerl.node.verification.auditor import MEASURES
+from primerl.node.verification.bounds import (
     BEYOND,
     FEWEST,
     REJECT_FLOOR,
@@ -17,14 +17,14 @@ from primerl.node.verification.bands import (
     d_prime,
     false_positives,
     other_scale,
+    proof_contract,
     quantiles,
     ratio_tail,
     surely_below,
     tail,
     upper_bound,
 )
-from primerl.node.verification.judge import FIELDS, judge, proof_contract
-from primerl.node.verification.separation import (
+from primerl.node.verification.cheats import (
     batches_caught,
     int4,
     int8,
@@ -32,6 +32,7 @@ from primerl.node.verification.separation import (
     nudged,
     separate,
 )
+from primerl.node.verification.judge import judge
 from primerl.node.weights.state import Tensor
 from primerl.protocol.rollouts import Evidence
 
@@ -39,15 +40,15 @@ CONTRACT = proof_contract(RunConfig(), "")
 
 
 def rollout(number: int, **measures: float) -> Evidence:
-    values = dict.fromkeys(FIELDS, 0.0) | measures
+    values = dict.fromkeys(MEASURES, 0.0) | measures
     return Evidence(group=0, rollout=number, tokens=64, **values)
 
 
 def noise(count: int, seed: int, scale: float = 0.01) -> list[Evidence]:
     """Rollouts whose measures are independent and exponential."""
-    drawn = np.random.default_rng(seed).exponential(scale, (count, len(FIELDS)))
+    drawn = np.random.default_rng(seed).exponential(scale, (count, len(MEASURES)))
     return [
-        rollout(number, **dict(zip(FIELDS, map(float, row), strict=True)))
+        rollout(number, **dict(zip(MEASURES, map(float, row), strict=True)))
         for number, row in enumerate(drawn)
     ]
 
@@ -111,7 +112,7 @@ def test_the_binomial_tail_sums_to_one() -> None:
 def test_bounds_lie_above_every_honest_rollout() -> None:
     honest = noise(500, 1)
     found = bands(honest)
-    for name in FIELDS:
+    for name in MEASURES:
         values = [getattr(one, name) for one in honest]
         assert getattr(found.reject, name) >= 1.2 * max(values)
         assert getattr(found.suspect, name) <= getattr(found.reject, name)
@@ -177,14 +178,14 @@ def narrow() -> Bands:
 def test_a_cheat_far_outside_separates() -> None:
     bound = narrow()
     far = [rollout(n, fingerprint=10 * bound.reject.fingerprint) for n in range(32)]
-    found = separate("far", far, bound.contract(CONTRACT), chance=random.Random(1))
+    found = separate("far", far, bound.contract(CONTRACT))
     assert (found.rejected, found.suspected, found.batches) == (32, 32, 1.0)
     assert found.separates
 
 
 def test_a_cheat_within_the_honest_band_does_not_separate() -> None:
     bound = narrow().contract(CONTRACT)
-    found = separate("inside", noise(64, 8), bound, chance=random.Random(1))
+    found = separate("inside", noise(64, 8), bound)
     assert not found.separates
     assert found.batches < 0.2
 
@@ -196,16 +197,15 @@ def test_many_suspects_in_a_batch_separate_without_one_rejection() -> None:
         "between",
         [rollout(n, fingerprint=between) for n in range(32)],
         bound.contract(CONTRACT),
-        chance=random.Random(1),
     )
     assert found.rejected == 0
     assert found.separates
 
 
 def test_batches_are_caught_as_often_as_arithmetic_says() -> None:
-    rejected = [True] + [False] * 9
-    found = batches_caught(rejected, [False] * 10, chance=random.Random(2))
-    assert found == pytest.approx(1 - 0.9**16, abs=0.03)
+    assert batches_caught(10, 1, 1) == pytest.approx(1 - 0.9**16)
+    assert batches_caught(10, 0, 10) == pytest.approx(1.0)
+    assert batches_caught(0, 0, 0) == batches_caught(10, 0, 0) == 0.0
 
 
 def test_a_few_suspects_in_a_batch_are_coincidence() -> None:

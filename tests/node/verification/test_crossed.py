@@ -25,14 +25,21 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.trainer.audits import _measured as from_report  # pyright: ignore[reportPrivateUsage]
 from primerl.node.validator.loop import job_items, make_report
-from primerl.node.verification.auditor import BoundaryClaim, Measured, Unreadable
+from primerl.node.verification.auditor import (
+    BoundaryClaim,
+    Measured,
+    Unreadable,
+    audit_items,
+    boundary_distances,
+    plain_turns,
+    plan_of,
+)
 from primerl.node.verification.checks import CheckedRollout, check_submission
-from primerl.node.verification.items import audit_items, boundary_distances, plain_turns, plan_of
+from primerl.protocol.audits import CrossedRow, Place, check_rows
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import AuditJob
 from primerl.protocol.pipelines import PipelinePlan, Stage
-from primerl.protocol.reports import CrossedRow, Place, check_rows
 from primerl.protocol.rollouts import (
     MAX_BLAMED,
     MAX_DETAIL,
@@ -183,7 +190,7 @@ def test_a_validator_asks_and_reports_the_same() -> None:
     report = make_report(job, [found])
     check_rows(report, [(0, 0)])
     assert report.crossed == (CrossedRow(0, 0, (0.25,)),)
-    from primerl.node.verification.calls import AuditTarget
+    from primerl.node.verification.auditor import AuditTarget
 
     assert from_report([AuditTarget(checked(work()), [item])], report) == [[found]]
     lied = msgspec.structs.replace(report, crossed=(CrossedRow(0, 0, (0.25, 0.5)),))

@@ -15,10 +15,9 @@ from support.prefill_core import PrefillCore
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.fingerprint import FURTHEST
-from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Unreadable
-from primerl.node.verification.judge import BUILT_IN
+from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Unreadable, audit_terms
+from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import terms
 from primerl.node.weights.state import State
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,7 +30,7 @@ async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def replay_of(case: Case) -> Replay:
-    return Replay(terms(case.model_dir, case.run, "cpu"))
+    return Replay(audit_terms(case.model_dir, case.run, "cpu"))
 
 
 def stages(case: Case, liar: int = -1, count: int = len(CUTS) + 1, bits: int = 5) -> list[State]:
@@ -165,7 +164,7 @@ async def test_any_architecture_can_be_looked_into(tmp_path: Path) -> None:
 
 
 async def test_states_that_are_no_numbers_are_infinitely_far_off(case: Case) -> None:
-    from primerl.node.verification.crossings import distances
+    from primerl.node.verification.replay import distances
 
     honest = staged(case, case.item, stages(case))
     own = np.full((len(honest.versions), 2, 8), np.nan, np.float32)

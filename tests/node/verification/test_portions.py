@@ -7,18 +7,21 @@ import numpy as np
 import pytest
 
 from primerl.node.ops.errors import EngineError
-from primerl.node.verification.auditor import AuditItem, SampledSpan
-from primerl.node.verification.portions import (
-    FIRST,
-    LEAST,
-    PORTION,
-    Pace,
+from primerl.node.verification.auditor import (
+    AuditItem,
+    SameState,
+    SampledSpan,
     check_versions,
-    first_portion,
     other_versions,
     wanted_versions,
 )
-from primerl.node.verification.sameness import SameState
+from primerl.node.verification.hf_auditor import (
+    FIRST_PORTION,
+    LARGEST_PORTION,
+    SMALLEST_PORTION,
+    Pace,
+    portion_size,
+)
 from primerl.node.weights.state import Tensor
 
 
@@ -31,32 +34,32 @@ def test_a_portion_is_within_its_limit_unless_one_item_alone_is_not() -> None:
     items = [item(length) for length in (10, 20, 500, 30, 60, 20, 90)]
     taken: list[int] = []
     while sum(taken) < len(items):
-        taken.append(first_portion(items[sum(taken) :], {}, limit=100))
+        taken.append(portion_size(items[sum(taken) :], {}, limit=100))
     assert taken == [2, 1, 2, 1, 1]
-    assert first_portion(items[4:], {}, limit=170) == 3
-    assert first_portion([], {}, limit=100) == 0
+    assert portion_size(items[4:], {}, limit=170) == 3
+    assert portion_size([], {}, limit=100) == 0
 
 
 def test_each_version_that_is_compared_costs_as_much() -> None:
     items = [item(30), item(30), item(30)]
-    assert first_portion(items, {}, limit=60) == 2
-    assert first_portion(items, {3: [2]}, limit=60) == 1
+    assert portion_size(items, {}, limit=60) == 2
+    assert portion_size(items, {3: [2]}, limit=60) == 1
 
 
 def test_portions_take_a_quarter_of_the_time_that_there_is() -> None:
     pace = Pace(100.0)
-    assert pace.limit == FIRST
-    pace.done(FIRST, 8.192)  # a thousand a second
+    assert pace.limit == FIRST_PORTION
+    pace.done(FIRST_PORTION, 8.192)  # a thousand a second
     assert pace.limit == 25_000
     pace.done(10, 1.0)  # a network was loaded
     assert pace.limit == 25_000
     pace.done(25_000, 0.0)
-    assert pace.limit == PORTION
+    assert pace.limit == LARGEST_PORTION
     for _ in range(9):
         pace.failed()
-    assert pace.limit == LEAST
-    pace.done(LEAST, 50.0)
-    assert pace.limit == LEAST
+    assert pace.limit == SMALLEST_PORTION
+    pace.done(SMALLEST_PORTION, 50.0)
+    assert pace.limit == SMALLEST_PORTION
 
 
 def test_a_branch_of_one_version_is_never_compared_with_itself() -> None:

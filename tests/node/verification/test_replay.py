@@ -13,8 +13,8 @@ from support.auditor_cases import NEAR, OWN, Case, make_case, measured
 from support.engine_cases import SHAPE, make_llama, make_qwen3
 
 from primerl.node.ops.errors import EngineError
+from primerl.node.verification.auditor import AuditTerms, audit_terms
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import AuditTerms, terms
 from primerl.node.weights.state import State, Tensor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -26,7 +26,7 @@ async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 def replay_of(case: Case) -> AuditTerms:
-    return terms(case.model_dir, case.run, "cpu")
+    return audit_terms(case.model_dir, case.run, "cpu")
 
 
 async def test_logits_and_branches_a_few_at_a_time_measure_the_same(case: Case) -> None:
@@ -101,10 +101,10 @@ async def test_a_state_under_a_known_version_is_looked_at(case: Case) -> None:
 
 async def test_what_is_not_there_is_said_at_once(case: Case, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"config\.json"):
-        Replay(terms(tmp_path, case.run, "cpu")).prepare()
+        Replay(audit_terms(tmp_path, case.run, "cpu")).prepare()
     if not torch.cuda.is_available():
         with pytest.raises(EngineError, match="no cuda"):
-            Replay(terms(case.model_dir, case.run, "cuda")).prepare()
+            Replay(audit_terms(case.model_dir, case.run, "cuda")).prepare()
 
 
 def spoilt(state: State) -> State:

@@ -6,53 +6,25 @@ from math import inf, nan
 import numpy as np
 import pytest
 
-from primerl.node.inference.fingerprint import BadProof, Compared, Hidden, Projection
+from primerl.node.inference.fingerprint import Compared, Projection
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan
-from primerl.node.verification.reading import check_item, split_proof
-from primerl.node.verification.summing import FLOOR, summarize
+from primerl.node.verification.replay import FLOOR, check_item, compare_replies, summarize
 
 
-class Fixed(Projection):
-    """A fingerprint of one byte a token: the byte is the distance, own and others are what was set."""
-
-    def __init__(self, own: float = 1.0, others: tuple[float, ...] = ()) -> None:
-        self.own = own
-        self.others = others
-
-    def size(self, tokens: int) -> int:
-        return tokens
-
-    def make(self, hidden: Hidden) -> bytes:
-        return bytes(len(hidden))
-
-    def check(self, proof: bytes, tokens: int) -> None:
-        if 255 in proof:
-            raise BadProof("255 is no distance")
-
-    def compare_projected(
-        self, proof: bytes, projected: Hidden, others: Sequence[Hidden] = ()
-    ) -> Compared:
-        assert len(proof) == len(projected)
-        return Compared(float(proof[0]), 10, self.own, self.others[: len(others)])
+def reply(
+    own: float = 1.0, *others: float, tokens: int = 1, distance: float = 0.0
+) -> tuple[int, Compared]:
+    """The comparison of one reply, over ten samples."""
+    return tokens, Compared(distance, 10, own, others)
 
 
 def measure(
     margins: Sequence[float] = (0.0,),
-    apart: Sequence[float] | None = None,
-    proofs: Sequence[tuple[bytes, int]] | None = None,
-    fingerprint: Fixed | None = None,
-    others: int = 0,
-    hidden: float = 1.0,
+    apart: Sequence[float] = (),
+    compared: Sequence[tuple[int, Compared]] = (),
 ) -> Measured:
-    count = len(margins)
-    return summarize(
-        margins=np.array(margins, np.float64),
-        apart=np.array(apart or [0.0] * count, np.float64),
-        fingerprint=fingerprint or Fixed(),
-        proofs=proofs or [(bytes(count), count)],
-        projected=np.full((count, 4), hidden, np.float32),
-        others=[np.ones((count, 4), np.float32)] * others,
-    )
+    off = np.array(apart or [0.0] * len(margins))
+    return summarize(np.array(margins), off, compared or [reply(tokens=len(margins))])
 
 
 def test_a_mean_is_over_64_tokens_at_least() -> None:
@@ -69,37 +41,47 @@ def test_one_token_adds_at_most_a_nat_to_the_mean_margin() -> None:
 
 @pytest.mark.parametrize("odd", [nan, inf, -inf])
 def test_what_is_not_a_number_is_infinite(odd: float) -> None:
-    found = measure([0.0, odd], apart=[odd, 0.0], hidden=odd)
+    states = np.full((2, 7), odd, np.float32)
+    proof = Projection().make(np.ones((2, 8), np.float32))
+    compared = compare_replies([(proof, 2)], states, [])
+    found = summarize(np.array([0.0, odd]), np.array([odd, 0.0]), compared)
     assert (found.sampling_max, found.logprob_max, found.logprob) == (inf, inf, inf)
     assert found.sampling == 1 / 64
     assert found.fingerprint == inf
+    [(_, rest)] = compare_replies([(proof, 2)], np.ones((2, 7), np.float32), [states])
+    assert rest.others == ()
 
 
 def test_the_distance_is_the_root_mean_square_over_64_tokens_at_least() -> None:
-    found = measure([0.0] * 4, proofs=[(b"\x03", 1), (b"\x01\x01\x01", 3)])
+    found = measure(
+        [0.0] * 4, compared=[reply(tokens=1, distance=3.0), reply(tokens=3, distance=1.0)]
+    )
     assert found.fingerprint == pytest.approx(((9 + 3) / 64) ** 0.5)
+    assert measure(compared=[reply(distance=nan)]).fingerprint == inf
 
 
 def test_the_likeliest_other_policy_counts_over_all_replies() -> None:
-    two = [(b"\0", 1), (b"\0", 1)]
-    found = measure([0.0] * 2, proofs=two, fingerprint=Fixed(1.0, (2.0, 0.5)), others=2)
+    found = measure([0.0] * 2, compared=[reply(1.0, 2.0, 0.5)] * 2)
     assert found.other_policy == pytest.approx(2 * 5 * np.log(2), rel=1e-4)
-    assert measure(fingerprint=Fixed(1.0, (2.0,)), others=1).other_policy < 0
-    assert measure(fingerprint=Fixed(1.0)).other_policy == 0.0
+    assert measure(compared=[reply(1.0, 2.0)]).other_policy < 0
+    assert measure(compared=[reply(1.0)]).other_policy == 0.0
 
 
 def test_residuals_below_all_resolution_tell_no_policies_apart() -> None:
-    assert measure(fingerprint=Fixed(0.0, (0.0,)), others=1).other_policy == 0.0
-    tiny = measure(fingerprint=Fixed(FLOOR, (0.0,)), others=1).other_policy
-    assert 0 < tiny < 1
-    assert measure(fingerprint=Fixed(nan, (1.0,)), others=1).other_policy == inf
+    assert measure(compared=[reply(0.0, 0.0)]).other_policy == 0.0
+    assert 0 < measure(compared=[reply(FLOOR, 0.0)]).other_policy < 1
+    assert measure(compared=[reply(nan, 1.0)]).other_policy == inf
 
 
-def test_proofs_are_cut_by_the_lengths_of_the_replies() -> None:
+def test_a_proof_has_the_lengths_of_the_replies() -> None:
     replies = [SampledSpan(1, 3, 0), SampledSpan(4, 5, 0)]
-    item = AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, b"abc")
-    assert split_proof(item, Fixed()) == [(b"ab", 2), (b"c", 1)]
-    assert check_item(item, 1, 0, Fixed()) is None
-    refused = check_item(AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, b"ab\xff"), 1, 0, Fixed())
-    assert refused is not None
-    assert refused.proof
+    make = Projection().make
+    proof = make(np.ones((2, 8), np.float32)) + make(np.ones((1, 8), np.float32))
+
+    def checked(proof: bytes) -> bool | None:
+        fault = check_item(AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, proof), 1, 0)
+        return fault and fault.proof
+
+    assert checked(proof) is None
+    assert checked(proof[:-1])
+    assert checked(b"\xff" * len(proof))

@@ -4,7 +4,9 @@ from pydantic import ValidationError
 from support.protocol_cases import PROOFS
 
 from primerl.node.config.run import RunConfig
-from primerl.node.verification.judge import BUILT_IN, FIELDS, REASONS, judge, proof_contract
+from primerl.node.verification.auditor import MEASURES
+from primerl.node.verification.bounds import BUILT_IN, proof_contract
+from primerl.node.verification.judge import REASONS, judge
 from primerl.protocol.rollouts import Evidence
 
 
@@ -16,7 +18,7 @@ def config(fingerprint: str, dtype: str) -> RunConfig:
 
 def test_what_is_suspect_comes_before_what_is_rejected() -> None:
     for reject, suspect in BUILT_IN.values():
-        assert all(getattr(suspect, name) < getattr(reject, name) for name in FIELDS)
+        assert all(getattr(suspect, name) < getattr(reject, name) for name in MEASURES)
 
 
 def test_built_in_bounds_say_that_no_sample_is_behind_them() -> None:
