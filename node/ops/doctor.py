@@ -24,14 +24,11 @@ from ..inference.vllm_features import check_release, installed_release
 from ..memory_plan.memory import (
     GIB,
     MIB,
-    UTILIZATION,
     Device,
     EngineMemory,
     LearnerMemory,
     MemoryBreakdown,
-    engine_flag,
     gib,
-    learner_flag,
     plan_engine,
     plan_trainer,
     worker_share,
@@ -41,9 +38,7 @@ from ..models.architectures import untrainable
 from ..p2p import libp2p
 from . import gpus
 from .errors import EngineError, UsageError
-from .gpus import GpuMemory
-from .gpus import HostMemory as Memory
-from .gpus import machine_memory as machine_memory
+from .gpus import GpuMemory, HostMemory, machine_memory
 
 State = Literal["ok", "warning", "problem"]
 
@@ -191,7 +186,7 @@ def check_cpu(cores: int, load: float) -> Check:
     return Check("CPU", "ok", text)
 
 
-def check_memory(memory: Memory) -> Check:
+def check_memory(memory: HostMemory) -> Check:
     """Check the available memory of the machine."""
     text = f"{gib(memory.total)}, {gib(memory.available)} available"
     if memory.available < 2 * GIB:
@@ -286,17 +281,13 @@ class RunMemory:
     engine: EngineConfig
     """With a number in place of tp = "auto"."""
     worker: EngineMemory
-    worker_flag: str
-    """The flag that helps where the worker does not fit, or ""."""
     learner: LearnerMemory
     beside: MemoryBreakdown
-    """Of the trainer, on its first device, beside the learner."""
+    """Other memory of the trainer, on its first device."""
     room: int
     """Bytes that the learner may take."""
-    learner_flag: str
     share: float | None
     """gpu_memory_utilization that the trainer leaves to a worker on its GPU; 0.0: nothing."""
-    notes: tuple[str, ...]
 
 
 def plan_run(
@@ -306,7 +297,7 @@ def plan_run(
 
     Raises UsageError for an engine that these GPUs cannot have.
     """
-    gpu, proof = device.kind == "cuda", config.verification.fingerprint
+    gpu = device.kind == "cuda"
     tp = config.engine.tp
     if not isinstance(tp, int):
         tp = max(1, gpus // (config.engine.dp * config.engine.pp)) if gpu else 1
@@ -317,40 +308,12 @@ def plan_run(
     engine = config.engine.model_copy(update={"tp": tp})
     learner, beside = plan_trainer(config, shape, gpu=gpu)
     taken = device.taken + (learner.total + beside.total if shared else 0)
-    worker = plan_engine(
-        engine, shape, Device(device.kind, device.nbytes, taken), fingerprint=proof
-    )
-    room = device.nbytes - device.taken - beside.total
+    left = Device(device.kind, device.nbytes, taken)
     return RunMemory(
         engine=engine,
-        worker=worker,
-        worker_flag=engine_flag(engine, worker),
+        worker=plan_engine(engine, shape, left, fingerprint=config.verification.fingerprint),
         learner=learner,
         beside=beside,
-        room=room,
-        learner_flag=learner_flag(config.training, learner, room),
+        room=device.nbytes - device.taken - beside.total,
         share=worker_share(config, shape, device.nbytes) if shared and gpu else None,
-        notes=tuple(_notes(engine, shape, worker, gpus)),
     )
-
-
-def _notes(
-    engine: EngineConfig, shape: ModelShape, worker: EngineMemory, gpus: int
-) -> Iterator[str]:
-    if worker.device.kind == "cuda":
-        if engine.type == "hf":
-            yield "this is the embedded engine: on a GPU --engine vllm is many times as fast"
-        wanted = int(engine.tp) * engine.pp * engine.dp
-        if wanted > gpus:
-            yield f"tp x pp x dp is {wanted}, and here are {gpus} GPUs: this needs more"
-    if shape.longest and engine.max_model_len > shape.longest:
-        yield (
-            f"engine.max_model_len {engine.max_model_len} is beyond the model's own "
-            f"{shape.longest} positions"
-        )
-    chosen = worker.utilization
-    if "gpu_memory_utilization" not in engine.vllm and chosen not in (None, UTILIZATION):
-        share = f"--engine.vllm.gpu-memory-utilization {chosen:g}"
-        yield f"vLLM's own share and what is beside it are more than this GPU has left: it needs {share}"
-    if worker.tight and worker.fits:
-        yield "updates find no room beside the engine, and are loaded whole (a longer pause)"
