@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..node.config.run import RunConfig
     from ..node.memory_plan.memory import Device, MemoryBreakdown
     from ..node.memory_plan.shape import ModelShape
-    from ..node.ops.doctor import Check, RunMemory
+    from ..node.ops.doctor import MachineCheck, RunMemory
 
 GpuGib = Annotated[
     float | None,
@@ -123,7 +123,7 @@ def _plan_json(shape: "ModelShape", plan: "RunMemory") -> dict[str, Any]:
     }
 
 
-def _show_checks(checks: "Sequence[Check]") -> None:
+def _show_checks(checks: "Sequence[MachineCheck]") -> None:
     from rich.markup import escape
 
     from .tables import plain_table, write

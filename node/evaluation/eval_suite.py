@@ -19,7 +19,7 @@ from ..config.run import EvaluatedEnvironment
 from ..environments.environment import Environment, EnvironmentFailed
 from ..ops.errors import StorageError, UsageError
 from .evaluator import PolicyClient, Rollout, held_out, run_rollouts
-from .statistics import Figures, summarize
+from .statistics import EvalFigures, summarize
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 FORM = 1
@@ -41,7 +41,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     rollouts: str
     """The file with every rollout, in the directory of the results."""
-    figures: Figures
+    figures: EvalFigures
 
     @property
     def counts(self) -> bool:

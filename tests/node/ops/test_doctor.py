@@ -10,7 +10,7 @@ from primerl.node.config.run import NodeConfig, RunConfig
 from primerl.node.memory_plan.memory import Device
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.ops import doctor
-from primerl.node.ops.doctor import GIB, Check, HostMemory, RunMemory, TorchBuild, plan_run
+from primerl.node.ops.doctor import GIB, HostMemory, MachineCheck, RunMemory, TorchBuild, plan_run
 from primerl.node.ops.errors import UsageError
 from primerl.node.ops.gpus import COMMAND, FIELDS, GpuMemory, parse_memory, visible_memory
 
@@ -40,7 +40,7 @@ def test_only_visible_gpus_count_in_their_order(listed: str | None, numbers: lis
     assert [gpu.number for gpu in visible_memory(environ, lambda: parse_memory(LISTING))] == numbers
 
 
-def states(*checks: Check) -> list[str]:
+def states(*checks: MachineCheck) -> list[str]:
     return [check.state for check in checks]
 
 
