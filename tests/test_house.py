@@ -29,9 +29,7 @@ EVERYTHING = sources()
 
 # Layers from the bottom up; the modules of one layer's lists do not import those of another list of it.
 OPERATING = "doctor explain summary"
-LOW_PIPELINE = """boundaries frame frame_codec layers outbox packets place planner port shaper socket_port
-    stage_loop
-    together"""
+LOW_PIPELINE = """frames links planner ports stage_loop trails"""
 LAYERS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],
@@ -44,7 +42,7 @@ LAYERS: list[list[list[str]]] = [
         [f"node.pipeline.{name}" for name in LOW_PIPELINE.split()],
     ],
     [["node.memory_plan"]],
-    [["node.inference", "node.pipeline.vllm_place"]],
+    [["node.inference", "node.pipeline.place"]],
     [["node.environments"], ["node.training"], ["node.pipeline"]],
     [["node.api"], ["node.sft"], ["node.verification"]],
     [["node.evaluation"]],
@@ -168,7 +166,7 @@ HEAVY = {
         "node.inference.vllm_worker",
         "node.pipeline.vllm_head_executor",
         "node.pipeline.vllm_rank",
-        "node.pipeline.vllm_stage",
+        "node.pipeline.vllm_processes",
         "node.pipeline.vllm_stage_worker",
     },
     "transformers": {"node.models.huggingface"},

@@ -14,8 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, NodeError
-from ..pipeline.place import StagePlace
-from ..pipeline.vllm_place import decode_place
+from ..pipeline.place import StagePlace, decode_place
 from ..process.serve import Outbox, serve, take_standard_output
 from ..process.spawn import kill_group, leave_with_parent
 from .engine import EngineStats, Replica, Written

@@ -27,9 +27,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
 from vllm.v1.worker import gpu_model_runner  # pyright: ignore
 
 from ..ops.errors import EngineError
-from .place import StagePlace
+from .place import StagePlace, check_passes, read_place
 from .vllm_followers import FAILED, Followers, end_with_first, obey
-from .vllm_place import check_passes, read_place
 from .vllm_runner import LaneBatches, remember_making
 
 _state: Any = parallel_state

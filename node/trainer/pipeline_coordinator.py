@@ -44,7 +44,7 @@ MANY_RESTARTS = 3
 FORGIVE_S = 3600.0
 """A failure is forgotten after so long."""
 
-Kind = tuple[str, str, str]
+PoolKind = tuple[str, str, str]
 
 
 @dataclass
@@ -125,7 +125,7 @@ class StageCandidates:
             return now < self._grace_until
         return now - known.seen <= ALIVE_S
 
-    def waiting(self, kind: Kind, now: float, taken: Callable[[bytes], bool]) -> list[Offered]:
+    def waiting(self, kind: PoolKind, now: float, taken: Callable[[bytes], bool]) -> list[Offered]:
         """Offers of this kind of nodes that are not `taken`, the oldest first; who failed lately has none."""
         found: list[Offered] = []
         for node, one in sorted(self._offers.items(), key=lambda item: item[1].since):
@@ -449,7 +449,7 @@ class PipelineCoordinator:
 
     # -- making plans ------------------------------------------------------------------------------
 
-    def _form(self, kind: Kind, now: float) -> None:
+    def _form(self, kind: PoolKind, now: float) -> None:
         """Make a plan of those that wait: for groups that broke first."""
         pool = self._book.waiting(kind, now, self._taken)
         nodes = {one.node for one in pool}
@@ -605,7 +605,7 @@ class PipelineCoordinator:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _wait(self, peer: bytes, kind: Kind, now: float) -> StageWait:
+    def _wait(self, peer: bytes, kind: PoolKind, now: float) -> StageWait:
         """No plan: who else waits, for `peer` to measure the way to them."""
         pool = self._book.waiting(kind, now, self._taken)
         return StageWait(WAIT_MS, self._records(one.node for one in pool if one.node != peer))

@@ -19,9 +19,9 @@ from ...protocol.pipelines import PipelinePlan
 from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
-from ..pipeline.door import Door
+from ..pipeline.acceptor import LinkAcceptor
 from ..pipeline.hosted_stage import StageEngine
-from ..pipeline.ring import Fault, Ring
+from ..pipeline.ring import Ring, RingFault
 from .stage_offers import AssignedPlan
 from .weight_sync import WeightSync
 
@@ -121,7 +121,7 @@ class RingSupervisor:
         self,
         planned: AssignedPlan,
         make: Callable[[AssignedPlan], Ring],
-        door: Door,
+        door: LinkAcceptor,
         complain: Callable[[Iterable[bytes]], None],
         reachable: Callable[[bytes], Awaitable[bool]],
         newest: Callable[[], AssignedPlan | None],
@@ -284,7 +284,7 @@ class RingSupervisor:
             logger.warning("reported to the trainer: %s (%s)", names, words)
             self._complain(nodes)
 
-    def _node(self, fault: Fault) -> list[bytes]:
+    def _node(self, fault: RingFault) -> list[bytes]:
         """Whose fault it is, if it is known and not our own."""
         if fault.rank is None or fault.rank == self.planned.rank:
             return []
