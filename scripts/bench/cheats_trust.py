@@ -59,7 +59,7 @@ def _banned(drawn: Sequence[Outcome], test: BanTest) -> bool:
 
 
 def false_bans(honest: Sequence[Outcome], contract: ProofContract, chance: random.Random) -> int:
-    """Bans of honest workers among AUDITS audited rollouts; whoever is banned starts anew.
+    """Bans of honest workers among AUDITS audited rollouts; a banned worker starts anew.
 
     The contract promises false_bans of them in EXPECTED_AUDITS.
     """
@@ -69,7 +69,7 @@ def false_bans(honest: Sequence[Outcome], contract: ProofContract, chance: rando
         reputation.observe([one], test)
         if reputation.banned:
             bans += 1
-            reputation.pardon()
+            reputation = Reputation()
     return bans
 
 
