@@ -12,7 +12,7 @@ from statistics import median
 from primerl.protocol.audits import audit_rate
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.reputation import Audited, BanTest, Reputation, ban_test, outcome_of
-from primerl.tests.attacks.cheat_court import Outcome
+from primerl.tests.attacks.cheat_world import Outcome
 
 EXPECTED_AUDITS = 200_000
 """Of the run that the bars are made for: 800 steps of 16 x 8 rollouts, twice."""
