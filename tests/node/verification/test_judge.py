@@ -1,4 +1,4 @@
-"""Which stages a fault can be of: never one whose input was wrong already, never one alone in doubt."""
+"""Judging: NaN is above every bound; a fault is laid to no stage whose input was wrong already."""
 
 from math import inf, nan
 from typing import Any
