@@ -95,7 +95,7 @@ def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
     crossed = report.crossed or ()
     of = {(row.group, row.rollout) for row in report.measured}
     if len({(row.group, row.rollout) for row in crossed} & of) != len(crossed):
-        raise RemoteProtocolError(Reason.MALFORMED, "boundaries of what was not measured, or twice")
+        raise RemoteProtocolError(Reason.MALFORMED, "boundaries of an unmeasured rollout, or twice")
     numbers = [value for row in report.measured for value in astuple(row)]
     numbers += [value for row in crossed for value in row.distances]
     if not all(isfinite(value) for value in numbers):
@@ -236,7 +236,7 @@ class Outliers:
     """How unlike the others a peer's rewards and reply lengths are: never a punishment, only more audits.
 
     What is compared is each group against the others' level at that moment, so that a policy which improves
-    makes nobody an outlier. Memory is bounded: who was quiet longest is forgotten first.
+    makes no peer an outlier. Memory is bounded: the peer that was quiet longest is forgotten first.
     """
 
     def __init__(self) -> None:
