@@ -171,7 +171,7 @@ async def test_a_state_is_handed_over_once(auditor: HfAuditor) -> None:
     assert [await handed(version) for version in (5, 6, 6, 1)] == [6, 7, 7, 8]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_real_process_that_is_killed_at_work_costs_time_only(tmp_path: Path) -> None:
     case = await make_case(tmp_path, "float32")
     auditor = HfAuditor(FP32, timeout_s=60.0, threads=1)
