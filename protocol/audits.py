@@ -1,7 +1,7 @@
 """What is audited: how large a share of a peer's rollouts, and which. Sans I/O; randomness is an argument.
 
 Commit, then challenge: which rollouts are audited follows from 32 random bytes that are drawn after the
-receipt, so nobody can tell beforehand, and everybody can recompute it from the signed verdict.
+receipt: it cannot be known beforehand, and anyone can recompute it from the signed verdict.
 """
 
 import math
@@ -22,7 +22,7 @@ from .pipelines import MAX_STAGES
 from .reputation import Reputation
 
 MAX_CHOSEN = 2048
-"""Rollouts of one job; a report on so many stays below MAX_REPORT."""
+"""Rollouts of one job; a report on that many stays below MAX_REPORT."""
 MAX_UNREADABLE_DETAIL = 100
 MAX_REPORT = 512 * 1024
 
@@ -57,7 +57,7 @@ class UnreadableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     group: Index
     rollout: Index
     proof: bool
-    """Whether the proof is at fault; if not, nobody is to blame."""
+    """Whether the proof is at fault; if not, the worker is not to blame."""
     detail: Annotated[str, msgspec.Meta(max_length=MAX_UNREADABLE_DETAIL)]
 
 
@@ -95,7 +95,7 @@ def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
     crossed = report.crossed or ()
     of = {(row.group, row.rollout) for row in report.measured}
     if len({(row.group, row.rollout) for row in crossed} & of) != len(crossed):
-        raise RemoteProtocolError(Reason.MALFORMED, "boundaries of what was not measured, or twice")
+        raise RemoteProtocolError(Reason.MALFORMED, "boundaries of an unmeasured rollout, or twice")
     numbers = [value for row in report.measured for value in astuple(row)]
     numbers += [value for row in crossed for value in row.distances]
     if not all(isfinite(value) for value in numbers):
@@ -119,7 +119,7 @@ WINDOW = 32
 MIN_GROUPS = 16
 """Groups of a peer below which nothing is said of it."""
 FRESH = 64
-"""A peer that sent none of an environment's last so many groups says nothing of its present rewards."""
+"""A peer that sent none of an environment's last FRESH groups says nothing of its present rewards."""
 ODD_Z, SURE_Z = 3.0, 6.0
 """Robust z-scores at which outlierness leaves 0 and reaches 1."""
 MAX_PEERS = 1024
@@ -136,21 +136,12 @@ def audit_rate(
         rate = r + (1 - r) * outlierness           everybody else
 
     After n clean rollouts 1 - trust_low is about 3 / n, so r is about 64 / n until it meets the base: each
-    doubling of a record is bought with some 44 more audits. What the base has to be follows from survival().
+    doubling of a record is bought with some 44 more audits. For the base see docs/proofs.md.
     """
     if recent_fault or reputation.good < NEWCOMER:
         return 1.0
     rate = max(base, min(1.0, (1.0 - reputation.trust_low) / DOUBT))
     return rate + (1.0 - rate) * min(1.0, max(0.0, outlierness))
-
-
-def survival(rate: float, forged: float, detected: float, rollouts: int) -> float:
-    """Probability (1 - a f d)^N that who forges a share f of N rollouts is never caught.
-
-    a = `rate` of audits, d = `detected` per audited forgery. At a = 0.1 and d = 0.95: f = 5 % of N = 1000
-    survives with 0.8 %, f = 1 % with 39 %; what forges so little has to be found by its outliers.
-    """
-    return (1.0 - rate * forged * detected) ** rollouts
 
 
 def draw(challenge: bytes, group: int, rollout: int) -> float:
@@ -245,7 +236,7 @@ class Outliers:
     """How unlike the others a peer's rewards and reply lengths are: never a punishment, only more audits.
 
     What is compared is each group against the others' level at that moment, so that a policy which improves
-    makes nobody an outlier. Memory is bounded: who was quiet longest is forgotten first.
+    makes no peer an outlier. Memory is bounded: the peer that was quiet longest is forgotten first.
     """
 
     def __init__(self) -> None:

@@ -256,7 +256,7 @@ async def _moved(offers: StageOffers, chain: RingSupervisor) -> AssignedPlan | N
 
 
 def same_seat(old: AssignedPlan, new: AssignedPlan) -> bool:
-    """Whether whoever computes a stage of `old` can go on with `new`: only who else takes part differs."""
+    """Whether our stage of `old` stays the same in `new`, so that its engine can go on."""
     cuts = [[(stage.first, stage.end) for stage in one.plan.stages] for one in (old, new)]
     return (
         old.rank == new.rank

@@ -1,7 +1,7 @@
-"""Who may talk to us on ALPN_PIPELINE, and about what: only whom a plan of the trainer names, in that role.
+"""Accept pipeline requests from the peers that a plan of the trainer names, each in its role.
 
-A plan is believed because the trainer signed it, whoever shows it. The newest generation of a group is the only
-one that counts; a stage opens a line to the one after it and to no other.
+A plan counts because the trainer signed it, not because of the peer that shows it, and only the newest
+generation of a group counts. A stage opens a link to the one after it and to no other.
 """
 
 import asyncio
@@ -70,13 +70,13 @@ async def probe(links: ConnectionPool, peer: bytes, *, deadline: float) -> PathQ
 
 
 class ProbeResponder:
-    """Answers probes, so many bytes a peer."""
+    """Answers probes, up to a rate of bytes for each peer."""
 
     def __init__(self, *, limit: int = 1024) -> None:
         self._buckets = TokenBuckets(RATE, BURST, limit)
 
     async def answer(self, peer: bytes, stream: Stream, request: Probe) -> None:
-        """Send what was asked for. Raises RemoteProtocolError(RATE_LIMITED)."""
+        """Send the requested number of bytes. Raises RemoteProtocolError(RATE_LIMITED)."""
         size = len(request.payload) + request.answer
         if self._buckets.debt(peer, time.monotonic(), size) > 0:
             raise RemoteProtocolError(Reason.RATE_LIMITED, "too many probes: measure less often")

@@ -1,6 +1,6 @@
 """Frames as bytes, sans I/O: u32 length of the head, the head in MessagePack, body, trail, tensors.
 
-Whoever reads checks the head against the limits of the plan before it makes room for what follows. A relay
+A reader checks the head against the limits of the plan before it allocates the rest. A relay
 passes the bytes on and never looks into body, trail and tensors. A head of length 0 is a beat: still there.
 """
 
@@ -34,7 +34,7 @@ class Kind(StrEnum):
     STEP = "step"
     """A micro-batch: what to compute, and what the stage before made of it."""
     DRAWN = "drawn"
-    """From the last stage: what was drawn in the micro-batch of that number."""
+    """From the last stage: the tokens drawn in the micro-batch of that number."""
     FAULT = "fault"
     """A stage cannot go on; `body` says why, in words. The chain is of no use any more."""
     PING = "ping"
@@ -47,10 +47,10 @@ class Frame:
 
     kind: Kind
     epoch: int
-    """Of the chain; what is of an older one is dropped."""
+    """Of the chain; frames of an older one are dropped."""
     number: int
     """Of the micro-batch, counted by stage 0; of a SWITCH the version; of a FAULT the stage whose fault it is,
-    as far as whoever tells it knows."""
+    as far as the sender knows."""
     body: bytes = b""
     """What the engine wants to say, encoded by it without pickle."""
     tensors: tuple[Array, ...] = ()
@@ -156,7 +156,7 @@ class FrameLimits:
 def encode(frame: Frame, limits: FrameLimits) -> list[Buffer]:
     """The buffers that say `frame`, in order; those of tensors are views of them where these are contiguous.
 
-    Raises LocalProtocolError for a frame that nobody would take.
+    Raises LocalProtocolError for a frame that no stage would accept.
     """
     tensors = [np.ascontiguousarray(one) for one in frame.tensors]
     try:
@@ -229,7 +229,7 @@ def fault_frame(epoch: int, rank: int, words: str) -> Frame:
 
 
 def words_of(contents: Sequence[int] | bytes) -> str:
-    """What a FAULT says, whoever wrote it: one printable line."""
+    """The text of a FAULT as one printable line; it may come from a stranger."""
     text = bytes(contents)[:MAX_WORDS].decode(errors="replace")
     return "".join(char if char.isprintable() else " " for char in text)
 
@@ -293,7 +293,7 @@ async def read_packet(
 ) -> Packet | None:
     """The next frame; None for a beat. Every piece has to come within `patience_s` seconds.
 
-    Raises RemoteProtocolError for what is no frame or too large, TimeoutError, and whatever `read` raises.
+    Raises RemoteProtocolError for bytes that are no frame or too large, TimeoutError, and what `read` raises.
     """
 
     async def timely(size: int) -> bytes:

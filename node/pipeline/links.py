@@ -1,4 +1,5 @@
-"""Lines: one stream of frames to the next stage, dialled again whenever it is lost, and one that comes in.
+"""Links: a stream of frames to the next stage, dialled again when it is lost, one from the stage before, and
+a Unix socket to the process that computes.
 
 Frames go one way. Against them go only single bytes that say "still reading", so that both ends notice within a
 known time when the other one is gone, however quiet the pipeline is.
@@ -166,7 +167,7 @@ Changed = Callable[[str], None]
 
 
 class OutboundLink:
-    """The line to `peer`: what is put into `box` leaves through it, once it is up."""
+    """The link to `peer`: sends the packets in `box` once it is up."""
 
     def __init__(
         self,
@@ -228,7 +229,7 @@ class OutboundLink:
                 stream = await connection.open_stream()
                 await send(stream, OpenLine(self._sealed, self._epoch))
                 await receive_reply(stream, Accepted)
-        except BaseException as error:  # also when cancelled: a stream half opened is nobody's
+        except BaseException as error:  # also when cancelled: else the half-open stream would leak
             if stream is not None:
                 await stream.abort()
             if isinstance(error, TransportError):
@@ -321,7 +322,7 @@ class InboundLink:
 
     async def _tell(self) -> None:
         """One byte every beat in which something came, or in which our own engine has no room for it."""
-        with suppress(TransportError):  # whoever reads sees it too
+        with suppress(TransportError):  # the reader sees it too
             while True:
                 await asyncio.sleep(beat_s(self._stall_s))
                 if self._heard or self._delivering:

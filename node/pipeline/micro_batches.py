@@ -35,7 +35,7 @@ def micro_batches(
 ) -> int:
     """ceil(trip / slowest stage), from 1 to `most` and to `rows`, the sequences that there are.
 
-    Where devices have CUDA graphs for steps of at most `graph_rows` sequences, at least so many that each step
+    Where devices have CUDA graphs for steps of at most `graph_rows` sequences, at least enough that each step
     has one: larger steps take several times as long. 0: there are no graphs.
     """
     covering = ceil(trip_s / slowest_s) if slowest_s > 0 else 1

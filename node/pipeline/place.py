@@ -73,7 +73,7 @@ def layer_of(name: str) -> int | None:
 def names_of(
     stage: Stage, layers: int, names: Collection[str], *, tied: bool | None = None
 ) -> frozenset[str]:
-    """Those of `names`, all tensors of a model of so many layers, that `stage` needs.
+    """Those of `names`, all tensors of a model of `layers` layers, that `stage` needs.
 
     A model without a head of its own draws by its embedding, so that first and last stage need that; `tied`
     says so where `names` cannot, as those of adapters.

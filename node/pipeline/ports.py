@@ -305,7 +305,7 @@ class SocketOutlet:
         threading.Thread(target=self._send_all, name="primerl-outlet", daemon=True).start()
 
     def connect(self, target: socket.socket) -> None:
-        """Send frames from now on through `target`, of which a copy is kept."""
+        """Send frames from now on through a duplicate of `target`."""
         self.finish()
         self._target = target.dup()
 

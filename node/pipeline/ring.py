@@ -1,15 +1,15 @@
-"""One node's part of a ring: lines to its neighbours, a socket to what computes, and whether all is whole.
+"""Relay frames between the neighbouring stages and our own engine, and track whether the ring is whole.
 
 Frames are relayed in order, and dropped as soon as they are of no use: those of an older epoch, and of one that
-broke here. When something is lost, whoever notices tells the next stage, so that stage 0 hears of it; stage 0
-alone begins anew. Nothing that a neighbour says is believed beyond this ring.
+broke here. When something is lost, the stage that notices tells the next one, so that stage 0 hears of it;
+stage 0 alone begins anew. Nothing that a neighbour says is believed beyond this ring.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class RingFault:
     """Why a ring is not whole."""
 
     rank: int | None
-    """Of the stage that is lost or failed, as far as whoever noticed knows; None where nobody does."""
+    """Of the stage that is lost or failed; None where it is not known."""
     words: str
 
 
@@ -111,7 +111,7 @@ class RingPings:
         return now - max(self._heard, min(self._out.values())) if self._out else 0.0
 
     def begin(self) -> None:
-        """Something broke: what is out does not count any more."""
+        """Something broke: pings under way do not count any more."""
         self._out.clear()
         self._first = self._number + 1
 
@@ -186,7 +186,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 RING_PATIENCE = 1.5
-"""Stage 0 waits this much longer than the others do: whoever is next to the trouble can say where it is."""
+"""Stage 0 waits this much longer than the others do: the neighbours of a fault can say where it is."""
 GENERATION_BITS, MOMENT_BITS = 22, 30
 REQUEST_LANE = 1
 """A request that fails costs its connection, and that must not be the one that frames run on."""
@@ -211,7 +211,6 @@ class Ring:
         stall_s: float = 20.0,
         shaper: Shaper | None = None,
         trails: SignedTrails | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.plan = plan
         self.rank = rank
@@ -222,7 +221,6 @@ class Ring:
         self._local = local
         self._stall_s = stall_s
         self._trails = trails
-        self._clock = clock
         self._out = OutboundLink(
             links,
             plan.after(rank),
@@ -280,11 +278,11 @@ class Ring:
         return self.fault or RingFault(None, self._missing())
 
     def begin(self) -> int:
-        """Stage 0: the epoch of a new chain; what is of an older one is dropped from now on.
+        """Stage 0: the epoch of a new chain; frames of an older one are dropped from now on.
 
         Rises with the plan's generation, and across restarts of this node.
         """
-        moment = int(self._clock() * 10) % 2**MOMENT_BITS
+        moment = int(time.time() * 10) % 2**MOMENT_BITS
         self.epoch = max(self.epoch + 1, (self._generation() << MOMENT_BITS) + moment)
         return self.epoch
 
@@ -372,7 +370,7 @@ class Ring:
         """Whether it is of the chain that runs; for all but stage 0 a RESET begins another one."""
         epoch = packet.head.epoch
         if packet.kind is Kind.RESET and self.rank != 0:
-            # Of this generation: whoever lies about epochs spoils no later plan of the group.
+            # Of this generation: a lie about epochs spoils no later plan of the group.
             return epoch > self.epoch and epoch >> MOMENT_BITS == self._generation()
         return epoch == self.epoch and epoch != self._void
 
@@ -432,7 +430,7 @@ class Ring:
         else:
             self._changed.fire()
 
-    # -- what is lost ----------------------------------------------------------------------------
+    # -- losses ----------------------------------------------------------------------------------
 
     def _out_changed(self, words: str) -> None:
         after = (self.rank + 1) % len(self.plan.stages)

@@ -39,7 +39,7 @@ class StageCompute(Protocol):
         ...
 
     def step(self, frame: Frame) -> "Frame | Later":
-        """Compute a micro-batch: what the next stage gets, or what was drawn. Raises EngineError.
+        """Compute a micro-batch: the frame for the next stage, or the drawn tokens. Raises EngineError.
 
         A stage on a device may return a function that waits for it: the next micro-batch is begun meanwhile.
         """

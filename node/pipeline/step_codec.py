@@ -55,12 +55,12 @@ class ContinuedSequence(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=
 SequencePart = NewSequence | ContinuedSequence
 
 
-class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
+class StageStep(msgspec.Struct, frozen=True, array_like=True):
     """One micro-batch; rows of states are in the order of `parts`."""
 
     parts: tuple[SequencePart, ...]
     ended: tuple[Key, ...] = ()
-    """Sequences of which nothing comes any more."""
+    """Sequences that are over."""
 
 
 class DrawnTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -69,7 +69,7 @@ class DrawnTokens(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31)], ...]
 
 
-_STEPS = msgspec.msgpack.Decoder(MicroBatch)
+_STEPS = msgspec.msgpack.Decoder(StageStep)
 _DRAWN = msgspec.msgpack.Decoder(DrawnTokens)
 
 
@@ -78,12 +78,12 @@ def draws(part: SequencePart) -> bool:
     return part.computed + part.scheduled == part.tokens
 
 
-def encode(message: MicroBatch | DrawnTokens) -> bytes:
+def encode(message: StageStep | DrawnTokens) -> bytes:
     """The body of a frame."""
     return msgspec.msgpack.encode(message)
 
 
-def decode_step(body: bytes) -> MicroBatch:
+def decode_step(body: bytes) -> StageStep:
     """Raises EngineError."""
     try:
         return _STEPS.decode(body)
@@ -128,7 +128,7 @@ class KnownSequences:
         """A new chain begins."""
         self._known.clear()
 
-    def take(self, step: MicroBatch) -> tuple[list[str], list[str]]:
+    def take(self, step: StageStep) -> tuple[list[str], list[str]]:
         """The names of the parts, and those of the sequences that are over. Raises EngineError.
 
         After an error the chain is of no use: parts taken before it stay taken.
@@ -147,7 +147,7 @@ class KnownSequences:
             raise EngineError("stage 0 never ends its sequences")
         return names, over
 
-    def _check_size(self, step: MicroBatch) -> None:
+    def _check_size(self, step: StageStep) -> None:
         if not 0 < len(step.parts) <= self._shape.max_sequences:
             raise EngineError(f"a step of {len(step.parts)} sequences is not in the plan")
         if len({part.key for part in step.parts}) != len(step.parts):
@@ -222,7 +222,7 @@ class StepEncoder:
         """Begin a new chain, whose stages know no sequence."""
         self._ended.clear()
 
-    def encode(self, output: Any) -> MicroBatch:
+    def encode(self, output: Any) -> StageStep:
         """Its parts are in the order of `output.num_scheduled_tokens`. Raises EngineError."""
         self.skip(output)
         if getattr(output, "kv_cache_block_copies", None):
@@ -231,7 +231,7 @@ class StepEncoder:
         parts = {new.req_id: self._new(new, scheduled) for new in output.scheduled_new_reqs}
         parts |= self._cached(output.scheduled_cached_reqs, scheduled)
         ended, self._ended = tuple(self._ended), []
-        return MicroBatch(tuple(parts[name] for name in scheduled), ended)
+        return StageStep(tuple(parts[name] for name in scheduled), ended)
 
     def _new(self, new: Any, scheduled: dict[str, int]) -> SequencePart:
         key, seed, temperature, top_k, top_p, *_ = new.sampling_params.extra_args[SAMPLING]

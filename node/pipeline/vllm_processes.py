@@ -59,7 +59,7 @@ class HeadStats(EngineStats):
 
 
 class HeadCore(VllmCore):
-    """Implements host.Core and host.Rejoining."""
+    """Implements EngineCore and RejoiningCore."""
 
     def __init__(self, config: EngineConfig, place: StagePlace) -> None:
         super().__init__(config)
@@ -123,7 +123,7 @@ class HeadCore(VllmCore):
 
 
 class StageCore:
-    """Implements host.Core; generate() is refused."""
+    """Implements EngineCore; generate() is refused."""
 
     def __init__(self, config: EngineConfig, place: StagePlace) -> None:
         self._config = config

@@ -51,7 +51,7 @@ _WorkerBase: Any = _worker()
 
 
 class FarGroup(_Coordinator):
-    """A pipeline group of which only this member is here."""
+    """A pipeline group whose other members are on other nodes."""
 
     def __init__(self, alone: Any, rank: int, size: int) -> None:
         self.__dict__.update(alone.__dict__)

@@ -36,8 +36,8 @@ from .step_codec import (
     ContinuedSequence,
     DrawnTokens,
     KnownSequences,
-    MicroBatch,
     NewSequence,
+    StageStep,
     decode_step,
     draws,
     encode,
@@ -87,7 +87,7 @@ class HeadExtension(WorkerExtension):
     def primerl_compute(
         self, output: Any, frame: Frame | None = None, drawing: Ints | None = None
     ) -> None:
-        """Compute this rank's part of a step, of which `frame` tells the other stages; None: they are not told.
+        """Compute this rank's part of a step; `frame` goes to the other stages, None: nothing is sent.
 
         The rows `drawing` lead to tokens; None: all.
         """
@@ -231,7 +231,7 @@ class StageSteps:
         self._runner = self._worker.model_runner
         self._sequences = KnownSequences(place.shape)
         self._over: list[str] = []
-        """Sequences that are over, of which vLLM was not told yet."""
+        """Ended sequences that vLLM has not been told of yet."""
         self._turn = threading.Lock()
         self._chained = False
         self._parameters = _Sampling(temperature=0.0, max_tokens=1, detokenize=False)
@@ -309,7 +309,7 @@ class StageSteps:
     def _arrived(self, frame: Frame) -> torch.Tensor:
         return self._worker.primerl_unpack(frame.tensors)
 
-    def _claimed(self, frame: Frame, step: MicroBatch, stream: torch.Tensor) -> bytes | None:
+    def _claimed(self, frame: Frame, step: StageStep, stream: torch.Tensor) -> bytes | None:
         """The fingerprints that the stage before stated; None where the plan has none.
 
         Raises EngineError for states that are not the step's.
@@ -325,7 +325,7 @@ class StageSteps:
             raise EngineError(f"stage {rank - 1} sent no trail of this plan ({error})") from error
 
     def _checked(
-        self, claimed: bytes | None, step: MicroBatch, stream: torch.Tensor
+        self, claimed: bytes | None, step: StageStep, stream: torch.Tensor
     ) -> Callable[[], None]:
         """The returned function waits for the device, and raises EngineError if the fingerprints are of
         other states."""
@@ -342,7 +342,7 @@ class StageSteps:
 
         return check
 
-    def _sent(self, frame: Frame, step: MicroBatch, names: list[str], found: Any) -> Later:
+    def _sent(self, frame: Frame, step: StageStep, names: list[str], found: Any) -> Later:
         counts = {name: part.scheduled for name, part in zip(names, step.parts, strict=True)}
         index = gather(order_of(self._runner), names, counts)
         stream = leaving(found.tensors, sum(counts.values()), index)
@@ -358,7 +358,7 @@ class StageSteps:
 
         return later
 
-    def _drawn(self, frame: Frame, step: MicroBatch, names: list[str]) -> Later:
+    def _drawn(self, frame: Frame, step: StageStep, names: list[str]) -> Later:
         told = self._worker.primerl_draw()
         wanted = [name for name, part in zip(names, step.parts, strict=True) if draws(part)]
 

@@ -82,7 +82,7 @@ def blame(
     A stage whose input is right and whose output is wrong computed something else than it should have. Where
     several stages can have caused a fault all of them are given: no honest one is named for a quick answer.
     Without distances it cannot be told: stages that have left may have made some of it.
-    The last output feeds the head, of which `evidence` tells. Boundaries have the same bounds: honest noise
+    The last output feeds the head; `evidence` measures it. Boundaries have the same bounds: honest noise
     grows with every layer, and at the last boundary is about as large as at the end (docs/proofs.md).
     """
     outputs = (*distances, evidence.fingerprint)

@@ -244,7 +244,7 @@ class Verifier:
         """Whether every policy that a rollout claims is in memory; it is rejected as stale if not."""
         lost = sorted(_claims(rollout) - self._states.keys())
         if lost:
-            detail = f"policy {lost[0]} is not held any more, so that nobody could audit this"
+            detail = f"policy {lost[0]} is not held any more, so this could not be audited"
             work.reject(rollout, Reason.STALE, detail)
         return not lost
 
@@ -496,9 +496,7 @@ def _reject_as_before(passed: Sequence[RescoredRollout], before: Verdict, work: 
             work.rejections.append(listed[one.place])
         elif not complete:
             reason = before.rejections[-1].reason
-            work.reject(
-                one.rollout, reason, "a restart took the list of what was rejected beside it"
-            )
+            work.reject(one.rollout, reason, "a restart lost the list of the other rejections")
 
 
 def _claims(rollout: CheckedRollout) -> set[int]:

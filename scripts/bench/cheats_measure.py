@@ -15,9 +15,7 @@ from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import ProofContract, RunManifest
 from primerl.protocol.rollouts import Evidence
 from primerl.tests.attacks.cheat_book import Cheat, Work, honest_work
-from primerl.tests.attacks.cheat_court import Court, Outcome
-from primerl.tests.attacks.cheat_run import GROUP_SIZE
-from primerl.tests.attacks.cheat_world import Groups, Workshop, World
+from primerl.tests.attacks.cheat_world import GROUP_SIZE, Court, Groups, Outcome, Workshop, World
 
 Say = Callable[[str], None]
 

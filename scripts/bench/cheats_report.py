@@ -16,7 +16,7 @@ from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import FalsePositives, bands, false_positives, upper_bound
 from primerl.protocol.manifests import ProofContract
 from primerl.tests.attacks.cheat_book import BOOK
-from primerl.tests.attacks.cheat_court import Outcome
+from primerl.tests.attacks.cheat_world import Outcome
 
 SHARES = (0.5, 0.99, 0.999, 0.9999, 1.0)
 FALSE_POSITIVES = 1e-4

@@ -12,7 +12,7 @@ from primerl.node.verification.bounds import BUILT_IN, BUILT_IN_SCALE
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
-from primerl.tests.attacks.cheat_court import Outcome
+from primerl.tests.attacks.cheat_world import Outcome
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from primerl.node.pipeline.step_codec import (
     ContinuedSequence,
     DrawnTokens,
     KnownSequences,
-    MicroBatch,
     NewSequence,
+    StageStep,
     check_drawn,
     decode_drawn,
     decode_step,
@@ -51,12 +51,12 @@ def going(key: int = 1, **fields: Any) -> ContinuedSequence:
 
 def begun(*parts: NewSequence) -> KnownSequences:
     found = KnownSequences(SMALL)
-    found.take(MicroBatch(parts or (new(),)))
+    found.take(StageStep(parts or (new(),)))
     return found
 
 
 def test_what_is_encoded_is_read_again() -> None:
-    step = MicroBatch((new(), going(2)), (5, 6))
+    step = StageStep((new(), going(2)), (5, 6))
     assert decode_step(encode(step)) == step
     assert decode_drawn(encode(DrawnTokens((3, 4)))) == DrawnTokens((3, 4))
 
@@ -66,11 +66,11 @@ def test_what_is_encoded_is_read_again() -> None:
     [
         b"",
         b"no step",
-        encode(MicroBatch((new(seed=-1),))),
-        encode(MicroBatch((new(temperature=0.0),))),
-        encode(MicroBatch((new(temperature=float("nan")),))),
-        encode(MicroBatch((new(top_p=1.5),))),
-        encode(MicroBatch((new(blocks=(-1,)),))),
+        encode(StageStep((new(seed=-1),))),
+        encode(StageStep((new(temperature=0.0),))),
+        encode(StageStep((new(temperature=float("nan")),))),
+        encode(StageStep((new(top_p=1.5),))),
+        encode(StageStep((new(blocks=(-1,)),))),
     ],
 )
 def test_what_is_no_step_is_refused(body: bytes) -> None:
@@ -86,18 +86,18 @@ def test_a_sequence_draws_when_its_last_token_is_computed() -> None:
 
 def test_a_sequence_goes_on_under_its_name_until_it_ends() -> None:
     found = KnownSequences(SMALL)
-    ((name,), over) = found.take(MicroBatch((new(),)))
+    ((name,), over) = found.take(StageStep((new(),)))
     assert over == []
-    assert found.take(MicroBatch((going(),))) == ([name], [])
-    assert found.take(MicroBatch((new(2),), (1,)))[1] == [name]
+    assert found.take(StageStep((going(),))) == ([name], [])
+    assert found.take(StageStep((new(2),), (1,)))[1] == [name]
     with pytest.raises(EngineError, match="goes on where it did not stop"):
-        found.take(MicroBatch((going(tokens=14, computed=13),)))
+        found.take(StageStep((going(tokens=14, computed=13),)))
 
 
 def test_a_sequence_that_is_computed_anew_has_another_name() -> None:
     found = KnownSequences(SMALL)
-    ((name,), _) = found.take(MicroBatch((new(),)))
-    names, over = found.take(MicroBatch((new(tokens=13, scheduled=13),)))
+    ((name,), _) = found.take(StageStep((new(),)))
+    names, over = found.take(StageStep((new(tokens=13, scheduled=13),)))
     assert over == [name]
     assert names != [name]
     assert found.names() == names
@@ -107,9 +107,9 @@ def test_a_sequence_that_is_computed_anew_has_another_name() -> None:
 
 def test_parts_of_a_prompt_follow_each_other() -> None:
     found = begun(new(tokens=20, scheduled=8, blocks=(1,)))
-    found.take(MicroBatch((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
+    found.take(StageStep((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
     with pytest.raises(EngineError, match="did not stop"):
-        found.take(MicroBatch((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
+        found.take(StageStep((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_parts_of_a_prompt_follow_each_other() -> None:
 )
 def test_a_step_outside_the_plan_is_refused(parts: tuple[Any, ...], words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        KnownSequences(SMALL).take(MicroBatch(parts))
+        KnownSequences(SMALL).take(StageStep(parts))
 
 
 @pytest.mark.parametrize(
@@ -145,24 +145,24 @@ def test_a_step_outside_the_plan_is_refused(parts: tuple[Any, ...], words: str) 
 )
 def test_a_sequence_that_does_not_follow_is_refused(part: ContinuedSequence, words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        begun().take(MicroBatch((part,)))
+        begun().take(StageStep((part,)))
 
 
 def test_the_last_block_is_the_plans() -> None:
     found = begun(new(blocks=(16, 15)))
     for at in range(12, 16):
-        found.take(MicroBatch((going(tokens=at + 1, computed=at),)))
+        found.take(StageStep((going(tokens=at + 1, computed=at),)))
     with pytest.raises(EngineError, match="wrong number of blocks"):
-        found.take(MicroBatch((going(tokens=17, computed=16),)))
+        found.take(StageStep((going(tokens=17, computed=16),)))
 
 
 def test_whoever_never_ends_a_sequence_is_stopped() -> None:
     found = KnownSequences(SMALL)
     most = REMEMBERED * SMALL.max_sequences
     for key in range(most):
-        found.take(MicroBatch((new(key),)))
+        found.take(StageStep((new(key),)))
     with pytest.raises(EngineError, match="never ends"):
-        found.take(MicroBatch((new(most),)))
+        found.take(StageStep((new(most),)))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_bytes_of_whatever_kind_are_refused_in_one_way() -> None:
     """Truncated, changed and joined steps are steps within the plan, or an EngineError."""
     rng = random.Random(7)
     bodies = [
-        encode(MicroBatch((new(), new(2, tokens=20, scheduled=9)), (4,))),
-        encode(MicroBatch((going(),))),
+        encode(StageStep((new(), new(2, tokens=20, scheduled=9)), (4,))),
+        encode(StageStep((going(),))),
     ]
     taken = 0
     for _ in range(3000):

@@ -1,4 +1,4 @@
-"""The validator's side: what it makes of a job, whom it believes, and what it keeps on its shelf."""
+"""The validator's side: what it makes of a job, whom it believes, and what it keeps on its cache."""
 
 import asyncio
 import math
@@ -117,24 +117,11 @@ def test_what_is_audited_follows_from_the_bundle_and_its_lease() -> None:
     assert item.proof == PROVED.proof
 
 
-FOREIGN_LEASE = seal(
-    STRANGER,
-    Purpose.LEASE,
-    RUN,
-    LEASE,
-    recipient=WORKER.node_id,
-    sequence=LEASE.lease_id,
-    expires=NOW + 180,
-)
-ANOTHERS_LEASE = seal(
-    TRAINER,
-    Purpose.LEASE,
-    RUN,
-    LEASE,
-    recipient=STRANGER.node_id,
-    sequence=LEASE.lease_id,
-    expires=NOW + 180,
-)
+def leased(key: SecretKey = TRAINER, to: SecretKey = WORKER) -> Submission:
+    """The work with a lease of this key to that node."""
+    where = {"recipient": to.node_id, "sequence": LEASE.lease_id, "expires": NOW + 180}
+    sealed = seal(key, Purpose.LEASE, RUN, LEASE, **where)  # type: ignore[arg-type]
+    return msgspec.structs.replace(WORK, lease=sealed)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +130,8 @@ ANOTHERS_LEASE = seal(
         (bundle(key=STRANGER), Reason.WRONG_SIGNER),
         (bundle(recipient=STRANGER.node_id), Reason.WRONG_RECIPIENT),
         (with_another_end(bundle()), Reason.BAD_SIGNATURE),
-        (bundle(msgspec.structs.replace(WORK, lease=FOREIGN_LEASE)), Reason.WRONG_SIGNER),
-        (bundle(msgspec.structs.replace(WORK, lease=ANOTHERS_LEASE)), Reason.WRONG_RECIPIENT),
+        (bundle(leased(STRANGER)), Reason.WRONG_SIGNER),
+        (bundle(leased(to=STRANGER)), Reason.WRONG_RECIPIENT),
         (bundle(msgspec.structs.replace(WORK, groups=())), Reason.WRONG_TASK),
         (SEALED_LEASE, Reason.WRONG_PURPOSE),
     ],
@@ -229,7 +216,7 @@ def test_a_report_holds_numbers_whatever_was_measured() -> None:
     assert len(row.detail.encode()) == MAX_UNREADABLE_DETAIL
 
 
-# -- the shelf -----------------------------------------------------------------------------------
+# -- the cache -----------------------------------------------------------------------------------
 
 
 def policy(version: int, name: bytes = b"state") -> Policy:
@@ -247,44 +234,44 @@ def heads(*orders: tuple[int, int]) -> TrustedRun:
     return trusted
 
 
-def test_a_shelf_keeps_the_newest_policies() -> None:
-    shelf = StateCache(2)
+def test_a_cache_keeps_the_newest_policies() -> None:
+    cache = StateCache(2)
     for version in (0, 1, 2):
-        shelf.put(policy(version))
+        cache.put(policy(version))
     trusted = heads((0, 0), (0, 1), (0, 2))
-    assert shelf.held(trusted.heads, 0) == (1, 2)
-    assert shelf.states((0, 1)) is None
-    assert shelf.states((1, 2)) == {1: {}, 2: {}}
+    assert cache.held(trusted.heads, 0) == (1, 2)
+    assert cache.states((0, 1)) is None
+    assert cache.states((1, 2)) == {1: {}, 2: {}}
 
 
-def test_a_shelf_offers_nothing_of_a_term_that_was_left() -> None:
+def test_a_cache_offers_nothing_of_an_epoch_that_was_left() -> None:
     """The trainer went back, and its version 2 is another one now: the old one would convict the honest."""
-    shelf = StateCache(8)
-    shelf.put(policy(1))
-    shelf.put(policy(2, b"left"))
+    cache = StateCache(8)
+    cache.put(policy(1))
+    cache.put(policy(2, b"left"))
     trusted = heads((0, 1), (1, 2))
-    assert shelf.held(trusted.heads, 1) == ()
-    shelf.put(policy(2))
-    assert shelf.held(trusted.heads, 1) == (2,)
-    assert shelf.held(trusted.heads, 0) == (1,)
+    assert cache.held(trusted.heads, 1) == ()
+    cache.put(policy(2))
+    assert cache.held(trusted.heads, 1) == (2,)
+    assert cache.held(trusted.heads, 0) == (1,)
 
 
-async def test_a_shelf_is_an_engine_that_generates_nothing() -> None:
-    shelf = StateCache(2)
-    assert shelf.policy_version == -1
-    await shelf.load(3, {})
-    assert shelf.policy_version == 3
-    await shelf.update(4, {}, {})
-    assert shelf.policy_version == 4
+async def test_a_cache_is_an_engine_that_generates_nothing() -> None:
+    cache = StateCache(2)
+    assert cache.policy_version == -1
+    await cache.load(3, {})
+    assert cache.policy_version == 3
+    await cache.update(4, {}, {})
+    assert cache.policy_version == 4
     with pytest.raises(EngineError, match="--role inference"):
-        await shelf.generate(GenerateRequest((1,), 4, 1.0, 0, ()))
+        await cache.generate(GenerateRequest((1,), 4, 1.0, 0, ()))
 
 
 # -- the loop ------------------------------------------------------------------------------------
 
 
-class Desk:
-    """The trainer's desk as a Links: the same job at every request, until there were enough reports."""
+class Trainer:
+    """The trainer as a ConnectionPool: the same job at every request, until there were enough reports."""
 
     def __init__(self, data: bytes, until: int, **changes: Any) -> None:
         self._data = data
@@ -293,8 +280,8 @@ class Desk:
         self.reports: list[AuditReport] = []
         self.ended = asyncio.Event()
 
-    async def get(self, peer: bytes, alpn: bytes) -> "Desk":
-        """See Links."""
+    async def get(self, peer: bytes, alpn: bytes) -> "Trainer":
+        """See ConnectionPool."""
         return self
 
     async def open_stream(self) -> Told:
@@ -304,12 +291,12 @@ class Desk:
         return answer
 
     async def drop(self, peer: bytes, alpn: bytes) -> None:
-        """See Links."""
+        """See ConnectionPool."""
 
     async def request(
         self, peer: bytes, alpn: bytes, message: Message, kind: type[Any], *, deadline: float
     ) -> Message:
-        """See Links."""
+        """See ConnectionPool."""
         await asyncio.sleep(0)  # as every real one does
         assert isinstance(message, AuditDone)
         opened = unseal(
@@ -371,20 +358,22 @@ class Idle:
         return {}
 
 
-def validator(links: Desk, tmp_path: Path, *, dead: bool = False) -> tuple[Any, HeadStore, Ledger]:
+def validator(
+    links: Trainer, tmp_path: Path, *, dead: bool = False
+) -> tuple[Any, HeadStore, Ledger]:
     """A validator that holds versions 2 to 4, its head book, and the ledger to close."""
-    shelf = StateCache(5)
+    cache = StateCache(5)
     for version in (2, 3, 4):
-        shelf.put(policy(version))
+        cache.put(policy(version))
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     book = HeadStore(heads(), ledger)
-    fakes: list[Any] = [links, book, Idle(), Caught(), shelf, Measuring(dead)]
+    fakes: list[Any] = [links, book, Idle(), Caught(), cache, Measuring(dead)]
     return ValidatorRole(VALIDATOR, MANIFEST, *fakes), book, ledger
 
 
 async def reports_of(tmp_path: Path, count: int, data: bytes, **changes: Any) -> list[AuditReport]:
     """What a validator reports of the same job, `count` times."""
-    links = Desk(data, count, **changes)
+    links = Trainer(data, count, **changes)
     role, book, ledger = validator(links, tmp_path)
     running = asyncio.create_task(role.run())
     async with asyncio.timeout(60.0):
@@ -413,7 +402,7 @@ async def test_a_validator_says_what_it_cannot_audit_and_goes_on(tmp_path: Path)
 
 
 async def test_a_validator_whose_auditor_fails_thrice_ends(tmp_path: Path) -> None:
-    links = Desk(bundle(), 99)
+    links = Trainer(bundle(), 99)
     role, _, ledger = validator(links, tmp_path, dead=True)
     with pytest.raises(EngineError, match="start this node again"):
         async with asyncio.timeout(60.0):
