@@ -38,7 +38,6 @@ LAYERS: list[list[list[str]]] = [
     [["node.ops", "node.config", "node.process", "node.storage"]],
     [["node.weights"], ["node.p2p"]],
     [
-        ["node.weights.retention"],
         ["node.models"],
         ["node.inference.fingerprint"],
         [f"node.pipeline.{name}" for name in LOW_PIPELINE.split()],
@@ -181,7 +180,7 @@ HEAVY = {
     "tokenizers": {"node.environments.chat", "node.models.huggingface"},
     "matplotlib": {"node.ops.report"},
     "plotext": {"node.ops.report"},
-    "zstandard": {"node.weights.streams"},
+    "zstandard": {"node.weights.blocks"},
     "typer": {"cli"},
     "rich": {"cli"},
     "blake3": {"crypto.hashing"},
