@@ -357,7 +357,7 @@ FAULTS = (
     Fault(
         "chunk is kept and served before it is verified",
         "p2p: download",
-        "node/p2p/download_state.py",
+        "node/p2p/download.py",
         "if len(data) != chunk.size or digest(data) != chunk.digest:",
         "if len(data) != chunk.size:",
         ("test_a_corrupting_neighbour_costs_one_chunk_and_is_left_out_of_the_next_fetch",),

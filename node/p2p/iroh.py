@@ -32,7 +32,6 @@ from .transport import (
     TransportError,
     Unreachable,
 )
-from .waiting import AsyncQueue
 
 if TYPE_CHECKING:
     import iroh
@@ -95,7 +94,7 @@ def install_free_thread(binding: Any) -> None:
 
 
 def _is_owned(kind: Any) -> bool:
-    """Whether instances stand for something in Rust. Errors do too, but wait for nobody when they go."""
+    """Whether instances own an object in Rust. Errors do too, but freeing them waits for nothing."""
     return isinstance(kind, type) and "__del__" in vars(kind) and not issubclass(kind, Exception)
 
 
@@ -177,7 +176,7 @@ class IrohStream:
         self._send = stream.send()
         self._receive = stream.recv()
         self._ahead = b""
-        """What came behind what was asked for."""
+        """Bytes received beyond those requested."""
         self._calls: set[asyncio.Task[Any]] = set()
         self._unusable = False
         self._unfinished = weakref.finalize(self, connection.reset_later, self._send)
@@ -214,7 +213,7 @@ class IrohStream:
         self._unfinished.detach()
 
     async def abort(self) -> None:
-        """Reset what was not finished, and refuse what the peer still sends."""
+        """Reset our direction if unfinished, and refuse further bytes of the peer."""
         self._unusable = True
         calls = tuple(self._calls)
         for call in calls:
@@ -263,7 +262,7 @@ class IrohConnection:
         self._accept_turn = asyncio.Lock()
         self._heard = (0, 0.0)
         self._loop = asyncio.get_running_loop()
-        connection.set_max_concurrent_uni_streams(0)  # nobody here reads those
+        connection.set_max_concurrent_uni_streams(0)  # we read none of those
 
     @property
     def peer(self) -> bytes:
@@ -434,7 +433,8 @@ class IrohTransport:
         self._preferred: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._connections: weakref.WeakSet[IrohConnection] = weakref.WeakSet()
-        self._incoming: AsyncQueue[IrohConnection] = AsyncQueue(BACKLOG, _transport_closed)
+        self._incoming: asyncio.Queue[IrohConnection | None] = asyncio.Queue(BACKLOG + 1)
+        """None ends it."""
 
     @property
     def node_id(self) -> bytes:
@@ -499,7 +499,11 @@ class IrohTransport:
 
     async def accept(self) -> IrohConnection:
         """The next incoming connection, handshake done."""
-        return await self._incoming.take()
+        connection = await self._incoming.get()
+        if connection is None:
+            self._incoming.put_nowait(None)  # for others that accept, and for the next call
+            raise ConnectionLost("the transport is closed: no more connections will come")
+        return connection
 
     def prefer(self, connection: Connection) -> None:
         """No limit of handshakes by time holds for the address that this connection came from."""
@@ -515,11 +519,11 @@ class IrohTransport:
         if self._closed:
             return
         self._closed = True
-        self._incoming.close()
+        self._end_incoming()
         try:
             await self._close_endpoint()
         finally:
-            self._endpoint = None  # iroh frees the port when nobody holds the endpoint
+            self._endpoint = None  # iroh frees the port with the last reference to the endpoint
             tasks = tuple(self._tasks)
             for task in tasks:
                 task.cancel()
@@ -577,7 +581,13 @@ class IrohTransport:
                 self._handshakes += 1
                 self._spawn(self._handshake(incoming))
         finally:
-            self._incoming.close()
+            self._end_incoming()
+
+    def _end_incoming(self) -> None:
+        """Drop the connections that were not accepted; their endpoint ends them."""
+        while not self._incoming.empty():
+            self._incoming.get_nowait()
+        self._incoming.put_nowait(None)
 
     async def _address_of(self, incoming: "iroh.Incoming") -> str:
         """`host:port` that a handshake comes from; empty if it comes over a relay."""
@@ -614,7 +624,9 @@ class IrohTransport:
             return
         finally:
             self._handshakes -= 1
-        if not self._incoming.offer(connection):
+        if not self._closed and self._incoming.qsize() < BACKLOG:
+            self._incoming.put_nowait(connection)
+        else:
             await connection.close("busy: try again later")
 
     async def _watch_silence(self) -> None:
@@ -690,10 +702,6 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def _transport_closed() -> ConnectionLost:
-    return ConnectionLost("the transport is closed: no more connections will come")
 
 
 def _bind_addresses(host: str, port: int) -> list[str]:

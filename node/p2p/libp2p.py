@@ -224,7 +224,7 @@ class Dialler:
             pause = min(2 * pause, RETRY_SECONDS[1] if alone else longest)
 
     async def _look(self) -> None:
-        """One round of Kademlia: who else serves this run, and tell that we do."""
+        """Do one round of Kademlia: find providers of this run, and announce ourselves as one."""
         for peer in self._host.get_connected_peers():
             await attempt(LOOKUP_SECONDS, self._dht.add_peer, peer)
         found = await attempt(LOOKUP_SECONDS, self._find) or []
@@ -259,7 +259,7 @@ T = TypeVar("T")
 CARRYING = "/primerl/blobs/1"
 """The stream protocol that says over TCP what ALPN_BLOBS says over QUIC."""
 MAX_UNREAD = 64 * MIB
-"""Bytes of one connection that nobody has read yet; the windows of four chunks have as many."""
+"""Unread bytes of one connection; the windows of four chunks have as many."""
 UNREAD_SECONDS = 0.25
 """Between two looks at that."""
 MAX_FRAME = 256 * KIB
@@ -300,7 +300,7 @@ class MissingModuleFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for OPTIONAL and what is inside."""
+        """Return a spec for OPTIONAL modules and their submodules."""
         if fullname.partition(".")[0] not in OPTIONAL:
             return None
         return ModuleSpec(fullname, self, is_package=True)
@@ -313,7 +313,7 @@ class MissingModuleFinder(MetaPathFinder, Loader):
         """Leave the module empty."""
 
 
-sys.meta_path.append(MissingModuleFinder())  # the last one: what is installed goes first
+sys.meta_path.append(MissingModuleFinder())  # the last one: installed modules come first
 
 
 class Libp2pDiscovery(TrioDiscovery):
@@ -395,7 +395,7 @@ class Libp2pSession:
         return len(self._pubsub.peer_topics.get(self._topic, ()))
 
     async def publish(self, sealed: bytes) -> None:
-        """Hand a fact to the mesh; each neighbour's queue is bounded and drops what is too much."""
+        """Hand a fact to the mesh; each neighbour's queue is bounded and drops the excess."""
         self._gate.knows(sealed)
         await self._pubsub.publish(self._topic, sealed)
 
@@ -416,7 +416,7 @@ class Libp2pSession:
         from libp2p.custom_types import TProtocol
         from libp2p.peer.id import ID
 
-        who = ID(peer_id_of(peer))  # the handshake proves that whoever answers has this key
+        who = ID(peer_id_of(peer))  # the handshake proves that the peer has this key
         await self._dialler.reach(list(_parse(addresses)), who)
         begin = partial(self._host.new_stream, who, [TProtocol(CARRYING)])
         stream = await open_whole(begin, partial(self._host.disconnect, who))
@@ -444,7 +444,7 @@ class Libp2pSession:
         self.addresses = tuple(str(address) for address in self._host.get_addrs())
 
     async def _keep_bounded(self) -> None:
-        """Hang up on who sends more than its windows: the library complains, and buffers it."""
+        """Disconnect peers that send more than their windows: the library complains, and buffers it."""
         import trio
 
         while True:
@@ -561,7 +561,7 @@ def _guarded_class(host: "IHost", topic: str, gate: GossipFilter) -> "type[Pubsu
             await super().push_msg(msg_forwarder, msg)
 
         def notify_subscriptions(self, publish_message: "rpc_pb2.Message") -> None:
-            # Facts leave by the validator, which alone knows who handed them over.
+            # Facts leave by the validator, which alone knows the neighbour that forwarded them.
             del publish_message
 
     return GuardedPubsub

@@ -47,7 +47,7 @@ class EventQueue(Generic[T]):
         self._closed = False
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Name the loop whose readers put() wakes; what is put before that is dropped."""
+        """Name the loop whose readers put() wakes; items put before that are dropped."""
         self._loop = loop
 
     def put(self, item: T) -> None:
@@ -62,7 +62,7 @@ class EventQueue(Generic[T]):
             _to_loop(self._loop, self._wake)
 
     def close(self) -> None:
-        """End every reader once it has taken what is left. From the loop's thread only."""
+        """End every reader once it has taken the remaining items. From the loop's thread only."""
         with self._lock:
             self._closed = True
         self._readable.set()
@@ -243,7 +243,7 @@ def _to_loop(
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
-        # The asyncio loop is closed already: nobody is left to tell.
+        # The asyncio loop is closed already.
         logger.debug("an event came after its loop was closed")
 
 
@@ -260,7 +260,7 @@ Cut = Callable[[], Awaitable[None]]
 
 
 class RawStream(Protocol):
-    """A stream as libp2p makes it."""
+    """A stream of libp2p."""
 
     async def read(self, n: int | None = None) -> bytes:
         """At least one byte and at most `n`."""
@@ -276,7 +276,7 @@ class RawStream(Protocol):
 
 
 class HalfClosing(Protocol):
-    """What the stream of libp2p can do beside, though its abstract type does not say so."""
+    """A method that streams of libp2p have, though their abstract type does not declare it."""
 
     async def close_write(self) -> None:
         """End our direction. close() would also strike the stream off, and its connection might be pruned."""
@@ -315,7 +315,7 @@ class TrioStream:
         await _whole(self._cut, cast(HalfClosing, self._raw).close_write)
 
     async def abort(self) -> None:
-        """Reset what is still open. Never raises."""
+        """Reset the directions that are still open. Never raises."""
         try:
             await _whole(self._cut, self._raw.reset)
         except StreamClosed:
@@ -419,16 +419,16 @@ class AcceptQueue:
 
 
 async def _ours(function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
-    """Ask a foreign stream; all that it raises becomes StreamClosed."""
+    """Call a foreign stream; every exception becomes StreamClosed."""
     try:
         return await function(*args)
     except Exception as error:
-        # Resets, sockets and the library's own slips come out untyped; for us the stream is over.
+        # Resets, sockets and the library's own slips come out untyped; the stream is over in any case.
         raise StreamClosed(f"the stream broke: {error!r}"[:200]) from error
 
 
 async def _whole(cut: Cut, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
-    """What writes is done to its end, cancelled or not, or ends its connection by `cut`."""
+    """Finish a call that writes, cancelled or not, or end its connection by `cut`."""
     import trio
 
     with trio.move_on_after(WRITE_SECONDS) as scope:
@@ -449,7 +449,7 @@ RESTART_SECONDS = (1.0, 60.0)
 
 
 class DiscoverySession(Protocol):
-    """What discovery is made of between a start and a death. All but neighbours() in trio."""
+    """One run of the library, from its start to its end or failure. All but neighbours() in trio."""
 
     port: int
     addresses: tuple[str, ...]
@@ -502,7 +502,7 @@ class TrioDiscovery:
 
     @property
     def dropped_facts(self) -> int:
-        """Facts that nobody took from facts() in time."""
+        """Facts that were dropped because facts() was read too slowly."""
         return self._facts.dropped
 
     def addresses(self) -> tuple[str, ...]:
