@@ -373,7 +373,7 @@ FAULTS = (
     Fault(
         "rate limit of gossip is lifted",
         "p2p: gossip",
-        "node/p2p/libp2p.py",
+        "node/p2p/limits.py",
         "if not self._neighbours.take(neighbour, now):",
         "if False:",
         ("test_a_neighbour_may_hand_over_its_burst_and_then_its_rate",),

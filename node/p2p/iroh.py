@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
@@ -37,22 +37,14 @@ if TYPE_CHECKING:
     import iroh
 
 
-class _Builder(Protocol):
-    """What the binding's _UniffiRustBufferBuilder offers here."""
-
-    rbuf: Any
-
-    def _reserve(self, num_bytes: int) -> Any: ...
-
-
-def write_whole(builder: _Builder, value: bytes) -> None:
+def write_whole(builder: Any, value: bytes) -> None:
     """Append `value` to the builder's native buffer in one copy.
 
     Replaces a loop of the binding with the same contract: _reserve() makes room for that many bytes
     behind rbuf.len on entry and moves rbuf.len past them on exit.
     """
     size = len(value)
-    with builder._reserve(size):  # pyright: ignore[reportPrivateUsage]
+    with builder._reserve(size):
         start = ctypes.cast(builder.rbuf.data, ctypes.c_void_p).value
         if size and start is not None:
             ctypes.memmove(start + builder.rbuf.len, bytes(value), size)
@@ -131,47 +123,10 @@ Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 """Starts a task that the transport owns: it ends at the latest with transport.close()."""
 
 
-class _ForeignSend(Protocol):
-    """iroh.SendStream."""
-
-    async def write_all(self, buf: bytes) -> None: ...
-    async def finish(self) -> None: ...
-    async def reset(self, error_code: int) -> None: ...
-
-
-class _ForeignReceive(Protocol):
-    """iroh.RecvStream."""
-
-    async def read(self, size_limit: int) -> bytes: ...
-    async def read_exact(self, size: int) -> bytes: ...
-    async def stop(self, error_code: int) -> None: ...
-
-
-class _ForeignStream(Protocol):
-    """iroh.BiStream."""
-
-    def send(self) -> _ForeignSend: ...
-    def recv(self) -> _ForeignReceive: ...
-
-
-class _ForeignConnection(Protocol):
-    """iroh.Connection."""
-
-    def remote_id(self) -> Any: ...
-    def alpn(self) -> bytes: ...
-    def close(self, error_code: int, reason: bytes) -> None: ...
-    def close_reason(self) -> str | None: ...
-    def paths(self) -> list[Any]: ...
-    def stats(self) -> Any: ...
-    def set_max_concurrent_uni_streams(self, count: int) -> None: ...
-    async def open_bi(self) -> Any: ...
-    async def accept_bi(self) -> Any: ...
-
-
 class IrohStream:
     """One bidirectional QUIC stream. Made by IrohConnection."""
 
-    def __init__(self, connection: "IrohConnection", stream: _ForeignStream) -> None:
+    def __init__(self, connection: "IrohConnection", stream: "iroh.BiStream") -> None:
         self._connection = connection
         self._send = stream.send()
         self._receive = stream.recv()
@@ -251,7 +206,7 @@ class IrohConnection:
     """One QUIC connection. Made by IrohTransport."""
 
     def __init__(
-        self, connection: _ForeignConnection, *, foreign_error: type[Exception], spawn: Spawn
+        self, connection: "iroh.Connection", *, foreign_error: type[Exception], spawn: Spawn
     ) -> None:
         self.foreign_error = foreign_error
         self._connection = connection
@@ -341,12 +296,12 @@ class IrohConnection:
             return self._lost(cause(error))
         return StreamClosed(f"{short(self._peer)} ended the stream: {cause(error)}")
 
-    def reset_later(self, send: _ForeignSend) -> None:
+    def reset_later(self, send: "iroh.SendStream") -> None:
         """Reset a stream that its owner forgot. Called by the garbage collector, in any thread."""
         with suppress(RuntimeError):  # the loop is closed, and with it every stream
             self._loop.call_soon_threadsafe(self._reset, send)
 
-    def _reset(self, send: _ForeignSend) -> None:
+    def _reset(self, send: "iroh.SendStream") -> None:
         if not self.closed:
             self._spawn(send.reset(ABORTED_CODE))
 

@@ -160,7 +160,7 @@ async def serve(node: Node) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    handlers = {"meet": node.meet, "hold": node.hold, "report": node.ops.report}
+    handlers = {"meet": node.meet, "hold": node.hold, "report": node.report}
     while line := await reader.readline():
         command = json.loads(line)
         name = command["do"]
