@@ -199,13 +199,13 @@ def test_a_foreign_library_is_known_by_few_files(library: str) -> None:
 def test_torch_is_where_models_are() -> None:
     users = {name for name in HOUSE.files if "torch" in outside(name)}
     folders = ("node.models", "node.inference", "node.training", "node.pipeline")
-    audits = ("node.verification.replay", "node.verification.crossings")
-    allowed = (*folders, *audits, "node.verification.forging")
+    audits = ("node.verification.replay",)
+    allowed = (*folders, *audits, "node.verification.cheats")
     assert {name for name in users if not within(name, *allowed)} == set()
 
 
 LOADED_LAZILY = {
-    "torch": """node.inference.placement node.verification.crossings node.verification.replay
+    "torch": """node.inference.placement node.verification.replay
         node.inference.boundary_states
         node.inference.boundary_kernel node.inference.compiling
         node.inference.model_output node.inference.model node.inference.decoding node.inference.model
