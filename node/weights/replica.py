@@ -12,7 +12,7 @@ from ...crypto.hashing import NO_DIGEST, short
 from ...protocol.manifests import Artifact, PolicyManifest
 from .chain import NOTHING
 from .codec import CODEC, apply_delta, decode_full
-from .payload import Share, chunks_for, everything, part_of, wanted_of
+from .payload import TensorShare, chunks_for, everything, part_of, wanted_of
 from .state import (
     Changed,
     CodecError,
@@ -70,7 +70,7 @@ class WeightReplica:
     """Holds one policy; prepare() the next beside it, commit() to swap."""
 
     def __init__(
-        self, policy: Policy = EMPTY, *, threads: int = 1, share: Share = everything
+        self, policy: Policy = EMPTY, *, threads: int = 1, share: TensorShare = everything
     ) -> None:
         """Only the tensors of `share` are decoded, proved and held."""
         self._policy = policy
