@@ -1,6 +1,6 @@
-"""Chat messages to token ids and back, with a model directory's own tokenizer and chat template.
+"""Convert chat messages to token ids and back, by a model's own tokenizer and chat template.
 
-Every machine must get the same ids: nothing here may depend on the clock, the locale or the network. The
+Invariants: every machine gets the same ids, so nothing depends on the clock, the locale or the network; the
 template came with the model, so it runs in jinja's sandbox.
 """
 

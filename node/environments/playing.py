@@ -1,4 +1,4 @@
-"""Playing a taskset of `verifiers`: the only file that imports it, the bundled tasksets apart.
+"""Play a taskset of `verifiers`; besides the bundled tasksets only this file imports the library.
 
 No model call leaves the process: no harness program, no interception server, no HTTP (which cost 5.4 ms of
 CPU a rollout). Two ways, and the same episode from both:
@@ -192,7 +192,7 @@ class TasksetPlayer:
     def _record(
         self, trace: vf.Trace, prepared: PreparedTask, completion: Completion, started: float
     ) -> vf.MessageNode:
-        """Put the one turn onto the trace, as graph.prepare_turn().commit() would (which spends 0.5 ms
+        """Add the one turn to the trace, as graph.prepare_turn().commit() would (which spends 0.5 ms
         in pydantic's model_construct). Returns the reply's node."""
         for parent, message in enumerate(prepared.messages, start=-1):
             node = vf.MessageNode(parent=None if parent < 0 else parent, message=message)

@@ -1,4 +1,4 @@
-"""A `verifiers` taskset behind our seam, in the process that asks; nodes host it in one of its own (hosted.py).
+"""Run a `verifiers` taskset as an Environment in this process; nodes give it a process of its own (hosted.py).
 
 This half knows tasks, digests and recorded rollouts; playing.py knows the library and is imported by
 start(), because that takes seconds. A score is always the outcome of playing: run() plays with the
