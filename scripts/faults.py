@@ -415,7 +415,7 @@ FAULTS = (
     Fault(
         "deadline of an environment is ignored",
         "environments",
-        "node/environments/exchange.py",
+        "node/environments/policies.py",
         "self._timer.reschedule(loop.time())",
         "pass",
         ("test_code_that_waits_for_ever_ends_at_its_deadline_and_raising_is_an_error",),
