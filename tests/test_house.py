@@ -174,7 +174,7 @@ HEAVY = {
     "transformers": {"node.models.huggingface"},
     "huggingface_hub": {"node.models.huggingface"},
     "datasets": {"node.sft.data"},
-    "renderers": {"node.sft.renderers"},
+    "renderers": {"node.sft.tokens"},
     "uvicorn": {"node.inference.vllm_api"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},
     "jinja2": {"node.environments.chat"},
@@ -220,7 +220,7 @@ LOADED_LAZILY = {
         node.training.experts node.training.model node.training.attention
         node.training.lora
         node.training.model node.training.model node.training.optimizer
-        node.training.rank node.training.ranks.share node.training.ranks.wire
+        node.training.rank
         node.training.learner_state node.training.learner_state node.training.learner_state
         node.training.learner_state node.training.world node.pipeline.vllm_head_executor
         node.pipeline.vllm_rank node.pipeline.vllm_recorders

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..models import huggingface
-from ..models.tensors import bf16_state, dtype_name, torch_dtype
-from ..weights.state import State, numel
+from ..models.tensors import dtype_name, torch_dtype
+from ..weights.state import numel
 
 if TYPE_CHECKING:
     from ..models.huggingface import PreTrainedModel
@@ -96,11 +96,6 @@ def whole_tensors(sources: Iterable[Source], rank: int) -> Iterator[tuple[str, t
         flat = source.gather().reshape(-1)
         for run in source.runs if rank == 0 else ():
             yield run.name, flat[run.start : run.stop].view(run.shape)
-
-
-def whole_state(sources: Iterable[Source]) -> State:
-    """The bf16 policy of a rank without others."""
-    return bf16_state(whole_tensors(sources, 0))
 
 
 def _source(

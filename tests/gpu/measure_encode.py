@@ -18,10 +18,13 @@ import torch
 
 from primerl.crypto.hashing import digest_parts
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.export import DeviceExporter, compare, fetch, parts
+from primerl.node.training.export import PolicyExporter, compare, fetch, parts
+from primerl.node.training.world import World
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.state import State, state_bytes, tensor_digest
+
+ALONE = World.alone(torch.device("cpu"))
 
 T = TypeVar("T")
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD, INNER, WORDS = 36, 2560, 32, 8, 128, 9728, 151936
@@ -144,8 +147,8 @@ def measure(encoders: Encoders) -> None:
     named = weights(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0)
     count = sum(tensor.numel() for tensor in named.values())
     optimizer = torch.optim.AdamW(list(named.values()), lr=LR, fused=CUDA)
-    exporter = DeviceExporter(ahead=True)
-    before, first = timed(lambda: exporter.export(named))
+    exporter = PolicyExporter(ALONE, ahead=True)
+    before, first = timed(lambda: exporter.snapshot(named))
     print(
         f"{count / 1e9:.3f} billion weights on {DEVICE}, {CORES} cores; whole export {first:.2f} s"
     )
@@ -158,7 +161,7 @@ def measure(encoders: Encoders) -> None:
         if step > 1:
             table.add("compare, compact, to the host", seconds)
         del held
-        found, exported = timed(lambda: exporter.export(named))
+        found, exported = timed(lambda: exporter.snapshot(named))
         coded, encoded = timed(lambda b=before, f=found: payload(b.state, f, encoders))
         size = sum(map(len, coded))
         if step > 1:  # the first one pays for page-locked memory

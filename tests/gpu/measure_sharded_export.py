@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.models.tensors import from_torch
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.export import SnapshotWriter
+from primerl.node.training.export import PolicyExporter
 from primerl.node.training.gather import Source, named_sources, whole_tensors
 from primerl.node.training.snapshot import SnapshotReader, exchange_directory
 from primerl.node.training.world import World
@@ -79,7 +79,7 @@ def main() -> None:
     named = sharded(scale, world)
     sources = list(named_sources(named, world.rank))
     optimizer = torch.optim.AdamW(list(named.values()), lr=whole.LR, fused=whole.CUDA)
-    writer, reader = SnapshotWriter(world), SnapshotReader(ahead=True)
+    writer, reader = PolicyExporter(world), SnapshotReader(ahead=True)
     size = 2 * sum(parameter.numel() for parameter in named.values())
     rows: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=exchange_directory(size)) as directory:
@@ -89,7 +89,7 @@ def main() -> None:
             if step:
                 whole.learn(named, optimizer)  # type: ignore[arg-type]
             before = device_bytes()
-            _, wrote = timed(lambda: writer.snapshot(sources, path))
+            _, wrote = timed(lambda: writer.write_snapshot(sources, path))
             kept = device_bytes() - before
             length = path.stat().st_size if world.is_first else 0
             last, (found, read) = found, timed(lambda: _read(reader, path, world))

@@ -6,9 +6,8 @@ from support.training_cases import make_model
 
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.ops.errors import UsageError
-from primerl.node.sft.renderers import RendererTokenizer, open_renderer
 from primerl.node.sft.rows import BadRow, Conversation, RawText
-from primerl.node.sft.template import TemplateTokenizer
+from primerl.node.sft.tokens import RendererTokenizer, TemplateTokenizer, open_renderer
 
 ASSISTANT = frozenset({"assistant"})
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}

@@ -7,7 +7,7 @@ from support.sft_cases import QWEN, REPLIES, TALK, WEATHER, qwen_chat, trained_t
 
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.sft.rows import BadRow, Conversation, RawText
-from primerl.node.sft.template import TemplateTokenizer
+from primerl.node.sft.tokens import TemplateTokenizer
 
 ASSISTANT = frozenset({"assistant"})
 

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import time
 
-from primerl.node.training.ranks.calls import ENDED, EXIT_LOST, Broken
-from primerl.node.training.ranks.group import FailureAttribution, stopped
+from primerl.node.training.rank_group import FailureAttribution, stopped
+from primerl.node.training.rank_messages import ENDED, EXIT_LOST, RanksBroken
 
 LOST = (
     "rank 0 lost the others: RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer"
@@ -20,13 +20,13 @@ def failed(code: int, local_rank: int, pid: int) -> str:
     )
 
 
-def blamed(*lines: str, broken: Broken | None = None) -> str:
+def blamed(*lines: str, broken: RanksBroken | None = None) -> str:
     found = FailureAttribution()
     found.pids = [70, 71, 72, 0]
     for line in lines:
         found.note(line)
     if broken is not None:
-        found.told(broken)
+        found.mute(broken.ranks, f"does not answer ({broken.detail})")
     return found.text("the ranks ended", 4)
 
 
@@ -41,7 +41,7 @@ def test_the_last_words_say_more_than_an_exit_code() -> None:
 
 
 def test_whoever_ends_because_of_others_is_not_blamed() -> None:
-    text = blamed(failed(EXIT_LOST, 0, 70), broken=Broken([3], "timed out"))
+    text = blamed(failed(EXIT_LOST, 0, 70), broken=RanksBroken([3], "timed out"))
     assert text.startswith("rank 3 of 4 failed: does not answer (timed out);")
     assert "rank" not in blamed(failed(EXIT_LOST, 0, 70)).partition(";")[0].replace("ranks", "")
 
@@ -49,7 +49,7 @@ def test_whoever_ends_because_of_others_is_not_blamed() -> None:
 def test_a_rank_that_nccl_aborts_is_blamed_only_if_nobody_is_silent() -> None:
     aborted = failed(-signal.SIGABRT, 0, 70)
     assert blamed(aborted).startswith("rank 0 of 4 failed: killed by SIGABRT;")
-    text = blamed(aborted, broken=Broken([1], "no answer"))
+    text = blamed(aborted, broken=RanksBroken([1], "no answer"))
     assert text.startswith("rank 1 of 4 failed: does not answer")
 
 

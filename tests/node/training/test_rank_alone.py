@@ -11,9 +11,8 @@ from support import fake_rank as fake
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.ops.errors import EngineError, RankFailed
 from primerl.node.training.backend import Sample, TrainBatch
-from primerl.node.training.ranks.calls import Start, Step
-from primerl.node.training.ranks.group import RankGroup
-from primerl.node.training.ranks.torchrun import command, environment
+from primerl.node.training.rank_group import RankGroup, command, environment
+from primerl.node.training.rank_messages import RankStart, RankStep
 
 FAKE = (fake.__file__,)
 CONFIG = TrainingConfig(
@@ -21,8 +20,8 @@ CONFIG = TrainingConfig(
 )
 
 
-def step(kind: int) -> Step:
-    return Step(TrainBatch(1, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
+def step(kind: int) -> RankStep:
+    return RankStep(TrainBatch(1, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
 
 
 async def gone(pid: int) -> None:
@@ -39,7 +38,7 @@ async def gone(pid: int) -> None:
 async def started() -> RankGroup:
     found = RankGroup(CONFIG, 1, FAKE)
     await found.start()
-    await found.ask(Start("model", 10, 0, 1.0), 60.0)
+    await found.ask(RankStart("model", 10, 0, 1.0), 60.0)
     return found
 
 
@@ -70,7 +69,7 @@ async def test_a_rank_alone_is_the_process_itself_and_its_end_is_seen() -> None:
     [
         (fake.RAISES, "rank 0 of 1 failed: KeyError: 'a bug of rank 0'", 30.0),
         (fake.MEMORY, "rank 0 of 1 failed: RuntimeError: CUDA out of memory", 30.0),
-        (fake.HANGS, "no answer to Step in 1 s", 1.0),
+        (fake.HANGS, "no answer to RankStep in 1 s", 1.0),
     ],
 )
 async def test_a_rank_alone_that_breaks_or_hangs_says_why(

@@ -15,9 +15,9 @@ from support import fake_rank as fake
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.ops.errors import EngineError, RankFailed, StorageError
 from primerl.node.training.backend import Sample, TrainBatch
-from primerl.node.training.ranks.calls import Start, Step
-from primerl.node.training.ranks.fsdp import FsdpBackend
-from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.fsdp_backend import FsdpBackend
+from primerl.node.training.rank_group import RankGroup
+from primerl.node.training.rank_messages import RankStart, RankStep
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -134,14 +134,14 @@ async def fails(ranks: RankGroup, kind: int, match: str, victim: int | None = No
     """A step, in which the `victim` is killed, ends with this RankFailed; everything is gone, and stays so."""
     directory = ranks.directory
     try:
-        await ranks.ask(Start("model", 10, 0, 1.0), 60.0)
+        await ranks.ask(RankStart("model", 10, 0, 1.0), 60.0)
         if victim is not None:
             asyncio.get_running_loop().call_later(0.5, os.kill, victim, signal.SIGKILL)
         with pytest.raises(RankFailed, match=match):
-            await ranks.ask(Step(told(1, kind)), 60.0)
+            await ranks.ask(RankStep(told(1, kind)), 60.0)
         await gone(ranks.pid, *ranks.pids)
         with pytest.raises(RankFailed, match=match):
-            await ranks.ask(Step(told(2, fake.FINE)), 30.0)
+            await ranks.ask(RankStep(told(2, fake.FINE)), 30.0)
     finally:
         await ranks.close()
     assert not directory.exists()
@@ -161,7 +161,7 @@ async def test_a_rank_that_is_stopped_while_nobody_asks_is_noticed() -> None:
     os.kill(ranks.pids[1], signal.SIGSTOP)
     await gone(ranks.pid, *ranks.pids)
     with pytest.raises(RankFailed, match="rank 1 of 2 failed: does not answer"):
-        await ranks.ask(Step(told(1, fake.FINE)), 30.0)
+        await ranks.ask(RankStep(told(1, fake.FINE)), 30.0)
     await ranks.close()
 
 
@@ -185,13 +185,13 @@ async def test_whoever_dies_while_nobody_asks_no_process_is_left(
     rank: int, number: signal.Signals
 ) -> None:
     ranks = await group(TIMEOUT_S)
-    start = Start("model", 10, 0, 1.0)
+    start = RankStart("model", 10, 0, 1.0)
     victim = ranks.pid if rank < 0 else ranks.pids[rank]
     assert victim is not None
     os.kill(victim, number)
     if rank == -1 and number is signal.SIGSTOP:  # its ranks know nothing of it, and go on
         with pytest.raises(EngineError, match="start"):
-            await ranks.ask(Step(told(1, fake.FINE)), 60.0)
+            await ranks.ask(RankStep(told(1, fake.FINE)), 60.0)
     else:
         if number is signal.SIGKILL:
             await gone(*ranks.pids)
@@ -207,7 +207,7 @@ async def test_ranks_that_cannot_start_are_an_error_that_says_why() -> None:
         await ranks.start()
     await gone(ranks.pid)
     with pytest.raises(RankFailed):
-        await ranks.ask(Step(told(1, fake.FINE)), 5.0)
+        await ranks.ask(RankStep(told(1, fake.FINE)), 5.0)
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ async def test_a_world_that_cannot_be_divided_is_a_mistake_of_the_config() -> No
 
 DAEMON = """
 import asyncio, sys
-from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.rank_group import RankGroup
 from primerl.node.config.training import TrainingConfig
 
 async def main():

@@ -15,9 +15,8 @@ from support import fake_rank as fake
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.ops.errors import RankFailed, UsageError
 from primerl.node.training.backend import Sample, TrainBatch
-from primerl.node.training.ranks.calls import Figures, Start, Step
-from primerl.node.training.ranks.group import RankGroup
-from primerl.node.training.ranks.torchrun import command, environment
+from primerl.node.training.rank_group import RankGroup, command, environment
+from primerl.node.training.rank_messages import RankDone, RankStart, RankStep
 
 FAKE = (fake.__file__,)
 
@@ -53,8 +52,8 @@ async def other_machine(config: TrainingConfig) -> AsyncGenerator[asyncio.subpro
         await process.wait()
 
 
-def step(number: int, kind: int) -> Step:
-    return Step(TrainBatch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
+def step(number: int, kind: int) -> RankStep:
+    return RankStep(TrainBatch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
 
 
 @pytest.mark.slow
@@ -65,8 +64,8 @@ async def test_ranks_of_two_machines_train_together_and_end_together() -> None:
         await ranks.start()
         assert len(ranks.pids) == 2
         assert ranks.pids[1] == 0  # not ours to kill
-        await ranks.ask(Start("model", 10, 0, 1.0), 60.0)
-        assert await ranks.ask(step(1, fake.FINE), 60.0) == Figures({"steps": 1.0, "ranks": 2.0})
+        await ranks.ask(RankStart("model", 10, 0, 1.0), 60.0)
+        assert await ranks.ask(step(1, fake.FINE), 60.0) == RankDone({"steps": 1.0, "ranks": 2.0})
         await ranks.close()
         async with asyncio.timeout(60.0):
             assert await other.wait() == 0
@@ -78,7 +77,7 @@ async def test_a_machine_that_dies_ends_all() -> None:
     ranks = RankGroup(settings, 1, FAKE)
     async with other_machine(settings) as other:
         await ranks.start()
-        await ranks.ask(Start("model", 10, 0, 1.0), 60.0)
+        await ranks.ask(RankStart("model", 10, 0, 1.0), 60.0)
         os.killpg(other.pid, signal.SIGKILL)
         with pytest.raises(RankFailed):
             await ranks.ask(step(1, fake.SLOW), 60.0)
