@@ -91,7 +91,7 @@ class DiffCollector:
         """Whether all ranks are `ready`.
 
         Raises EngineError on all of them if they export different tensors, or if some element is
-        nobody's or two ranks'.
+        no rank's or two ranks'.
         """
         if self._ranks.device.type == "cuda":  # messages need what a first collective sets up
             dist.all_reduce(torch.zeros(1, device=self._ranks.device))
@@ -214,7 +214,7 @@ class _Item:
 
     @property
     def count(self) -> int:
-        """Elements of which the bits come."""
+        """Elements whose bits are sent."""
         return self.length if self.code == DENSE else self.code
 
     @property
@@ -268,7 +268,7 @@ BUCKET = 1 << 27
 """Elements whose differences travel to the first rank together, and one tensor more at most: bounds what
 the ranks hold for that if everything differs, 256 MiB on the first and as much on the others together."""
 MOST_SPARSE = 4
-"""A chunk of which more than one in so many elements changed crosses whole: positions cost more than bits."""
+"""A chunk crosses whole if more than one in this many elements changed: positions cost more than bits."""
 
 Layout = tuple[str, tuple[int, ...], int, int]
 """dtype name, shape, and the rank's share: from where to where."""

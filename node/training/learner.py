@@ -269,7 +269,7 @@ class Learner:
             self._world.close()
 
     def saved(self) -> SavedLearner:
-        """What is trained, not what is frozen; no copies."""
+        """The trained tensors, without frozen ones; no copies."""
         moments = self._optimizer.moments()
         return SavedLearner(self.step_done, self._optimizer.parameters, moments, rng_state())
 
@@ -341,7 +341,7 @@ def _attach(
     """What gives a model the adapters that are configured."""
     if config.lora is None:
         return None
-    # what is sharded is cast for forward anyway: then a frozen base may lie in that dtype at once
+    # sharded parameters are cast for forward anyway: then a frozen base may lie in that dtype at once
     dtype = compute_dtype(config, world) if world.mesh is not None else None
     return partial(lora.attach, config=config.lora, seed=seed, dtype=dtype)
 

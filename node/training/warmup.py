@@ -1,6 +1,6 @@
 """Supervised warm-up: teach the form of an answer until reinforcement learning has something to reward.
 
-It stops at the target, not at convergence: what is left to learn is what the run is for.
+It stops at the target, not at convergence: the rest is learned by the run itself.
 """
 
 import logging

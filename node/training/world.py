@@ -45,7 +45,7 @@ class World:
 
     @classmethod
     def alone(cls, device: torch.device) -> "World":
-        """A rank without others: nothing is sharded, and there is nobody to talk to."""
+        """A rank without others: nothing is sharded or exchanged."""
         return cls(0, 1, device)
 
     @classmethod
@@ -120,7 +120,7 @@ class World:
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return list(values)
-        # on the CPU: gloo sums in the same order on all ranks, and nobody waits for a device
+        # on the CPU: gloo sums in the same order on all ranks, and no device is waited for
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, operation)
         return numbers.tolist()

@@ -3,6 +3,7 @@
 Run by torchrun, or as the only one; the protocol, the groups and the deadlines are the real ones.
 """
 
+import asyncio
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training import rank
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
-from primerl.node.training.rank_messages import RankStart
+from primerl.node.training.rank_messages import RankStart, RankStep
 from primerl.node.training.world import RankChannel, World
 
 FINE, REFUSED, DIFFERS, RAISES, HANGS, SLOW, MEMORY = range(7)
@@ -84,6 +85,28 @@ class FakeLearner:
 
     def close(self, *, keep_world: bool) -> None:
         print("closed", file=sys.stderr)
+
+
+def batch(number: int, kind: int) -> TrainBatch:
+    """Make a batch that has every rank do as `kind` says."""
+    return TrainBatch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)])
+
+
+def step(kind: int) -> RankStep:
+    """Make the call of such a step."""
+    return RankStep(batch(1, kind))
+
+
+async def gone(*pids: int | None) -> None:
+    """Wait until none of these processes is left, not even as a zombie of ours."""
+    async with asyncio.timeout(60.0):
+        for pid in filter(None, pids):
+            while True:
+                try:
+                    os.kill(pid, 0)
+                except ProcessLookupError:
+                    break
+                await asyncio.sleep(0.05)
 
 
 def build(start: RankStart, config: TrainingConfig, world: World) -> Any:
