@@ -12,9 +12,7 @@ from primerl.node.verification.calibrator import CalibrationReport, CalibrationR
 from primerl.node.verification.judge import BUILT_IN, FIELDS, read_calibration
 from primerl.node.verification.separation import Separated
 
-from .conftest import Ran
-
-Cli = Callable[..., Ran]
+from .conftest import Cli
 
 
 def report(caught: float) -> CalibrationReport:
