@@ -377,8 +377,8 @@ def refuse_what_cannot_fit(
 ) -> None:
     """Raise UsageError if vLLM on `gpus` cannot hold one sequence of engine.max_model_len; log what fits.
 
-    None asks nvidia-smi for the GPUs that this process sees, about 0.1 s. Only what is surely too much is
-    refused: without GPUs, for another engine or a model whose config.json is not understood, nothing is.
+    None asks nvidia-smi for the GPUs that this process sees, about 0.1 s. Only a certain excess is refused:
+    without GPUs, for another engine or a model whose config.json is not understood, nothing is.
     """
     if config.type != "vllm" or config.device == "cpu":
         return

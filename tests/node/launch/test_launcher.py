@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.config.common import ResumeConfig
 from primerl.node.config.loader import load
 from primerl.node.config.run import (
     LaunchConfig,
     ModelConfig,
     ModelCreateConfig,
+    ResumeConfig,
     RunConfig,
     TrainingConfig,
 )
@@ -39,7 +39,7 @@ UNTIL_DONE = "while not os.path.exists(run + '/done'): time.sleep(0.02)\n"
 """How a worker of these tests learns that the run ended."""
 
 
-class Programs:
+class Programs(NodeCommands):
     """Python one-liners as trainer and workers; `run` is the run's directory in them."""
 
     def __init__(self, trainer: str, worker: str = UNTIL_DONE) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primerl.node.config.run import RunConfig
-from primerl.node.launch.launcher import LauncherTimeouts, launch
+from primerl.node.launch.launcher import LauncherTimeouts, NodeCommands, launch
 from primerl.node.launch.placement import GpuPlacement
 from primerl.node.ops.control import NodeState
 from primerl.node.ops.errors import BusyError, EngineError, StorageError
@@ -37,7 +37,7 @@ while not os.path.exists(f"{run}/done"): time.sleep(0.02)
 """
 
 
-class Programs:
+class Programs(NodeCommands):
     """What each of these says it sees, goes to the file `seen` of the run."""
 
     def __init__(self, trainer: str = TRAINER, worker: str = WORKER) -> None:
