@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..node.config.run import RunConfig
-    from ..node.verification.calibrator import CalibrationReport, CalibrationRequest, EngineNoise
+    from ..node.verification.calibration import CalibrationReport, CalibrationRequest, EngineNoise
 
 
 class EngineType(Enum):
@@ -73,7 +73,7 @@ def run(
       primerl-node train @ run.toml --verification.calibration calibration.json
     """
     from ..node.config.run import RunConfig
-    from ..node.verification.calibrator import CalibrationRequest
+    from ..node.verification.calibration import CalibrationRequest
 
     longest = {"sampling.max-tokens": str(tokens) if tokens else None}
     config = read_config(RunConfig, arguments(ctx, longest))
@@ -99,7 +99,7 @@ async def _measure(
     from ..node.environments.environment import EnvironmentFailed
     from ..node.models import huggingface, tensors
     from ..node.ops.errors import UsageError
-    from ..node.verification.calibrator import Calibrator
+    from ..node.verification.calibration import Calibrator
 
     parts = Factories()
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
@@ -118,13 +118,10 @@ async def _measure(
                 model_dir,
                 state,
                 tasks,
+                parts.auditor(config.engine, config.verification.audit_timeout_s),
                 wanted,
-                make_auditor=lambda engine: parts.auditor(
-                    engine, config.verification.audit_timeout_s
-                ),
-                make_engine=parts.engine,
-                seed=config.seed,
                 say=lambda line: typer.echo(line, err=True),
+                make_engine=parts.engine,
             ).run()
         except EnvironmentFailed as error:
             raise UsageError(f"environment {config.environment.id!r} failed: {error}") from error

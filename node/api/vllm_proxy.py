@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ..config.serving import ApiConfig
 from ..environments.chat import ChatFormat
 from ..environments.environment import EnvironmentFailed
-from ..inference.host_frames import ApiOptions
+from ..inference.host_messages import ApiOptions
 from ..ops.errors import EngineLost
 from .server import ID_HEADER, VERSION_HEADER, Body, EventStream
 

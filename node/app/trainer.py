@@ -33,7 +33,7 @@ from ..trainer.submission_queue import SubmissionQueue
 from ..training.backend import TrainBackend
 from ..training.buffer import RolloutBuffer
 from ..training.checkpoint import Checkpoints
-from ..verification.calls import LocalAudits
+from ..verification.auditor import LocalAudits
 from ..verification.duplicates import CopyDetector
 from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
@@ -133,7 +133,7 @@ class Verification:
             LocalAudits(self._auditor),
             self.desk,
             run.proofs,
-            term=lambda: publisher.order[0],
+            epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
         )
         run_id, states = self._documents.run_id, publisher.states

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..verification.bands import upper_bound
+from ..verification.bounds import upper_bound
 from .evaluator import Rollout
 
 CONFIDENCE = 0.95
