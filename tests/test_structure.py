@@ -84,7 +84,7 @@ HEAVY = {
     "transformers": {"node.models.huggingface"},
     "huggingface_hub": {"node.models.huggingface"},
     "datasets": {"node.sft.data"},
-    "renderers": {"node.sft.renderers"},
+    "renderers": {"node.sft.tokens"},
     "uvicorn": {"node.inference.vllm_api"},
     "verifiers": {"node.environments.playing", "node.environments.tasksets"},
     "jinja2": {"node.environments.chat"},

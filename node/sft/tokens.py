@@ -1,16 +1,29 @@
-"""Conversations to tokens with the model's own chat template, exactly as rollouts are made of turns.
+"""Conversations to tokens, exactly as rollouts are made of turns: by the model's chat template or its renderer.
 
-A conversation is one sequence: the prompt of its first reply, then reply, continuation, reply ... A reply is
-rendered as the last message, so that its reasoning is in it, and is never rendered again as history.
+By the template a conversation is one sequence: the prompt of its first reply, then reply, continuation, reply.
+A reply is rendered as the last message, so that its reasoning is in it, and is never rendered again as history.
+A renderer says of every token whether the model would have sampled it, which a chat template cannot. Only this
+file imports `renderers`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..environments.chat import ChatFormat
 from ..environments.environment import EnvironmentFailed
+from ..models import huggingface
+from ..ops.errors import UsageError, one_line
 from .rows import BadRow, Conversation, Message, RawText, tool_names
 
+if TYPE_CHECKING:
+    from renderers import Renderer
+
+AUTO = "auto"
+OPAQUE = frozenset({"default", "template", "custom"})
+"""Renderers that know no more than the chat template, or would run code that a config names."""
+_FAULTS = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _MARK = "primerl-body-{}-is-here"
 TextOf = Callable[[Sequence[Message]], str]
 
@@ -65,7 +78,7 @@ class TemplateTokenizer:
             end = len(messages) if last else replies[place + 1]
             between, trained = messages[index + 1 : end], talk.trained[index + 1 : end]
             if last and not self._wanted(between, trained):
-                break  # what comes after the last reply answers nothing
+                break  # messages after the last reply answer nothing
 
             def rest(given: Sequence[Message], stop: int = reply[-1]) -> str:
                 return self._chat.continuation_text(given, stop)
@@ -124,12 +137,63 @@ class TemplateTokenizer:
         ]
 
 
+class RendererTokenizer(TemplateTokenizer):
+    """Tokenises conversations with a renderer."""
+
+    def __init__(self, renderer: "Renderer", chat: ChatFormat, roles: frozenset[str]) -> None:
+        """`chat` is of the same model; `roles` are those that are learned."""
+        super().__init__(chat, roles)
+        self._renderer = renderer
+
+    def _conversation(self, talk: Conversation) -> Tokens:
+        from renderers import build_training_sample
+
+        messages: Any = talk.messages
+        tools: Any = talk.tools
+        try:
+            sample = build_training_sample(
+                self._renderer,
+                messages,
+                role_to_mask=self._is_learned_reply,
+                tools=tools,
+                content_sft_roles=self._roles - {"assistant"},
+                ensure_final_stop=True,
+                message_loss_mask=list(talk.trained),
+            )
+        except _FAULTS as error:
+            raise BadRow("renderer", f"the renderer refuses the row: {error}") from error
+        tokens = Tokens(sample.token_ids, sample.loss_mask)
+        self._check_reasoning(talk, tokens)
+        return tokens
+
+    def _check_reasoning(self, talk: Conversation, tokens: Tokens) -> None:
+        """Renderers drop the reasoning of earlier turns, as templates do of a history: to learn such a
+        reply would be to learn not to reason."""
+        learned = [
+            str(message.get("reasoning_content", "")).strip()
+            for message, trained in zip(talk.messages, talk.trained, strict=True)
+            if trained and self._is_learned_reply(message)
+        ]
+        if not any(learned):
+            return
+        pairs = zip(tokens.token_ids, tokens.mask, strict=True)
+        text = self._chat.text([token for token, trained in pairs if trained])
+        if any(reasoning not in text for reasoning in learned):
+            raise BadRow(
+                "renderer",
+                'the renderer drops the reasoning of an earlier reply: use data.renderer "template"',
+            )
+
+    def _is_learned_reply(self, message: Any) -> bool:
+        return message["role"] == "assistant" and "assistant" in self._roles
+
+
 def bodies(
     messages: Sequence[Message], wanted: Sequence[int], text: str, text_of: TextOf
 ) -> list[tuple[int, int]]:
     """Find the contents of the messages `wanted` in `text`, as [first, end) of characters.
 
-    The template is asked twice, the second time with marks for contents: what stands around the marks must
+    The template is asked twice, the second time with marks for contents: the text around the marks must
     stand in `text` too, or the row is refused.
     """
     marks = {n: _MARK.format(n) for n in wanted}
@@ -164,3 +228,30 @@ def _check_kept(message: Message, text: str) -> None:
         raise BadRow("template", f"the chat template leaves out the tool call {lost[0]!r}")
     if "</think>" not in content and content not in text:
         raise BadRow("template", "the chat template leaves out a reply's content")
+
+
+def open_renderer(name: str, model_name: str, model_dir: Path) -> "Renderer | None":
+    """Open the renderer `name`; with `auto` that of a model that the library knows by name, else None.
+
+    Raises UsageError.
+    """
+    from renderers import create_renderer
+    from renderers.base import MODEL_RENDERER_MAP
+    from renderers.configs import config_from_name
+
+    if name == AUTO:
+        known = MODEL_RENDERER_MAP.get(model_name)
+        if known is None or known in OPAQUE:
+            return None
+        name = known
+    if name in OPAQUE:
+        raise UsageError(f'data.renderer = "{name}" masks no better than "template": use that')
+    tokenizer: Any = huggingface.load_tokenizer(model_dir)
+    try:
+        config: Any = config_from_name(name)
+        return create_renderer(tokenizer, config)
+    except _FAULTS as error:
+        raise UsageError(
+            f"data.renderer {name!r} does not fit the model ({one_line(error)}): use "
+            '"template", or the renderer of its family'
+        ) from error

@@ -1,7 +1,9 @@
 """The ranks of a trainer, as the daemon sees them: start them, ask rank 0, kill all, name the rank at fault.
 
-Every wait has a deadline. Once anything is wrong with one rank all of them are ended, and whatever is asked
-raises RankFailed with the rank at fault.
+Every wait has a deadline. Once anything is wrong with one rank all of them are ended, and every call raises
+RankFailed with the rank at fault. torchrun starts the ranks; a rank that is to be the only one is started
+directly. The daemon's machine is node 0, so that rank 0 is beside the daemon: with several machines that needs
+a static rendezvous.
 """
 
 import asyncio
@@ -9,41 +11,41 @@ import itertools
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
+import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...config.training import TrainingConfig
-from ...ops.errors import EngineError, RankFailed
-from ...process.child_process import ChildProcess
-from ...process.exit_reason import signal_name
-from ...process.frames import Message, frame
-from ...process.spawn import end_process, kill_group
-from .calls import (
+from ..config.training import TrainingConfig
+from ..ops.errors import EngineError, RankFailed, StorageError, UsageError
+from ..process.child_process import ChildProcess
+from ..process.exit_reason import signal_name
+from ..process.frames import Message, frame
+from ..process.spawn import end_process, kill_group
+from .rank_messages import (
     ENDED,
     EXIT_LOST,
     MAX_FRAME,
-    Answer,
-    Ask,
-    Broken,
-    End,
-    Failed,
-    Join,
-    Joined,
-    Reply,
-    raised,
-    read_reply,
+    REPLIES,
+    RankAnswer,
+    RankEnd,
+    RankError,
+    RankJoin,
+    RankReply,
+    RankRequest,
+    RanksBroken,
+    RanksJoined,
 )
-from .torchrun import command, environment, is_alone
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = ("-m", f"{(__package__ or '').rpartition('.')[0]}.rank")
+PROGRAM = ("-m", f"{__package__}.rank")
 NOT_RUNNING = "the trainer backend is not running: call start() first"
 ATTRIBUTION_S = 5.0
 """How long torchrun and the dying ranks may take to say which one was at fault."""
@@ -56,6 +58,11 @@ END_S = 20.0
 """How long ranks may take to end in peace."""
 KILL_S = 5.0
 """How long torchrun may take to reap its killed ranks."""
+TORCHRUN = ("-m", "torch.distributed.run")
+SHUTDOWN_S = 2
+"""How long torchrun lets ranks end after SIGTERM."""
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"}
+"""What torchrun would say to the only rank."""
 SOCKET = "rank0"
 TAIL_LINES = 5
 ADVICE = "look at the log above, free memory or lower training.seq_len, then `train --resume`"
@@ -101,12 +108,8 @@ class FailureAttribution:
         """Log what comes now for debugging only: torchrun complains of being ended."""
         self._hushed = True
 
-    def told(self, broken: Broken) -> None:
-        """Note which ranks do not answer, as rank 0 said before it ended."""
-        self.mute(broken.ranks, f"does not answer ({broken.detail})")
-
-    def mute(self, ranks: Iterable[int], why: str) -> None:
-        """Note ranks that cannot answer."""
+    def mute(self, ranks: Sequence[int], why: str) -> None:
+        """Note ranks that do not answer."""
         for rank in ranks:
             self.silent.setdefault(rank, why)
 
@@ -170,19 +173,20 @@ class RankGroup(ChildProcess):
             await self.kill()
             raise
 
-    async def ask(self, ask: Ask, timeout_s: float) -> Answer:
+    async def ask(self, request: RankRequest, timeout_s: float) -> RankAnswer:
         """Return the answer of all ranks.
 
         Raises RankFailed, also after `timeout_s`, and what a learner raised.
         """
         number = next(self._numbers)
         try:
-            data = await asyncio.to_thread(frame, Message(number, ask), MAX_FRAME)
+            data = await asyncio.to_thread(frame, Message(number, request), MAX_FRAME)
         except ValueError as error:
             raise EngineError(f"this batch is too large ({error}): make smaller ones") from error
-        reply: Reply = await self._exchange(number, data, type(ask).__name__, timeout_s)
-        if isinstance(reply.body, Failed):
-            raise raised(reply.body)
+        reply: RankReply = await self._exchange(number, data, type(request).__name__, timeout_s)
+        if isinstance(reply.body, RankError):
+            kind = StorageError if reply.body.of_storage else EngineError
+            raise kind(reply.body.detail)
         return reply.body
 
     async def close(self) -> None:
@@ -203,15 +207,15 @@ class RankGroup(ChildProcess):
                 await self.spawn_at_socket(
                     self.directory / SOCKET, "the ranks ended before they met"
                 )
-                joined = await self.ask(Join(self._config.model_dump_json()), limit_s)
+                joined = await self.ask(RankJoin(self._config.model_dump_json()), limit_s)
         except TimeoutError as error:
             await self._lose(f"the ranks did not meet in {limit_s:g} s{others}")
             raise self._failed() from error
-        assert isinstance(joined, Joined)
+        assert isinstance(joined, RanksJoined)
         self.pids = self._attribution.pids = joined.pids
 
     def _others(self) -> str:
-        """Say how to start the ranks of other machines, if there are to be any."""
+        """Say how to start the ranks of other machines, if there are any."""
         if self._config.fsdp.nodes == 1:
             return ""
         line = command(self._config, self._ranks, self._rank_program)
@@ -221,12 +225,13 @@ class RankGroup(ChildProcess):
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def _decode(self, body: bytes) -> Reply:
-        return read_reply(body)
+    def _decode(self, body: bytes) -> RankReply:
+        return REPLIES.decode(body)
 
     def _take(self, message: Any) -> None:
-        if isinstance(message.body, Broken):
-            self._attribution.told(message.body)
+        if isinstance(message.body, RanksBroken):
+            broken = message.body
+            self._attribution.mute(broken.ranks, f"does not answer ({broken.detail})")
             raise EOFError("the ranks end")
         super()._take(message)
 
@@ -239,7 +244,7 @@ class RankGroup(ChildProcess):
         return EngineError(NOT_RUNNING)
 
     def _request_end(self) -> None:
-        self._send(Message(0, End()))
+        self._send(Message(0, RankEnd()))
 
     async def _find_reason(self, fault: str) -> str:
         """End everything, after the ranks and torchrun had time to say which rank was at fault."""
@@ -280,6 +285,67 @@ class RankGroup(ChildProcess):
         await super()._bury()
         if self._directory is not None:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+
+def is_alone(config: TrainingConfig, ranks: int) -> bool:
+    """Whether `ranks` on this machine are one, and there are no other machines."""
+    return ranks * config.fsdp.nodes == 1
+
+
+def command(
+    config: TrainingConfig, ranks: int, program: Sequence[str], *, here: bool = False
+) -> "Command":
+    """The call for this machine, or, not `here`, for another one: there NODE stands for its number, from 1.
+
+    Of `program` itself for a rank alone.
+
+    Raises UsageError for several machines without an address to meet at.
+    """
+    fsdp = config.fsdp
+    if is_alone(config, ranks):
+        return Command([sys.executable, "-P", *program])
+    places = ["--nproc-per-node", str(ranks), "--max-restarts", "0"]
+    if fsdp.nodes == 1:
+        places += ["--standalone", "--local-addr", "127.0.0.1"]
+    else:
+        host, port = _meeting(fsdp.rendezvous)
+        places += ["--nnodes", str(fsdp.nodes), "--node-rank", "0" if here else "NODE"]
+        places += ["--master-addr", host, "--master-port", port]
+        places += ["--rdzv-conf", f"timeout={int(fsdp.start_timeout_s)}"]
+    python = [sys.executable, "-P"] if here else ["python"]
+    return Command([*python, *TORCHRUN, *places, *program])
+
+
+class Command(list[str]):
+    """A command line that prints as a shell would read it."""
+
+    def __str__(self) -> str:
+        return shlex.join(self)
+
+
+def environment(inherited: Mapping[str, str], config: TrainingConfig, ranks: int) -> dict[str, str]:
+    """The environment of torchrun and its ranks, or of a rank alone."""
+    if is_alone(config, ranks):
+        return {**inherited, **ALONE, "PYTHONSAFEPATH": "1"}
+    threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)
+    alone = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **(alone if config.fsdp.nodes == 1 else {}),  # no other machine has to reach the ranks
+        **inherited,
+        "PYTHONSAFEPATH": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+    }
+
+
+def _meeting(rendezvous: str) -> tuple[str, str]:
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(
+            "training.fsdp.rendezvous must be host:port of this machine where fsdp.nodes > 1, "
+            "e.g. 10.0.0.1:29500"
+        )
+    return host.strip("[]"), port
 
 
 def stopped(pids: Sequence[int]) -> list[int]:
