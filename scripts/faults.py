@@ -461,7 +461,7 @@ FAULTS = (
     Fault(
         "children of a killed process are left running",
         "process",
-        "node/processes.py",
+        "node/process/spawn.py",
         "os.killpg(pid, signal.SIGKILL)",
         "os.kill(pid, signal.SIGKILL)",
         ("test_stopping_a_child_ends_its_own_children",),

@@ -50,7 +50,7 @@ def test_without_vllm_the_bench_of_pipelines_says_what_it_needs() -> None:
     assert "pipelines run vLLM: vLLM is not installed" in found.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @NEEDS_VLLM
 @pytest.mark.timeout(900)
 def test_the_bench_of_pipelines_runs_at_toy_size_and_every_way_draws_the_same_tokens(
@@ -67,7 +67,7 @@ def test_the_bench_of_pipelines_runs_at_toy_size_and_every_way_draws_the_same_to
     assert (others["value"], others["ok"]) == (0.0, True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @NEEDS_VLLM
 @pytest.mark.timeout(1200)
 def test_the_bench_of_the_worker_runs_at_toy_size_and_all_that_it_made_is_accepted(

