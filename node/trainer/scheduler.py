@@ -20,7 +20,7 @@ from ...crypto.keys import SecretKey
 from ...protocol import tickets
 from ...protocol.envelope import Purpose, seal, utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Held, LeaseBook, Origin, Share
+from ...protocol.leases import Held, LeaseBook, LeaseShare, Origin
 from ...protocol.messages import (
     LEAVING,
     MAX_LEASES,
@@ -606,7 +606,7 @@ class LeaseScheduler:
         term, version = self._order()
         proven = self.proven(peer)
         reputation = self.reputations.get(peer) or Reputation()
-        share = Share(
+        share = LeaseShare(
             reputation.trust_low,
             frozenset(node for node in self._pending if self.proven(node)),
             reputation.accepted / self.book.policy.group_size,

@@ -29,7 +29,7 @@ from ..p2p.transport import TransportError
 from ..storage.chunk_store import Store, read_chunk
 from ..storage.ledger import Ledger
 from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
-from ..weights.payload import NeededChunks, Share, everything
+from ..weights.payload import NeededChunks, TensorShare, everything
 from ..weights.replica import Policy, WeightReplica
 from ..weights.state import PendingChanges, WeightsError
 
@@ -303,7 +303,7 @@ class WeightSync:
         announce: Callable[[int, int, bool], None],
         on_fraud: Callable[[RemoteProtocolError], None],
         on_policy: Callable[[Policy], None] = lambda policy: None,
-        share: Share = everything,
+        share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
     ) -> None:
         """`announce` tells others (term, version, complete): what we hold, or else begin to fetch;

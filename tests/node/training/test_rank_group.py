@@ -125,7 +125,7 @@ async def test_a_rank_alone_is_the_process_itself_and_its_end_is_seen() -> None:
     await fails(rank, fake.HANGS, "rank 0 of 1 failed: killed by SIGKILL")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "match", "timeout_s"),
     [
@@ -140,7 +140,7 @@ async def test_a_rank_alone_that_breaks_or_hangs_says_why(
     await fails(await started(), kind, match, timeout_s)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_rank_alone_that_is_asked_to_end_ends_in_peace() -> None:
     rank = await started()
     directory, pid = rank.directory, rank.pids[0]
@@ -193,7 +193,7 @@ async def other_machine(config: TrainingConfig) -> AsyncGenerator[asyncio.subpro
         await process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_ranks_of_two_machines_train_together_and_end_together() -> None:
     settings = config(free_port())
     ranks = RankGroup(settings, 1, FAKE)
@@ -208,7 +208,7 @@ async def test_ranks_of_two_machines_train_together_and_end_together() -> None:
             assert await other.wait() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_machine_that_dies_ends_all() -> None:
     settings = config(free_port())
     ranks = RankGroup(settings, 1, FAKE)
@@ -221,7 +221,7 @@ async def test_a_machine_that_dies_ends_all() -> None:
         await ranks.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_where_nobody_comes_the_error_has_the_command() -> None:
     ranks = RankGroup(config(free_port(), start_timeout_s=4.0), 1, FAKE)
     with pytest.raises(RankFailed, match=r"with NODE 1 to 1, run `python -m torch.distributed.run"):

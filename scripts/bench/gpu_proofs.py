@@ -1,6 +1,6 @@
 """What seeded sampling and proofs cost vLLM on a GPU, and whether the proofs are right: run by hand.
 
-    bash tests/gpu/measure_proofs.sh [--sequences 256,512] [--repeats 3]
+    bash scripts/bench/gpu.sh gpu_proofs [--sequences 256,512] [--repeats 3]
 
 Engines of one shape run side by side on one GPU and take turns, so that ratios are of one run:
 bare vLLM (plain sampling, logprobs, its own seeds and logprobs), and this package's without a proof,
@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from update import SHAPES, make_model, moved  # pyright: ignore
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -34,9 +34,6 @@ from primerl.node.inference.vllm_sampling import SampledStep
 from primerl.node.inference.vllm_shape import read_shape
 from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from update import SHAPES, make_model, moved  # pyright: ignore
 
 PROMPT, TOKENS = 64, 256
 LENGTH = 512
@@ -57,10 +54,12 @@ Generate = Callable[[int, int], Awaitable[int]]
 
 
 def prompt(seed: int) -> tuple[int, ...]:
+    """Make a prompt of PROMPT tokens."""
     return tuple((31 * seed + 7 * place) % 997 + 3 for place in range(PROMPT))
 
 
 def config(most: int) -> EngineConfig:
+    """Configure vLLM for at most `most` sequences."""
     return EngineConfig(
         type="vllm",
         dtype="bfloat16",
@@ -115,6 +114,8 @@ def bare(llm: Any, **options: Any) -> Generate:
 
 
 def ours(engine: HostedEngine) -> Generate:
+    """Generate with a node's engine."""
+
     async def generate(seed: int, tokens: int) -> int:
         return len((await engine.generate(request(seed, tokens))).token_ids)
 
@@ -122,6 +123,7 @@ def ours(engine: HostedEngine) -> Generate:
 
 
 def request(seed: int, tokens: int = TOKENS) -> GenerateRequest:
+    """Make the request of a seed."""
     return GenerateRequest(prompt(seed), tokens, 1.0, 2**62 + seed, ())
 
 

@@ -1,6 +1,6 @@
 """The cheat book on a GPU: vLLM generates, honest and not, and a prefill by transformers' weights judges.
 
-    bash tests/gpu/measure_cheats.sh [--minutes 8] [--blocks 100000]
+    bash scripts/bench/gpu.sh gpu_cheats [--minutes 8] [--blocks 100000]
 
 A model of 0.6B parameters, trained for a minute, in bf16. Written to $OUT are all measured rollouts; tables
 are made of them anywhere: python scripts/bench/cheats.py --load $OUT/h200.json
@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cheats import models_of  # pyright: ignore
+from cheats_measure import (  # pyright: ignore
+    Sample,
+    judge_all,
+    play_cheats,
+    play_honestly,
+    start_auditors,
+)
+from cheats_store import Setting, save  # pyright: ignore
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hosted import HostedEngine
@@ -33,17 +41,6 @@ from primerl.tests.attacks.cheat_world import (
     new_world,
     with_updates,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from cheats import models_of  # pyright: ignore
-from cheats_measure import (  # pyright: ignore
-    Sample,
-    judge_all,
-    play_cheats,
-    play_honestly,
-    start_auditors,
-)
-from cheats_store import Setting, save  # pyright: ignore
 
 TOKENS = 128
 UPDATES = 3
@@ -70,6 +67,7 @@ BEGAN = time.monotonic()
 
 
 def say(line: str) -> None:
+    """Print a line with the seconds since the start."""
     print(f"[{time.monotonic() - BEGAN:5.0f} s] {line}", flush=True)
 
 
@@ -234,6 +232,7 @@ async def measure_rate(
 
 
 def main() -> None:
+    """Generate, measure and save."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--blocks", type=int, default=100_000)

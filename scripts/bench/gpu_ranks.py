@@ -1,6 +1,6 @@
 """The fsdp backend on real GPUs: what each call costs, and that a killed rank is an error and a new start.
 
-    python tests/gpu/measure_ranks.py [--ranks 2] [--shape 0.6b|tiny] [--tokens 16384] [--device cuda|cpu]
+    bash scripts/bench/gpu.sh gpu_ranks [--ranks 2] [--shape 0.6b|tiny] [--tokens 16384] [--device cuda|cpu]
 
 Needs torch with CUDA and transformers. Random weights; every figure is seconds.
 """

@@ -1,6 +1,6 @@
 """What `engine.vllm` and engine.tp, pp, dp do on GPUs: each in an engine of its own. Prints a table.
 
-    python tests/gpu/measure_options.py [ROW]... [--small]
+    bash scripts/bench/gpu.sh gpu_options [ROW]... [--small]
 
 All rows that the visible GPUs allow, or those that are named; several of these programs may share a GPU. Each
 row has to draw what a forward pass of transformers explains, before and after an update in place: 0 is left if
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.engine_cases import sharp
 from support.update_cases import blended
 

@@ -1,4 +1,4 @@
-"""The mirror holds what was proved, and nothing that was refused leaves a trace in it."""
+"""The replica holds what was proved, and nothing that was refused leaves a trace in it."""
 
 import numpy as np
 import pytest
@@ -37,33 +37,33 @@ def published(
 
 
 def at_v0() -> WeightReplica:
-    mirror = WeightReplica()
-    mirror.commit(mirror.prepare(*published(0, V0)))
-    return mirror
+    replica = WeightReplica()
+    replica.commit(replica.prepare(*published(0, V0)))
+    return replica
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_mirror_follows_anchor_and_deltas(threads: int) -> None:
-    mirror = WeightReplica(threads=threads)
-    assert mirror.policy is EMPTY
+def test_replica_follows_snapshot_and_deltas(threads: int) -> None:
+    replica = WeightReplica(threads=threads)
+    assert replica.policy is EMPTY
     for version, state, base in ((0, V0, None), (1, V1, V0), (2, V2, V1)):
-        policy = mirror.commit(mirror.prepare(*published(version, state, base)))
+        policy = replica.commit(replica.prepare(*published(version, state, base)))
         assert policy.version == version
-        assert policy == mirror.policy
+        assert policy == replica.policy
         assert cases.same(policy.state, state)
         assert policy.digests == digests(state)
         assert policy.digest == state_digest(digests(state))
 
 
 def test_prepare_changes_nothing_until_commit() -> None:
-    mirror = at_v0()
-    before = mirror.policy
+    replica = at_v0()
+    before = replica.policy
     bits = {name: t.data.tobytes() for name, t in before.state.items()}
-    prepared = mirror.prepare(*published(1, V1, V0))
-    assert mirror.policy is before
-    mirror.commit(prepared)
+    prepared = replica.prepare(*published(1, V1, V0))
+    assert replica.policy is before
+    replica.commit(prepared)
     assert {name: t.data.tobytes() for name, t in before.state.items()} == bits
-    assert mirror.policy.state["c"] is before.state["c"]
+    assert replica.policy.state["c"] is before.state["c"]
 
 
 def test_trainer_proves_its_own_state() -> None:
@@ -73,7 +73,7 @@ def test_trainer_proves_its_own_state() -> None:
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_any_tensor_that_differs_from_the_manifest_is_refused(name: str) -> None:
-    mirror = at_v0()
+    replica = at_v0()
     forged = dict(V1)
     data = forged[name].data.copy()
     data[0] ^= 1
@@ -81,15 +81,15 @@ def test_any_tensor_that_differs_from_the_manifest_is_refused(name: str) -> None
     manifest, _, _ = published(1, V1, V0)
     _, artifact, payload = published(1, forged, V0)
     with pytest.raises(DigestMismatch, match=f"tensor {name}"):
-        mirror.prepare(manifest, artifact, payload)
+        replica.prepare(manifest, artifact, payload)
     with pytest.raises(DigestMismatch, match=f"tensor {name}"):
-        mirror.prepare(manifest, *published(1, forged)[1:])
-    assert mirror.policy.version == 0
+        replica.prepare(manifest, *published(1, forged)[1:])
+    assert replica.policy.version == 0
 
 
 def test_unchanged_tensor_counts_with_its_own_digest() -> None:
     """A skip is proved too: the manifest promises another `c` than the one held."""
-    mirror = at_v0()
+    replica = at_v0()
     manifest, artifact, payload = published(1, V1, V0)
     tensors = tuple(
         TensorInfo(i.name, i.dtype, i.shape, digest(b"other")) if i.name == "c" else i
@@ -97,7 +97,7 @@ def test_unchanged_tensor_counts_with_its_own_digest() -> None:
     )
     lying = PolicyManifest(manifest.run, 1, manifest.state, tensors, manifest.artifacts)
     with pytest.raises(DigestMismatch, match="tensor c"):
-        mirror.prepare(lying, artifact, payload)
+        replica.prepare(lying, artifact, payload)
 
 
 def test_state_digest_that_does_not_follow_from_the_tensors_is_refused() -> None:
@@ -115,36 +115,36 @@ def test_delta_on_another_base_is_refused() -> None:
 
 
 def test_delta_is_not_applied_twice() -> None:
-    mirror = at_v0()
+    replica = at_v0()
     first = published(1, V1, V0)
-    again = mirror.prepare(*first)
-    mirror.commit(mirror.prepare(*first))
+    again = replica.prepare(*first)
+    replica.commit(replica.prepare(*first))
     with pytest.raises(WrongBase):
-        mirror.prepare(*first)
+        replica.prepare(*first)
     with pytest.raises(WrongBase, match="prepare it again"):
-        mirror.commit(again)
-    assert cases.same(mirror.policy.state, V1)
+        replica.commit(again)
+    assert cases.same(replica.policy.state, V1)
 
 
-def test_anchor_may_be_committed_over_anything() -> None:
-    mirror = at_v0()
-    anchor = mirror.prepare(*published(2, V2))
-    mirror.commit(mirror.prepare(*published(1, V1, V0)))
-    assert mirror.commit(anchor).version == 2
+def test_snapshot_may_be_committed_over_anything() -> None:
+    replica = at_v0()
+    snapshot = replica.prepare(*published(2, V2))
+    replica.commit(replica.prepare(*published(1, V1, V0)))
+    assert replica.commit(snapshot).version == 2
 
 
 def test_unknown_codec_and_broken_payload_leave_the_policy() -> None:
-    mirror = at_v0()
+    replica = at_v0()
     manifest, artifact, payload = published(1, V1, V0)
     newer = Artifact("delta", 0, artifact.base_state, "planes/99", 1, artifact.chunks)
     with pytest.raises(CodecError, match="update this node"):
-        mirror.prepare(manifest, newer, payload)
+        replica.prepare(manifest, newer, payload)
     with pytest.raises(CodecError):
-        mirror.prepare(manifest, artifact, [payload[:-1]])
-    assert mirror.policy.digest == state_digest(digests(V0))
+        replica.prepare(manifest, artifact, [payload[:-1]])
+    assert replica.policy.digest == state_digest(digests(V0))
 
 
-def test_delta_of_zeros_digest_does_not_fit_an_empty_mirror() -> None:
+def test_delta_of_zeros_digest_does_not_fit_an_empty_replica() -> None:
     manifest, artifact, payload = published(1, V1, V0)
     forged = Artifact("delta", -1, NO_DIGEST, artifact.codec, artifact.size, artifact.chunks)
     with pytest.raises(CodecError, match="held state differs"):
@@ -160,9 +160,9 @@ def test_proof_does_not_depend_on_the_order_of_tensors() -> None:
     )
 
 
-def test_a_prepared_delta_says_what_changed_and_an_anchor_does_not() -> None:
-    mirror = at_v0()
-    changed = mirror.prepare(*published(1, V1, V0)).changed
+def test_a_prepared_delta_says_what_changed_and_a_snapshot_does_not() -> None:
+    replica = at_v0()
+    changed = replica.prepare(*published(1, V1, V0)).changed
     assert changed is not None
     assert set(changed) == {name for name in V0 if not cases.same({"": V0[name]}, {"": V1[name]})}
-    assert mirror.prepare(*published(1, V1)).changed is None
+    assert replica.prepare(*published(1, V1)).changed is None

@@ -1,6 +1,6 @@
 """Adapters beside all weights, on a GPU: speed, memory, and what a version weighs. Prints a short table.
 
-    python tests/gpu/measure_lora.py [--small]
+    bash scripts/bench/gpu.sh gpu_lora [--small]
 
 A model of Qwen3-0.6B's shape with random weights; needs torch with CUDA and transformers, no vLLM.
 """

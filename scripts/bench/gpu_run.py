@@ -1,8 +1,8 @@
 """A run of the whole stack by `primerl-node rl`: what was learned, how engine and trainer differ, who idles.
 
-    python tests/gpu/measure_run.py [--gpus 1|2] [--out DIR] [--toy] [FLAGS OF rl]...
+    bash scripts/bench/gpu.sh gpu_run [--gpus 1|2] [--out DIR] [--toy] [FLAGS OF rl]...
 
-Model, data and settings: run.toml. With one GPU trainer and worker share it; with two each has its own.
+Model, data and settings: gpu_run.toml. With one GPU trainer and worker share it; with two each has its own.
 --toy is a small model on the CPU, to see that this script works. Writes DIR/run_N.json (figures, reward and
 mismatch curves), DIR/run_N.png and DIR/run_N.log; of a run that comes to a stop DIR/hang_N.txt: what it
 waits for.
@@ -97,7 +97,7 @@ class Watch:
 
 def run(options: argparse.Namespace, more: list[str], directory: Path) -> float:
     """`primerl-node rl` to its end; the seconds that it took, start and warm-up included."""
-    command = [sys.executable, "-m", "primerl.cli.main", "rl", "@", str(HERE / "run.toml")]
+    command = [sys.executable, "-m", "primerl.cli.main", "rl", "@", str(HERE / "gpu_run.toml")]
     command += ["--output-dir", str(directory), "--engine.type", options.engine]
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     if options.toy:

@@ -1,6 +1,6 @@
 """What `primerl-node doctor` plans beside what a GPU really gives: run by hand, on a machine with one.
 
-    bash tests/gpu/measure_plan.sh [--shapes 0.6b 4b] [--skip-trainer] [--json FILE]
+    bash scripts/bench/gpu.sh gpu_plan [--shapes 0.6b 4b] [--skip-trainer] [--json FILE]
 
 Engines: vLLM is started with a share of the GPU, and its cache in tokens is compared with the plan's; what
 nvidia-smi says is taken is compared with the whole plan. Learners: each row of scripts/bench/trainer.py in a
@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shapes import SHAPES  # pyright: ignore
+
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.config.training import TrainingConfig
 from primerl.node.inference.build import build_engine
@@ -27,10 +29,7 @@ from primerl.node.models import huggingface
 from primerl.node.models.json_files import read_json
 from primerl.node.ops import gpus
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from shapes import SHAPES  # pyright: ignore
-
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+BENCH = Path(__file__).resolve().parent
 ROWS: dict[str, dict[str, Any]] = {
     "none": {},
     "selective recompute": {"activation_checkpointing": "selective"},

@@ -1,4 +1,4 @@
-"""What a draw costs on this GPU, beside torch's own ways: `python tests/gpu/measure_noise.py`."""
+"""Measure a draw on this GPU beside torch's own ways: `bash scripts/bench/gpu.sh gpu_noise`."""
 
 import time
 from collections.abc import Callable

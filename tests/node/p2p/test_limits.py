@@ -1,6 +1,6 @@
 """What strangers may spend: buckets, the memory of contents, and the gate that is made of both."""
 
-from primerl.node.p2p.libp2p import (
+from primerl.node.p2p.limits import (
     BYTE_BURST,
     BYTE_RATE,
     KNOWN_FACTS,

@@ -8,9 +8,10 @@ from typing import TypeVar
 import pytest
 import trio
 
+from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.discovery import GossipFact
+from primerl.node.p2p.libp2p import FACT_QUEUE, Libp2pDiscovery
 from primerl.node.p2p.transport import AddressInUse, Stream, TransportError, Unreachable
-from primerl.node.p2p.trio_bridge import FACT_QUEUE, TrioDiscovery
 
 T = TypeVar("T")
 
@@ -71,6 +72,12 @@ class Lives:
             life.ended = True
 
 
+def discovery_of(lives: Lives, *, port: int) -> Libp2pDiscovery:
+    discovery = Libp2pDiscovery(SecretKey.generate(), run_id=b"r" * 32, host="127.0.0.1", port=port)
+    discovery.open_session = lives.begin  # type: ignore[assignment]
+    return discovery
+
+
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110
@@ -81,7 +88,7 @@ async def test_after_a_death_the_next_life_takes_the_same_port(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lives = Lives(None, AddressInUse("still in use"))
-    discovery = TrioDiscovery(lives.begin, port=0)
+    discovery = discovery_of(lives, port=0)
     await discovery.start(["one"])
     assert discovery.addresses() == ("/life/1",)
     await discovery.publish(b"poison")
@@ -95,7 +102,7 @@ async def test_after_a_death_the_next_life_takes_the_same_port(
 
 async def test_between_two_lives_publishing_goes_nowhere_and_hurts_nobody() -> None:
     lives = Lives(None, *[RuntimeError("no")] * 9)
-    discovery = TrioDiscovery(lives.begin, port=0)
+    discovery = discovery_of(lives, port=0)
     await discovery.start([])
     assert discovery.neighbours() == 3
     await discovery.publish(b"poison")
@@ -117,7 +124,7 @@ async def test_a_first_life_that_cannot_begin_fails_the_start(
     fault: Exception, told: type[Exception]
 ) -> None:
     lives = Lives(fault)
-    discovery = TrioDiscovery(lives.begin, port=1)
+    discovery = discovery_of(lives, port=1)
     with pytest.raises(told, match="port 1 is in use"):
         await discovery.start([])
     assert lives.ports == [1]
@@ -126,7 +133,7 @@ async def test_a_first_life_that_cannot_begin_fails_the_start(
 
 async def test_facts_that_nobody_takes_push_out_the_oldest_and_are_counted() -> None:
     lives = Lives()
-    discovery = TrioDiscovery(lives.begin, port=0)
+    discovery = discovery_of(lives, port=0)
     await discovery.start([])
     for i in range(FACT_QUEUE + 5):
         await discovery.publish(b"%d" % i)
@@ -141,7 +148,7 @@ async def talk(stream: Stream) -> bytes:
 
 async def test_who_wants_to_converse_is_told_at_once_when_nothing_runs() -> None:
     lives = Lives(None, *[RuntimeError("no")] * 9)
-    discovery = TrioDiscovery(lives.begin, port=0)
+    discovery = discovery_of(lives, port=0)
     with pytest.raises(Unreachable, match="not running"):
         await discovery.converse(b"peer", [], talk)
     await discovery.start([])
@@ -149,7 +156,7 @@ async def test_who_wants_to_converse_is_told_at_once_when_nothing_runs() -> None
         await discovery.converse(b"peer", ["/there"], talk)
     await discovery.publish(b"poison")
     await until(lambda: not discovery.neighbours())
-    with pytest.raises(Unreachable, match="between two lives"):
+    with pytest.raises(Unreachable, match="between two sessions"):
         await discovery.converse(b"peer", [], talk)
     await discovery.close()
     with pytest.raises(Unreachable, match="not running"):
