@@ -111,7 +111,7 @@ LOADED_AT_IMPORT = {
 }
 """Modules that load a heavy library when they are imported, and are themselves imported lazily."""
 
-DUPLICATE_NAMES = {"Asked", "Lanes", "Outbox", "Share", "Stage", "Step"}
+DUPLICATE_NAMES = {"Asked", "Lanes", "Outbox"}
 """Public class names that two files still share; this set only shrinks."""
 LONG_CONSTRUCTORS = {
     "InferenceRole",
