@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..config.common import ResumeConfig
+from ..config.run import ResumeConfig
 from ..config.sft import SftConfig
 from ..ops.errors import RunFailed, StorageError, UsageError
 from ..ops.metrics import MetricsLog, PhaseClock

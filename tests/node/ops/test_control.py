@@ -1,3 +1,5 @@
+"""The registry of running nodes."""
+
 import json
 import os
 import stat
@@ -6,7 +8,6 @@ import sys
 from pathlib import Path
 
 from primerl.node.ops.control import (
-    RunningEntry,
     register,
     registry_directory,
     running,
@@ -25,32 +26,23 @@ def test_a_registered_node_is_found_until_it_unregisters(tmp_path: Path) -> None
     assert running(where=where) == []
 
 
-def test_two_nodes_of_one_process_are_two_entries_latest_first(tmp_path: Path) -> None:
+def test_two_nodes_of_one_process_are_two_entries_latest_first_that_only_the_owner_sees(
+    tmp_path: Path,
+) -> None:
     for name in ("a", "b"):
         register(tmp_path / name, "inference", "", where=tmp_path / "r")
     assert [Path(e.data_dir).name for e in running(where=tmp_path / "r")] == ["b", "a"]
-
-
-def test_only_the_owner_may_look(tmp_path: Path) -> None:
-    register(tmp_path, "trainer", "", where=tmp_path / "r")
     assert stat.S_IMODE((tmp_path / "r").stat().st_mode) == 0o700
 
 
-def test_entries_of_dead_processes_are_removed(tmp_path: Path) -> None:
+def test_entries_of_dead_processes_and_recycled_pids_are_removed(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    path = register(tmp_path, "trainer", "", where=tmp_path)
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps(fields | {"pid": gone.pid}))
-    assert running(where=tmp_path) == []
-    assert not path.exists()
-
-
-def test_a_recycled_pid_is_not_the_same_node(tmp_path: Path) -> None:
-    path = register(tmp_path, "trainer", "", where=tmp_path)
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps(fields | {"birth": "12345"}))
-    assert running(where=tmp_path) == []
+    for change in ({"pid": gone.pid}, {"birth": "12345"}):
+        path = register(tmp_path, "trainer", "", where=tmp_path)
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        assert running(where=tmp_path) == []
+        assert not path.exists()
 
 
 def test_garbage_is_removed_and_hurts_nobody(tmp_path: Path) -> None:
@@ -71,7 +63,3 @@ def test_the_runtime_directory_goes_before_the_home(tmp_path: Path) -> None:
     assert registry_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "primerl"
     for environ in ({}, {"XDG_RUNTIME_DIR": str(tmp_path / "absent")}):
         assert registry_directory(environ) == Path.home() / ".primerl" / "running"
-
-
-def test_an_entry_is_plain_data() -> None:
-    assert RunningEntry(1, "/d", "trainer", "r", 0.0).birth == ""
