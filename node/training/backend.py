@@ -1,7 +1,7 @@
 """The trainer backend seam: a batch in, one optimizer step, a bf16 policy out.
 
-The daemon awaits; whatever computes does so off the event loop. Implementations: local_backend.py (real, one
-process), tests/support/counting_backend.py (fake). Suite: tests/conformance/test_backend.py.
+All computation is off the event loop. Implementations: local_backend.py (one process), fsdp_backend.py (ranks),
+tests/support/counting_backend.py (fake). Suite: tests/conformance/test_backend.py.
 """
 
 import logging

@@ -157,19 +157,8 @@ class Learner:
         figures = self._reduced(sums).metrics()
         return {"loss/mean": figures.get("loss/mean", 0.0), "tokens": float(packed.tokens)}
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """The trainer's logprob of every trained token of each sample, 0.0 elsewhere; no gradient."""
-        found: list[list[float]] = []
-        for sample in samples:
-            row = [0.0] * len(sample.token_ids)
-            places = [t for t, trained in enumerate(sample.mask) if trained and t]
-            for place, value in zip(places, self.packed_logprobs([sample]), strict=True):
-                row[place] = value
-            found.append(row)
-        return found
-
     def packed_logprobs(self, samples: Sequence[Sample]) -> list[float]:
-        """Those of the trained tokens of all samples, longest sample first, read in one row; no gradient."""
+        """Compute the logprobs of all trained tokens, longest sample first, in one row; no gradient."""
         tokens = sum(len(sample.token_ids) for sample in samples)
         rows = pack(samples, tokens, multiple=self._multiple).rank(0)
         with torch.no_grad():

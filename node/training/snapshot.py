@@ -421,7 +421,7 @@ FOOTER = len(_footer(0, 0))
 
 
 class SnapshotReader:
-    """Builds the states that a SnapshotWriter wrote; holds the last one, as base of the next.
+    """Builds states from the files of a PolicyExporter; holds the last one, as base of the next.
 
     One thread at a time. A file is deleted by being read, also in vain.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.training_cases import FAST, TINY, batch, contents, sample
+from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 
 from primerl.node.config.training import LossConfig, TrainingConfig
 from primerl.node.models import huggingface
@@ -70,7 +70,7 @@ def test_favoured_tokens_rise_and_disfavoured_ones_fall(model_dir: Path, loss: s
     rejected = Sample([5, 6, 200], [False, False, True], [0.0, 0.0, 0.0], -1.0)
 
     def probabilities() -> tuple[float, float]:
-        table = subject.logprobs([favoured, rejected])
+        table = logprobs(subject, [favoured, rejected])
         return math.exp(table[0][2]), math.exp(table[1][2])
 
     before = probabilities()
@@ -210,7 +210,9 @@ def test_trainer_logprobs_are_taken_at_the_sampling_temperature(model_dir: Path)
             input_ids=torch.tensor([samples[0].token_ids])
         ).logits
         last = (logits[0, -2].float() / temperature).log_softmax(-1)[samples[0].token_ids[-1]]
-        assert subject.logprobs(samples[:1])[0][-1] == pytest.approx(float(last.detach()), abs=1e-5)
+        assert logprobs(subject, samples[:1])[0][-1] == pytest.approx(
+            float(last.detach()), abs=1e-5
+        )
 
 
 def test_warm_up_leaves_no_moment_behind(model_dir: Path, tmp_path: Path) -> None:

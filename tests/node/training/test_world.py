@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import ranks_cases as ranks
-from support.training_cases import FAST, TINY, batch
+from support.training_cases import FAST, TINY, batch, logprobs
 
 from primerl.node.config.run import TrainingConfig
 from primerl.node.models import huggingface
@@ -63,7 +63,7 @@ def learn(model_dir: Path, config: TrainingConfig, world: World) -> dict[str, An
         "empty": learner.step(TrainBatch(STEPS + 1, [])).values["tokens"],
     }
     if world.context is None:
-        found["logprobs"] = learner.logprobs(LAST[:3])
+        found["logprobs"] = logprobs(learner, LAST[:3])
     found["packed"] = learner.supervised_step([([1, 2, 3], [4, 5]), ([7], [8, 9, 10])], 1e-3)
     learner.close()
     return found
