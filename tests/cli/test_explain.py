@@ -212,6 +212,7 @@ def test_every_reason_that_a_rollout_is_rejected_for_has_a_meaning() -> None:
         *(Reason.BAD_TERMINATION, Reason.MISSING_INDEX, Reason.DUPLICATE, Reason.STALE),
         *(Reason.FUTURE_POLICY, Reason.TOKEN_OUT_OF_RANGE, Reason.ENVIRONMENT_ERROR),
         Reason.WRONG_ORDER,
+        Reason.WITHDRAWN,
         *(Reason.MALFORMED, Reason.WRONG_TASK, Reason.TOO_LARGE),
     }
     assert set(MEANINGS) == judged
