@@ -91,7 +91,7 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 
     `proven` is False for a command whose completions nobody audits.
     """
-    from ..node.app.engine_check import check_config
+    from ..node.app.daemon import check_config
     from ..node.config.run import RunConfig
 
     model = config.model if isinstance(config, RunConfig) else None
@@ -100,7 +100,7 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 
 def check_engine_present(config: "NodeConfig") -> None:
     """Raise EngineError if the engine of a node that is about to start is not installed here."""
-    from ..node.app.engine_check import check_present
+    from ..node.app.daemon import check_present
 
     check_present(config.engine)
 

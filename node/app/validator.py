@@ -37,7 +37,7 @@ class ValidatorNode(PeerNode):
                 links=stack.links,
                 book=stack.heads,
                 fetcher=stack.fetcher,
-                catchup=self._make_catchup(joined, shelf, shelf.put),
+                catchup=self._make_weights(joined, shelf, shelf.put),
                 shelf=shelf,
                 auditor=auditor,
                 upstreams=joined.upstreams,

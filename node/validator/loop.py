@@ -178,9 +178,7 @@ class ValidatorRole:
         async with asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(self._catchup.run()),
-                tasks.create_task(
-                    self._upstreams.keep_asking(self._links, self._run.trainer, self._record)
-                ),
+                tasks.create_task(self._upstreams.keep_asking()),
             ]
             await self._audit_loop()
             for task in loops:

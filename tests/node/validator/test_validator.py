@@ -375,7 +375,7 @@ class Idle:
         """See BlobFetcher."""
         return {}
 
-    async def keep_asking(self, links: Any, trainer: bytes, record: Any) -> None:
+    async def keep_asking(self) -> None:
         """See Upstreams."""
 
 
