@@ -38,7 +38,6 @@ LAYERS: list[list[list[str]]] = [
     [["node.ops", "node.config", "node.process", "node.storage"]],
     [["node.weights"], ["node.p2p"]],
     [
-        ["node.weights.retention"],
         ["node.models"],
         ["node.inference.fingerprint"],
         [f"node.pipeline.{name}" for name in LOW_PIPELINE.split()],
@@ -181,7 +180,7 @@ HEAVY = {
     "tokenizers": {"node.environments.chat", "node.models.huggingface"},
     "matplotlib": {"node.ops.report"},
     "plotext": {"node.ops.report"},
-    "zstandard": {"node.weights.streams"},
+    "zstandard": {"node.weights.blocks"},
     "typer": {"cli"},
     "rich": {"cli"},
     "blake3": {"crypto.hashing"},
@@ -200,13 +199,13 @@ def test_a_foreign_library_is_known_by_few_files(library: str) -> None:
 def test_torch_is_where_models_are() -> None:
     users = {name for name in HOUSE.files if "torch" in outside(name)}
     folders = ("node.models", "node.inference", "node.training", "node.pipeline")
-    audits = ("node.verification.replay", "node.verification.crossings")
-    allowed = (*folders, *audits, "node.verification.forging")
+    audits = ("node.verification.replay",)
+    allowed = (*folders, *audits, "node.verification.cheats")
     assert {name for name in users if not within(name, *allowed)} == set()
 
 
 LOADED_LAZILY = {
-    "torch": """node.inference.placement node.verification.crossings node.verification.replay
+    "torch": """node.inference.placement node.verification.replay
         node.inference.boundary_states
         node.inference.boundary_kernel node.inference.compiling
         node.inference.model_output node.inference.model node.inference.decoding node.inference.model

@@ -26,7 +26,7 @@ from ..evaluation.candidates import (
 )
 from ..evaluation.endpoint import open_endpoint
 from ..evaluation.eval_suite import Cell, CellStore, EvalModel, EvalSuite, Watch, cell_key
-from ..evaluation.evaluator import EnginePolicy, PolicyClient
+from ..evaluation.evaluator import EnginePolicy, EvalSampling, PolicyClient
 from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..ops.errors import UsageError
@@ -242,14 +242,13 @@ class _Loader:
         self._loads += 1
         await engine.load(self._loads, await asyncio.to_thread(read, candidate))
         sampling = self._config.sampling
+        stops = await asyncio.to_thread(huggingface.stop_token_ids, self._model_dir)
         return EnginePolicy(
             engine,
             self._loads,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=await asyncio.to_thread(huggingface.stop_token_ids, self._model_dir),
+            EvalSampling(
+                sampling.max_tokens, sampling.temperature, stops, sampling.top_p, sampling.top_k
+            ),
             max_model_len=self._config.engine.max_model_len,
             decode=(await asyncio.to_thread(ChatFormat.load, self._model_dir)).text,
         )

@@ -17,7 +17,7 @@ from ...protocol.reputation import Reputation, ban_test
 from ...protocol.version import MAX_SUBMISSION, MIB
 from ..config.run import RunConfig
 from ..environments.environment import Environment, EnvironmentFailed
-from ..evaluation.evaluator import EvalResult, EvalTask, Evaluator
+from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..evaluation.online import EvaluationLog, OnlineEvaluation
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
@@ -37,7 +37,7 @@ from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
 from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer
-from ..verification.calls import LocalAudits
+from ..verification.auditor import LocalAudits
 from ..verification.duplicates import CopyDetector
 from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
@@ -139,7 +139,7 @@ class Verification:
             LocalAudits(self._auditor),
             self.queue,
             run.proofs,
-            term=lambda: publisher.order[0],
+            epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
         )
         run_id, states = self._documents.run_id, publisher.states
@@ -270,9 +270,11 @@ class TrainerNode(Node):
             evaluator = Evaluator(
                 engine,
                 environment,
-                max_tokens=self._config.sampling.max_tokens,
-                temperature=self._config.sampling.temperature,
-                stop_token_ids=documents.manifest.model.stop_token_ids,
+                EvalSampling(
+                    self._config.sampling.max_tokens,
+                    self._config.sampling.temperature,
+                    documents.manifest.model.stop_token_ids,
+                ),
                 at_once=2 * self._config.engine.max_batch,
             )
             run = (services, documents, environment, metrics, evaluator, verification, eval_tasks)

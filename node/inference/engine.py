@@ -11,8 +11,9 @@ Suite: tests/conformance/test_engine.py.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from ..ops.errors import EngineError
@@ -132,16 +133,16 @@ class Engine(Protocol):
         ...
 
 
-class WeightsFault(NamedTuple):
-    """What is wrong with a file of weights; an empty `fault` if nothing."""
+class WeightsFault(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
+    """The fault of a file of weights; an empty `fault` if there is none."""
 
     fault: str
-    placeless: list[str]
+    placeless: list[str] = []
     """Tensors of which no single element can be written; told with a whole state."""
 
 
-class Written(NamedTuple):
-    """How long no step ran, and how much of that writing took; seconds."""
+class Written(msgspec.Struct, frozen=True, array_like=True, tag="wrote"):
+    """Seconds in which no step ran, and those of them that writing took."""
 
     paused_s: float
     writing_s: float

@@ -1,4 +1,4 @@
-"""Weights in a file that another process of this user reads: a whole state, or what changed of it.
+"""Hand weights to engines in other processes of this user: by a file with a whole state, or with its changes.
 
 A file lives in shared memory where there is room, and never longer than the `async with` that made it.
 """
@@ -6,26 +6,34 @@ A file lives in shared memory where there is room, and never longer than the `as
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ops.errors import EngineError, StorageError
-from ..weights.checkpoint import write_checkpoint
+from ..ops.errors import EngineError, EngineLost, StorageError
+from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
 from ..weights.state import BITS, Changed, State, Tensor, state_bytes
+from .engine import Replica, WeightsFault, Written
+
+logger = logging.getLogger(__name__)
+
+A = TypeVar("A")
+R = TypeVar("R", bound=Replica)
 
 WHOLE, POSITIONS, VALUES = "whole:", "positions:", "values:"
-"""In a file of changes, before a tensor's name: all of it; before a dtype: where its tensors changed, one
-after the other, and what is there now. The metadata say for each dtype which tensors, and how much of
-each: a few long arrays travel to a GPU much faster than many short ones."""
+"""Prefixes of tensors in a file of changes. WHOLE and a name: that tensor, complete. POSITIONS and VALUES and a
+dtype: the changed positions and new values of all tensors of that dtype, one after the other; the metadata
+name these tensors with their counts. A few long arrays travel to a GPU much faster than many short ones."""
 WHOLE_FROM = 8
-"""A tensor of which more than one element in so many changed is written whole.
+"""A tensor is written whole if more than one in this many of its elements changed.
 
 Positions and values take three times a value's bytes in the file, and on a GPU five times.
 """
@@ -65,6 +73,122 @@ def read_spans(text: str) -> list[tuple[str, int]]:
     return [(name, count) for name, count in json.loads(text)]
 
 
+def read_update(path: Path, held: State) -> tuple[State, Changed]:
+    """Apply a file of changes to `held`, which stays as it is; the inverse of make_delta().
+
+    Raises StorageError, and ValueError or LookupError for an update of another state.
+    """
+    spans, tensors = read_metadata(path), read_checkpoint(path)
+    state = dict(held)
+    changed: dict[str, NDArray[np.int64] | None] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(WHOLE):
+            state[name.removeprefix(WHOLE)] = tensor
+            changed[name.removeprefix(WHOLE)] = None
+    for dtype, text in spans.items():
+        positions, values = tensors[POSITIONS + dtype].data, tensors[VALUES + dtype].data
+        at = 0
+        for name, count in read_spans(text):
+            where = positions[at : at + count].astype(np.int64)
+            data = held[name].data.copy()
+            data[where] = values[at : at + count]
+            state[name] = Tensor(dtype, held[name].shape, data)
+            changed[name] = where
+            at += count
+    return state, changed
+
+
+@contextlib.asynccontextmanager
+async def shared_file(
+    state: State, metadata: Mapping[str, str] | None = None
+) -> AsyncGenerator[str]:
+    """`state` as a safetensors file that only this user can read, gone afterwards. Raises EngineError."""
+    with tempfile.TemporaryDirectory(
+        prefix="primerl-", dir=_shared_memory(state_bytes(state)), ignore_cleanup_errors=True
+    ) as directory:
+        path = Path(directory) / "state.safetensors"
+        try:
+            await asyncio.to_thread(write_checkpoint, path, state, metadata=metadata)
+        except StorageError as error:
+            raise EngineError(f"the weights cannot be handed to the engine: {error}") from error
+        yield str(path)
+
+
+class HostedPolicy:
+    """The policy that the replicas hold, given to them from one file: checked by all, staged by all, then
+    written by all. Its methods are called one after the other.
+
+    A replica that is lost meanwhile is left out: it gets the newest policy when it comes back.
+    """
+
+    def __init__(self) -> None:
+        self.version = -1
+        """The newest version that an engine has; -1 before the first load()."""
+        self._state: State = {}
+        self._placeless: frozenset[str] = frozenset()
+        self.gate = asyncio.Lock()
+        """Held while a version is given to the replicas, or while one of them rejoins."""
+        self.replicas_changed = asyncio.Event()
+        """Set when a replica was lost or works again."""
+
+    async def load(self, engines: Sequence[Replica], version: int, state: State) -> None:
+        """Give all of them a whole state.
+
+        Raises EngineError if it does not fit, and changes nothing then; EngineLost if none has it now.
+        """
+        async with shared_file(state) as path:
+            await self._check(engines, path)
+            written = await _of_all(engines, lambda one: one.load(version, path))
+        self._hold(version, state, [one for _, one in written])
+
+    async def update(
+        self, engines: Sequence[Replica], version: int, state: State, changed: Changed
+    ) -> None:
+        """Give all of them what changed; an engine that cannot get it ready gets it whole.
+
+        Raises as load().
+        """
+        if self.version < 0 or _shapes(state) != _shapes(self._state):
+            await self.load(engines, version, state)  # which says what does not fit
+            return
+        delta = await asyncio.to_thread(make_delta, state, changed, self._placeless)
+        async with shared_file(delta.tensors, delta.spans) as path:
+            staged = await _of_all(engines, lambda one: one.stage(path))
+            ready = [one for one, found in staged if not found.fault]
+            refused = [one for one, found in staged if found.fault]
+            written = await _of_all(ready, lambda one: one.write(version)) if ready else []
+        if written:
+            self._hold(version, state, [one for _, one in written])
+        if refused:
+            fault = next(found.fault for _, found in staged if found.fault)
+            logger.warning("policy %d is loaded whole: %s", version, fault)
+            await self.load(refused, version, state)
+
+    async def renew(self, engine: Replica) -> None:
+        """Give an engine that was started again the newest policy, if there is one. Raises EngineError."""
+        if self.version >= 0:
+            async with shared_file(self._state) as path:
+                if fault := (await engine.check(path)).fault:
+                    raise EngineError(f"the engine refuses the policy that it held: {fault}")
+                await engine.load(self.version, path)
+
+    async def _check(self, engines: Sequence[Replica], path: str) -> None:
+        found: list[WeightsFault] = [
+            one for _, one in await _of_all(engines, lambda one: one.check(path))
+        ]
+        if fault := next((one.fault for one in found if one.fault), ""):
+            raise EngineError(f"the state does not fit the model: {fault}")
+        placeless = frozenset().union(*(one.placeless for one in found))
+        if placeless - self._placeless:
+            logger.info("the engines keep these in forms of their own: %s", sorted(placeless))
+        self._placeless = placeless
+
+    def _hold(self, version: int, state: State, written: Sequence[Written]) -> None:
+        self.version, self._state = version, state
+        pause, writing = max(one.paused_s for one in written), max(one.writing_s for one in written)
+        logger.info("policy %d loaded, paused for %.4f s, %.4f s to write", version, pause, writing)
+
+
 def _gathered(state: State, dtype: str, group: dict[str, NDArray[np.int64]]) -> dict[str, Tensor]:
     count = sum(map(len, group.values()))
     narrow = all(state[name].data.size <= 2**31 for name in group)
@@ -84,20 +208,30 @@ def _gathered(state: State, dtype: str, group: dict[str, NDArray[np.int64]]) -> 
     }
 
 
-@contextlib.asynccontextmanager
-async def shared_file(
-    state: State, metadata: Mapping[str, str] | None = None
-) -> AsyncGenerator[str]:
-    """`state` as a safetensors file that only this user can read, gone afterwards. Raises EngineError."""
-    with tempfile.TemporaryDirectory(
-        prefix="primerl-", dir=_shared_memory(state_bytes(state)), ignore_cleanup_errors=True
-    ) as directory:
-        path = Path(directory) / "state.safetensors"
-        try:
-            await asyncio.to_thread(write_checkpoint, path, state, metadata=metadata)
-        except StorageError as error:
-            raise EngineError(f"the weights cannot be handed to the engine: {error}") from error
-        yield str(path)
+async def _of_all(
+    engines: Sequence[R], ask: Callable[[R], Coroutine[Any, Any, A]]
+) -> list[tuple[R, A]]:
+    """Ask all, and return the answers of those that were not lost.
+
+    Raises their first error; EngineLost if all were lost.
+    """
+    answers = await asyncio.gather(*map(ask, engines), return_exceptions=True)
+    found: list[tuple[R, A]] = []
+    lost: EngineLost | None = None
+    for engine, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, EngineLost):
+            lost = answer
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            found.append((engine, answer))
+    if not found:
+        raise lost or EngineLost("no engine is there: wait until it is started again")
+    return found
+
+
+def _shapes(state: State) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def _shared_memory(size: int) -> str | None:

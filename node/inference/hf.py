@@ -7,6 +7,7 @@ synchronisation: a load runs between two batches, and a batch has exactly one ve
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,16 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ..config.run import EngineConfig
-from ..ops.errors import EngineError, one_line
+from ..ops.errors import EngineError, EngineLost, StorageError, one_line
+from ..weights.checkpoint import read_checkpoint
 from ..weights.state import Changed, State
 from .engine import (
     Completion,
     EngineStats,
     GenerateRequest,
+    WeightsFault,
+    Written,
     check_request,
     check_update,
     find_fingerprint,
 )
+from .handover import read_update
 
 if TYPE_CHECKING:
     from .decoding import DecodedReply
@@ -301,6 +306,88 @@ class HfEngine:
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise EngineError(CLOSED)
+
+
+class HfCore:
+    """Implements EngineCore around an HfEngine: weights come to it in files.
+
+    It keeps the state that it computes with on the host: an update in a file has only the differences.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._engine = HfEngine(config)
+        self._state: State = {}
+        self._staged: tuple[State, Changed] | None = None
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """See EngineCore."""
+        await self._engine.start(model_dir, fingerprint=fingerprint)
+
+    async def check(self, path: str) -> WeightsFault:
+        """Find nothing: load() refuses a state that does not fit, and has changed nothing then."""
+        return WeightsFault("")
+
+    async def load(self, version: int, path: str) -> Written:
+        """See Replica."""
+        try:
+            state = await asyncio.to_thread(read_checkpoint, Path(path))
+        except StorageError as error:
+            raise EngineError(f"policy {version} cannot be read: {error}") from error
+        began = time.monotonic()
+        await self._engine.load(version, state)
+        self._state = state
+        return _written(began)
+
+    async def stage(self, path: str) -> WeightsFault:
+        """See Replica."""
+        try:
+            self._staged = await asyncio.to_thread(read_update, Path(path), self._state)
+        except (StorageError, ValueError, LookupError) as error:
+            return WeightsFault(f"the update cannot be read ({error})")
+        return WeightsFault("")
+
+    async def write(self, version: int) -> Written:
+        """See Replica."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise EngineError("no update is ready: stage one first")
+        began = time.monotonic()
+        await self._engine.update(version, *staged)
+        self._state, _ = staged
+        return _written(began)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Replica."""
+        try:
+            return await self._engine.generate(request)
+        except EngineError as error:
+            if self._engine.dead:  # another process may do better
+                raise EngineLost(str(error)) from error
+            raise
+
+    def stats(self) -> EngineStats:
+        """See EngineCore."""
+        return self._engine.stats()
+
+    def stuck_s(self) -> float:
+        """See EngineCore. Unknown: a batch is one call, however long."""
+        return 0.0
+
+    async def sleep(self) -> None:
+        """Refuse. Raises EngineError."""
+        raise EngineError("hf keeps its memory: set engine.sleep_after_s to 0")
+
+    async def wake(self) -> None:
+        """See EngineCore; it never sleeps."""
+
+    async def close(self) -> None:
+        """See EngineCore."""
+        await self._engine.close()
+
+
+def _written(began: float) -> Written:
+    took = time.monotonic() - began  # nothing is generated while it writes
+    return Written(took, took)
 
 
 def _fail(

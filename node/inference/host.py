@@ -1,69 +1,78 @@
-"""The process that holds an engine for a node: answers what comes at its standard input, many requests at once.
+"""The process that holds an engine for a node: answers requests at its standard input, many at once.
 
-It ends with its input and with its parent. Answers of one turn of the event loop go out in one write.
+It ends with its input and with its parent (node/process/serve.py).
 """
 
 import asyncio
+import contextlib
+import logging
 import os
 import signal
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, runtime_checkable
 
 from ..config.engine import EngineConfig
-from ..ops.errors import EngineError, EngineLost, NodeError
+from ..ops.errors import EngineError, EngineLost, NodeError, named_line
 from ..pipeline.place import StagePlace
 from ..pipeline.vllm_place import decode_place
-from ..process.serve import Outbox, serve, take_standard_output
-from ..process.spawn import kill_group, leave_with_parent
-from .engine import EngineStats, Replica, Written
-from .host_frames import (
+from ..process.frames import Message
+from ..process.serve import Outbox, serve_parent
+from ..process.spawn import kill_group
+from .engine import EngineStats, Replica
+from .host_messages import (
     FAULT,
     LOST,
     USAGE,
-    Answer,
     ApiOptions,
-    Busy,
-    Check,
-    Checked,
-    Done,
-    Draw,
-    Drop,
-    Failed,
-    Load,
-    Ping,
-    Pong,
-    Rejoin,
-    Request,
-    SetUp,
-    Stage,
-    Write,
-    Wrote,
-    as_drawn,
-    as_request,
-    read_request,
+    EngineAnswer,
+    EngineBusy,
+    EngineCheck,
+    EngineDone,
+    EngineDraw,
+    EngineDrawn,
+    EngineDrop,
+    EngineFailed,
+    EngineLoad,
+    EnginePing,
+    EnginePong,
+    EngineRejoin,
+    EngineRequest,
+    EngineSetUp,
+    EngineStage,
+    EngineWrite,
+    read_engine_request,
 )
-from .sleeping import Sleeper, Sleepy
+
+logger = logging.getLogger(__name__)
 
 BUSY_S = 0.25
-"""Between two looks at how busy vLLM is."""
+"""Between two looks at how busy the engine is."""
 
 
-class Core(Replica, Sleepy, Protocol):
-    """What is hosted: vllm.py, hf_core.py; tests have another one."""
+class EngineCore(Replica, Protocol):
+    """An engine as its process holds it: VllmCore, HfCore, and fakes in tests."""
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start it. Raises EngineError, UsageError."""
         ...
 
     def stats(self) -> EngineStats:
-        """How busy it is."""
+        """Tell how busy it is."""
         ...
 
     def stuck_s(self) -> float:
-        """How long it has given nothing though there is work."""
+        """Seconds for which it has drawn no token though there is work."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give its GPU memory away; nothing may be under way."""
+        ...
+
+    async def wake(self) -> None:
+        """Undo sleep()."""
         ...
 
     async def close(self) -> None:
@@ -72,7 +81,7 @@ class Core(Replica, Sleepy, Protocol):
 
 
 @runtime_checkable
-class Rejoining(Protocol):
+class RejoiningCore(Protocol):
     """A core that is stage 0 of a pipeline."""
 
     async def rejoin(self, epoch: int) -> None:
@@ -80,51 +89,111 @@ class Rejoining(Protocol):
         ...
 
 
-Make = Callable[..., Core]
-"""make(config), or make(config, place) for a stage of a pipeline."""
-
-
 @runtime_checkable
-class Serving(Protocol):
+class ServingCore(Protocol):
     """A core with an OpenAI server of its own."""
 
     def prepare_api(self, options: ApiOptions) -> None:
-        """Start with what the server needs; before start()."""
+        """Have start() prepare the server."""
         ...
 
-    async def serve_api(self, sleeper: Sleeper) -> None:
+    async def serve_api(self, sleeper: "Sleeper") -> None:
         """Serve until close(). Raises EngineError, UsageError."""
         ...
 
 
-class EngineHost:
-    """Answers requests until close(); a SetUp comes first."""
+class Sleeper:
+    """Lets an engine give its GPU memory away after a time without work; work goes on inside awake() only."""
 
-    def __init__(self, outbox: Outbox, make: Make) -> None:
-        self._outbox = outbox
-        self._make = make
-        self._core: Core | None = None
-        self._sleeper: Sleeper | None = None
-        self._telling: asyncio.Task[None] | None = None
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+    def __init__(self, core: EngineCore, after_s: float) -> None:
+        """`after_s` = 0: it never sleeps."""
+        self._core = core
+        self._after_s = after_s
+        self._working = 0
+        self._idle_since = time.monotonic()
+        self._asleep = False
+        self._turning = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
 
-    def take(self, request: Request) -> None:
-        """Begin to answer."""
-        match request:
-            case Drop():
-                if (task := self._tasks.get(request.number)) is not None:
-                    task.cancel()
-            case Ping():
-                stuck_s = self._core.stuck_s() if self._core else 0.0
-                self._outbox.put(Pong(request.number, stuck_s))
-            case _:
-                task = asyncio.create_task(self._answer(request))
-                self._tasks[request.number] = task
-                task.add_done_callback(lambda _: self._tasks.pop(request.number, None))
+    def start(self) -> None:
+        """Begin to count the time without work."""
+        if self._after_s:
+            self._watching = asyncio.create_task(self._watch(), name="sleep")
+
+    @contextlib.asynccontextmanager
+    async def awake(self) -> AsyncGenerator[None]:
+        """Keep the engine's memory inside. Raises what waking raises."""
+        self._working += 1
+        try:
+            async with self._turning:
+                if self._asleep:
+                    await self._core.wake()
+                    self._asleep = False
+            yield
+        finally:
+            self._working -= 1
+            self._idle_since = time.monotonic()
 
     async def close(self) -> None:
-        """Give everything up and end vLLM's processes."""
-        tasks = [*self._tasks.values(), *([self._telling] if self._telling else [])]
+        """Stop counting; an engine that sleeps stays asleep."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+
+    async def _watch(self) -> None:
+        while True:
+            left = self._idle_since + self._after_s - time.monotonic()
+            if self._working or self._asleep:
+                left = self._after_s
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            async with self._turning:
+                if not self._working:
+                    await self._sleep()
+
+    async def _sleep(self) -> None:
+        try:
+            await self._core.sleep()
+            self._asleep = True
+        except EngineError as error:
+            logger.warning("the engine did not go to sleep: %s", error)
+            self._idle_since = time.monotonic()
+
+
+MakeCore = Callable[..., EngineCore]
+"""make(config), or make(config, place) for a stage of a pipeline."""
+
+
+class EngineHost:
+    """Answers requests until close(); an EngineSetUp is the first."""
+
+    def __init__(self, outbox: Outbox, make: MakeCore) -> None:
+        self._outbox = outbox
+        self._make = make
+        self._core: EngineCore | None = None
+        self._sleeper: Sleeper | None = None
+        self._reporting: asyncio.Task[None] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def take(self, request: Message[EngineRequest]) -> None:
+        """Begin to answer a request."""
+        number = request.number
+        match request.body:
+            case EngineDrop():
+                if (task := self._tasks.get(number)) is not None:
+                    task.cancel()
+            case EnginePing():
+                stuck_s = self._core.stuck_s() if self._core else 0.0
+                self._outbox.put(Message(number, EnginePong(stuck_s)))
+            case body:
+                task = asyncio.create_task(self._answer(number, body))
+                self._tasks[number] = task
+                task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    async def close(self) -> None:
+        """Cancel every request and end the engine."""
+        tasks = [*self._tasks.values(), *([self._reporting] if self._reporting else [])]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -134,99 +203,94 @@ class EngineHost:
         if self._core is not None:
             await self._core.close()
 
-    async def _answer(self, request: Request) -> None:
-        number = request.number
+    async def _answer(self, number: int, request: EngineRequest) -> None:
         try:
-            answer = await self._do(request)
-        except EngineLost as error:
-            answer = Failed(number, str(error), LOST)
-        except EngineError as error:
-            answer = Failed(number, str(error), FAULT)
+            self._outbox.put(Message(number, await self._do(request)))
         except NodeError as error:
-            answer = Failed(number, str(error), USAGE)
-        self._outbox.put(answer)
+            kind = FAULT if isinstance(error, EngineError) else USAGE
+            kind = LOST if isinstance(error, EngineLost) else kind
+            self._outbox.put(Message(number, EngineFailed(str(error), kind)))
+        except Exception as error:
+            logger.exception("a request failed by an error in the program")
+            # after a change of the weights that broke off, the weights are not known any more
+            harmless = isinstance(request, EngineSetUp | EngineCheck | EngineDraw)
+            detail = f"an error in the engine's process ({named_line(error)}): report it"
+            self._outbox.put(Message(number, EngineFailed(detail, FAULT if harmless else LOST)))
 
-    async def _do(self, request: Request) -> Answer:
-        if isinstance(request, SetUp):
+    async def _do(self, request: EngineRequest) -> EngineAnswer:
+        if isinstance(request, EngineSetUp):
             return await self._set_up(request)
-        core, sleeper, number = self._core, self._sleeper, request.number
+        core, sleeper = self._core, self._sleeper
         if core is None or sleeper is None:
-            raise EngineError("nothing was set up: send a SetUp first")
+            raise EngineError("nothing was set up: send an EngineSetUp first")
         async with sleeper.awake():
             match request:
-                case Draw():
-                    return as_drawn(number, await core.generate(as_request(request)))
-                case Check():
-                    return Checked(number, *await core.check(request.path))
-                case Stage():
-                    return Checked(number, *await core.stage(request.path))
-                case Load():
-                    return _wrote(number, await core.load(request.version, request.path))
-                case Write():
-                    return _wrote(number, await core.write(request.version))
-                case Rejoin() if isinstance(core, Rejoining):
+                case EngineDraw():
+                    return EngineDrawn(await core.generate(request.request))
+                case EngineCheck():
+                    return await core.check(request.path)
+                case EngineStage():
+                    return await core.stage(request.path)
+                case EngineLoad():
+                    return await core.load(request.version, request.path)
+                case EngineWrite():
+                    return await core.write(request.version)
+                case EngineRejoin() if isinstance(core, RejoiningCore):
                     await core.rejoin(request.epoch)
-                    return Done(number)
+                    return EngineDone()
                 case _:
-                    raise EngineError("this is not to be answered: update primerl-node")
+                    raise EngineError("this engine cannot answer that: update primerl-node")
 
-    async def _set_up(self, request: SetUp) -> Done:
+    async def _set_up(self, request: EngineSetUp) -> EngineDone:
         config = EngineConfig.model_validate_json(request.config)
         place = (decode_place(request.place),) if request.place else ()
         core = self._core = self._make(config, *place)  # close() ends it also after half a start
-        if request.api is not None and isinstance(core, Serving):
-            core.prepare_api(request.api)
+        api = request.api if isinstance(core, ServingCore) else None
+        if api is not None and isinstance(core, ServingCore):
+            core.prepare_api(api)
         await core.start(Path(request.model_dir), fingerprint=request.fingerprint)
         self._sleeper = Sleeper(core, config.sleep_after_s)
-        if request.api is not None and isinstance(core, Serving):
+        if api is not None and isinstance(core, ServingCore):
             await core.serve_api(self._sleeper)
         self._sleeper.start()
-        self._telling = asyncio.create_task(self._tell(core), name="busy")
-        return Done(request.number)
+        self._reporting = asyncio.create_task(self._report(core), name="busy")
+        return EngineDone()
 
-    async def _tell(self, core: Core) -> None:
-        """Say how busy vLLM is when that has changed."""
-        told = Busy()
+    async def _report(self, core: EngineCore) -> None:
+        """Send how busy the engine is when that has changed."""
+        sent = EngineBusy()
         while True:
-            found = core.stats()
-            now = Busy(**{name: getattr(found, name, 0) for name in Busy.__struct_fields__})
-            if now != told:
-                self._outbox.put(now)
-                told = now
+            stats = core.stats()
+            busy = EngineBusy(
+                **{name: getattr(stats, name, 0) for name in EngineBusy.__struct_fields__}
+            )
+            if busy != sent:
+                self._outbox.put(Message(0, busy))
+                sent = busy
             await asyncio.sleep(BUSY_S)
 
 
-def _wrote(number: int, written: Written) -> Wrote:
-    return Wrote(number, written.paused_s, written.writing_s)
-
-
-def _end_all(_number: int, _frame: FrameType | None) -> None:
-    kill_group(os.getpid())
-
-
-def main(make: Make) -> None:
+def main(make: MakeCore) -> None:
     """Answer at the standard input and output; what libraries print goes to the standard error."""
     if os.getpgrp() == os.getpid():
-        # vLLM's processes watch this one only once they work
+        # vLLM's own processes watch this one only once they work
         signal.signal(signal.SIGTERM, _end_all)
-    leave_with_parent(os.environ)
-    answers = take_standard_output()
-    asyncio.run(
-        serve(sys.stdin.buffer, answers, read_request, lambda outbox: EngineHost(outbox, make))
-    )
-    sys.stderr.flush()
-    os._exit(0)  # everything is closed; taking torch and vLLM apart would take seconds
+    serve_parent(read_engine_request, lambda outbox: EngineHost(outbox, make))
 
 
-def make_core(config: EngineConfig, *place: StagePlace) -> Core:
-    """The real ones; only the one that is wanted is loaded."""
+def make_core(config: EngineConfig, *place: StagePlace) -> EngineCore:
+    """Make the core that `config.type` names, and load no other one."""
     if config.type == "hf":
-        from .hf_core import HfCore
+        from .hf import HfCore
 
         return HfCore(config)
     from .vllm import VllmCore
 
     return VllmCore(config, *place)
+
+
+def _end_all(_number: int, _frame: FrameType | None) -> None:
+    kill_group(os.getpid())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""vLLM, or hf on a GPU, behind the engine seam, in processes of its own: as many engines as `engine.dp` says.
+"""The Engine of vLLM, and of hf on a GPU: `engine.dp` replicas, each in processes of its own.
 
-An engine that ends, hangs or runs out of memory is lost, and started again with the newest weights. Who
-waited for it gets EngineLost; the others go on. All of them are fed from one file of each state.
+A replica that ends, hangs or runs out of memory is lost, and started again with the newest weights. Its
+requests raise EngineLost; the others go on. All replicas are fed from one file of each state.
 """
 
 import asyncio
@@ -33,10 +33,9 @@ from .engine import (
     check_update,
     find_fingerprint,
 )
-from .host_frames import ApiOptions
-from .hosted_child import PROGRAM, EngineChild, Patience
-from .hosted_seat import Pauses, ReplicaSupervisor
-from .hosted_weights import Weights
+from .handover import HostedPolicy
+from .host_messages import ApiOptions, EngineSetUp
+from .replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineTimeouts
 from .vllm_shape import read_shape, resolve_parallel
 
 logger = logging.getLogger(__name__)
@@ -46,10 +45,8 @@ T = TypeVar("T")
 UNSTARTED = "is not started: call start() first"
 STARTING = "is starting: wait for start()"
 CLOSED = "was closed: start another"
-TITLES = {"vllm": "vLLM"}
-"""Of engines, for people."""
 MOST_GROUPS = 4096
-"""Groups of which is remembered which engine has their prompt in its cache."""
+"""Groups remembered with the replica that has their prompt in its cache."""
 
 
 class HostedEngine:
@@ -59,40 +56,36 @@ class HostedEngine:
         self,
         config: EngineConfig,
         program: Sequence[str] = PROGRAM,
-        patience: Patience | None = None,
-        pauses: Pauses | None = None,
+        timeouts: EngineTimeouts | None = None,
         *,
         place: StagePlace | None = None,
     ) -> None:
-        """`program` is what each process runs; the real one is host.py. `place`: of the stage that it is, see
-        pipelined/hosted_stage.py."""
+        """`program` is the command of each process (host.py); `place` that of a pipeline stage, see
+        pipeline/hosted_stage.py."""
         self._config = config
         self._title = TITLES.get(config.type, config.type)
         self._program = program
         self._place = place
-        self._patience = patience
-        self._pauses = pauses or Pauses()
-        self._seats: list[ReplicaSupervisor] = []
-        self._weights = Weights()
-        self._groups: OrderedDict[bytes, ReplicaSupervisor] = OrderedDict()
+        self._timeouts = timeouts or EngineTimeouts()
+        self._replicas: list[EngineReplica] = []
+        self._policy = HostedPolicy()
+        self._groups: OrderedDict[bytes, EngineReplica] = OrderedDict()
         self._vocab_size = 0
         self._pending: set[asyncio.Task[Any]] = set()
         self._in_turn = asyncio.Lock()
-        self._gate = asyncio.Lock()
-        self._moved = asyncio.Event()
         self._fault = UNSTARTED
         self._api: ApiOptions | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def policy_version(self) -> int:
-        """The version that every working engine has; -1 before the first load()."""
-        return self._weights.version
+        """The version that every working replica has; -1 before the first load()."""
+        return self._policy.version
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the engines, which lead a group each."""
-        return [seat.child.pid for seat in self._seats if seat.child and seat.child.pid]
+        """The processes of the replicas, each the leader of its group."""
+        return [child.pid for child in self._children() if child.pid]
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start every engine on the config of `model_dir` with dummy weights: vLLM takes 10-30 s on a CPU.
@@ -115,23 +108,31 @@ class HostedEngine:
         else:
             check_placed(whole, self._place, shape)
         environments = await asyncio.to_thread(environments_of, whole, os.environ)
-        config = whole.model_copy(update={"dp": 1})
-        place = encode_place(self._place) if self._place else b""
-
-        def starting(number: int) -> Callable[[EngineChild], Coroutine[Any, Any, None]]:
-            api = self._api and replace(self._api, socket=self._socket(number))
-            return lambda child: child.start(config, model_dir, fingerprint, place, api)
-
         self._require(STARTING)
-        self._seats = [
-            self._seat(number, environment, starting(number))
-            for number, environment in enumerate(environments)
-        ]
-        await self._start_seats()
+        setup = EngineSetUp(
+            config=whole.model_copy(update={"dp": 1}).model_dump_json().encode(),
+            model_dir=str(model_dir),
+            fingerprint=fingerprint,
+            place=encode_place(self._place) if self._place else b"",
+        )
+        for number, environment in enumerate(environments):
+            api = self._api and replace(self._api, socket=self._socket(number))
+            self._replicas.append(
+                EngineReplica(
+                    number,
+                    self._config,
+                    replace(setup, api=api),
+                    environment,
+                    self._program,
+                    self._timeouts,
+                    self._policy,
+                )
+            )
+        await self._start_replicas()
         self._require(STARTING)
         self._fault = ""
         logger.info(
-            "%d x %s started in %.1f s", len(self._seats), self._title, time.monotonic() - began
+            "%d x %s started in %.1f s", len(environments), self._title, time.monotonic() - began
         )
 
     async def load(self, version: int, state: State) -> None:
@@ -140,7 +141,7 @@ class HostedEngine:
         Waits for an engine where all are being started again. Raises EngineError: for a state that does
         not fit, the old weights stay; for anything else no engine is left.
         """
-        await self._kept(self._change(lambda found: self._weights.load(found, version, state)))
+        await self._kept(self._change(lambda found: self._policy.load(found, version, state)))
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
         """As load(), but only what changed goes to the engines, where it is got ready beside generation.
@@ -149,7 +150,7 @@ class HostedEngine:
         """
         check_update(state, changed)
         await self._kept(
-            self._change(lambda found: self._weights.update(found, version, state, changed))
+            self._change(lambda found: self._policy.update(found, version, state, changed))
         )
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -157,7 +158,7 @@ class HostedEngine:
         self._require_weights()
         longest = self._config.max_model_len
         check_request(request, self._vocab_size, longest)
-        with self._working_seat(request.group) as (_, child):
+        with self._chosen(request.group) as (_, child):
             return await child.generate(request)
 
     # -- vLLM's own OpenAI server ------------------------------------------------------------------
@@ -182,34 +183,34 @@ class HostedEngine:
         Raises EngineError, EngineLost.
         """
         self._require_weights()
-        with self._working_seat(b"") as (number, _):
+        with self._chosen(b"") as (number, _):
             yield self._socket(number)
 
     def upstreams(self) -> list[str]:
         """The sockets of all engines that work."""
-        return [self._socket(number) for number, seat in enumerate(self._seats) if seat.child]
+        return [self._socket(number) for number, one in enumerate(self._replicas) if one.child]
 
     def _socket(self, number: int) -> str:
         assert self._sockets is not None  # serve_api() made it
         return f"{self._sockets.name}/{number}.sock"
 
     @contextmanager
-    def _working_seat(self, group: bytes) -> Generator[tuple[int, EngineChild]]:
-        """Count one request on the engine that is chosen for it. Raises EngineError, EngineLost."""
-        seat = self._choose(group)
-        child = seat.child if seat else None
-        if seat is None or child is None:
+    def _chosen(self, group: bytes) -> Generator[tuple[int, EngineChild]]:
+        """Choose a replica for one request and count that. Raises EngineError, EngineLost."""
+        replica = self._choose(group)
+        child = replica.child if replica else None
+        if replica is None or child is None:
             raise EngineLost(f"the {self._title} engine is being started again: {self._down()}")
-        seat.load += 1
+        replica.load += 1
         try:
-            yield self._seats.index(seat), child
+            yield self._replicas.index(replica), child
         finally:
-            seat.load -= 1
+            replica.load -= 1
 
     def stats(self) -> EngineStats:
         """See Engine. Raises EngineError when every engine was given up."""
         fault = "" if self._fault else self._down()
-        found = [seat.busy for seat in self._seats]
+        found = [replica.busy for replica in self._replicas]
         return EngineStats(
             running=sum(one.running for one in found),
             waiting=sum(one.waiting for one in found),
@@ -218,7 +219,7 @@ class HostedEngine:
             preemptions=sum(one.preemptions for one in found),
             prompt_tokens=sum(one.prompt_tokens for one in found),
             generated_tokens=sum(one.generated_tokens for one in found),
-            restarts=sum(seat.restarts for seat in self._seats),
+            restarts=sum(replica.restarts for replica in self._replicas),
             fault=fault,
         )
 
@@ -226,7 +227,7 @@ class HostedEngine:
         """End the processes, by force if need be; what is pending raises EngineError."""
         self._fault = CLOSED
         # first the engines: what waits for one of them hears from it that it was closed
-        await asyncio.gather(*(seat.close() for seat in self._seats))
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
         for task in self._pending:
             task.cancel()
         if self._pending:
@@ -236,28 +237,13 @@ class HostedEngine:
 
     # -- starting ----------------------------------------------------------------------------------
 
-    def _seat(
-        self, number: int, environment: dict[str, str], start: Callable[[EngineChild], Any]
-    ) -> ReplicaSupervisor:
-        name, title = f"{self._config.type}[{number}]", self._title
-        return ReplicaSupervisor(
-            name,
-            start,
-            lambda: EngineChild(name, environment, self._program, self._patience, title=title),
-            self._weights.renew,
-            self._moved.set,
-            gate=self._gate,
-            most=self._config.max_restarts,
-            pauses=self._pauses,
-        )
-
-    async def _start_seats(self) -> None:
+    async def _start_replicas(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for seat in self._seats:
-                    tasks.create_task(seat.start(), name="vllm start")
+                for replica in self._replicas:
+                    tasks.create_task(replica.start(), name="engine start")
         except BaseException as error:  # also when cancelled: half of them are of no use
-            await asyncio.gather(*(seat.close() for seat in self._seats))
+            await asyncio.gather(*(replica.close() for replica in self._replicas))
             if not isinstance(error, BaseExceptionGroup):
                 raise
             cause = first_cause(error)
@@ -273,23 +259,23 @@ class HostedEngine:
         self._require("")
         async with self._in_turn:
             while True:
-                await self._somebody()
+                await self._wait_for_one()
                 try:
-                    async with self._gate:
-                        return await change([seat.child for seat in self._seats if seat.child])
+                    async with self._policy.gate:
+                        return await change(self._children())
                 except EngineLost as error:
                     logger.warning("no engine has the new policy yet: %s", error)
 
-    async def _somebody(self) -> None:
-        """Wait until an engine works. Raises EngineError if none will."""
-        while not any(seat.child for seat in self._seats):
-            self._moved.clear()
+    async def _wait_for_one(self) -> None:
+        """Wait until a replica works. Raises EngineError if none will."""
+        while not self._children():
+            self._policy.replicas_changed.clear()
             self._require("")
             self._down()
-            await self._moved.wait()
+            await self._policy.replicas_changed.wait()
 
     async def _kept(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` to its end, whoever is cancelled meanwhile: half of it would leave no known weights."""
+        """Finish `work` also if the caller is cancelled: half of it would leave unknown weights."""
         task = asyncio.create_task(work)
         self._pending.add(task)
         task.add_done_callback(self._over)
@@ -303,7 +289,7 @@ class HostedEngine:
     def _over(self, task: asyncio.Task[Any]) -> None:
         self._pending.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked may be gone
+            task.exception()  # the caller may be gone
 
     # -- small parts -------------------------------------------------------------------------------
 
@@ -313,36 +299,41 @@ class HostedEngine:
 
     def _require_weights(self) -> None:
         self._require("")
-        if self._weights.version < 0:
+        if self._policy.version < 0:
             raise EngineError(f"the {self._title} engine holds no weights: call load() first")
 
+    def _children(self) -> list[EngineChild]:
+        """The processes that work."""
+        return [child for replica in self._replicas if (child := replica.child)]
+
     def _down(self) -> str:
-        """Why nobody can generate just now; empty if somebody can. Raises EngineError if nobody ever will."""
-        if any(seat.child for seat in self._seats):
+        """Say why no replica works; empty if one does. Raises EngineError if none ever will."""
+        if self._children():
             return ""
-        hopeful = [seat for seat in self._seats if not seat.given_up]
+        hopeful = [replica for replica in self._replicas if not replica.given_up]
         if not hopeful:
-            raise EngineError(self._seats[-1].fault if self._seats else "no engine was started")
+            raise EngineError(
+                self._replicas[-1].fault if self._replicas else "no engine was started"
+            )
         return hopeful[0].fault
 
-    def _choose(self, group: bytes) -> ReplicaSupervisor | None:
-        """Where a request goes: to the others of its group, else to the least busy; None if all are down."""
-        if group and (seat := self._groups.get(group)) is not None and seat.child:
+    def _choose(self, group: bytes) -> EngineReplica | None:
+        """Choose the replica that has the group's prompt, else the least busy; None if all are down."""
+        if group and (known := self._groups.get(group)) is not None and known.child:
             self._groups.move_to_end(group)
-            return seat
-        seat = min(
-            (one for one in self._seats if one.child), key=lambda one: one.load, default=None
-        )
-        if group and seat is not None:
-            self._groups[group] = seat
+            return known
+        working = (one for one in self._replicas if one.child)
+        replica = min(working, key=lambda one: one.load, default=None)
+        if group and replica is not None:
+            self._groups[group] = replica
             self._groups.move_to_end(group)
             if len(self._groups) > MOST_GROUPS:
                 self._groups.popitem(last=False)
-        return seat
+        return replica
 
 
 def environments_of(config: EngineConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """What each engine's process gets as its environment: GPUs of its own where there are several.
+    """Make the environment of each replica's process, with GPUs of its own where there are several.
 
     Raises UsageError if there are too few.
     """

@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, UsageError, named_line
@@ -37,8 +37,7 @@ from .engine import (
     Written,
     find_fingerprint,
 )
-from .host_frames import ApiOptions
-from .sleeping import Sleeper
+from .host_messages import ApiOptions
 from .vllm_api import ApiServer
 from .vllm_collector import CompletionCollector
 from .vllm_features import (
@@ -52,6 +51,9 @@ from .vllm_meter import VllmMeter
 from .vllm_options import check_device, engine_arguments, sampling_arguments, set_environment
 from .vllm_ranks import judge
 from .vllm_shape import check_cpu, head_size, read_shape
+
+if TYPE_CHECKING:
+    from .host import Sleeper
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
 START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
@@ -80,7 +82,7 @@ class VllmCore:
         """Start with what vLLM's own server needs; before start()."""
         self._api = options
 
-    async def serve_api(self, sleeper: Sleeper) -> None:
+    async def serve_api(self, sleeper: "Sleeper") -> None:
         """Serve vLLM's own OpenAI routes until close(). Raises EngineError, UsageError."""
         collector, options = self._collector, self._api
         assert collector is not None  # start() makes it

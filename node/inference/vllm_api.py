@@ -21,16 +21,18 @@ import secrets
 import sys
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..ops.errors import EngineError, UsageError, named_line
-from .host_frames import ApiOptions
-from .sleeping import Sleeper
+from .host_messages import ApiOptions
 from .vllm_collector import CompletionCollector
 from .vllm_meter import VllmMeter
 from .vllm_options import GREEDY_BELOW, SAMPLING, SERVED
+
+if TYPE_CHECKING:
+    from .host import Sleeper
 
 WATCH_S, START_S, STOP_S = 0.5, 60.0, 2.0
 SEEDS = 1 << 63
@@ -89,7 +91,7 @@ class ApiServer:
 
         core.add_request_async = added
 
-    async def start(self, sleeper: Sleeper) -> None:
+    async def start(self, sleeper: "Sleeper") -> None:
         """Serve until close(). Raises EngineError, UsageError."""
         import uvicorn
 
@@ -154,7 +156,7 @@ class ApiServer:
         params.seed, params.extra_args = None, {**(params.extra_args or {}), **own}
         self._meter.begin(len(request.prompt_token_ids or ()))
 
-    def _middleware(self, app: Any, sleeper: Sleeper) -> Any:
+    def _middleware(self, app: Any, sleeper: "Sleeper") -> Any:
         async def serve(scope: Message, receive: Any, send: Send) -> None:
             if scope["type"] != "http" or scope["method"] != "POST":
                 await app(scope, receive, send)

@@ -13,7 +13,7 @@ from ..config.run import EngineConfig
 from ..memory_plan.memory import rank_cache_bytes, tensor_parallel
 from ..ops.errors import UsageError
 from .engine import GenerateRequest, narrowing
-from .host_frames import ApiOptions
+from .host_messages import ApiOptions
 from .vllm_features import RELEASES
 from .vllm_shape import has_experts, head_size, kv_heads
 

@@ -17,7 +17,6 @@ from ...protocol.manifests import ChunkRef
 from ...protocol.messages import MAX_WATCHED
 from ..ops.errors import NetworkError
 from ..storage.chunk_store import Store
-from .arrivals import ChunkArrivals
 from .connections import ConnectionPool
 from .download_state import (
     DEPTH,
@@ -36,7 +35,7 @@ from .download_state import (
 )
 from .peers import PeerTable
 from .rpc import Refused
-from .serve import WATCHES_PER_PEER
+from .serve import WATCHES_PER_PEER, ChunkArrivals
 from .transport import TransportError
 
 logger = logging.getLogger(__name__)

@@ -30,10 +30,10 @@ from ...protocol.messages import (
 from ...protocol.version import ALPN_BLOBS, MIB
 from ..ops.errors import NetworkError, StorageError
 from ..storage.chunk_store import Store
-from .arrivals import ChunkArrivals
 from .connections import ConnectionPool
 from .peers import PeerTable
 from .rpc import TooSlow, receive_reply, send
+from .serve import ChunkArrivals
 from .transport import Connection, Stream, StreamClosed, TransportError
 from .waiting import Notifier
 

@@ -21,14 +21,13 @@ from ..config.run import NodeConfig
 from ..ops.errors import RunFailed
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger
-from .arrivals import ChunkArrivals
 from .connections import ConnectionPool, Handler, Router, no_pipelines
 from .discovery import Discovery
 from .download import BlobFetcher
 from .gossip import Gossip, HoldingsAnnouncer
 from .heads import HeadServer, HeadStore
 from .peers import PeerTable
-from .serve import BlobServer
+from .serve import BlobServer, ChunkArrivals
 from .transport import Transport
 
 RECORD_TTL_S = 3600

@@ -10,10 +10,9 @@ from typing import Protocol, runtime_checkable
 
 from ..config.engine import EngineConfig
 from ..inference.engine import Completion, Engine, GenerateRequest
-from ..inference.host_frames import Busy
+from ..inference.host_messages import EngineBusy
 from ..inference.hosted import HostedEngine
-from ..inference.hosted_child import Patience
-from ..inference.hosted_seat import Pauses
+from ..inference.replica import EngineTimeouts
 from ..ops.errors import EngineError, EngineLost
 from .place import StagePlace
 from .vllm_place import HEAD_PROGRAM_MODULE, STAGE_PROGRAM_MODULE
@@ -89,23 +88,22 @@ class HostedHead(HostedEngine):
         self,
         config: EngineConfig,
         place: StagePlace,
-        patience: Patience | None = None,
-        pauses: Pauses | None = None,
+        timeouts: EngineTimeouts | None = None,
     ) -> None:
-        super().__init__(_planned(config, place), HEAD_PROGRAM, patience, pauses, place=place)
+        super().__init__(_planned(config, place), HEAD_PROGRAM, timeouts, place=place)
 
     async def rejoin(self, epoch: int) -> None:
         """See HeadEngine. Raises EngineError, EngineLost."""
         self._require("")
         async with self._in_turn:
-            child = self._seats[0].child
+            child = self._replicas[0].child
             if child is None:
                 raise EngineLost(f"the vLLM engine is being started again: {self._down()}")
             await child.rejoin(epoch)
 
     def lanes(self) -> HostedLanes:
         """How the work is cut."""
-        busy = self._seats[0].busy if self._seats else Busy()
+        busy = self._replicas[0].busy if self._replicas else EngineBusy()
         return HostedLanes(busy.lanes, busy.in_flight, busy.stall_share)
 
 
@@ -116,10 +114,9 @@ class HostedStage(HostedEngine):
         self,
         config: EngineConfig,
         place: StagePlace,
-        patience: Patience | None = None,
-        pauses: Pauses | None = None,
+        timeouts: EngineTimeouts | None = None,
     ) -> None:
-        super().__init__(_planned(config, place), STAGE_PROGRAM, patience, pauses, place=place)
+        super().__init__(_planned(config, place), STAGE_PROGRAM, timeouts, place=place)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Never. Raises EngineError."""

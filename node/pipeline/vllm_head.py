@@ -28,7 +28,7 @@ class HeadStats(EngineStats):
 
 
 class HeadCore(VllmCore):
-    """Implements host.Core and host.Rejoining."""
+    """Implements EngineCore and RejoiningCore."""
 
     def __init__(self, config: EngineConfig, place: StagePlace) -> None:
         super().__init__(config)

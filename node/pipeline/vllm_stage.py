@@ -45,7 +45,7 @@ NOT_HERE = "tokens are asked of stage 0 of a pipeline, and this is another one"
 
 
 class StageCore:
-    """Implements host.Core; generate() is refused."""
+    """Implements EngineCore; generate() is refused."""
 
     def __init__(self, config: EngineConfig, place: StagePlace) -> None:
         self._config = config

@@ -106,7 +106,7 @@ def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
 def _workers(scheduler: LeaseScheduler, now: float) -> str:
     """Say why no worker holds a lease, and what to do."""
     registry = scheduler.registry
-    workers = {n: one for n, one in registry.workers.items() if n not in registry.audits.seats}
+    workers = {n: one for n, one in registry.workers.items() if n not in registry.audits.validators}
     if not workers:
         return f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(registry)}"
     newest = max(scheduler.version, 0)

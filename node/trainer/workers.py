@@ -18,9 +18,8 @@ from ...crypto.hashing import short
 from ...protocol import tickets
 from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import LeaseBook
+from ...protocol.leases import LeaseBook, Origin
 from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
-from ...protocol.newcomers import Origin
 from ...protocol.reputation import Reputation
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..memory_plan.stages import CutModel
@@ -285,7 +284,7 @@ class WorkerRegistry:
 
     def _tier(self, peer: bytes) -> Tier:
         """Rank a node for keeping its connections when there are too many."""
-        known = self.proven(peer) or peer in self.audits.seats or self.pipelines.place(peer)
+        known = self.proven(peer) or peer in self.audits.validators or self.pipelines.place(peer)
         return Tier.MEMBER if known else Tier.NEWCOMER
 
     def _check_ticket(self, sealed: bytes, now: int) -> bytes:

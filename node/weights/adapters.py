@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ops.errors import EngineError
-from .moves import where
+from .blocks import where
 from .state import BITS, Changed, State, Tensor
 
 PREFIX = "base_model.model."

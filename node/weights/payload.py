@@ -20,10 +20,8 @@ import msgspec
 from ...crypto.hashing import digest
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest, TensorInfo
 from ...protocol.version import KIB, MAX_CHUNK
-from .blocks import BLOCK, SKIP, max_body
-from .errors import CodecError
-from .state import BITS, State, numel
-from .streams import read_varint, varint
+from .blocks import BLOCK, SKIP, max_body, read_varint, varint
+from .state import BITS, CodecError, State, numel
 
 MAGIC = b"PRLW"
 FULL, DELTA = 0, 1

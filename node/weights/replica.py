@@ -4,26 +4,22 @@ A state becomes the held one only after every tensor in it was hashed and found 
 manifest promises; until commit() nothing that is held changes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ...crypto.hashing import NO_DIGEST, short
-from ...protocol.manifests import Artifact, PolicyManifest, TensorInfo
+from ...protocol.manifests import Artifact, PolicyManifest
 from .chain import NOTHING
-from .codec import CODEC, apply_delta_changed, decode_full
-from .errors import CodecError, DigestMismatch, WrongBase
-from .payload import (
-    Share,
-    chunks_for,
-    everything,
-    part_of,
-    wanted_of,
-)
+from .codec import CODEC, apply_delta, decode_full
+from .payload import Share, chunks_for, everything, part_of, wanted_of
 from .state import (
     Changed,
+    CodecError,
+    DigestMismatch,
     State,
     Tensor,
+    WrongBase,
     state_bytes,
     state_digest,
     tensor_digest,
@@ -49,7 +45,7 @@ class PreparedPolicy:
     policy: Policy
     base: bytes = field(repr=False)
     changed: Changed | None = field(default=None, repr=False)
-    """Where `policy` differs from its base; None for an anchor."""
+    """Where `policy` differs from its base; None for a snapshot."""
 
 
 SMALL_SHARE = 16
@@ -57,7 +53,7 @@ SMALL_SHARE = 16
 is short calls, for which two threads only wait for each other's interpreter lock."""
 
 EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
-"""What a node holds before its first anchor."""
+"""What a node holds before its first snapshot."""
 
 
 def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1) -> Policy:
@@ -136,7 +132,7 @@ class WeightReplica:
             return decode_full(payload, infos, threads=threads, done=done), None
         if size * SMALL_SHARE < state_bytes(self._policy.state):
             threads = 1
-        return apply_delta_changed(self._policy.state, payload, infos, threads=threads, done=done)
+        return apply_delta(self._policy.state, payload, infos, threads=threads, done=done)
 
 
 class _Hashing:
@@ -174,17 +170,13 @@ def _proved(manifest: PolicyManifest, state: State, hashes: Mapping[str, bytes])
                 f"version {manifest.version}: tensor {info.name} is "
                 f"{short(hashes[info.name])}, the manifest says {short(info.digest)}"
             )
-    whole = state_digest(_digests(manifest.tensors))
+    whole = state_digest({info.name: info.digest for info in manifest.tensors})
     if whole != manifest.state:
         raise DigestMismatch(
             f"version {manifest.version}: state is {short(whole)}, "
             f"the manifest says {short(manifest.state)}"
         )
     return Policy(manifest.version, state, hashes, whole)
-
-
-def _digests(tensors: Sequence[TensorInfo]) -> dict[str, bytes]:
-    return {info.name: info.digest for info in tensors}
 
 
 def _check_base(held: Policy, artifact: Artifact) -> None:

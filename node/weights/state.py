@@ -102,7 +102,7 @@ class PendingChanges:
         self._changed: Changed | None = None
 
     def all(self) -> None:
-        """Count everything as changed: after an anchor, or a load that failed."""
+        """Count everything as changed: after a snapshot, or a load that failed."""
         self._changed = None
 
     def none(self) -> None:
@@ -138,3 +138,23 @@ def _merge(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.in
     both = np.concatenate((first, second))
     both.sort(kind="stable")
     return both[np.concatenate(([True], both[1:] != both[:-1]))] if both.size else both
+
+
+class WeightsError(Exception):
+    """Base of everything that makes a policy version unusable here."""
+
+
+class CodecError(WeightsError):
+    """The payload cannot be encoded or decoded; the message names the tensor and the reason."""
+
+
+class WrongBase(WeightsError):
+    """The delta belongs on another state; fetch a snapshot or the missing deltas."""
+
+
+class DigestMismatch(WeightsError):
+    """A decoded tensor is not the one in the signed manifest."""
+
+
+class NoPath(WeightsError):
+    """Wait for a snapshot, or ask another peer for older manifests."""

@@ -27,11 +27,9 @@ from ..p2p.transport import TransportError
 from ..storage.chunk_store import read_chunk
 from ..storage.ledger import Ledger
 from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
-from ..weights.errors import WeightsError
 from ..weights.payload import NeededChunks, Share, everything
 from ..weights.replica import Policy, WeightReplica
-from ..weights.retention import retain
-from ..weights.state import PendingChanges
+from ..weights.state import PendingChanges, WeightsError
 
 logger = logging.getLogger(__name__)
 
@@ -530,9 +528,9 @@ class WeightSync:
         if self._planner.chain.newest == NOTHING:
             return
         keep = self._services.config.weights.keep_versions
-        await retain(
-            self._planner.chain, self._book, self._services.store, keep, self._services.keep_chunks
-        )
+        chain = self._planner.chain
+        live = chain.live_chunks(keep) | self._services.keep_chunks
+        await self._book.retain(self._services.store, chain.forget(keep), live)
 
 
 def _threads() -> int:

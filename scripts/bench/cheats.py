@@ -24,8 +24,7 @@ from primerl.node.inference.engine import Engine
 from primerl.node.inference.fingerprint import Projection
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 from primerl.tests.attacks.cheat_book import BOOK, Cheat
-from primerl.tests.attacks.cheat_run import learning_material, new_world, with_updates
-from primerl.tests.attacks.cheat_world import World
+from primerl.tests.attacks.cheat_world import World, learning_material, new_world, with_updates
 
 COMPANY = ((1, 0.01), (8, 0.09), (256, 0.9))
 """Rollouts at once, and the share of the honest blocks."""

@@ -24,9 +24,8 @@ from codec_deltas import Pair, optimizer_steps, synthetic
 from codec_formats import ANCHOR, FULL, SPARSE, XOR, Format, ours
 from codec_report import judge, show
 
-from primerl.node.weights.blocks import BLOCK
+from primerl.node.weights.blocks import BLOCK, find
 from primerl.node.weights.encoders import Encoders
-from primerl.node.weights.moves import find
 from primerl.node.weights.payload import ordered
 from primerl.node.weights.replica import Policy, prove
 from primerl.node.weights.state import State, state_bytes

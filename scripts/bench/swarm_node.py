@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import ChunkArrivals
 from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.download import BlobFetcher
 from primerl.node.p2p.iroh import IrohTransport
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.serve import BlobServer
+from primerl.node.p2p.serve import BlobServer, ChunkArrivals
 from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import ALPN_BLOBS

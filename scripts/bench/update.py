@@ -29,8 +29,8 @@ from shapes import SHAPES
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.handover import HostedPolicy
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.hosted_weights import Weights
 from primerl.node.inference.model import build_network
 from primerl.node.inference.qwen3 import shapes
 from primerl.node.inference.vllm import VllmCore
@@ -129,7 +129,7 @@ class Here:
 
     def __init__(self, config: EngineConfig) -> None:
         self.core = VllmCore(config)
-        self._weights = Weights()
+        self._weights = HostedPolicy()
 
     async def start(self, model_dir: Path) -> None:
         """See VllmCore."""
@@ -225,7 +225,7 @@ def make_bench(options: argparse.Namespace) -> Bench:
         engine: Any = HfEngine(EngineConfig(**common), build=build)
     else:
         engine = Here(EngineConfig(type="vllm", **common, vllm=ON_CUDA if cuda else {}))
-        log = logging.getLogger("primerl.node.inference.hosted_weights")
+        log = logging.getLogger("primerl.node.inference.handover")
         log.addHandler(Frozen(frozen))
         log.setLevel(logging.INFO)
     return Bench(engine, options.requests, options.length, [steps], frozen)

@@ -26,8 +26,13 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.verification.auditor import Auditor
 from primerl.tests.attacks.cheat_book import BOOK, audited_by_content
-from primerl.tests.attacks.cheat_run import learning_material, new_world, with_updates
-from primerl.tests.attacks.cheat_world import Workshop, World
+from primerl.tests.attacks.cheat_world import (
+    Workshop,
+    World,
+    learning_material,
+    new_world,
+    with_updates,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 from cheats import models_of  # pyright: ignore

@@ -170,7 +170,7 @@ async def test_after_updates_in_place_logprobs_are_those_of_a_whole_load(
     await engine.load(100, case.states[0])
     state = case.states[0]
     before = [await engine.generate(one) for one in requests()]
-    with caplog.at_level(logging.INFO, "primerl.node.inference.hosted_weights"):
+    with caplog.at_level(logging.INFO, "primerl.node.inference.handover"):
         for seed in range(4):
             state, changed = blended(state, case.states[1], 0.05, seed)
             await engine.update(104, state, changed)

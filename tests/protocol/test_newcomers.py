@@ -4,8 +4,17 @@ from support.lease_cases import A, B, C, D, granted, policy, task_digest
 from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
-from primerl.protocol.leases import Lease, LeaseBook, Share
-from primerl.protocol.newcomers import FAILING, FORGET_S, MAX_PLACES, SLOT_SHARE, Origin, pool
+from primerl.protocol.leases import (
+    FAILING,
+    FORGET_S,
+    MAX_PLACES,
+    SLOT_SHARE,
+    Lease,
+    LeaseBook,
+    Origin,
+    Share,
+    pool,
+)
 from primerl.protocol.reputation import Reputation
 
 ONE, TWO = Origin(b"one"), Origin(b"two")

@@ -18,7 +18,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.app.peer_node import JoinedRun, PeerNode
 from primerl.node.config.run import JoinConfig, WeightsConfig
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.serve import ChunkArrivals
 from primerl.node.p2p.transport import Stream
 from primerl.node.pipeline.layers import share_of
 from primerl.node.trainer.publisher import Publisher

@@ -21,26 +21,28 @@ from primerl.node.inference.engine import (
     Written,
 )
 from primerl.node.inference.handover import POSITIONS, VALUES, WHOLE, read_spans
-from primerl.node.inference.host_frames import ApiOptions
-from primerl.node.inference.sleeping import Sleeper
+from primerl.node.inference.host import Sleeper
+from primerl.node.inference.host_messages import ApiOptions
 from primerl.node.ops.errors import EngineError, EngineLost, UsageError
 from primerl.node.pipeline.place import StagePlace
 from primerl.node.weights.checkpoint import read_checkpoint, read_metadata
 from primerl.node.weights.state import State
 
-WEIGHTS, PID, DIES, OOM, LOST, BLOCKS, STUCK, WAITS, FAULTY, LOOKS = range(10)
+WEIGHTS, PID, DIES, OOM, LOST, BLOCKS, STUCK, WAITS, FAULTY, LOOKS, ERRS = range(11)
 """Tokens. WEIGHTS: the answer is what was loaded; PID: which process answers; LOST: vLLM itself died below
 it; BLOCKS: the whole process hangs; STUCK: vLLM does; WAITS: until given up; FAULTY: only this request
-fails; LOOKS: how many requests wait, and how often it slept."""
+fails; LOOKS: how many requests wait, and how often it slept; ERRS: the program has an error."""
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 BAD = 99
 """A state whose numbers begin with it does not fit."""
 DEADLY = 98
 """Loading it ends the process."""
+ERRONEOUS = 97
+"""Loading it meets an error of the program."""
 
 
 class Fake:
-    """Implements host.Core; `place` is where it is stage 0 of a pipeline."""
+    """Implements EngineCore; `place` is where it is stage 0 of a pipeline."""
 
     def __init__(self, config: EngineConfig, *place: StagePlace) -> None:
         self._says: dict[str, Any] = config.vllm
@@ -54,7 +56,7 @@ class Fake:
         self._stuck_s = 0.0
 
     def prepare_api(self, options: ApiOptions) -> None:
-        """See host.Serving."""
+        """See ServingCore."""
         self._api = options
 
     async def serve_api(self, sleeper: Sleeper) -> None:
@@ -92,6 +94,8 @@ class Fake:
         self._state, self._version = read_checkpoint(Path(path)), version
         if self._state["w"].data[0] == DEADLY:
             os._exit(5)
+        if self._state["w"].data[0] == ERRONEOUS:
+            raise ZeroDivisionError("an error in the program")
         return Written(0.002, 0.001)
 
     async def stage(self, path: str) -> WeightsFault:
@@ -131,6 +135,8 @@ class Fake:
                 raise EngineError("this one cannot be drawn")
             case 9:  # LOOKS
                 return self._found([self._waiting, self._slept])
+            case 10:  # ERRS
+                raise ZeroDivisionError("an error in the program")
             case _:
                 pass
         return self._found([int(one) for one in self._state["w"].data])

@@ -17,7 +17,7 @@ from support.tool_cases import tool_dir
 from primerl.node.api.vllm_proxy import PATHS, api_options, merge_metrics
 from primerl.node.config.serving import ApiConfig
 from primerl.node.environments.chat import ChatFormat
-from primerl.node.inference.host_frames import ApiOptions
+from primerl.node.inference.host_messages import ApiOptions
 from primerl.node.ops.errors import EngineLost
 
 CHAT = "/v1/chat/completions"

@@ -12,12 +12,10 @@ from support.engine_cases import FP32, make_qwen3, request, started
 
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine
-from primerl.node.inference.handover import make_delta, shared_file
-from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.hf_core import HfCore, read_update
+from primerl.node.inference.handover import make_delta, read_update, shared_file
+from primerl.node.inference.hf import HfCore, HfEngine
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.inference.hosted_child import Patience
-from primerl.node.inference.hosted_seat import Pauses
+from primerl.node.inference.replica import EngineTimeouts
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Changed, State, Tensor, digests
@@ -149,7 +147,7 @@ async def test_a_process_of_its_own_answers_the_same_and_is_replaced_when_it_die
     directory, state, later, changed = model
     plain = await started(HfEngine(FP32), directory, state, fingerprint="projection")
     config = FP32.model_copy(update={"max_restarts": 9})
-    hosted = HostedEngine(config, patience=Patience(end=60.0), pauses=Pauses(first=0.01))
+    hosted = HostedEngine(config, timeouts=EngineTimeouts(end_s=60.0, first_restart_s=0.01))
     await hosted.start(directory, fingerprint="projection")
     try:
         await hosted.load(0, state)

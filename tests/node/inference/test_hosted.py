@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,23 @@ from support.engine_cases import request as any_request
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import GenerateRequest
-from primerl.node.inference.host_frames import ApiOptions
+from primerl.node.inference.host_messages import ApiOptions
 from primerl.node.inference.hosted import HostedEngine, environments_of
-from primerl.node.inference.hosted_child import Patience
-from primerl.node.inference.hosted_seat import Pauses
+from primerl.node.inference.replica import EngineTimeouts
 from primerl.node.ops.errors import EngineError, EngineLost, UsageError
 from primerl.node.weights.state import State, Tensor
 
 PROGRAM = (sys.executable, fake.__file__)
-QUICK = Pauses(first=0.01, factor=1.0)
-PATIENCE = Patience(start=60.0, load=60.0, ping=0.05, silent=60.0, stuck=1e5, end=10.0)
+TIMEOUTS = EngineTimeouts(
+    start_s=60.0,
+    load_s=60.0,
+    ping_s=0.05,
+    silent_s=60.0,
+    stuck_s=1e5,
+    end_s=10.0,
+    first_restart_s=0.01,
+    restart_factor=1.0,
+)
 DEADLINE_S = 60.0
 
 
@@ -70,12 +78,11 @@ def ask(kind: int, group: bytes = b"") -> GenerateRequest:
 async def running(
     model_dir: Path,
     config: EngineConfig,
-    patience: Patience = PATIENCE,
-    pauses: Pauses = QUICK,
+    timeouts: EngineTimeouts = TIMEOUTS,
     api: ApiOptions | None = None,
 ) -> AsyncGenerator[HostedEngine]:
     """An engine that holds 1, 2, 3 as version 0; nothing of it is left afterwards."""
-    engine = HostedEngine(config, PROGRAM, patience, pauses)
+    engine = HostedEngine(config, PROGRAM, timeouts)
     try:
         assert api is None or engine.serve_api(api)
         await engine.start(model_dir)
@@ -125,6 +132,9 @@ async def test_weights_are_loaded_updated_and_refused_and_requests_fail_alone(
         assert type(caught.value) is EngineError
         with pytest.raises(EngineError, match="outside"):
             await engine.generate(ask(9999))
+        with pytest.raises(EngineError, match="ZeroDivisionError") as caught:
+            await engine.generate(ask(fake.ERRS))
+        assert type(caught.value) is EngineError
         await until(lambda: engine.stats().generated_tokens == 6)
         stats = engine.stats()
         assert (stats.waiting, stats.kv_use, stats.kv_tokens, stats.restarts) == (2, 0.25, 100, 0)
@@ -156,8 +166,18 @@ async def test_a_lost_engine_is_explained_and_comes_back_with_the_newest_weights
         assert engine.stats().generated_tokens >= 3  # counted since the start, not the restart
 
 
+async def test_an_error_of_the_program_while_weights_change_loses_the_engine(
+    model_dir: Path,
+) -> None:
+    """Which weights are in there is unknown then; a request that changes nothing fails alone."""
+    async with running(model_dir, config(max_restarts=1)) as engine:
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            await engine.load(1, state(fake.ERRONEOUS))
+        assert engine.policy_version == 0
+
+
 async def test_one_that_does_not_answer_at_all_is_killed(model_dir: Path) -> None:
-    impatient = Patience(start=60.0, load=60.0, ping=0.05, silent=2.0, end=10.0)
+    impatient = replace(TIMEOUTS, silent_s=2.0)
     async with running(model_dir, config(), impatient) as engine:
         [pid] = engine.pids
         assert "no answer within 2 s" in await lost(engine, engine.generate(ask(fake.BLOCKS)))
@@ -312,7 +332,7 @@ async def test_a_start_that_fails_is_not_tried_again(model_dir: Path, tmp_path: 
 
 
 async def test_close_ends_a_start_and_everything_that_is_pending(model_dir: Path) -> None:
-    engine = HostedEngine(config(starts_s=600, with_another=True), PROGRAM, PATIENCE)
+    engine = HostedEngine(config(starts_s=600, with_another=True), PROGRAM, TIMEOUTS)
     starting = asyncio.create_task(engine.start(model_dir))
     await until(lambda: len(started_processes()) == 2)
     await engine.close()
@@ -336,7 +356,7 @@ async def test_a_half_started_engine_that_is_asked_to_end_takes_what_it_started_
     model_dir: Path,
 ) -> None:
     """As it asks itself where its node was killed (process/spawn.py: leave_with_parent)."""
-    engine = HostedEngine(config(starts_s=600, with_another=True), PROGRAM, PATIENCE)
+    engine = HostedEngine(config(starts_s=600, with_another=True), PROGRAM, TIMEOUTS)
     starting = asyncio.create_task(engine.start(model_dir))
     await until(lambda: len(started_processes()) == 2)
     host, another = started_processes()
@@ -404,7 +424,7 @@ async def test_each_engine_serves_on_a_socket_that_is_its_owners_alone(model_dir
 
 async def test_only_vllm_serves_by_itself_and_only_with_weights(model_dir: Path) -> None:
     assert not HostedEngine(EngineConfig(type="hf", device="cuda")).serve_api(ApiOptions("tiny"))
-    engine = HostedEngine(config(), PROGRAM, PATIENCE)
+    engine = HostedEngine(config(), PROGRAM, TIMEOUTS)
     assert engine.serve_api(ApiOptions("tiny"))
     try:
         with pytest.raises(EngineError, match="start"), engine.upstream():

@@ -210,7 +210,7 @@ async def test_no_cached_prefix_outlives_an_update_in_place(
     one = request(400)
     await generate_all(engine, [one])
     new, changed = blended(case.states[0], case.states[1], 0.1)
-    with caplog.at_level(logging.INFO, "primerl.node.inference.hosted_weights"):
+    with caplog.at_level(logging.INFO, "primerl.node.inference.handover"):
         await engine.update(3101, new, changed)
     assert "whole" not in caplog.text  # it went element by element
     [updated] = await generate_all(engine, [one])

@@ -9,7 +9,6 @@ import pytest
 from support.exchange_world import payload, until
 from support.exchange_world import references as refs
 
-from primerl.node.p2p.arrivals import ChunkArrivals
 from primerl.node.p2p.download_state import (
     DETOUR_S,
     IN_LINE_S,
@@ -27,6 +26,7 @@ from primerl.node.p2p.serve import (
     MOST,
     OVERDUE_S,
     RELAY_S,
+    ChunkArrivals,
     UploadCounts,
     UploadLimit,
     UploadSlots,

@@ -12,13 +12,12 @@ import trio
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import ChunkArrivals
 from primerl.node.p2p.discovery import peer_id_of
 from primerl.node.p2p.libp2p import CARRYING, MAX_UNREAD, Libp2pDiscovery
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
-from primerl.node.p2p.serve import BlobServer
+from primerl.node.p2p.serve import BlobServer, ChunkArrivals
 from primerl.node.p2p.tcp_chunks import (
     BACKOFF_S,
     REQUEST_BURST,

@@ -13,21 +13,19 @@ from support.frame_cases import SHAPE, plan
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.engine import Completion, EngineStats
 from primerl.node.inference.host import EngineHost
-from primerl.node.inference.host_frames import (
-    Draw,
-    Drawn,
-    Rejoin,
-    SetUp,
-    as_completion,
-    as_draw,
-    as_drawn,
+from primerl.node.inference.host_messages import (
+    EngineDrawn,
+    EngineRejoin,
+    EngineRequest,
+    EngineSetUp,
+    read_engine_answer,
 )
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage, Laned
 from primerl.node.pipeline.place import StagePlace
 from primerl.node.pipeline.vllm_place import encode_place
-from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, body_length
+from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, Message, body_length
 from primerl.node.process.serve import Outbox
 
 WAIT_S = 60.0
@@ -69,7 +67,7 @@ class Head(Core):
             raise EngineError("this chain is over")
 
 
-async def answers(make: Any, *requests: Any) -> list[Any]:
+async def answers(make: Any, *requests: EngineRequest) -> list[Any]:
     """What a host answers to each, one after the other."""
     written: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -83,19 +81,19 @@ async def answers(make: Any, *requests: Any) -> list[Any]:
     host = EngineHost(Outbox(write), make)
     found: list[Any] = []
     try:
-        for one in requests:
-            host.take(one)
+        for number, one in enumerate(requests, 1):
+            host.take(Message(number, one))
             async with asyncio.timeout(WAIT_S):
-                while (answer := await written.get())[0] == "busy":
-                    pass
+                while (answer := await written.get())[0] != number:
+                    pass  # how busy it is
             found.append(answer)
     finally:
         await host.close()
     return found
 
 
-def setup(where: bytes = b"") -> SetUp:
-    return SetUp(1, EngineConfig().model_dump_json().encode(), "/model", "", where)
+def setup(where: bytes = b"") -> EngineSetUp:
+    return EngineSetUp(EngineConfig().model_dump_json().encode(), "/model", "", where)
 
 
 async def test_a_host_makes_a_stage_where_it_is_given_a_place() -> None:
@@ -105,23 +103,21 @@ async def test_a_host_makes_a_stage_where_it_is_given_a_place() -> None:
         made.append(Head(config, where))
         return made[-1]
 
-    found = await answers(make, setup(encode_place(place())), Rejoin(2, 7), Rejoin(3, 1))
-    assert found[:2] == [["done", 1], ["done", 2]]
-    assert found[2] == ["failed", 3, "this chain is over", "fault"]
+    found = await answers(make, setup(encode_place(place())), EngineRejoin(7), EngineRejoin(1))
+    assert found[:2] == [[1, ["done"]], [2, ["done"]]]
+    assert found[2] == [3, ["failed", "this chain is over", "fault"]]
     assert made[0].where == place()
 
 
 async def test_a_whole_engine_has_no_chain_to_begin() -> None:
-    found = await answers(Core, setup(), Rejoin(2, 7))
-    assert found[1][0] == "failed"
+    found = await answers(Core, setup(), EngineRejoin(7))
+    assert found[1][1][0] == "failed"
 
 
 def test_fingerprints_of_boundaries_come_along() -> None:
     found = Completion([1, 2], [-1.0, -2.0], "stop", 3, 3, proof=b"p" * 16, boundaries=(b"a", b"b"))
-    drawn = as_drawn(4, found)
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(drawn), type=Drawn)
-    assert as_completion(again) == found
-    assert isinstance(as_draw(1, request()), Draw)
+    body = msgspec.msgpack.encode(Message(4, EngineDrawn(found)))
+    assert read_engine_answer(body) == Message(4, EngineDrawn(found))
 
 
 async def test_a_later_stage_answers_no_requests() -> None:

@@ -12,10 +12,8 @@ from support import weights_cases as cases
 from primerl.node.weights import encoders
 from primerl.node.weights.blocks import BLOCK
 from primerl.node.weights.codec import encode_delta
-from primerl.node.weights.encoder_process import serve
-from primerl.node.weights.encoders import Encoders
-from primerl.node.weights.errors import CodecError
-from primerl.node.weights.state import Changed, State, Tensor
+from primerl.node.weights.encoders import Encoders, serve
+from primerl.node.weights.state import Changed, CodecError, State, Tensor
 
 
 @pytest.fixture(scope="module")

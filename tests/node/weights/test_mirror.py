@@ -6,9 +6,16 @@ from support import weights_cases as cases
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.codec import encode_delta, encode_full
-from primerl.node.weights.errors import CodecError, DigestMismatch, WrongBase
 from primerl.node.weights.replica import EMPTY, WeightReplica, prove
-from primerl.node.weights.state import State, Tensor, digests, state_digest
+from primerl.node.weights.state import (
+    CodecError,
+    DigestMismatch,
+    State,
+    Tensor,
+    WrongBase,
+    digests,
+    state_digest,
+)
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
 
 V0 = {"a": cases.like_a_model(1, 5000), "b": cases.like_a_model(2, 3000), "c": cases.bf16(1, 2)}

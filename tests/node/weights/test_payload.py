@@ -15,7 +15,6 @@ from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.chain import VersionChain
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.encoders import Encoders
-from primerl.node.weights.errors import CodecError, DigestMismatch, WeightsError
 from primerl.node.weights.payload import (
     CHUNK_SHARE,
     MIN_CHUNK,
@@ -28,7 +27,14 @@ from primerl.node.weights.payload import (
     part_of,
 )
 from primerl.node.weights.replica import WeightReplica
-from primerl.node.weights.state import State, digests, state_digest
+from primerl.node.weights.state import (
+    CodecError,
+    DigestMismatch,
+    State,
+    WeightsError,
+    digests,
+    state_digest,
+)
 from primerl.protocol.manifests import Artifact, ChunkRef
 
 V0 = {f"t{n}": cases.like_a_model(n, 3000 + 700 * n) for n in range(8)} | {

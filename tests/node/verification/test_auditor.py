@@ -1,5 +1,7 @@
-"""What a submission says of its stages: bound to a plan of the trainer's and to branches that it holds."""
+"""Items of an audit, the versions that it needs, and what a submission says of its stages."""
 
+import gc
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,16 +25,31 @@ from support.protocol_cases import (
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.inference.fingerprint import Projection
+from primerl.node.ops.errors import EngineError
 from primerl.node.trainer.audits import _measured as from_report  # pyright: ignore[reportPrivateUsage]
 from primerl.node.validator.loop import job_items, make_report
-from primerl.node.verification.auditor import BoundaryClaim, Measured, Unreadable
+from primerl.node.verification.auditor import (
+    AuditItem,
+    AuditTarget,
+    BoundaryClaim,
+    Measured,
+    SameState,
+    SampledSpan,
+    audit_items,
+    boundary_distances,
+    check_versions,
+    other_versions,
+    plain_turns,
+    plan_of,
+    wanted_versions,
+)
 from primerl.node.verification.checks import CheckedRollout, check_submission
-from primerl.node.verification.items import audit_items, boundary_distances, plain_turns, plan_of
+from primerl.node.weights.state import Tensor
+from primerl.protocol.audits import CrossedRow, Place, check_rows
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import AuditJob
 from primerl.protocol.pipelines import PipelinePlan, Stage
-from primerl.protocol.reports import CrossedRow, Place, check_rows
 from primerl.protocol.rollouts import (
     MAX_BLAMED,
     MAX_DETAIL,
@@ -183,8 +200,6 @@ def test_a_validator_asks_and_reports_the_same() -> None:
     report = make_report(job, [found])
     check_rows(report, [(0, 0)])
     assert report.crossed == (CrossedRow(0, 0, (0.25,)),)
-    from primerl.node.verification.calls import AuditTarget
-
     assert from_report([AuditTarget(checked(work()), [item])], report) == [[found]]
     lied = msgspec.structs.replace(report, crossed=(CrossedRow(0, 0, (0.25, 0.5)),))
     assert from_report([AuditTarget(checked(work()), [item])], lied)[0][0].boundaries == ()  # type: ignore[union-attr]
@@ -217,7 +232,6 @@ def test_a_rollout_is_as_far_off_at_a_boundary_as_the_worst_of_its_branches() ->
     assert boundary_distances([branch(0.1), branch()]) == ()
     assert boundary_distances([branch(0.1), branch(0.1, 0.2)]) == ()
     assert boundary_distances([branch(0.1), branch(float("nan"))])[0] != 0.1
-    assert not isinstance(branch(), Unreadable)
 
 
 def test_the_longest_verdict_on_a_pipeline_fits_a_message() -> None:
@@ -243,3 +257,39 @@ def test_the_longest_verdict_on_a_pipeline_fits_a_message() -> None:
     )
     sealed = seal(TRAINER, Purpose.VERDICT, RUN, verdict, expires=NOW, recipient=node)
     assert len(sealed) < 64 * 1024
+
+
+def item(length: int = 10, versions: Sequence[int] = (3,)) -> AuditItem:
+    count = len(versions)
+    return AuditItem([0] * length, [SampledSpan(1, 1 + count, 0)], [0.0] * count, versions, b"")
+
+
+def test_a_branch_of_one_version_is_never_compared_with_itself() -> None:
+    others = {3: [2, 3, 4], 4: [3]}
+    assert other_versions(item(), others) == [2, 4]
+    assert wanted_versions(item(), others) == [2, 3, 4]
+    # of two versions: each of them may have drawn all of it
+    assert other_versions(item(versions=[3, 4]), others) == [2, 3, 4]
+    assert other_versions(item(versions=[7]), others) == []
+
+
+def test_a_version_that_is_not_held_is_named() -> None:
+    check_versions([item()], {3: None}, {})
+    with pytest.raises(EngineError, match="policy 2"):
+        check_versions([item()], {3: None}, {3: [2]})
+
+
+def test_a_state_is_the_same_only_if_its_tensors_are() -> None:
+    def tensor() -> Tensor:
+        return Tensor("F32", (2,), np.zeros(2, "<u4"))
+
+    state = {"a": tensor(), "b": tensor()}
+    seen = SameState(state)
+    assert seen.matches(state)
+    assert seen.matches(dict(state))
+    assert not seen.matches(state | {"a": tensor()})
+    assert not seen.matches(state | {"c": tensor()})
+    assert not seen.matches({"a": state["a"]})
+    del state["b"]
+    gc.collect()
+    assert not seen.matches(state | {"b": tensor()})

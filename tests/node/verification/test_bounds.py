@@ -1,30 +1,33 @@
+"""Bounds: built in, made of honest rollouts, and whether cheats are outside of them."""
+
 import json
 import math
-import random
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import UsageError
-from primerl.node.verification.bands import (
+from primerl.node.verification.auditor import MEASURES
+from primerl.node.verification.bounds import (
     BEYOND,
+    BUILT_IN,
     FEWEST,
     REJECT_FLOOR,
-    Bands,
     at_least,
     bands,
     d_prime,
     false_positives,
     other_scale,
+    proof_contract,
     quantiles,
     ratio_tail,
     surely_below,
     tail,
     upper_bound,
 )
-from primerl.node.verification.judge import FIELDS, judge, proof_contract
-from primerl.node.verification.separation import (
+from primerl.node.verification.cheats import (
     batches_caught,
     int4,
     int8,
@@ -32,6 +35,7 @@ from primerl.node.verification.separation import (
     nudged,
     separate,
 )
+from primerl.node.verification.judge import judge
 from primerl.node.weights.state import Tensor
 from primerl.protocol.rollouts import Evidence
 
@@ -39,15 +43,15 @@ CONTRACT = proof_contract(RunConfig(), "")
 
 
 def rollout(number: int, **measures: float) -> Evidence:
-    values = dict.fromkeys(FIELDS, 0.0) | measures
+    values = dict.fromkeys(MEASURES, 0.0) | measures
     return Evidence(group=0, rollout=number, tokens=64, **values)
 
 
 def noise(count: int, seed: int, scale: float = 0.01) -> list[Evidence]:
     """Rollouts whose measures are independent and exponential."""
-    drawn = np.random.default_rng(seed).exponential(scale, (count, len(FIELDS)))
+    drawn = np.random.default_rng(seed).exponential(scale, (count, len(MEASURES)))
     return [
-        rollout(number, **dict(zip(FIELDS, map(float, row), strict=True)))
+        rollout(number, **dict(zip(MEASURES, map(float, row), strict=True)))
         for number, row in enumerate(drawn)
     ]
 
@@ -71,14 +75,10 @@ def test_the_tail_of_equal_values_is_that_value() -> None:
     assert tail(np.full(50, 0.25), BEYOND) == pytest.approx(0.25)
 
 
-def test_likelihood_ratios_far_below_zero_widen_no_bound() -> None:
+def test_likelihood_ratios_widen_the_bound_by_a_long_tail_only() -> None:
     chance = np.random.default_rng(9)
     deep = chance.normal(-90, 30, 2_000)
     assert ratio_tail(deep, BEYOND) < 12 < tail(deep, BEYOND)
-
-
-def test_likelihood_ratios_with_a_long_tail_widen_the_bound() -> None:
-    chance = np.random.default_rng(9)
     long = chance.exponential(3.0, 2_000) - 3.0
     assert ratio_tail(long, BEYOND) > 3 * math.log(1 / BEYOND) - 5
     right = chance.exponential(1.0, 2_000)
@@ -111,7 +111,7 @@ def test_the_binomial_tail_sums_to_one() -> None:
 def test_bounds_lie_above_every_honest_rollout() -> None:
     honest = noise(500, 1)
     found = bands(honest)
-    for name in FIELDS:
+    for name in MEASURES:
         values = [getattr(one, name) for one in honest]
         assert getattr(found.reject, name) >= 1.2 * max(values)
         assert getattr(found.suspect, name) <= getattr(found.reject, name)
@@ -170,42 +170,23 @@ def test_d_prime_is_in_standard_deviations() -> None:
     assert d_prime(ours, theirs) == pytest.approx(5.0, rel=0.1)
 
 
-def narrow() -> Bands:
-    return bands(noise(1_000, 7))
-
-
-def test_a_cheat_far_outside_separates() -> None:
-    bound = narrow()
+def test_a_cheat_separates_by_rejections_or_by_many_suspects_and_not_within_the_band() -> None:
+    bound = bands(noise(1_000, 7))
+    contract = bound.contract(CONTRACT)
     far = [rollout(n, fingerprint=10 * bound.reject.fingerprint) for n in range(32)]
-    found = separate("far", far, bound.contract(CONTRACT), chance=random.Random(1))
+    found = separate("far", far, contract)
     assert (found.rejected, found.suspected, found.batches) == (32, 32, 1.0)
-    assert found.separates
-
-
-def test_a_cheat_within_the_honest_band_does_not_separate() -> None:
-    bound = narrow().contract(CONTRACT)
-    found = separate("inside", noise(64, 8), bound, chance=random.Random(1))
-    assert not found.separates
-    assert found.batches < 0.2
-
-
-def test_many_suspects_in_a_batch_separate_without_one_rejection() -> None:
-    bound = narrow()
     between = (bound.suspect.fingerprint + bound.reject.fingerprint) / 2
-    found = separate(
-        "between",
-        [rollout(n, fingerprint=between) for n in range(32)],
-        bound.contract(CONTRACT),
-        chance=random.Random(1),
-    )
-    assert found.rejected == 0
-    assert found.separates
+    odd = separate("between", [rollout(n, fingerprint=between) for n in range(32)], contract)
+    assert (odd.rejected, odd.separates) == (0, True)
+    inside = separate("inside", noise(64, 8), contract)
+    assert (inside.separates, inside.batches < 0.2) == (False, True)
 
 
 def test_batches_are_caught_as_often_as_arithmetic_says() -> None:
-    rejected = [True] + [False] * 9
-    found = batches_caught(rejected, [False] * 10, chance=random.Random(2))
-    assert found == pytest.approx(1 - 0.9**16, abs=0.03)
+    assert batches_caught(10, 1, 1) == pytest.approx(1 - 0.9**16)
+    assert batches_caught(10, 0, 10) == pytest.approx(1.0)
+    assert batches_caught(0, 0, 0) == batches_caught(10, 0, 0) == 0.0
 
 
 def test_a_few_suspects_in_a_batch_are_coincidence() -> None:
@@ -257,21 +238,39 @@ def test_a_nudged_state_moves_by_the_step_on_average() -> None:
     assert json.dumps(again.data.tolist()) == json.dumps(nudged(state, 1e-4, 3)[name].data.tolist())
 
 
-def test_likelihood_ratios_that_are_some_count_almost_in_full() -> None:
+def test_likelihood_ratios_count_as_far_as_they_are_ratios() -> None:
     """x ~ N(-v/2, v) has a mean of e^x of 1: what the sequential test is made for."""
     rng = np.random.default_rng(5)
     assert other_scale(rng.normal(-0.5, 1.0, 4000)) > 0.8
     assert other_scale(np.zeros(64)) == 1.0
-
-
-def test_noise_that_auditor_and_worker_have_in_common_scales_them_down() -> None:
-    rng = np.random.default_rng(6)
-    loud = rng.normal(-20.0, 19.0, 4000)
+    loud = rng.normal(-20.0, 19.0, 4000)  # noise that auditor and worker have in common
     scale = other_scale(loud)
     assert 0.05 < scale < 0.15
     assert np.exp(np.clip(loud * scale, -5, 5)).mean() <= 1.0
+    assert other_scale(rng.normal(3.0, 12.0, 4000)) == 0.0  # they lean to another policy
 
 
-def test_where_honest_rollouts_lean_to_another_policy_it_says_nothing() -> None:
-    rng = np.random.default_rng(7)
-    assert other_scale(rng.normal(3.0, 12.0, 4000)) == 0.0
+def config(fingerprint: str, dtype: str) -> RunConfig:
+    return RunConfig.model_validate(
+        {"verification": {"fingerprint": fingerprint}, "engine": {"dtype": dtype}}
+    )
+
+
+def test_what_is_suspect_comes_before_what_is_rejected() -> None:
+    for reject, suspect in BUILT_IN.values():
+        assert all(getattr(suspect, name) < getattr(reject, name) for name in MEASURES)
+
+
+def test_built_in_bounds_say_that_no_sample_is_behind_them() -> None:
+    contract = proof_contract(config("projection", "bfloat16"), "")
+    assert (contract.honest_rollouts, contract.source) == (0, "built in for bfloat16")
+    assert contract.other_scale == 0.0, "unmeasured noise bans nobody"
+
+
+def test_a_fingerprint_that_was_removed_says_what_to_set() -> None:
+    with pytest.raises(
+        ValidationError, match=r'removed: set verification\.fingerprint = "projection"'
+    ):
+        config("toploc", "float32")
+    with pytest.raises(ValidationError, match="projection"):
+        config("other", "float32")

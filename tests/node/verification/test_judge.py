@@ -1,28 +1,18 @@
-"""Which stages a fault can be of: never one whose input was wrong already, never one alone in doubt."""
+"""Judging: NaN is above every bound; a fault is laid to no stage whose input was wrong already."""
 
 from math import inf, nan
 from typing import Any
 
 import pytest
+from msgspec import structs
+from support.protocol_cases import PROOFS
 
-from primerl.node.verification.blame import StageAttribution, blame, most_named, words
-from primerl.node.verification.judge import BUILT_IN, judge
-from primerl.protocol.manifests import ProofContract
+from primerl.node.verification.bounds import BUILT_IN
+from primerl.node.verification.judge import REASONS, StageAttribution, blame, judge, name_stages
 from primerl.protocol.rollouts import Evidence
 
 REJECT, SUSPECT = BUILT_IN["bfloat16"]
-CONTRACT = ProofContract(
-    fingerprint="projection",
-    dtype="bfloat16",
-    reject=REJECT,
-    suspect=SUSPECT,
-    other_scale=0.0,
-    audit_rate=0.1,
-    false_bans=0.01,
-    honest_rollouts=0,
-    honest_tokens=0,
-    source="test",
-)
+CONTRACT = structs.replace(PROOFS, reject=REJECT, suspect=SUSPECT)
 OFF, ODD, HALF, FINE = 0.2, 0.03, 0.015, 0.008
 """Above the bound to reject, above that to suspect (0.05 and 0.027), above half of that, and below."""
 
@@ -101,17 +91,19 @@ def test_clean_is_clean() -> None:
     assert (found.outcome, found.stages, found.named) == ("clean", (), None)
 
 
-def test_the_stage_that_most_rollouts_name_alone_is_the_one() -> None:
-    one, two, both = laid((OFF, OFF), OFF), laid((FINE, OFF), OFF), laid((ODD, OFF), OFF)
-    assert most_named([one, two, two, both, both, both]) == 1
-    assert most_named([two, one]) == 0
-    assert most_named([both, laid((FINE, FINE), ODD)]) is None
-
-
 def test_who_it_can_be_is_said_in_words() -> None:
     nodes = [bytes([number]) * 32 for number in range(3)]
-    assert words(laid((FINE, OFF), OFF), nodes) == "stage 1 of 0..2 (01010101)"
+    assert name_stages(laid((FINE, OFF), OFF), nodes) == "stage 1 of 0..2 (01010101)"
     assert (
-        words(laid((ODD, OFF), OFF), nodes) == "stage 0 of 0..2 (00000000) or 1 of 0..2 (01010101)"
+        name_stages(laid((ODD, OFF), OFF), nodes)
+        == "stage 0 of 0..2 (00000000) or 1 of 0..2 (01010101)"
     )
-    assert words(laid((FINE, FINE), FINE), nodes) == ""
+    assert name_stages(laid((FINE, FINE), FINE), nodes) == ""
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_measurement_that_is_no_number_is_above_every_bound(name: str) -> None:
+    clean = Evidence(0, 0, 64, 0.0, 0.0, 0.0, 0.0, 0.0, -10.0)
+    assert judge(clean, PROOFS).reason is None
+    found = judge(structs.replace(clean, **{name: float("nan")}), PROOFS)
+    assert (found.reason, found.suspect) == (REASONS[name], True)

@@ -1,0 +1,394 @@
+"""The parent's end of an engine's process (host.py): ask it, watch it, and replace it when it is lost.
+
+EngineChild is one process. EngineReplica starts another one when it is lost: after a pause that grows with each
+failure in a row, and with the newest policy before any work.
+"""
+
+import asyncio
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..config.engine import EngineConfig
+from ..ops.errors import EngineError, EngineLost, NodeError, UsageError
+from ..process.child_process import EXIT_REASON_S, ChildProcess
+from ..process.exit_reason import LOOK, Causes, exit_reason, known_cause
+from ..process.frames import Message
+from .engine import Completion, GenerateRequest, WeightsFault, Written
+from .handover import HostedPolicy
+from .host_messages import (
+    LOST,
+    USAGE,
+    EngineAnswer,
+    EngineBusy,
+    EngineCheck,
+    EngineDone,
+    EngineDraw,
+    EngineDrawn,
+    EngineDrop,
+    EngineFailed,
+    EngineLoad,
+    EnginePing,
+    EnginePong,
+    EngineRejoin,
+    EngineRequest,
+    EngineSetUp,
+    EngineStage,
+    EngineWrite,
+    read_engine_answer,
+)
+
+logger = logging.getLogger(__name__)
+
+A = TypeVar("A")
+
+PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
+MEMORY_ADVICE = "lower engine.max_batch or engine.max_model_len"
+TITLES = {"vllm": "vLLM"}
+"""Engine types as users read them."""
+
+VLLM_CAUSES: Causes = (
+    (
+        r"No available memory for the cache blocks|larger than the available KV cache memory",
+        "vLLM has no room for its cache: raise engine.vllm.gpu_memory_utilization or lower "
+        "engine.max_model_len",
+    ),
+    (
+        r"Free memory on device.* is less than desired",
+        "less GPU memory is free than vLLM was told to take: lower engine.vllm.gpu_memory_utilization "
+        "or end what else uses this GPU",
+    ),
+    (
+        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation",
+        "vLLM ran out of GPU memory: lower engine.vllm.gpu_memory_utilization or engine.max_batch",
+    ),
+    (
+        r"\bMemoryError\b|not enough memory: you tried|Cannot allocate memory",
+        "vLLM ran out of the machine's memory: lower engine.max_batch or engine.max_model_len",
+    ),
+    (
+        r"No space left on device",
+        "vLLM found no space left: make room on the disk and in /dev/shm",
+    ),
+    (
+        r"NCCL error|ncclUnhandled|ncclSystemError",
+        "vLLM's GPUs lost each other: look at nvidia-smi and dmesg",
+    ),
+    (
+        r"CUDA error|CUDA driver error|Xid",
+        "vLLM's GPU failed: look at nvidia-smi and dmesg",
+    ),
+    (
+        r"Engine core proc \S+ died|EngineCore died|EngineDeadError",
+        "vLLM's engine process ended: look at its log lines above; without any, the machine may have "
+        "run out of memory",
+    ),
+)
+"""Why a process with vLLM ended."""
+
+OTHER_CAUSES: Causes = (
+    (
+        r"out of memory|OutOfMemoryError|\bMemoryError\b|not enough memory|Cannot allocate memory",
+        "the engine ran out of memory: lower engine.max_batch or engine.max_model_len",
+    ),
+    (r"CUDA error|CUDA driver error|Xid", "the engine's GPU failed: look at nvidia-smi and dmesg"),
+)
+"""Why a process with another engine ended."""
+
+
+@dataclass(frozen=True)
+class EngineTimeouts:
+    """How long an engine's process may take, and when it is started again."""
+
+    start_s: float = 1800.0
+    """Until it can generate; a large model is compiled and captured for minutes."""
+    load_s: float = 600.0
+    """For a request that is not a draw."""
+    ping_s: float = 5.0
+    """Between two heartbeats."""
+    silent_s: float = 60.0
+    """Without an answer to a heartbeat it hangs."""
+    stuck_s: float = 600.0
+    """Without a token though there is work it hangs; one step of a large prompt on a CPU takes minutes."""
+    end_s: float = 20.0
+    """To end when asked to."""
+    first_restart_s: float = 1.0
+    """Pause before the first restart in a row."""
+    restart_factor: float = 3.0
+    most_restart_s: float = 243.0
+    steady_s: float = 300.0
+    """After working this long the count of restarts in a row begins anew."""
+
+    def before_restart(self, failures: int) -> float:
+        """Seconds to wait before a restart that `failures` others in a row precede."""
+        pause = self.first_restart_s * self.restart_factor ** min(failures, 30)
+        return min(self.most_restart_s, pause)
+
+
+class EngineChild(ChildProcess):
+    """Implements Replica by one process: start() first, close() or kill() last.
+
+    Once it is lost, every request raises EngineLost.
+    """
+
+    Error = EngineError
+    Lost = EngineLost
+
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        environment: Mapping[str, str],
+        program: Sequence[str],
+        timeouts: EngineTimeouts,
+    ) -> None:
+        super().__init__(name, title, program, environment)
+        self._timeouts = timeouts
+        self._numbers = itertools.count(1)
+        self._ready = False
+        self._stuck_s = 0.0
+        self.busy = EngineBusy()
+        """As it was sent last."""
+
+    async def start(self, setup: EngineSetUp) -> None:
+        """Start the process and its engine. Raises EngineError, UsageError; kill() it then."""
+        await self.spawn()
+        await self._ask(setup, EngineDone, self._timeouts.start_s)
+        self._ready = True
+        ping = Message(0, EnginePing())
+        self._watch(lambda: ping, self._timeouts.ping_s, self._timeouts.silent_s)
+
+    async def check(self, path: str) -> WeightsFault:
+        """See Replica."""
+        return await self._ask(EngineCheck(path), WeightsFault, self._timeouts.load_s)
+
+    async def load(self, version: int, path: str) -> Written:
+        """See Replica."""
+        return await self._ask(EngineLoad(version, path), Written, self._timeouts.load_s)
+
+    async def stage(self, path: str) -> WeightsFault:
+        """See Replica."""
+        return await self._ask(EngineStage(path), WeightsFault, self._timeouts.load_s)
+
+    async def write(self, version: int) -> Written:
+        """See Replica."""
+        return await self._ask(EngineWrite(version), Written, self._timeouts.load_s)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See Replica. There is no deadline, but a child that draws no token for long is lost."""
+        return (await self._ask(EngineDraw(request), EngineDrawn, None)).completion
+
+    async def rejoin(self, epoch: int) -> None:
+        """Begin a chain, as stage 0 of a pipeline. Raises EngineError, EngineLost."""
+        await self._ask(EngineRejoin(epoch), EngineDone, self._timeouts.load_s)
+
+    async def close(self) -> None:
+        """End it in peace, by force if it takes too long; pending requests raise EngineError."""
+        # one that is still starting would go on until it has started
+        await self.end(self._timeouts.end_s if self._ready else 0.0)
+
+    # -- asking ------------------------------------------------------------------------------------
+
+    async def _ask(self, request: EngineRequest, kind: type[A], timeout_s: float | None) -> A:
+        """Send a request and return its answer.
+
+        Raises EngineError, UsageError; EngineLost if none comes in time, or none ever.
+        """
+        number = next(self._numbers)
+        try:
+            answer = (await self._answer(Message(number, request), timeout_s)).body
+        except asyncio.CancelledError:
+            if isinstance(request, EngineDraw) and not self._closing:
+                self._send(Message(number, EngineDrop()))
+            raise
+        if isinstance(answer, EngineFailed):
+            raise await self._refused(answer)
+        await self._expect(answer, kind)
+        return answer
+
+    async def _refused(self, answer: EngineFailed) -> NodeError:
+        if answer.kind == USAGE:
+            return UsageError(answer.detail)
+        if answer.kind != LOST:
+            return EngineError(answer.detail if self._ready else await self._cause(answer.detail))
+        self._tail.append(answer.detail)
+        await self._lose("")
+        return self._failed()
+
+    async def _cause(self, detail: str) -> str:
+        """Explain why it did not start: vLLM's engine process says it in the log, and only there."""
+        until = time.monotonic() + EXIT_REASON_S
+        # the lines come by another pipe
+        while not (known := known_cause(self._tail, self._causes)) and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return f"{known} ({detail})" if known else detail
+
+    def _decode(self, body: bytes) -> Message[EngineAnswer]:
+        return read_engine_answer(body)
+
+    def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
+        process = f"{self._title}'s process"
+        return exit_reason(process, code, lines, causes=self._causes, memory_advice=MEMORY_ADVICE)
+
+    @property
+    def _causes(self) -> Causes:
+        return VLLM_CAUSES if self._title == "vLLM" else OTHER_CAUSES
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message.body, EngineBusy):
+            self.busy = message.body
+        elif isinstance(message.body, EnginePong):
+            self._stuck_s = message.body.stuck_s
+        else:
+            super()._take(message)
+
+    def _ailment(self) -> str:
+        if self._stuck_s <= self._timeouts.stuck_s:
+            return ""
+        return f"{self._title} gave no token for {self._stuck_s:.0f} s though there is work: {LOOK}"
+
+
+class EngineReplica:
+    """Keeps one engine running: start() first, close() last."""
+
+    def __init__(
+        self,
+        number: int,
+        config: EngineConfig,
+        setup: EngineSetUp,
+        environment: Mapping[str, str],
+        program: Sequence[str],
+        timeouts: EngineTimeouts,
+        policy: HostedPolicy,
+    ) -> None:
+        """`number` counts the replicas of one node; a new process gets what `policy` holds."""
+        self._name = f"{config.type}[{number}]"
+        self._title = TITLES.get(config.type, config.type)
+        self._most_restarts = config.max_restarts
+        self._setup = setup
+        self._environment = environment
+        self._program = program
+        self._timeouts = timeouts
+        self._policy = policy
+        self._child = self._make()
+        self._up = False
+        self._failures = 0
+        self._watching: asyncio.Task[None] | None = None
+        self._reason = ""
+        self._past = EngineBusy()
+        self.restarts = 0
+        self.given_up = False
+        """Whether it will not be started again."""
+        self.load = 0
+        """Requests that its engine has."""
+
+    @property
+    def child(self) -> EngineChild | None:
+        """The process that takes requests and weights; None while there is none."""
+        return self._child if self._up and not self._child.lost.is_set() else None
+
+    @property
+    def fault(self) -> str:
+        """Why it has no engine just now; empty while it has one."""
+        return self._reason or self._child.fault
+
+    @property
+    def busy(self) -> EngineBusy:
+        """How busy its engine is; totals include the processes before."""
+        return self._past if self.child is None else self._with_past(self._child.busy)
+
+    async def start(self) -> None:
+        """Start the first process, watched from then on. Raises what its start raises, and tries no second."""
+        await self._child.start(self._setup)
+        self._up = True
+        self._watching = asyncio.create_task(self._watch(), name=f"{self._name} watch")
+        self._watching.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """End the process, in peace if it works."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        await self._child.close()
+
+    def _make(self) -> EngineChild:
+        return EngineChild(
+            self._name, self._title, self._environment, self._program, self._timeouts
+        )
+
+    async def _watch(self) -> None:
+        """Return when it is given up."""
+        while not self.given_up:
+            began = time.monotonic()
+            await self._child.lost.wait()
+            if time.monotonic() - began >= self._timeouts.steady_s:
+                self._failures = 0
+            total = self._with_past(self._child.busy)
+            self._past = EngineBusy(
+                preemptions=total.preemptions,
+                prompt_tokens=total.prompt_tokens,
+                generated_tokens=total.generated_tokens,
+            )
+            self._down(self._child.fault)
+            await self._child.kill()
+            await self._replace()
+
+    async def _replace(self) -> None:
+        while not self._up:
+            if self._failures >= self._most_restarts:
+                self._give_up(f"{self.fault} (given up after {self._failures} restarts in a row)")
+                return
+            pause = self._timeouts.before_restart(self._failures)
+            self._failures += 1
+            logger.warning(
+                "%s is lost: %s; it is started again in %g s (%d of %d)",
+                *(self._name, self.fault, pause, self._failures, self._most_restarts),
+            )
+            await asyncio.sleep(pause)
+            await self._restart()
+
+    async def _restart(self) -> None:
+        child = self._child = self._make()
+        try:
+            await child.start(self._setup)
+            async with (
+                self._policy.gate
+            ):  # no version passes between the renewal and its first load
+                await self._policy.renew(child)
+                self._up, self._reason = True, ""
+                self.restarts += 1
+                self._policy.replicas_changed.set()
+        except (NodeError, OSError) as error:
+            self._down(child.fault or str(error))
+            await child.kill()
+            return
+        logger.info("%s works again", self._name)
+
+    def _with_past(self, now: EngineBusy) -> EngineBusy:
+        past = self._past
+        return msgspec.structs.replace(
+            now,
+            preemptions=past.preemptions + now.preemptions,
+            prompt_tokens=past.prompt_tokens + now.prompt_tokens,
+            generated_tokens=past.generated_tokens + now.generated_tokens,
+        )
+
+    def _down(self, fault: str) -> None:
+        self._up, self._reason = False, fault
+        self._policy.replicas_changed.set()
+
+    def _give_up(self, fault: str) -> None:
+        self.given_up = True
+        self._down(fault)
+        logger.error("%s: %s", self._name, fault)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Give up when the watch ends by an error of ours: requests must not wait for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(f"its watch ended with {error!r}: report this")
