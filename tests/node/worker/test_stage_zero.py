@@ -41,6 +41,7 @@ from primerl.node.trainer.pipeline_coordinator import (
 )
 from primerl.node.trainer.requests import RequestHandler
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
+from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.node.trainer.workers import WorkerRegistry
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import LeaseBook
@@ -328,7 +329,7 @@ class Front:
             cast(Any, publisher),
             cast(Any, demand),
         )
-        self.requests = RequestHandler(self.desk, unused)
+        self.requests = RequestHandler(self.desk, SubmissionReceiver(self.desk, unused, boot=0))
 
     async def offer(
         self, number: int, of: PipelinePlan | None = None, lost: tuple[int, ...] = ()
