@@ -14,6 +14,7 @@ from ...protocol.manifests import Role
 from ...protocol.trust import TrustedRun
 from ..config.run import NodeConfig
 from ..ops.errors import BusyError
+from ..p2p.chunk_client import TcpChunks
 from ..p2p.connections import ConnectionPool
 from ..p2p.discovery import Discovery
 from ..p2p.download import BlobFetcher
@@ -22,9 +23,8 @@ from ..p2p.heads import HeadServer, HeadStore
 from ..p2p.limits import Pacer
 from ..p2p.peers import PeerTable
 from ..p2p.seeds import open_seeds
-from ..p2p.serve import BlobServer, ChunkArrivals
+from ..p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
 from ..p2p.services import NodeServices
-from ..p2p.tcp_chunks import TcpChunks, TcpChunkServer, serving
 from ..p2p.transport import AddressInUse, Transport
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger

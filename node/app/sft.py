@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.common import ResumeConfig
-from ..config.run import EnvironmentConfig
+from ..config.run import EnvironmentConfig, ResumeConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment, EnvironmentFailed
 from ..ops.errors import BusyError, RankFailed, UsageError

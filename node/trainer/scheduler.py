@@ -12,7 +12,7 @@ from collections import Counter, deque
 from ...crypto.hashing import short
 from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Held, LeaseBook, Share
+from ...protocol.leases import Held, LeaseBook, LeaseShare
 from ...protocol.messages import MAX_LEASES, LeaseReply, LeaseRequest
 from ...protocol.reputation import Reputation
 from ..config.run import RunConfig
@@ -285,7 +285,7 @@ class LeaseScheduler:
         term, version = self._publisher.order
         proven = self.registry.proven(peer)
         reputation = self.registry.reputations.get(peer) or Reputation()
-        share = Share(
+        share = LeaseShare(
             reputation.trust_low,
             frozenset(node for node in self.registry.pending if self.registry.proven(node)),
             reputation.accepted / self.book.policy.group_size,

@@ -31,6 +31,9 @@ class Sample:
     advantage: float
 
 
+Example = tuple[Sequence[int], Sequence[int]]
+"""(prompt token ids, completion token ids with the stop token)."""
+
 Objective = Literal["policy", "ce"]
 """`policy`: the configured loss; `ce`: plain cross entropy of the trained tokens."""
 

@@ -27,7 +27,7 @@ from ..p2p.transport import TransportError
 from ..storage.chunk_store import read_chunk
 from ..storage.ledger import Ledger
 from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
-from ..weights.payload import NeededChunks, Share, everything
+from ..weights.payload import NeededChunks, TensorShare, everything
 from ..weights.replica import Policy, WeightReplica
 from ..weights.state import PendingChanges, WeightsError
 
@@ -277,7 +277,7 @@ class WeightSync:
         engine: Engine,
         upstreams: Upstreams,
         *,
-        share: Share = everything,
+        share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
         on_policy: Callable[[Policy], None] = lambda policy: None,
     ) -> None:

@@ -223,7 +223,7 @@ class RealSwarm(Swarm):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_worker_that_samples_otherwise_is_banned_and_an_honest_one_is_not(
     world: World, tmp_path: Path, quiet_registry: None
 ) -> None:

@@ -16,9 +16,7 @@ from primerl.node.verification.calibration import (
 )
 from primerl.node.verification.cheats import Separated
 
-from .conftest import Ran
-
-Cli = Callable[..., Ran]
+from .conftest import Cli
 
 
 def report(caught: float) -> CalibrationReport:
@@ -123,7 +121,7 @@ def test_a_disk_that_takes_no_file_is_a_storage_error(
     assert "name another --out" in ran.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_before_its_warm_up_is_refused_and_can_be_forced(cli: Cli, home: Path) -> None:
     command = ("calibrate", "@", "demo", "--quick", "--out", "c.json", "--engine.device", "cpu")
     ran = cli(*command)

@@ -13,9 +13,9 @@ from primerl.node.config.training import FsdpConfig
 from primerl.node.models.model_files import contract_files, read_state
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import TrainBackend, TrainBatch
+from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.local_backend import LocalBackend
-from primerl.node.training.ranks.fsdp import FsdpBackend
-from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.rank_group import RankGroup
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import digests
 
@@ -35,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(
     loop_scope="module",
     scope="module",
-    params=["counting", "fsdp", "local", pytest.param("process", marks=pytest.mark.slow)],
+    params=["counting", "fsdp", "local", pytest.param("process", marks=pytest.mark.nightly)],
 )
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
     """One backend at a time: ranks take seconds to start, so each takes the place of the last one there."""

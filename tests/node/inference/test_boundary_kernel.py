@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 PROGRAM = """
 import torch

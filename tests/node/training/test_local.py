@@ -1,5 +1,7 @@
+import gc
 import math
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,3 +240,22 @@ async def test_a_directory_without_a_model_is_an_engine_error(tmp_path: Path) ->
     with pytest.raises(EngineError):
         await backend.start(tmp_path)
     await backend.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": "full"}])
+def test_the_weights_of_a_closed_learner_go_with_it(
+    model_dir: Path, changes: dict[str, str]
+) -> None:
+    config = FAST.model_copy(update=changes)
+    learner = Learner.build(model_dir, config, max_steps=2, seed=0, temperature=1.0)
+    learner.step(batch(1))
+    weights = [weakref.ref(one) for one in learner.saved().weights.values()]
+    gc.collect()
+    gc.disable()  # the counts alone have to do it
+    try:
+        learner.close()
+        del learner
+        alive = sum(one() is not None for one in weights)
+    finally:
+        gc.enable()
+    assert alive == 0

@@ -15,7 +15,6 @@ from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.training.learner_state import Ranks
 from primerl.node.training.world import World
 
 CONFIG = FAST.model_copy(update={"lr": 1e-3, "seq_len": 40})
@@ -108,7 +107,6 @@ def handed_over(place: Path, first: int, second: int) -> list[Any]:
             seed=1,
             temperature=0.9,
             world=world,
-            ranks=Ranks.join(ranks.TIMEOUT_S),
         )
         if load:
             learner.load(directory)

@@ -201,7 +201,7 @@ def test_portions_take_a_quarter_of_the_time_that_there_is() -> None:
     assert pace.limit == SMALLEST_PORTION
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_real_process_that_is_killed_at_work_costs_time_only(tmp_path: Path) -> None:
     case = await make_case(tmp_path, "float32")
     auditor = HfAuditor(FP32, timeout_s=60.0, threads=1)
