@@ -102,7 +102,7 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 
     `proven` is False for a command whose completions are not audited.
     """
-    from ..node.app.engine_check import check_config
+    from ..node.app.daemon import check_config
     from ..node.config.run import RunConfig
 
     model = config.model if isinstance(config, RunConfig) else None

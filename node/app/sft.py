@@ -24,8 +24,7 @@ from ..storage import run_files
 from ..training.backend import TrainBackend
 from ..training.checkpoint import Checkpoints
 from .factories import make_backend, make_environment
-from .restarts import Restarts
-from .startup import WARMUP_TASKS
+from .startup import WARMUP_TASKS, Restarts
 
 
 @dataclass(frozen=True)

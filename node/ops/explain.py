@@ -156,6 +156,15 @@ MEANINGS: dict[Reason, Meaning] = {
         "anything about honesty; it does not lower trust",
         ENVIRONMENT,
     ),
+    Reason.WITHDRAWN: Meaning(
+        "nothing: the worker withdrew the sample itself",
+        "the sample was begun anew (its engine died, or had no room) after later samples of its group, and a "
+        "new policy came in between; see wrong_order",
+        "anything about honesty; it does not lower trust",
+        (
+            "where there are many: the engine's restarts, and `in flight at most` in this node's log",
+        ),
+    ),
     Reason.MALFORMED: Meaning(
         "form of the bundle",
         "arrays, masks or version spans do not fit each other",

@@ -13,8 +13,8 @@ from ..config.run import RunConfig
 from ..evaluation.evaluator import EvalResult
 from ..evaluation.online import Evaluated
 from ..storage import run_files
-from ..trainer.scheduler import WorkerState
 from ..trainer.state import Progress
+from ..trainer.workers import WorkerState
 from . import report
 
 STALE = "stale"

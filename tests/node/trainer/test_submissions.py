@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.bare_services import bare_services
 from support.protocol_cases import LEASE, PROOFS, RUN
 from support.swarm import until
 
@@ -14,7 +15,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.ops.errors import StorageError
 from primerl.node.storage.ledger import QueuedSubmission
 from primerl.node.trainer.state import Progress
-from primerl.node.trainer.submission_queue import AT_ONCE, SubmissionQueue
+from primerl.node.trainer.submissions import CONCURRENT_CHECKS, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
 from primerl.node.verification.verifier import (
     AuditResults,
@@ -25,7 +26,7 @@ from primerl.node.verification.verifier import (
 from primerl.protocol.audits import CHALLENGE_BYTES
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.leases import Lease
-from primerl.protocol.reputation import Reputation
+from primerl.protocol.reputation import Reputation, ban_test
 from primerl.protocol.rollouts import Submission, Verdict
 
 WORKER = b"w" * 32
@@ -74,12 +75,11 @@ class Opened(SubmissionQueue):
 
 
 class World:
-    """An inbox with a ledger and a desk that only remember."""
+    """A submission queue with a ledger and a scheduler that only remember."""
 
     def __init__(
         self, before: Iterable[int] = (), told: Iterable[tuple[int, Verdict]] = ()
     ) -> None:
-        self.arrivals: asyncio.Queue[QueuedSubmission] = asyncio.Queue()
         self.auditor, self.progress = Auditor(), Progress()
         self.judged: list[int] = []
         self.left = [arrived(number) for number in before]
@@ -94,24 +94,20 @@ class World:
             verdict_on=self.verdicts.get,
             judged_up_to=lambda: max(self.verdicts, default=0),
         )
-        desk = SimpleNamespace(
+        registry = SimpleNamespace(
+            services=bare_services(ledger=ledger),
             reputation=self.reputation,
             pipelines=SimpleNamespace(dissolve=None),
-            work_changed=self.nothing,
             workers={},
         )
-        self.inbox = Opened(
-            key=KEY,
-            run_id=RUN,
-            ledger=cast(Any, ledger),
-            desk=cast(Any, desk),
-            arrivals=self.arrivals,
-            buffer=RolloutBuffer(max_off_policy_steps=2, capacity=100),
-            verifier=cast(Any, self.auditor),
-            progress=self.progress,
-            version=lambda: 0,
-            contract=PROOFS,
-            expected_audits=1000,
+        scheduler = SimpleNamespace(registry=registry, work_changed=self.nothing, version=0)
+        self.queue = Opened(
+            cast(Any, scheduler),
+            cast(Any, self.auditor),
+            PROOFS,
+            ban_test(PROOFS, 1000),
+            RolloutBuffer(max_off_policy_steps=2, capacity=100),
+            self.progress,
         )
 
     def arrived_after(self, arrival: int) -> list[QueuedSubmission]:
@@ -120,7 +116,7 @@ class World:
     def add_verdict(
         self, node: bytes, sealed: bytes, arrival: int, reputations: dict[bytes, bytes]
     ) -> None:
-        assert arrival == self.inbox.verified_up_to
+        assert arrival == self.progress.verified_up_to
         assert node in reputations
         self.verdicts[arrival] = sealed
         self.judged.append(arrival)
@@ -137,7 +133,7 @@ class World:
 
 @asynccontextmanager
 async def running(world: World) -> AsyncGenerator["asyncio.Task[None]"]:
-    task = asyncio.create_task(world.inbox.run())
+    task = asyncio.create_task(world.queue.run())
     try:
         yield task
     finally:
@@ -148,35 +144,35 @@ async def running(world: World) -> AsyncGenerator["asyncio.Task[None]"]:
 async def test_what_is_verified_first_waits_to_be_judged_until_its_turn() -> None:
     world = World()
     for number in (1, 2, 3):
-        world.arrivals.put_nowait(arrived(number))
+        world.queue.put(arrived(number))
     async with running(world):
         await until(lambda: world.auditor.begun == [1, 2, 3])
         world.auditor.let_go([3, 2])
         await asyncio.sleep(0.02)
-        assert (world.judged, world.inbox.waiting(), world.inbox.verified_up_to) == ([], 3, 0)
+        assert (world.judged, world.queue.waiting(), world.progress.verified_up_to) == ([], 3, 0)
         world.auditor.let_go([1])
         await world.judged_are([1, 2, 3])
-    assert (world.inbox.waiting(), world.progress.accepted) == (0, 3)
+    assert (world.queue.waiting(), world.progress.accepted) == (0, 3)
 
 
 async def test_no_more_are_verified_at_a_time_than_there_is_room_for() -> None:
     world = World()
-    for number in range(1, 2 * AT_ONCE + 1):
-        world.arrivals.put_nowait(arrived(number))
+    for number in range(1, 2 * CONCURRENT_CHECKS + 1):
+        world.queue.put(arrived(number))
     async with running(world):
-        await until(lambda: len(world.auditor.begun) == AT_ONCE)
+        await until(lambda: len(world.auditor.begun) == CONCURRENT_CHECKS)
         await asyncio.sleep(0.02)
-        assert len(world.auditor.begun) == AT_ONCE
-        assert world.inbox.waiting() == 2 * AT_ONCE
+        assert len(world.auditor.begun) == CONCURRENT_CHECKS
+        assert world.queue.waiting() == 2 * CONCURRENT_CHECKS
         world.auditor.let_go([1])
-        await until(lambda: len(world.auditor.begun) == AT_ONCE + 1)
+        await until(lambda: len(world.auditor.begun) == CONCURRENT_CHECKS + 1)
 
 
 async def test_what_was_left_from_before_comes_first_and_once() -> None:
     world = World(before=[4, 5])
-    world.inbox.verified_up_to = 3
+    world.progress.verified_up_to = 3
     for number in (5, 6):  # 5 came while the ledger was read
-        world.arrivals.put_nowait(arrived(number))
+        world.queue.put(arrived(number))
     world.auditor.let_go([4, 5, 6])
     async with running(world):
         await world.judged_are([4, 5, 6])
@@ -187,7 +183,7 @@ async def test_what_was_judged_before_a_restart_keeps_its_verdict_and_counts_onc
     arrival = ReceivedSubmission(4, bytes(32), WORKER, b"sealed", bytes(32))
     verdict = make_verdict(arrival, LEASE, 1, [], AuditResults(), 0.5)
     world = World(before=[4, 5], told=[(4, verdict)])
-    world.inbox.verified_up_to = 3
+    world.progress.verified_up_to = 3
     sealed = world.verdicts[4]
     world.auditor.let_go([4, 5])
     async with running(world):
@@ -213,7 +209,7 @@ async def test_what_is_audited_cannot_be_told_from_the_bundle() -> None:
 async def test_an_error_in_one_of_many_ends_the_inbox_with_that_error() -> None:
     world = World()
     for number in (1, 2, 3):
-        world.arrivals.put_nowait(arrived(number))
+        world.queue.put(arrived(number))
     world.auditor.broken = {2}
     async with running(world) as inbox:
         await until(lambda: world.auditor.begun == [1, 2, 3])
