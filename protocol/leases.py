@@ -302,7 +302,7 @@ class LeasePolicy:
 
 
 @dataclass(frozen=True)
-class Share:
+class LeaseShare:
     """What a node's share of the work depends on, besides its record in the book."""
 
     trust: float = 1.0
@@ -475,7 +475,7 @@ class LeaseBook:
         seed: bytes,
         now: float,
         term: int = 0,
-        share: Share = Share(),
+        share: LeaseShare = LeaseShare(),
     ) -> Lease | None:
         """Grant the next lease; None when the node or the system holds enough, or it is the turn of others."""
         size = self._size(node, capacity, share, now)
@@ -502,7 +502,7 @@ class LeaseBook:
             self.newcomers.serve(Slot(lease.lease_id, node, share.newcomer, size, until))
         return lease
 
-    def _size(self, node: bytes, capacity: int, share: Share, now: float) -> int:
+    def _size(self, node: bytes, capacity: int, share: LeaseShare, now: float) -> int:
         """Size the next lease for `node`, in groups; below 1 if there is none."""
         if self.resting(node, now):
             return 0
@@ -522,7 +522,7 @@ class LeaseBook:
         asking = max(1, len(self.newcomers))
         return 1 if self.staffed(now) else min(whole, max(1, capacity // asking))
 
-    def _fair(self, holds: bool, node: bytes, capacity: int, share: Share, now: float) -> int:
+    def _fair(self, holds: bool, node: bytes, capacity: int, share: LeaseShare, now: float) -> int:
         """Share the capacity with other nodes that wait and hold nothing.
 
         A lease for each of them comes before a second one for any node; if there is not enough for all, those

@@ -11,7 +11,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-from support.house import ROOT
+from support.repository import ROOT
 
 from primerl.node.p2p.libp2p import INSTALL, OPTIONAL
 

@@ -15,7 +15,7 @@ from ..config.evaluation import EndpointConfig, EvalConfig
 from ..config.run import EnvironmentConfig, EvaluatedEnvironment
 from ..environments.chat import ChatFormat
 from ..environments.environment import Environment
-from ..environments.hosted import build_environment
+from ..environments.hosted import HostedEnvironment
 from ..evaluation.candidates import (
     Candidate,
     candidates,
@@ -43,7 +43,7 @@ BATCHES = 2
 
 def make_text_environment(config: EnvironmentConfig, seed: int, temperature: float) -> Environment:
     """An environment for models that take and give text, not started."""
-    return build_environment(
+    return HostedEnvironment(
         config,
         model_dir=Path(),
         seed=seed,

@@ -14,7 +14,7 @@ from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
-from ..environments.hosted import build_environment
+from ..environments.hosted import HostedEnvironment
 from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..ops.gpus import usable_here
@@ -70,7 +70,7 @@ def make_environment(
     config: EnvironmentConfig, model_dir: Path, seed: int, max_tokens: int, temperature: float
 ) -> Environment:
     """The environment of a run, not started."""
-    return build_environment(
+    return HostedEnvironment(
         config, model_dir=model_dir, seed=seed, max_tokens=max_tokens, temperature=temperature
     )
 
@@ -82,7 +82,7 @@ def make_backend(
     temperature = config.sampling.temperature if isinstance(config, RunConfig) else 1.0
     training = resolve_backend(config.training, gpus)
     if training.backend == "fsdp":
-        from ..training.ranks.fsdp import FsdpBackend
+        from ..training.fsdp_backend import FsdpBackend
 
         return FsdpBackend(
             training, max_steps=config.max_steps, seed=config.seed, temperature=temperature

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..config.evaluation import EndpointConfig, EvalSamplingConfig
-from ..environments.replay import PlayFailed
-from ..environments.transcript import CUT, Transcript
+from ..environments.chat import CUT, Transcript
+from ..environments.policies import PlayFailed
 from ..inference.engine import Completion
 from ..ops.errors import NetworkError, UsageError
 from .evaluator import SampledTurn, TurnRequest

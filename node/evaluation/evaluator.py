@@ -14,7 +14,7 @@ import msgspec
 
 from ...crypto.hashing import derive
 from ..environments.environment import Environment, Split, Task
-from ..environments.replay import PlayFailed
+from ..environments.policies import PlayFailed
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..ops.errors import EngineError, EngineLost, first_cause
 from ..weights.state import State

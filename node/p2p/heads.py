@@ -1,4 +1,4 @@
-"""Policy heads: kept, served, and followed from neighbours, so that a version is known within moments.
+"""Keep and serve policy heads, and follow them from neighbours, so that a version is known within moments.
 
 Everything goes through TrustedRun.admit; where a head came from does not matter.
 """
@@ -36,7 +36,7 @@ KEEPALIVE_S = 2.0
 """A watch says something at least this often, so that a silent one is known to be dead."""
 INLINE_MANIFEST = 200 * 1024
 FAR_BEHIND = 32
-"""Who is more versions behind than this hears of the newest snapshot, not of all between."""
+"""A peer more versions behind than this is told the newest snapshot, not all versions between."""
 RECONNECT_S = 0.3
 RECONNECT_MAX_S = 3.0
 
@@ -141,7 +141,7 @@ class HeadStore:
         return True
 
     async def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Have all waiters check again."""
         async with self._news:
             self._news.notify_all()
 
@@ -222,7 +222,7 @@ class HeadServer:
     async def get(self, stream: Stream, request: GetHeads) -> None:
         """The held heads that a way from `after` to the newest needs, as many as fit a message.
 
-        Who holds nothing, or is far behind, is told of the newest snapshot and what follows it.
+        A peer that holds nothing, or is far behind, gets the newest snapshot and the heads after it.
         """
         first = request.after + 1
         if request.after < 0 or self._book.order()[1] - request.after > FAR_BEHIND:
@@ -268,7 +268,7 @@ class HeadFollower:
         self._on_fraud = on_fraud
         self.connected = False
         self.heard = asyncio.Event()
-        """Set by every message; whoever waits for the next one clears it."""
+        """Set by every message; a waiter for the next one clears it."""
         self.came_back = asyncio.Event()
         """Set by the first message of every watch."""
         self.stopped = ""

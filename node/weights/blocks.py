@@ -80,10 +80,10 @@ SMALL = 4096
 DENSE_FROM = 0.68
 """Share of changed elements from which dense is shorter, from measurement."""
 FEW_CHANGES = 1 << 16
-"""Changes below which the work on them is so many short calls that two threads only wait for each
+"""Changes below which the work on them is short calls, for which two threads only wait for each
 other's interpreter lock: half the speed of one thread after the other."""
 BITMAP_FROM = 6
-"""With one change in so many elements or fewer, a bitmap in Huffman code is as short, and faster."""
+"""With one change in this many elements or fewer, a bitmap in Huffman code is as short, and faster."""
 MAX_SHIFT = 20
 ESCAPE = 255
 """A dense move that is this or more stands apart."""
@@ -434,7 +434,7 @@ def _shift(count: int, size: int) -> int:
 
 
 def write_moves(writer: StreamWriter, moves: Bits) -> None:
-    """Append moves, none of which is 0."""
+    """Append moves; none is 0."""
     negative = moves & 1
     writer.bits(negative != 0)
     left = (moves >> 1) + negative

@@ -82,7 +82,7 @@ class VersionChain:
     def gap(self, held: int, below: int) -> int | None:
         """The newest version before `below` that is known, or `held`, and whose successor is not known.
 
-        None if there is none: then no manifest is missing that could lead from what is held.
+        None if there is none: then no manifest is missing on the way from the held version.
         """
         known = {held, *self._manifests} - {NOTHING}
         return max((v for v in known if v < below and v + 1 not in self._manifests), default=None)

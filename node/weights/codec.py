@@ -34,7 +34,7 @@ HUGE_PAGE = 1 << 21
 decoding a few changes; the memory before it is never touched and takes none."""
 
 MANY_CHANGED = 8
-"""A tensor of which more than one element in so many changed counts as changed all over."""
+"""A tensor with more than one changed element in this many counts as changed everywhere."""
 
 Done = Callable[[str, Tensor], None]
 """Called with each tensor, and its name, that will not be written to again."""

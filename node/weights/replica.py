@@ -12,7 +12,7 @@ from ...crypto.hashing import NO_DIGEST, short
 from ...protocol.manifests import Artifact, PolicyManifest
 from .chain import NOTHING
 from .codec import CODEC, apply_delta, decode_full
-from .payload import Share, chunks_for, everything, part_of, wanted_of
+from .payload import TensorShare, chunks_for, everything, part_of, wanted_of
 from .state import (
     Changed,
     CodecError,
@@ -32,7 +32,7 @@ class Policy:
 
     version: int
     state: State
-    """Of who holds a share: these tensors only."""
+    """Only the tensors of the share that is held."""
     digests: Mapping[str, bytes]
     digest: bytes
     """Of all tensors of the version, held or not: the manifest's digests of those that are not lead to it."""
@@ -49,7 +49,7 @@ class PreparedPolicy:
 
 
 SMALL_SHARE = 16
-"""A delta of less than one byte in so many of the state is decoded by one thread, while others hash: it
+"""A delta of less than one byte in this many of the state is decoded by one thread, while others hash: it
 is short calls, for which two threads only wait for each other's interpreter lock."""
 
 EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
@@ -70,7 +70,7 @@ class WeightReplica:
     """Holds one policy; prepare() the next beside it, commit() to swap."""
 
     def __init__(
-        self, policy: Policy = EMPTY, *, threads: int = 1, share: Share = everything
+        self, policy: Policy = EMPTY, *, threads: int = 1, share: TensorShare = everything
     ) -> None:
         """Only the tensors of `share` are decoded, proved and held."""
         self._policy = policy
@@ -79,7 +79,7 @@ class WeightReplica:
 
     @property
     def policy(self) -> Policy:
-        """What is held."""
+        """The policy that is held."""
         return self._policy
 
     def prepare(
@@ -149,7 +149,7 @@ class _Hashing:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Begin with `tensor`, which nobody writes to any more."""
+        """Begin with `tensor`, which is complete."""
         self._hashes[name] = self._pool.submit(tensor_digest, tensor)
 
     def of(self, state: State, held: Policy) -> dict[str, bytes]:

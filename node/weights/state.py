@@ -94,8 +94,8 @@ def state_bytes(state: State) -> int:
 class PendingChanges:
     """Sums up over several steps where a state differs from the one that an engine holds.
 
-    Too much is safe (the values are taken from the new state), too little never is: what is not known to be
-    unchanged counts as changed. Starts with everything.
+    Too much is safe (the values are taken from the new state), too little never is: elements not known to be
+    unchanged count as changed. Starts with everything.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@
 Production parts end to end (Verifier, auditor, reputation), judged by the bounds that are built in and by
 bounds that are calibrated with the same honest rollouts; tests/attacks/cheat_book.py says what each cheat
 does. Models are trained a little (trained_model.py). Honest workers generate alone, a few at a time and in
-large batches; with --engine vllm by vLLM. On a GPU: tests/gpu/measure_cheats.sh.
+large batches; with --engine vllm by vLLM. On a GPU: scripts/bench/gpu.sh gpu_cheats.
 """
 
 import argparse

@@ -22,9 +22,7 @@ from primerl.node.environments.environment import (
     Split,
     Task,
 )
-from primerl.node.environments.exchange import Exchange
-from primerl.node.environments.playing import branch
-from primerl.node.environments.replay import PlayFailed, RecordedRollout
+from primerl.node.environments.policies import Exchange, PlayFailed, RecordedRollout
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
@@ -110,7 +108,7 @@ class CorpusEnvironment:
         except (PlayFailed, ScoreMismatch) as error:
             return Episode(branches=[], score=Score(reward=0.0), error=str(error))
         reply = completion.token_ids
-        sequence = branch(
+        sequence = Branch.of_turns(
             [*prompt, *reply],
             [False] * len(prompt) + [True] * len(reply),
             [0.0] * len(prompt) + completion.logprobs,

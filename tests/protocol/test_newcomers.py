@@ -11,8 +11,8 @@ from primerl.protocol.leases import (
     SLOT_SHARE,
     Lease,
     LeaseBook,
+    LeaseShare,
     Origin,
-    Share,
     pool,
 )
 from primerl.protocol.reputation import Reputation
@@ -64,7 +64,7 @@ class Line:
                 digest_of=task_digest,
                 seed=digest(b"seed"),
                 now=now,
-                share=Share(0.05, newcomer=self.origins[node]),
+                share=LeaseShare(0.05, newcomer=self.origins[node]),
             )
             assert lease is not None
             served.append((node, lease))
@@ -225,7 +225,7 @@ def test_a_node_holds_at_most_twice_the_groups_that_were_accepted_of_it() -> Non
 
 def test_groups_that_were_dropped_are_paid_for_before_as_many_are_held_again() -> None:
     book = LeaseBook(policy(leases_per_worker=16))
-    earned = Share(1.0, earned=6.0)
+    earned = LeaseShare(1.0, earned=6.0)
     held = [granted(book, A, share=earned) for _ in range(4)]
     assert sum(len(lease.tasks) for lease in held) == 12
     book.expire(NOW + 61)

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from support import weights_cases as cases
+from support.bare_services import bare_services
 from support.hostile import HostileTrainer
 from support.swarm import CONFIG, Running, Swarm, until
 from support.witness import written
@@ -21,7 +23,7 @@ from primerl.node.p2p.transport import Stream
 from primerl.node.pipeline.place import share_of
 from primerl.node.trainer.publisher import Publisher
 from primerl.node.training.backend import Snapshot
-from primerl.node.weights.payload import Share, everything
+from primerl.node.weights.payload import TensorShare, everything
 from primerl.node.weights.state import Changed, State, Tensor
 from primerl.node.worker.weight_sync import WeightSync, stand
 from primerl.protocol.messages import ControlRequest, Hello
@@ -61,7 +63,7 @@ def moved(tensor: Tensor, seed: int, rate: float) -> Tensor:
     return Tensor(tensor.dtype, tensor.shape, data)
 
 
-def stage(rank: int, stages: int) -> Share:
+def stage(rank: int, stages: int) -> TensorShare:
     """What one of so many equal stages needs."""
     each = LAYERS // stages
     shape = PipelineShape("vllm", "1", "float32", 8, 64, 4, 64, 16, 256, 2)
@@ -112,7 +114,7 @@ class Holder(PeerNode):
     """A node that does nothing but hold weights."""
 
     def __init__(
-        self, config: JoinConfig, running: Running, swarm: Swarm, share: Share, goal: Goal
+        self, config: JoinConfig, running: Running, swarm: Swarm, share: TensorShare, goal: Goal
     ) -> None:
         super().__init__(config, running.key, running.data_dir, swarm._parts(running))  # pyright: ignore[reportPrivateUsage]
         self.engine = PartEngine()
@@ -124,8 +126,8 @@ class Holder(PeerNode):
     @property
     def catchup(self) -> WeightSync:
         """What is tested."""
-        assert self._catchup is not None
-        return self._catchup
+        assert self._weights is not None
+        return self._weights
 
     def knows(self, order: tuple[int, int]) -> AdmittedHead | None:
         """A head, if it has heard of it."""
@@ -148,7 +150,7 @@ class Holder(PeerNode):
             tell(term, version, complete)
 
         joined.stack.holdings.tell = noted  # type: ignore[method-assign]
-        catchup = self._make_catchup(joined, self.engine, share=self._share, goal=self._goal)
+        catchup = self._make_weights(joined, self.engine, share=self._share, goal=self._goal)
         self.ready.set()
         await self._follow_while(joined, catchup.run)
 
@@ -163,14 +165,17 @@ class Model(HostileTrainer):
     async def __aenter__(self) -> "Model":
         await super().__aenter__()
         self.publisher = Publisher(
-            key=self.key,
-            run=self.run,
-            book=self.book,
-            store=self.store,
-            arrivals=ChunkArrivals(),
-            config=WeightsConfig(),
+            bare_services(
+                self.key,
+                run_id=self.run,
+                trainer=self.key.node_id,
+                heads=self.book,
+                store=self.store,
+                arrivals=ChunkArrivals(),
+                config=SimpleNamespace(weights=WeightsConfig()),
+                keep_chunks={file.chunk.digest for file in self.documents.manifest.model.files},
+            ),
             keep_states=1,
-            keep_chunks={file.chunk.digest for file in self.documents.manifest.model.files},
         )
         return self
 
@@ -185,7 +190,7 @@ class Model(HostileTrainer):
         assert manifest is not None
         return sum(one.size for one in manifest.artifacts if one.kind == kind)
 
-    def held(self, node: Holder, version: int, share: Share) -> bool:
+    def held(self, node: Holder, version: int, share: TensorShare) -> bool:
         """Whether the engine of `node` has its share of a version, and nothing else."""
         whole = weights(version, self.rate)
         return node.engine.policy_version == version and cases.same(
@@ -199,7 +204,7 @@ class Model(HostileTrainer):
         await super().reply(peer, stream, request)
 
 
-def add(swarm: Swarm, name: str, share: Share = everything, *, goal: Goal = None) -> Holder:
+def add(swarm: Swarm, name: str, share: TensorShare = everything, *, goal: Goal = None) -> Holder:
     """Start a node."""
     running = Running(SecretKey.from_seed(name.encode().rjust(32, b"\0")), swarm.directory / name)
     settings = {"ticket": swarm.ticket, "network": CONFIG["network"], "fsync": False}

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from support.memory_store import MemoryStore
 from support.swarm import Swarm, at_home
 
 from primerl.crypto.hashing import NO_DIGEST, digest
@@ -22,7 +23,6 @@ from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.serve import BlobServer, ChunkArrivals
 from primerl.node.p2p.transport import Stream
-from primerl.node.storage.chunk_store import MemoryStore
 from primerl.node.storage.ledger import Ledger
 from primerl.node.weights.codec import CODEC, encode_full
 from primerl.node.weights.replica import prove

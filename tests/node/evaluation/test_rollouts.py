@@ -9,7 +9,7 @@ import pytest
 from support.counting_environment import STOP, CountingEnvironment
 
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
-from primerl.node.environments.replay import PlayFailed
+from primerl.node.environments.policies import PlayFailed
 from primerl.node.evaluation.evaluator import (
     EnginePolicy,
     EvalSampling,

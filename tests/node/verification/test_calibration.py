@@ -14,7 +14,6 @@ from support.engine_cases import make_qwen3
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Split, Task
-from primerl.node.environments.playing import branch
 from primerl.node.inference.engine import Completion
 from primerl.node.ops.errors import EngineError, NodeError, UsageError
 from primerl.node.verification.auditor import MEASURES, AuditItem, Measured, Unreadable, audit_terms
@@ -67,7 +66,7 @@ class Letters:
         count = len(said.token_ids)
         mask = [False] * len(prompt) + [True] * count
         logprobs = [0.0] * len(prompt) + said.logprobs
-        return branch([*prompt, *said.token_ids], mask, logprobs, [said])
+        return Branch.of_turns([*prompt, *said.token_ids], mask, logprobs, [said])
 
 
 class HereAuditor:

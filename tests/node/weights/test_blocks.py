@@ -187,7 +187,7 @@ def test_no_body_is_longer_than_a_decoder_accepts(dtype: str, size: int) -> None
     new = np.full(size, np.iinfo(bits).max // 3, bits)
     new[:: max(1, size // (1 << 12))] = 1
     for part in (new, np.where(np.arange(size) % 7 < 4, new, base)):
-        method, body = encode_changes(find(base, part, dtype), size)
+        method, body = encode_changes(find(base, part, dtype, np.arange(size)), size)
         assert len(body) <= max_body(size, bits.itemsize)
         out = np.empty_like(base)
         decode_block(method, memoryview(body), base, out, dtype)
