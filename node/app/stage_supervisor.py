@@ -22,13 +22,11 @@ from ..ops.control import StageRow
 from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import Refused, ask
 from ..p2p.transport import TransportError
-from ..pipeline.door import Door
-from ..pipeline.frame_codec import FrameLimits
+from ..pipeline.acceptor import LinkAcceptor, probe
+from ..pipeline.frames import FrameLimits
 from ..pipeline.hosted_stage import HeadEngine, Laned, StageEngine
-from ..pipeline.layers import share_of
-from ..pipeline.local_end import LocalEnd
-from ..pipeline.place import StagePlace
-from ..pipeline.probe import probe
+from ..pipeline.links import LocalLink
+from ..pipeline.place import StagePlace, share_of
 from ..pipeline.ring import REQUEST_LANE, Ring
 from ..pipeline.trails import SignedTrails
 from ..weights.payload import TensorShare
@@ -66,7 +64,7 @@ class StageSupervisor:
         data_dir: Path,
         parts: Factories,
         joined: JoinedRun,
-        door: Door,
+        door: LinkAcceptor,
         infer: Infer,
         make_catchup: Callable[[StageEngine, TensorShare], WeightSync],
         writing: Callable[[], Order | None],
@@ -163,7 +161,7 @@ class StageSupervisor:
         """Hold a seat; the plan by which it is another one, None for no plan or the end of the run."""
         place = StagePlace(planned.plan, planned.rank, str(self._socket))
         moved: asyncio.Task[AssignedPlan | None]
-        async with LocalEnd(self._socket, FrameLimits.of(place.shape)) as local:
+        async with LocalLink(self._socket, FrameLimits.of(place.shape)) as local:
             chain = self._chain = self._make_chain(planned, local)
             self._enter("running")
             try:
@@ -178,7 +176,7 @@ class StageSupervisor:
                 self._chain = self._head = None
         return None if moved.cancelled() else moved.result()
 
-    def _make_chain(self, planned: AssignedPlan, local: LocalEnd) -> RingSupervisor:
+    def _make_chain(self, planned: AssignedPlan, local: LocalLink) -> RingSupervisor:
         stack, stall_s = self._joined.stack, self._config.pp.stall_s
         key, run_id = self._key, self._joined.documents.run_id
         assert self._offers is not None  # run() makes them first
@@ -258,7 +256,7 @@ async def _moved(offers: StageOffers, chain: RingSupervisor) -> AssignedPlan | N
 
 
 def same_seat(old: AssignedPlan, new: AssignedPlan) -> bool:
-    """Whether whoever computes a stage of `old` can go on with `new`: only who else takes part differs."""
+    """Whether our stage of `old` stays the same in `new`, so that its engine can go on."""
     cuts = [[(stage.first, stage.end) for stage in one.plan.stages] for one in (old, new)]
     return (
         old.rank == new.rank

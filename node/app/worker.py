@@ -22,7 +22,7 @@ from ..ops.control import Status
 from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.services import NodeServices
-from ..pipeline.door import Door
+from ..pipeline.acceptor import LinkAcceptor
 from ..storage import run_files
 from ..weights.payload import TensorShare, everything
 from ..worker.loop import InferenceRole, VerdictLog
@@ -47,7 +47,7 @@ class WorkerNode(PeerNode):
         self._verdicts: VerdictLog | None = None
         """Of all seats that this node ever has."""
         self._environment: Environment | None = None
-        self._door: Door | None = None
+        self._door: LinkAcceptor | None = None
         self._stages: StageSupervisor | None = None
 
     async def _take_part(self, joined: JoinedRun) -> None:
@@ -121,7 +121,7 @@ class WorkerNode(PeerNode):
     def _pipelines(self, stack: NodeServices) -> Handler:
         if self._config.pp.mode == "off":
             return no_pipelines
-        self._door = Door(self.key.node_id, stack.run_id, stack.trainer)
+        self._door = LinkAcceptor(self.key.node_id, stack.run_id, stack.trainer)
         return self._door.handle
 
     async def _is_split(self, joined: JoinedRun, engine: EngineConfig) -> bool:

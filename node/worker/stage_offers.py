@@ -42,7 +42,7 @@ ASK_TIMEOUT_S = 15.0
 RETRY_S = 2.0
 """After a question that failed."""
 PROBES = 16
-"""Others that are measured; a plan of so many stages is the largest."""
+"""Others that are measured; the largest plan has as many stages."""
 MEASURED_S = 60.0
 """How long a measurement counts."""
 RECORD_S = 1200.0
@@ -161,7 +161,7 @@ class StageOffers:
                 async with asyncio.timeout(pause):
                     await self._poked.wait()
             except TimeoutError:
-                pass  # nobody is in a hurry
+                pass  # no newer plan was announced
             self._poked.clear()
 
     async def newer(self, than: AssignedPlan | None) -> AssignedPlan | None:
@@ -247,7 +247,7 @@ class StageOffers:
         await self._measure(others[:PROBES])
 
     def _open(self, sealed: bytes) -> AssignedPlan:
-        """Raises RemoteProtocolError, with ROLLBACK for what was replaced."""
+        """Raises RemoteProtocolError, with ROLLBACK for a plan that was replaced."""
         opened = unseal(
             sealed,
             Purpose.PIPELINE,

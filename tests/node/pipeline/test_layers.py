@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from primerl.node.inference.qwen3_shapes import shapes
-from primerl.node.pipeline.layers import layer_of, names_of, share_of
+from primerl.node.pipeline.place import layer_of, names_of, share_of
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
 LAYERS = 5
