@@ -25,7 +25,7 @@ from ..memory_plan.stages import CutModel
 from ..ops.control import GroupRow
 from ..ops.errors import EngineError
 from ..p2p.limits import TokenBuckets
-from ..p2p.peers import PeerTable
+from ..p2p.services import NodeServices
 from ..pipeline.planner import Offered, fits, is_measured, make_plan, replace, ring_ms
 from ..storage.ledger import Ledger
 
@@ -303,11 +303,8 @@ class PipelineCoordinator:
     def __init__(
         self,
         *,
-        key: SecretKey,
-        run_id: bytes,
+        services: NodeServices,
         model: CutModel | None,
-        ledger: Ledger,
-        peers: PeerTable,
         heard: Callable[[bytes], float],
         refused: Callable[[bytes], str] = lambda node: "",
         clock: Callable[[], float] = time.monotonic,
@@ -317,11 +314,9 @@ class PipelineCoordinator:
 
         `heard`: when a node asked us anything last, by `clock`; of one that did not yet, when we started.
         """
-        self._key = key
-        self._run_id = run_id
+        self._services = services
         self._model = model
-        self._ledger = ledger
-        self._peers = peers
+        self._ledger, self._peers = services.ledger, services.peers
         self._clock = clock
         self._wall = wall
         self._heard = heard
@@ -611,7 +606,7 @@ class PipelineCoordinator:
         return StageWait(WAIT_MS, self._records(one.node for one in pool if one.node != peer))
 
     def _planned(self, peer: bytes, group: PipelineGroup) -> StagePlanned:
-        sealed = group.seal(self._key, self._run_id, self._wall())
+        sealed = group.seal(self._services.key, self._services.run_id, self._wall())
         return StagePlanned(sealed, self._records(n for n in group.nodes if n != peer), PLANNED_MS)
 
     def _records(self, nodes: Iterable[bytes]) -> tuple[bytes, ...]:

@@ -29,9 +29,8 @@ from ..memory_plan.stages import memory_to_offer
 from ..models.json_files import read_json
 from ..ops import gpus
 from ..ops.errors import NodeError, UsageError
-from ..p2p.connections import ConnectionPool
-from ..p2p.peers import PeerTable
 from ..p2p.rpc import Refused
+from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.waiting import LogBackoff
 from .weight_sync import learn_records
@@ -119,25 +118,16 @@ class StageOffers:
     def __init__(
         self,
         *,
-        node: bytes,
-        run_id: bytes,
-        trainer: bytes,
-        links: ConnectionPool,
-        peers: PeerTable,
+        services: NodeServices,
         offer: StageOffer,
-        record: Callable[[], bytes],
         probe: Probe,
         allow: Callable[[Iterable[bytes]], None] = lambda nodes: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`node`: our id; `record` makes our sealed peer record; `allow` is told who may probe us."""
-        self._node = node
-        self._run_id = run_id
-        self._trainer = trainer
-        self._links = links
-        self._peers = peers
+        """`probe` measures the link to a node; `allow` is told the nodes that may probe us."""
+        self._services = services
+        self._node = services.key.node_id
         self._offer = offer
-        self._record = record
         self._probe = probe
         self._allow = allow
         self._clock = clock
@@ -192,8 +182,8 @@ class StageOffers:
         message = OfferStage(self._measured(), group, generation, lost)
         try:
             await self._renew()
-            reply = await self._links.request(
-                self._trainer,
+            reply = await self._services.links.request(
+                self._services.trainer,
                 ALPN_CONTROL,
                 message,
                 StageWait | StagePlanned,  # type: ignore[arg-type]
@@ -220,9 +210,9 @@ class StageOffers:
         """Records run out, and the trainer shows ours to others."""
         if self._clock() - self._renewed < RECORD_S:
             return
-        message = SyncRecords((self._record(),))
-        await self._links.request(
-            self._trainer, ALPN_CONTROL, message, SyncRecords, deadline=ASK_TIMEOUT_S
+        message = SyncRecords((self._services.record(),))
+        await self._services.links.request(
+            self._services.trainer, ALPN_CONTROL, message, SyncRecords, deadline=ASK_TIMEOUT_S
         )
         self._renewed = self._clock()
 
@@ -253,8 +243,8 @@ class StageOffers:
             Purpose.PIPELINE,
             PipelinePlan,
             now=int(time.time()),
-            run=self._run_id,
-            signer=self._trainer,
+            run=self._services.run_id,
+            signer=self._services.trainer,
         )
         plan = opened.body
         check_plan(plan)
@@ -286,7 +276,7 @@ class StageOffers:
             self._changed.notify_all()
 
     def _learn(self, records: Sequence[bytes]) -> list[bytes]:
-        nodes = learn_records(self._peers, self._run_id, records)
+        nodes = learn_records(self._services.peers, self._services.run_id, records)
         return [node for node in nodes if node != self._node]
 
     async def _measure(self, others: Sequence[bytes]) -> None:
