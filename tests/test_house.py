@@ -158,9 +158,7 @@ HEAVY = {
         "node.p2p.trio_bridge",
     },
     "triton": {
-        "node.inference.boundary_kernel",
-        "node.inference.noise_kernel",
-        "node.inference.qwen3_kernel",
+        "node.inference.kernels",
     },
     "vllm": {
         "node.inference.vllm",
@@ -208,11 +206,11 @@ def test_torch_is_where_models_are() -> None:
 LOADED_LAZILY = {
     "torch": """node.inference.placement node.verification.crossings node.verification.replay
         node.inference.boundary_states
-        node.inference.boundary_kernel node.inference.compiling
-        node.inference.model_output node.inference.model node.inference.decoding node.inference.model
-        node.inference.noise node.inference.noise_kernel node.inference.model_output node.inference.packed
-        node.inference.vllm_worker node.inference.qwen3 node.inference.qwen3_kernel node.inference.sampler
-        node.inference.transfers node.inference.vllm_recorder
+        node.inference.kernels node.inference.device
+        node.inference.model node.inference.model node.inference.decoding node.inference.model
+        node.inference.sampler node.inference.kernels node.inference.model node.inference.qwen3
+        node.inference.vllm_worker node.inference.qwen3 node.inference.kernels node.inference.sampler
+        node.inference.device node.inference.vllm_sampling
         node.inference.vllm_sampling node.inference.vllm_worker node.training.export
         node.training.export node.training.gather node.training.learner
         node.training.losses node.training.losses node.training.losses
@@ -226,7 +224,7 @@ LOADED_LAZILY = {
         node.pipeline.vllm_rank node.pipeline.vllm_recorders
         node.pipeline.vllm_stage_worker node.pipeline.vllm_runner
         node.pipeline.activations""",
-    "triton": "node.inference.boundary_kernel node.inference.noise_kernel node.inference.qwen3_kernel",
+    "triton": "node.inference.kernels node.inference.kernels node.inference.kernels",
     "verifiers": "node.environments.playing node.environments.tasksets",
     "vllm": """node.pipeline.vllm_head_executor node.pipeline.vllm_rank
         node.pipeline.vllm_stage_worker""",

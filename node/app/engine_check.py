@@ -6,15 +6,16 @@ A dry run is done at once: nothing heavy may be imported here.
 from pathlib import Path
 
 from ..config.run import EngineConfig, ModelConfig
-from ..inference.vllm_features import (
+from ..inference.vllm_arguments import (
     NOT_INSTALLED,
     check_installed,
     check_names,
     check_overrides,
+    check_parallel,
     installed_arguments,
     is_installed,
+    read_shape,
 )
-from ..inference.vllm_shape import check_parallel, read_shape
 from ..ops.errors import EngineError, UsageError
 
 

@@ -20,9 +20,7 @@ from ..storage.ledger import IssuedTicket, Ledger, LedgerView
 from ..storage.run_files import write_private
 
 if TYPE_CHECKING:
-    from .services import (
-        NodeServices,  # all of the network: a ticket is checked before that is loaded
-    )
+    from .services import NodeServices
 
 logger = logging.getLogger(__name__)
 

@@ -133,7 +133,7 @@ class WorkerNode(PeerNode):
             if run.adapters is None:
                 return True
             raise UsageError("a model with adapters cannot be shared by nodes: remove pp")
-        fixed = config.pp.mode == "off" or engine.type == "scripted"
+        fixed = config.pp.mode == "off"
         if fixed or run.adapters is not None or engine.dp * engine.pp > 1:
             return False
         try:

@@ -27,9 +27,8 @@ import msgspec
 
 from ..ops.errors import EngineError, UsageError, named_line
 from .host_messages import ApiOptions
-from .vllm_collector import CompletionCollector
-from .vllm_meter import VllmMeter
-from .vllm_options import GREEDY_BELOW, SAMPLING, SERVED
+from .vllm import CompletionCollector, VllmMeter
+from .vllm_arguments import GREEDY_BELOW, SAMPLING, SERVED
 
 if TYPE_CHECKING:
     from .host import Sleeper

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..config.engine import EngineConfig
-from ..inference.vllm_shape import head_size, kv_heads
+from ..inference.vllm_arguments import head_size, kv_heads
 from ..ops.errors import EngineError, UsageError
 from .place import StagePlace
 

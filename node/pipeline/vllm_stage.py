@@ -24,8 +24,8 @@ from ..inference.engine import (
     Written,
     find_fingerprint,
 )
-from ..inference.vllm_ranks import judge
-from ..inference.vllm_shape import read_shape
+from ..inference.vllm import judge
+from ..inference.vllm_arguments import read_shape
 from ..memory_plan.memory import tensor_parallel
 from ..ops.errors import EngineError, EngineLost, named_line
 from .frame_codec import FrameLimits

@@ -18,8 +18,7 @@ from ...protocol.manifests import RunManifest, Thresholds
 from ...protocol.rollouts import Evidence
 from ..config.run import EngineConfig, RunConfig
 from ..environments.environment import Environment
-from ..inference.build import build_engine
-from ..inference.engine import Engine
+from ..inference.engine import Engine, build_engine
 from ..models import huggingface
 from ..ops.errors import NodeError, UsageError
 from ..weights.state import State

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..inference.device import Mark, download, upload
 from ..inference.fingerprint import Projection, signs
 from ..inference.model import LanguageModel, build_network
 from ..inference.sampler import draw, gumbel_at
-from ..inference.transfers import Mark, download, upload
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
 from ..ops.errors import EngineError

@@ -19,16 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CodecError
-from .moves import (
-    Bits,
-    Changes,
-    apply,
-    find,
-    find_few,
-    measure,
-    move,
-    where,
-)
+from .moves import Bits, Changes, apply, find, find_few, measure, move, where
 from .streams import MAX_STREAM, Flags, StreamReader, StreamWriter
 
 BLOCK = MAX_STREAM

@@ -11,14 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import TensorInfo
-from .blocks import (
-    ALONE,
-    BLOCK,
-    SKIP,
-    Turn,
-    decode_block,
-    encode_block,
-)
+from .blocks import ALONE, BLOCK, SKIP, Turn, decode_block, encode_block
 from .errors import CodecError
 from .moves import Bits
 from .payload import (

@@ -13,21 +13,8 @@ from ...protocol.manifests import Artifact, PolicyManifest, TensorInfo
 from .chain import NOTHING
 from .codec import CODEC, apply_delta_changed, decode_full
 from .errors import CodecError, DigestMismatch, WrongBase
-from .payload import (
-    Share,
-    chunks_for,
-    everything,
-    part_of,
-    wanted_of,
-)
-from .state import (
-    Changed,
-    State,
-    Tensor,
-    state_bytes,
-    state_digest,
-    tensor_digest,
-)
+from .payload import Share, chunks_for, everything, part_of, wanted_of
+from .state import Changed, State, Tensor, state_bytes, state_digest, tensor_digest
 
 
 @dataclass(frozen=True)

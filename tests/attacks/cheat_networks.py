@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primerl.node.inference.model import LanguageModel, pick_device
-from primerl.node.inference.model_output import LayerHooks
+from primerl.node.inference.model import LanguageModel, LayerHooks, pick_device
 from primerl.node.inference.qwen3 import Attend, Qwen3Network
 from primerl.node.models import huggingface
 from primerl.node.weights.state import State

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.inference.vllm_features import is_installed
+from primerl.node.inference.vllm_arguments import is_installed
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "pipeline.py"
 TOY = "--quick --shape tiny --batch 3 --lanes 1 --rates 4 --tokens 5 --prompt 4".split()

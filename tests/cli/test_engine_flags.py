@@ -51,7 +51,7 @@ def test_a_shape_that_the_model_of_a_run_does_not_allow_is_refused(cli: Callable
 
 
 @pytest.mark.parametrize("dry", [("--dry-run",), ()])
-@pytest.mark.parametrize("engine", [(), ("--engine.type", "hf"), ("--engine.type", "scripted")])
+@pytest.mark.parametrize("engine", [(), ("--engine.type", "hf")])
 @pytest.mark.parametrize(
     "pipeline", [("--pp.rank", "0", "--pp.world-size", "2"), ("--pp.mode", "on")]
 )

@@ -19,7 +19,12 @@ from primerl.node.inference.engine import Completion, EngineStats, GenerateReque
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker import rollouts
-from primerl.node.worker.rollouts import AdmissionControl, RolloutGenerator, crossed, rollout_record
+from primerl.node.worker.rollouts import (
+    AdmissionControl,
+    RolloutGenerator,
+    crossed,
+    rollout_record,
+)
 from primerl.protocol.leases import Lease, LeaseBook, sample_seed
 
 NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
