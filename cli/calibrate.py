@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .configured import arguments, environment, options
+from .command import arguments, read_config, run_to_end
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..node.config.run import RunConfig
-    from ..node.verification.calibrator import CalibrationReport, CalibrationRequest, EngineNoise
+    from ..node.verification.calibration import CalibrationReport, CalibrationRequest, EngineNoise
 
 
 class EngineType(Enum):
-    """What workers may generate with."""
+    """Engines of workers."""
 
     hf = "hf"
     vllm = "vllm"
@@ -31,7 +31,9 @@ Against = Annotated[
     list[EngineType],
     typer.Option("--against", help="An engine that workers use; repeat it. Else engine.type."),
 ]
-Rollouts = Annotated[int, typer.Option("--rollouts", min=16, help="Honest ones of each engine.")]
+Rollouts = Annotated[
+    int, typer.Option("--rollouts", min=16, help="Honest rollouts of each engine.")
+]
 Cheats = Annotated[int, typer.Option("--cheats", min=8, help="Rollouts of each cheat.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=0, help="Longest reply; 0: the run's.")]
 Weights = Annotated[
@@ -49,7 +51,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON."
 def run(
     ctx: typer.Context,
     out: Out,
-    against: Against = [],  # noqa: B006 - typer reads it, nobody writes it
+    against: Against = [],  # noqa: B006 - typer reads it, nothing writes it
     rollouts: Rollouts = 512,
     cheats: Cheats = 64,
     tokens: Tokens = 0,
@@ -70,13 +72,11 @@ def run(
       primerl-node calibrate @ run.toml --out c.json --against hf --against vllm --rollouts 2000
       primerl-node train @ run.toml --verification.calibration calibration.json
     """
-    from ..node.config.loader import load
     from ..node.config.run import RunConfig
-    from ..node.verification.calibrator import CalibrationRequest
-    from .signals import run as run_to_end
+    from ..node.verification.calibration import CalibrationRequest
 
-    longest = options(**{"sampling.max_tokens": str(tokens) if tokens else None})
-    config = load(RunConfig, arguments(ctx, longest), environment())
+    longest = {"sampling.max-tokens": str(tokens) if tokens else None}
+    config = read_config(RunConfig, arguments(ctx, longest))
     wanted = CalibrationRequest(
         rollouts=64 if quick else rollouts,
         cheats=16 if quick else cheats,
@@ -99,7 +99,7 @@ async def _measure(
     from ..node.environments.environment import EnvironmentFailed
     from ..node.models import huggingface, tensors
     from ..node.ops.errors import UsageError
-    from ..node.verification.calibrator import Calibrator
+    from ..node.verification.calibration import Calibrator
 
     parts = Factories()
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
@@ -118,13 +118,10 @@ async def _measure(
                 model_dir,
                 state,
                 tasks,
+                parts.auditor(config.engine, config.verification.audit_timeout_s),
                 wanted,
-                make_auditor=lambda engine: parts.auditor(
-                    engine, config.verification.audit_timeout_s
-                ),
-                make_engine=parts.engine,
-                seed=config.seed,
                 say=lambda line: typer.echo(line, err=True),
+                make_engine=parts.engine,
             ).run()
         except EnvironmentFailed as error:
             raise UsageError(f"environment {config.environment.id!r} failed: {error}") from error
@@ -135,7 +132,7 @@ async def _measure(
 def _print(report: "CalibrationReport", *, as_json: bool) -> None:
     import msgspec
 
-    from .screen import write
+    from .tables import write
 
     if as_json:
         values = msgspec.to_builtins(report) | {"inseparable": report.inseparable}
@@ -156,7 +153,10 @@ def _print(report: "CalibrationReport", *, as_json: bool) -> None:
 
 
 def _noise_table(report: "CalibrationReport", noise: "EngineNoise") -> "Table":
-    table = _table("measure", "50 %", "90 %", "99 %", "99.9 %", "largest", "suspect", "reject")
+    from .tables import plain_table
+
+    figures = ("50 %", "90 %", "99 %", "99.9 %", "largest", "suspect", "reject")
+    table = plain_table("measure", *figures, right=figures)
     for name, values in noise.quantiles.items():
         bounds = (getattr(report.suspect, name), getattr(report.reject, name))
         table.add_row(name, *(f"{value:.3g}" for value in (*values, *bounds)))
@@ -164,20 +164,14 @@ def _noise_table(report: "CalibrationReport", noise: "EngineNoise") -> "Table":
 
 
 def _cheats_table(report: "CalibrationReport") -> "Table":
-    table = _table("cheat", "rollouts", "rejected", "suspected", "batches of 16 caught", "")
+    from .tables import plain_table
+
+    figures = ("rollouts", "rejected", "suspected", "batches of 16 caught", "")
+    table = plain_table("cheat", *figures, right=figures)
     for one in report.separation:
         verdict = "" if one.separates else ("NOT SEPARATED" if one.required else "not required")
         counts = (str(one.rollouts), str(one.rejected), str(one.suspected))
         table.add_row(one.name, *counts, f"{one.batches:.1%}", verdict)
-    return table
-
-
-def _table(*columns: str) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
     return table
 
 

@@ -2,35 +2,34 @@
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .configured import (
+from .command import (
     Dp,
     DryRun,
     Pp,
     Tp,
     arguments,
     check_engine,
-    environment,
-    options,
     parallel,
+    read_config,
+    run_to_end,
     show_config,
 )
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..node.evaluation.eval_suite import Cell, Progress
+    from ..node.evaluation.eval_suite import Cell, EvalProgress
     from ..node.evaluation.statistics import Estimate
 
-PLAIN_EVERY_S = 5.0
+LINE_EVERY_S = 5.0
 MOST_TRIES = 4
-"""pass@j that the table has room for: the first ones and the last."""
+"""Columns for pass@j: the first ones and the last."""
 
 WeightsDir = Annotated[
     Path | None, typer.Option("--weights-dir", help="Step weights of a run: outputs/RUN/weights.")
@@ -67,78 +66,37 @@ def run(
       primerl-node eval @ eval_api            endpoints: a base URL, and the variable that holds the key
     """
     from ..node.config.evaluation import EvalConfig
-    from ..node.config.loader import load
 
-    where = None if weights_dir is None else str(weights_dir)
-    flags = options(**{"weights-dir": where, "steps": steps})
-    flags.extend([*parallel(tp=tp, pp=pp, dp=dp), *(["--again"] if again else [])])
-    config = load(EvalConfig, arguments(ctx, flags), environment())
+    where = str(weights_dir) if weights_dir else None
+    flags = {"weights-dir": where, "steps": steps, **parallel(tp, pp, dp)}
+    flags["again"] = "true" if again else None
+    config = read_config(EvalConfig, arguments(ctx, flags))
     if config.models or config.weights_dir:
         check_engine(config, proven=False)
     if dry_run:
         show_config(config, as_json=as_json)
         return
     from ..node.app.eval import evaluate
-    from .signals import run as run_to_end
+    from .tables import ProgressView
 
-    with EvalView() as view:
-        cells = run_to_end(evaluate(config, watch=view.show))
+    with ProgressView("eval", LINE_EVERY_S, sys.stderr) as view:  # results are on stdout
+
+        def show(progress: "EvalProgress") -> None:
+            view.update(*progress_line(progress))
+
+        cells = run_to_end(evaluate(config, watch=show))
     _print(cells, config.directory, as_json=as_json)
 
 
-class EvalView:
-    """A progress bar in a terminal, a line now and then in a pipe; on stderr, for results are on stdout."""
-
-    def __init__(self) -> None:
-        self._said = 0.0
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> "EvalView":
-        if sys.stderr.isatty():
-            self._bar = _progress_bar()
-            self._task = self._bar.add_task("starting", total=None, figures="")
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, progress: "Progress") -> None:
-        """A rollout has ended, or a cell begins."""
-        title = f"{progress.cell}/{progress.cells} {progress.model} on {progress.environment}"
-        if self._bar is not None:
-            done, of = progress.done, progress.of
-            told = {"description": title, "figures": progress_line(progress)}
-            self._bar.update(self._task, completed=done, total=of, **told)
-            return
-        now, last = time.monotonic(), progress.done == progress.of
-        if last or now - self._said > PLAIN_EVERY_S:
-            self._said = now
-            count = f"{progress.done}/{progress.of}"
-            print(f"{title} | {count} | {progress_line(progress)}", file=sys.stderr, flush=True)
-
-
-def progress_line(progress: "Progress") -> str:
-    """How a cell does so far."""
-    parts = [f"reward {progress.reward:.3f}"]
+def progress_line(progress: "EvalProgress") -> tuple[str, int, int, str]:
+    """Say which cell is measured, how many of its rollouts are done, and how it does so far."""
+    title = f"{progress.cell}/{progress.cells} {progress.model} on {progress.environment}"
+    figures = [f"reward {progress.reward:.3f}"]
     if progress.failed:
-        parts.append(f"{progress.failed} failed")
+        figures.append(f"{progress.failed} failed")
     if progress.found:
-        parts.append("measured before")
-    return " | ".join(parts)
-
-
-def _progress_bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    columns = ("{task.description}", "{task.fields[figures]}")
-    title, shown = (TextColumn(column, markup=False) for column in columns)
-    shape = (title, BarColumn(), MofNCompleteColumn(), shown, Remaining())
-    return Progress(*shape, console=Console(stderr=True))
+        figures.append("measured before")
+    return title, progress.done, progress.of, " | ".join(figures)
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -148,7 +106,7 @@ def _print(cells: Sequence["Cell"], directory: Path, *, as_json: bool) -> None:
     import msgspec
 
     from ..node.ops.errors import NodeError
-    from .screen import write
+    from .tables import write
 
     if as_json:
         typer.echo(json.dumps({"cells": msgspec.to_builtins(cells)}, indent=2))
@@ -167,16 +125,15 @@ def _print(cells: Sequence["Cell"], directory: Path, *, as_json: bool) -> None:
 
 
 def results_table(cells: Sequence["Cell"]) -> "Table":
-    """One row for each environment and model: means, and below them their 95 % intervals."""
+    """Draw a row for each environment and model: means with 95 % intervals."""
     from rich.markup import escape
-    from rich.table import Table
+
+    from .tables import plain_table
 
     tries = _tries(cells)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("ENVIRONMENT", "MODEL"):
-        table.add_column(name, no_wrap=True)
-    for name in ("PROMPTS", "avg@k", *(f"pass@{one}" for one in tries), "CUT", "FAILED", "TOKENS"):
-        table.add_column(name, justify="right", no_wrap=True)
+    passes = (f"pass@{one}" for one in tries)
+    names = ("PROMPTS", "avg@k", *passes, "CUT", "FAILED", "TOKENS")
+    table = plain_table("ENVIRONMENT", "MODEL", *names, right=names)
     for cell in sorted(cells, key=lambda cell: cell.environment):
         told = cell.figures
         passes = [told.passes.get(one) for one in tries]
@@ -194,21 +151,21 @@ def results_table(cells: Sequence["Cell"]) -> "Table":
 
 
 def _tries(cells: Sequence["Cell"]) -> list[str]:
-    """The j of pass@j that are shown, ascending: the first ones, and the largest."""
+    """Choose the j of pass@j that are shown, ascending."""
     known = sorted({int(tries) for cell in cells for tries in cell.figures.passes})
     shown = known if len(known) <= MOST_TRIES else [*known[: MOST_TRIES - 1], known[-1]]
     return [str(one) for one in shown]
 
 
 def estimate(one: "Estimate") -> str:
-    """A mean and its interval."""
+    """Format a mean and its interval."""
     if one.low is None or one.high is None:
         return f"{one.value:.3f}"
     return f"{one.value:.3f} ({one.low:.3f}-{one.high:.3f})"
 
 
 def remarks(cells: Sequence["Cell"]) -> list[str]:
-    """What a reader of the table has to know."""
+    """Explain the intervals, and list the reasons of failed rollouts."""
     methods = {
         one.method for cell in cells for one in (cell.figures.avg, *cell.figures.passes.values())
     }

@@ -1,11 +1,27 @@
 """`primerl-node explain`: why the trainer accepted or rejected a submission, with the evidence."""
 
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .target import AsJson, DataDir, default_data_dir
+from .command import AsJson, DataDir, default_data_dir, find_node
+
+if TYPE_CHECKING:
+    from ..node.ops.explain import Explanation, RejectedRollout, StageEvidence, VerdictLine
+
+SHORT = 10
+MAX_ROWS = 32
+"""Rows of evidence that are shown; --json has them all."""
+WIDTH = 100
+READING = (
+    "! is above the bound to reject, ? above the bound to suspect: one in a hundred honest rollouts is, so "
+    "only many of them tell against a node. Distances are relative, the others in nats.",
+    "A rollout is audited if its lot is below the rate. The lot is a hash of the rollout's place and of the "
+    "challenge, which was drawn after the receipt: anybody can compute it again.",
+)
 
 
 def run(
@@ -39,30 +55,25 @@ def run(
     import msgspec
 
     from ..node.ops import explain
-    from .screen import write
-    from .verdict_tables import explanation, verdict_list
+    from .tables import write
 
-    directory = find_directory(data_dir)
-    if everything:
-        lines = explain.listed(directory, last)
-        if as_json:
-            typer.echo(msgspec.json.format(msgspec.json.encode(lines)).decode())
-        else:
-            write(verdict_list(lines))
-        return
-    found = explain.explain(directory, verdict.strip())
+    directory = _directory(data_dir)
+    found = explain.listed(directory, last) if everything else None
+    shown = explain.explain(directory, verdict.strip()) if found is None else None
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        encoded = msgspec.json.encode(shown if found is None else found)
+        typer.echo(msgspec.json.format(encoded).decode())
+    elif shown is None:
+        write(verdict_list(found or ()))
     else:
-        if not verdict.strip() and not found.rejected:
+        if not verdict.strip() and not shown.rejected:
             write("nothing was rejected; the latest accepted submission:\n")
-        write(explanation(found))
+        write(explanation(shown))
 
 
-def find_directory(data_dir: Path | None) -> Path:
-    """Whose ledger to read: the named one, else the running node's, else the default. Raises UsageError."""
+def _directory(data_dir: Path | None) -> Path:
+    """Find the ledger to read: the named node's, the running node's, or the default. Raises UsageError."""
     from ..node.ops.errors import NetworkError, UsageError
-    from .target import find_node
 
     if data_dir is not None:
         return data_dir.expanduser()
@@ -74,3 +85,152 @@ def find_directory(data_dir: Path | None) -> Path:
         raise UsageError(
             "no node of yours runs on this machine: give --data-dir of the node to explain"
         ) from error
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def verdict_list(lines: "Sequence[VerdictLine]") -> Any:
+    """Draw one line for each verdict."""
+    from rich.markup import escape
+
+    from .tables import NONE, plain_table
+
+    if not lines:
+        return "no verdicts yet"
+    names = ("NO", "LEASE", "SUBMISSION", "NODE", "ACCEPTED", "REJECTED", "AUDITED", "REASON")
+    table = plain_table(*names, right=set(names) - {"SUBMISSION", "NODE", "REASON"})
+    for line in lines:
+        node, number = line.worker[:SHORT], str(line.number)
+        if line.fault:
+            fault = f"NOT GENUINE: {escape(line.fault)}"
+            table.add_row(number, NONE, NONE, node, "", "", "", fault)
+            continue
+        counts = map(str, (line.accepted, line.rejected, line.audited))
+        reason = escape(line.reason) or NONE
+        table.add_row(number, str(line.lease), line.submission[:SHORT], node, *counts, reason)
+    return table
+
+
+def explanation(found: "Explanation") -> Any:
+    """Draw a verdict: the facts, a paragraph for each reason, the evidence, and the stages."""
+    from rich.console import Group
+
+    from .tables import label_table
+
+    measurer = f"validator {found.validator[:SHORT]}" if found.validator else "the trainer"
+    run, node = found.run, found.worker[:SHORT]
+    facts = [
+        (
+            "verdict",
+            f"{found.number} of run {run.name}, signed by its trainer {run.trainer[:SHORT]}",
+        ),
+        ("on", f"submission {found.submission[:16]} of node {node}, lease {found.lease}"),
+        ("result", f"{found.accepted} accepted, {found.rejected} rejected"),
+        ("audited", f"{found.audited} rollouts, by {measurer}" if found.audited else "nothing"),
+    ]
+    if found.challenge:
+        facts.append(("challenge", f"{found.challenge}  (rate {found.rate:.3g})"))
+    parts: list[Any] = [label_table(facts)]
+    for _, group in groupby(sorted(found.findings, key=_reason), key=_reason):
+        parts += ["", *_findings(list(group))]
+    unlisted = found.rejected - len(found.findings)
+    if unlisted > 0:
+        more = f"{unlisted} more rejected rollouts are not in the verdict: it has no room for them"
+        parts += ["", more]
+    if found.evidence:
+        parts += ["", *_evidence(found)]
+    if found.stages:
+        parts += ["", *_stages(found.stages)]
+    return Group(*parts)
+
+
+def _reason(finding: "RejectedRollout") -> str:
+    return finding.reason
+
+
+def _findings(findings: "Sequence[RejectedRollout]") -> list[Any]:
+    """Draw the rejections of one reason: the rollouts, and once the meaning of the reason."""
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    first = findings[0]
+    count = f"{len(findings)} rollout{'s' if len(findings) > 1 else ''}"
+    lines: list[Any] = [Text(f"{first.reason}: {count}", style="bold")]
+    for one in findings:
+        detail = f": {one.detail}" if one.detail else ""
+        lines.append(_folded(f"  group {one.group}, rollout {one.rollout}{detail}"))
+    meaning = Table.grid(padding=(0, 2, 0, 0))
+    meaning.add_column(no_wrap=True)
+    meaning.add_column(overflow="fold", max_width=WIDTH)
+    rows = [("check", first.check), ("shows", first.proves), ("does not show", first.proves_not)]
+    rows += [("" if number else "look at", f"- {at}") for number, at in enumerate(first.look_at)]
+    for name, value in rows:
+        meaning.add_row(name, escape(value))
+    return [*lines, Padding(meaning, (0, 0, 0, 2))]
+
+
+def _evidence(found: "Explanation") -> list[Any]:
+    """Draw the measurements beside their bounds, and how to read them."""
+    from .tables import plain_table
+
+    measures = [one.name.upper().replace("_", " ") for one in found.evidence[0].measures]
+    table = plain_table("ROLLOUT", "TOKENS", "WHY", *measures, right=("TOKENS", *measures))
+    for row in found.evidence[:MAX_ROWS]:
+        why = f"guilt of another (lot {row.lot:.3f})"
+        if row.drawn:
+            why = f"lot {row.lot:.3f} < {found.rate:.3g}"
+        cells = (f"{one.value:.4g}{one.mark or ' '}" for one in row.measures)
+        table.add_row(f"{row.group}/{row.rollout}", str(row.tokens), why, *cells)
+    for label, bounds in (
+        ("suspect above", [one.suspect for one in found.evidence[0].measures]),
+        ("reject above", [one.reject for one in found.evidence[0].measures]),
+    ):
+        table.add_row(label, "", "", *(f"{bound:.4g} " for bound in bounds), style="dim")
+    sample = "not measured on this model"
+    if found.honest_rollouts:
+        sample = f"{found.honest_rollouts} honest rollouts, {found.honest_tokens} tokens"
+    notes = [
+        *READING,
+        f"The bounds are the run's, from its signed manifest: {found.bounds} ({sample}).",
+    ]
+    if len(found.evidence) > MAX_ROWS:
+        notes.append(f"{len(found.evidence) - MAX_ROWS} more rows: --json shows all.")
+    return [table, "", *map(_folded, notes)]
+
+
+def _stages(found: "StageEvidence") -> list[Any]:
+    """Draw the nodes that made a submission together, and which of them the audits name."""
+    from rich.text import Text
+
+    from .tables import plain_table
+
+    head = f"made by {len(found.nodes)} stages of pipeline {found.group[:SHORT]}:{found.generation}"
+    names = ("STAGE", "NODE", "CAN BE OF IT", "OF IT ALONE")
+    table = plain_table(*names, right=set(names) - {"NODE"})
+    for rank, node in enumerate(found.nodes):
+        named = [one.stages for one in found.blamed if rank in one.stages]
+        alone = sum(len(stages) == 1 for stages in named)
+        table.add_row(str(rank), node[:SHORT], str(len(named)), str(alone))
+    lines: list[Any] = [Text(head, style="bold"), table]
+    for one in found.blamed[:MAX_ROWS]:
+        text = "no boundaries are stated: it cannot be told whose it is"
+        if one.stages:
+            where = ", ".join(f"{distance:.4g}" for distance in one.distances)
+            stages = " or ".join(map(str, one.stages))
+            text = f"distances behind stages 0.. are {where}: {stages}"
+        lines.append(_folded(f"  {one.group}/{one.rollout}: {text}"))
+    note = (
+        f"A stage's output is off where its distance is above {found.reject:.4g}, odd above "
+        f"{found.suspect:.4g}. The first output that is off, after one that is right, names the stage that "
+        "computed something else. Stage 0 vouches for what is said of all."
+    )
+    return [*lines, _folded(note)]
+
+
+def _folded(line: str) -> Any:
+    from rich.text import Text
+
+    return Text(line, overflow="fold")

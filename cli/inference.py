@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .configured import (
-    AsJson,
+from .command import (
     Dp,
     DryRun,
+    DryRunJson,
     Pp,
     Tp,
     arguments,
     check_engine,
-    environment,
-    options,
     parallel,
+    read_config,
+    run_to_end,
     show_config,
 )
 from .join import checked_ticket, ticket_text
@@ -37,7 +37,7 @@ def run(
     pp: Pp = None,
     dp: Dp = None,
     dry_run: DryRun = False,
-    as_json: AsJson = False,
+    as_json: DryRunJson = False,
 ) -> None:
     """Serve a policy over HTTP, as OpenAI's API: with vLLM its own routes, else chats and completions.
 
@@ -52,20 +52,17 @@ def run(
       primerl-node inference --model.name Qwen/Qwen3-0.6B --api.host 0.0.0.0 --api.key-variable API_KEY
       curl http://127.0.0.1:8000/v1/models
     """
-    from ..node.config.loader import load
     from ..node.config.serving import ServeConfig
 
-    given = options(ticket=ticket) + parallel(tp=tp, pp=pp, dp=dp)
-    config = load(ServeConfig, arguments(ctx, given), environment())
+    config = read_config(ServeConfig, arguments(ctx, {"ticket": ticket, **parallel(tp, pp, dp)}))
     check_engine(config, proven=False)
     if dry_run:
         if config.ticket not in ("", "-"):
             ticket_text(config.ticket)
         show_config(config, as_json=as_json)
         return
-    config = checked(config)
+    config = _checked(config)
     from ..node.app.daemon import serve
-    from .signals import run as run_to_end
 
     def announce(url: str, name: str) -> None:
         typer.echo(f"serving {name} on {url}/v1")
@@ -73,8 +70,8 @@ def run(
     run_to_end(serve(config, announce=announce))
 
 
-def checked(config: "ServeConfig") -> "ServeConfig":
-    """The config with the ticket's text in it. Raises UsageError, TicketError; needs no network."""
+def _checked(config: "ServeConfig") -> "ServeConfig":
+    """Replace the ticket by its text. Raises UsageError, TicketError; needs no network."""
     from ..node.api.server import read_key
     from ..node.ops.errors import UsageError
 

@@ -9,29 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .configured import (
-    AsJson,
+from .command import (
     Dp,
     DryRun,
+    DryRunJson,
     Pp,
     Tp,
     arguments,
     check_engine,
-    check_engine_present,
-    environment,
-    options,
+    default_data_dir,
     parallel,
+    read_config,
+    run_to_end,
     show_config,
 )
-from .target import default_data_dir
 
 if TYPE_CHECKING:
     from ..node.config.run import JoinConfig
     from ..node.environments.allowed import EnvironmentNotAllowed
     from .live import OpenView
 
-JOINED_EVERY_S = 60.0
-"""Between two lines in a log or a pipe."""
+LINE_EVERY_S = 60.0
+"""Pause between two lines in a log or a pipe."""
 MAX_TICKET_FILE = 16384
 """Bytes; a ticket has at most 8192 characters."""
 
@@ -72,7 +71,7 @@ def run(
     pp: Pp = None,
     dp: Dp = None,
     dry_run: DryRun = False,
-    as_json: AsJson = False,
+    as_json: DryRunJson = False,
 ) -> None:
     """Join a run with a ticket: fetch the policy, generate rollouts, send them in.
 
@@ -95,44 +94,36 @@ def run(
       primerl-node join --ticket run.ticket --engine.type vllm --pp.rank 0 --pp.world-size 2
       primerl-node join --ticket run.ticket --role validator --data-dir validator
     """
-    from ..node.config.loader import load
     from ..node.config.run import JoinConfig
 
-    waits = {"wait": "true", "wait_for_trainer_s": "inf"} if wait else {}
-    given = options(ticket=ticket, role=role, data_dir=data_dir, **waits) + parallel(
-        tp=tp, pp=pp, dp=dp
-    )
-    config = with_allowed(load(JoinConfig, arguments(ctx, given), environment()), allow_environment)
+    given = {"ticket": ticket, "role": role, "data-dir": data_dir, **parallel(tp, pp, dp)}
+    if wait:
+        given |= {"wait": "true", "wait-for-trainer-s": "inf"}
+    config = with_allowed(read_config(JoinConfig, arguments(ctx, given)), allow_environment)
     check_engine(config)
     if dry_run:
         if config.ticket not in ("", "-"):
             ticket_text(config.ticket)
         show_config(config, as_json=as_json)
         return
-    check_engine_present(config)
-    config = with_checked_ticket(config)
+    from ..node.app.engine_check import check_present
     from ..node.environments.allowed import EnvironmentNotAllowed
+    from .live import open_view
 
+    check_present(config.engine)
+    config = with_checked_ticket(config)
     while True:
         try:
-            work(config)
+            with open_view(f"primerl-node join  as {config.role}", LINE_EVERY_S) as view:
+                run_to_end(_join(config, view))
             return
         except EnvironmentNotAllowed as refused:
-            # the node has left, and its live view is no more on the screen
+            # the node has left, and its live view is off the screen
             config = asked(config, refused)
 
 
-def work(config: "JoinConfig") -> None:
-    """Be a node until the run ends."""
-    from .live import open_view
-    from .signals import run as run_to_end
-
-    with open_view(f"primerl-node join  as {config.role}", JOINED_EVERY_S) as view:
-        run_to_end(join_and_show(config, view))
-
-
-async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
-    """Join, with our own node in the view, and what its work came to at the end."""
+async def _join(config: "JoinConfig", view: "OpenView") -> None:
+    """Work until the run ends, with our own node in the view; the last line sums up its work."""
     from ..node.app.daemon import join
     from ..node.ops.control import NodeState, watched
     from .live import plain_line
@@ -151,7 +142,7 @@ async def join_and_show(config: "JoinConfig", view: "OpenView") -> None:
 
 
 def with_allowed(config: "JoinConfig", names: Sequence[str] | None) -> "JoinConfig":
-    """The config with further environments that may be played."""
+    """Allow further environments."""
     from ..node.config.run import AllowedConfig
 
     allowed = AllowedConfig(allow=[*config.environments.allow, *(names or ())])
@@ -159,7 +150,7 @@ def with_allowed(config: "JoinConfig", names: Sequence[str] | None) -> "JoinConf
 
 
 def asked(config: "JoinConfig", refused: "EnvironmentNotAllowed") -> "JoinConfig":
-    """The config with what the person at the terminal allows. Raises `refused` where nobody can or does."""
+    """Ask at the terminal whether to allow an environment. Raises `refused` without a terminal or a yes."""
     from ..node.environments.allowed import remember
 
     if not sys.stdin.isatty():
@@ -178,21 +169,23 @@ def asked(config: "JoinConfig", refused: "EnvironmentNotAllowed") -> "JoinConfig
 
 
 def with_checked_ticket(config: "JoinConfig") -> "JoinConfig":
-    """The config with the ticket's text in it. Raises TicketError; needs no network."""
+    """Replace the ticket by its text. Raises TicketError; needs no network."""
     directory = config.data_dir or default_data_dir()
     return config.model_copy(update={"ticket": checked_ticket(config.ticket, directory)})
 
 
 def checked_ticket(given: str, data_dir: Path) -> str:
-    """The text of the ticket to join with: `given`, a file that holds it, or the one that a directory was
-    admitted with. Raises TicketError, StorageError; needs no network."""
+    """Return the text of the ticket to join with: of `given`, or of an earlier admission in `data_dir`.
+
+    Raises TicketError, StorageError; needs no network.
+    """
     from ..node.app.tickets import usable_ticket
 
     return usable_ticket(ticket_text(given) if given else "", data_dir, int(time.time()))
 
 
 def ticket_text(given: str) -> str:
-    """The ticket itself, where a file or - was given. Raises TicketError."""
+    """Read a ticket given as itself, as a file or as - (standard input). Raises TicketError."""
     from ..node.ops.errors import TicketError
     from ..protocol.tickets import PREFIX
 

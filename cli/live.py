@@ -1,14 +1,16 @@
-"""The view of a run while it goes: a live screen in a terminal, one plain line every two seconds in a pipe.
+"""The view of a run: a live screen in a terminal, plain lines in a pipe, and the summary at the end.
 
-Draws what it is given and asks nobody; a node that has not answered yet is a line that says so.
+Draws the states that it is given and asks no node; a node that has not answered yet is a line that says so.
 """
 
+import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -19,45 +21,52 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from ..node.ops.control import NodeState, PeerRow, Status, View
-from .screen import console
+from ..node.ops.report import points, smooth, terminal_curve
 from .tables import (
     NONE,
     Column,
+    console,
     duration,
     gone,
+    label_table,
+    lag,
     listing,
     number,
     outcomes,
+    passes,
     policy,
-    rewards,
+    rejected,
+    seconds,
     size,
+    sources,
     sparkline,
     stage,
     state_of,
     status_lines,
+    traffic,
     version,
 )
 
 LIVE_EVERY_S = 0.5
 PLAIN_EVERY_S = 2.0
 SAME_EVERY_S = 60.0
-"""A line that says nothing new comes so often: the node lives."""
+"""Pause before a plain line that repeats the one before."""
 TRAINER = "trainer"
 
 
 class OpenView(View, AbstractContextManager["OpenView"], Protocol):
-    """A view while it is on the screen."""
+    """A view while it is on the screen: LiveView, PlainView."""
 
     @property
     def pace_s(self) -> float:
-        """How often it wants news, seconds; infinite for never."""
+        """Seconds between two calls of show(); infinite for none."""
         ...
 
 
 def open_view(title: str, every_s: float = PLAIN_EVERY_S) -> OpenView:
-    """The view that suits standard output: a screen, or lines, `every_s` seconds one.
+    """Open the view that suits standard output: a screen, or a line every `every_s` seconds.
 
-    Under a launcher, which has its own, only what is said.
+    Under a launcher, which has a view of its own, only say() prints.
     """
     if sys.stdout.isatty():
         return LiveView(title)
@@ -65,7 +74,7 @@ def open_view(title: str, every_s: float = PLAIN_EVERY_S) -> OpenView:
 
 
 class PlainView:
-    """Lines, for logs and pipes."""
+    """Lines for logs and pipes."""
 
     def __init__(
         self, every_s: float = PLAIN_EVERY_S, *, clock: Callable[[], float] = time.monotonic
@@ -82,24 +91,24 @@ class PlainView:
 
     @property
     def pace_s(self) -> float:
-        """See OpenView."""
+        """Seconds between two calls of show(); infinite for none."""
         return self._every_s if math.isinf(self._every_s) else PLAIN_EVERY_S
 
     def show(self, nodes: Mapping[str, NodeState]) -> None:
-        """One line, if it is time, and something is new or nothing was for long."""
+        """Print a line if one is due: sooner if it is new than if it repeats the last."""
         line, now = plain_line(nodes), self._clock()
-        said, when = self._last
-        if now - when > (max(self._every_s, SAME_EVERY_S) if line == said else self._every_s):
+        last, when = self._last
+        if now - when > (max(self._every_s, SAME_EVERY_S) if line == last else self._every_s):
             self._last = (line, now)
             self.say(line)
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print a line."""
         print(text, flush=True)
 
 
 class LiveView:
-    """A screen that redraws itself below what was said."""
+    """A screen that redraws itself below the lines of say()."""
 
     def __init__(self, title: str, screen: Console | None = None) -> None:
         self._title = title
@@ -119,7 +128,7 @@ class LiveView:
 
     @property
     def pace_s(self) -> float:
-        """See OpenView."""
+        """Seconds between two calls of show()."""
         return LIVE_EVERY_S
 
     def show(self, nodes: Mapping[str, NodeState]) -> None:
@@ -127,7 +136,7 @@ class LiveView:
         self._nodes = nodes
 
     def say(self, text: str) -> None:
-        """A line above the screen, whole however long: a ticket must survive copying."""
+        """Print a line above the screen, whole however long: a ticket must survive copying."""
         self._console.print(text, soft_wrap=True, markup=False)
 
     def _draw(self) -> Any:
@@ -136,124 +145,63 @@ class LiveView:
         return screen_of(self._title, self._nodes, elapsed, width, height)
 
 
+# -- plain lines -----------------------------------------------------------------------------------
+
+
 def plain_line(nodes: Mapping[str, NodeState]) -> str:
-    """The state of a run, or of a node that joined one, in one line."""
+    """Describe a run, or a node that joined one, in one line."""
     trainer = nodes.get(TRAINER)
+    if trainer is None and nodes:
+        return "; ".join(map(_own_line, nodes.values()))
     if trainer is None or trainer.status is None:
-        own = "; ".join(_own_line(state) for state in nodes.values() if state is not trainer)
-        return own if trainer is None and own else f"trainer: {trainer.note if trainer else '-'}"
+        return f"trainer: {trainer.note if trainer else NONE}"
     status = trainer.status
-    parts = [_phase(status)]
-    if status.environment:
-        parts.append(f"environment: {status.environment}")
+    parts = [_phase(status), f"environment: {status.environment}" if status.environment else ""]
     if status.history:
         parts.append(f"step {status.step}/{status.max_steps}")
         parts.append(f"reward {number(status.reward)}, staleness {number(status.staleness)}")
-    parts.append(outcomes(status))
-    others = [f"{state.name} {_held(state)}" for state in nodes.values() if state is not trainer]
-    parts.append(f"version {version(status.version)}" + "".join(f", {other}" for other in others))
-    return " | ".join([*parts, _traffic(status), *_waiting(status)])
+    held = [f"version {version(status.version)}"]
+    for node in nodes.values():
+        if node is not trainer:
+            running = node.status is not None and node.note == "running"
+            where = f"at {version(node.status.version)}" if node.status and running else node.note
+            held.append(f"{node.name} {where}")
+    return _joined(*parts, outcomes(status), ", ".join(held), *_ending(status))
 
 
-def _own_line(state: NodeState) -> str:
-    status = state.status
+def _own_line(node: NodeState) -> str:
+    status = node.status
     if status is None:
-        return f"{state.name}: {state.note}"
-    parts = [_phase(status), f"policy {policy(status)}", outcomes(status)]
-    if status.engine is not None:
-        parts.append(f"{status.engine.tokens_per_s:.0f} tokens/s, {status.leases} leases")
-    if status.stage is not None:
-        parts.append(f"stage {stage(status.stage)}")
-    return " | ".join([*parts, _traffic(status), *_waiting(status)])
+        return f"{node.name}: {node.note}"
+    busy = f"{status.engine.tokens_per_s:.0f} tokens/s, " if status.engine else ""
+    parts = [
+        f"{busy}{status.leases} leases" if busy else "",
+        f"stage {stage(status.stage)}" if status.stage else "",
+    ]
+    own = (_phase(status), f"policy {policy(status)}", outcomes(status))
+    return _joined(*own, *parts, *_ending(status))
+
+
+def _ending(status: Status) -> tuple[str, str]:
+    waiting = f"waiting: {status.waiting_for}" if status.waiting_for else ""
+    return traffic(status), waiting
+
+
+def _joined(*parts: str) -> str:
+    return " | ".join(filter(None, parts))
 
 
 def _phase(status: Status) -> str:
     return f"{status.phase}{': ' + status.detail if status.detail else ''}"
 
 
-def _traffic(status: Status) -> str:
-    return f"{size(status.bytes_sent)} sent, {size(status.bytes_received)} received"
-
-
-def _waiting(status: Status) -> list[str]:
-    return [f"waiting: {status.waiting_for}"] if status.waiting_for else []
-
-
-def _held(state: NodeState) -> str:
-    if state.status is None or state.note != "running":
-        return state.note
-    return f"at {version(state.status.version)}"
-
-
-def screen_of(
-    title: str, nodes: Mapping[str, NodeState], elapsed_s: float, width: int, height: int = 40
-) -> Any:
-    """The live screen: of a run, or of one node that joined a run."""
-    trainer = nodes.get(TRAINER)
-    status = trainer.status if trainer else None
-    if trainer is None:
-        parts = [_own(state) for state in nodes.values()] or [_progress(None, width)]
-    else:
-        rows = _rows(nodes)
-        room = max(LEAST_ROWS, height - OTHER_LINES)
-        parts = [_progress(status, width), "", listing(COLUMNS, rows[:room], width - FRAME)]
-        if len(rows) > room:
-            parts.append(f"and {len(rows) - room} more: `primerl-node peers`")
-    head = f"[bold]{escape(title)}[/] {duration(elapsed_s)}"
-    return Panel(Group(*parts), title=head, title_align="left", border_style="blue")
-
-
-def _progress(status: Status | None, width: int) -> Any:
-    grid = _grid()
-    if status is None:
-        grid.add_row("phase", "starting")
-        return grid
-    grid.add_row("phase", escape(_phase(status)))
-    room = max(20, min(80, width - 40))
-    if status.environment:
-        grid.add_row("environment", escape(status.environment))
-    steps = Table.grid(padding=(0, 2, 0, 0))
-    total = max(1, status.max_steps)
-    bar = ProgressBar(total=total, completed=status.step, width=room)
-    steps.add_row(bar, f"step {status.step} of {status.max_steps}")
-    grid.add_row("progress", steps)
-    curve = sparkline(rewards(status), room)
-    grid.add_row("reward", f"[green]{curve}[/]  [bold]{number(status.reward)}[/]")
-    grid.add_row("staleness", f"{number(status.staleness)} versions, {status.leases} leases out")
-    grid.add_row("rollouts", escape(outcomes(status)))
-    grid.add_row("waiting", escape(status.waiting_for or NONE))
-    for one in status.warnings:
-        grid.add_row("warning", escape(one))
-    return grid
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
-    return grid
-
+# -- the screen ------------------------------------------------------------------------------------
 
 OWN_LINES = {"node", "data", "peers", "loop lag"}
-"""Of `status`: not what a volunteer looks at all day."""
-
-
-def _own(state: NodeState) -> Any:
-    """What a node's work comes to, and what it waits for."""
-    grid = _grid()
-    if state.status is None:
-        grid.add_row("phase", escape(state.note))
-        return grid
-    lines = {name: value for name, value in status_lines(state.status) if name not in OWN_LINES}
-    first = ("run", "phase", "waiting")  # in their places whether or not there is something to say
-    for name in dict.fromkeys((*first, *lines)):
-        grid.add_row(name, escape(lines.get(name, NONE)))
-    return grid
-
-
+"""Lines of `status` that the screen of a worker leaves out."""
 LEAST_ROWS = 3
 OTHER_LINES = 14
-"""Of the screen: all but rows of nodes."""
+"""Lines of the screen that are no rows of nodes."""
 FRAME = 4
 """Columns."""
 Cells = Mapping[str, str]
@@ -263,69 +211,115 @@ def _column(name: str, importance: int) -> Column[Cells]:
     return Column(name, lambda cells: cells.get(name, NONE), importance, elastic=name == "PHASE")
 
 
-COLUMNS = (
-    _column("NODE", 100),
-    _column("ID", 98),
-    _column("PHASE", 95),
-    _column("PATH", 40),
-    _column("VER", 90),
-    _column("LAG", 80),
-    _column("OK/REJ", 85),
-    _column("TRUST", 70),
-    _column("SENT", 20),
-    _column("RECV", 20),
-    _column("CHUNKS", 50),
-)
+IMPORTANCE = {
+    "NODE": 100,
+    "ID": 98,
+    "PHASE": 95,
+    "PATH": 40,
+    "VER": 90,
+    "LAG": 80,
+    "OK/REJ": 85,
+    "TRUST": 70,
+    "SENT": 20,
+    "RECV": 20,
+    "CHUNKS": 50,
+}
+COLUMNS = [_column(name, importance) for name, importance in IMPORTANCE.items()]
 
 
-def _rows(nodes: Mapping[str, NodeState]) -> list[Cells]:
-    """The nodes that were started here, then others that joined, unless they have been gone for long."""
+def screen_of(
+    title: str, nodes: Mapping[str, NodeState], elapsed_s: float, width: int, height: int = 40
+) -> Panel:
+    """Draw the live screen of a run, or of one node that joined a run."""
     trainer = nodes.get(TRAINER)
-    status, peers = (trainer.status, trainer.peers) if trainer else (None, [])
-    newest = status.version if status else -1
-    known = {row.short: row for row in peers}
-    ours = {state.status.short for state in nodes.values() if state.status}
-    rows = [_node_cells(state, newest, known) for state in nodes.values()]
+    if trainer is not None:
+        rows = _rows(trainer, nodes)
+        room = max(LEAST_ROWS, height - OTHER_LINES)
+        parts = [_progress(trainer.status, width), ""]
+        parts.append(listing(COLUMNS, rows[:room], width - FRAME))
+        if len(rows) > room:
+            parts.append(f"and {len(rows) - room} more: `primerl-node peers`")
+    else:
+        parts = [label_table(_own(node)) for node in nodes.values()]
+        parts = parts or [_progress(None, width)]
+    head = f"[bold]{escape(title)}[/] {duration(elapsed_s)}"
+    return Panel(Group(*parts), title=head, title_align="left", border_style="blue")
+
+
+def _progress(status: Status | None, width: int) -> Table:
+    if status is None:
+        return label_table([("phase", "starting")])
+    room = max(20, min(80, width - 40))
+    grid = label_table([("phase", _phase(status))])
+    if status.environment:
+        grid.add_row("environment", escape(status.environment))
+    steps = Table.grid(padding=(0, 2, 0, 0))
+    bar = ProgressBar(total=max(1, status.max_steps), completed=status.step, width=room)
+    steps.add_row(bar, f"step {status.step} of {status.max_steps}")
+    grid.add_row("progress", steps)
+    curve = sparkline([reward for _, reward in status.history], room)
+    grid.add_row("reward", f"[green]{curve}[/]  [bold]{number(status.reward)}[/]")
+    grid.add_row("staleness", f"{number(status.staleness)} versions, {status.leases} leases out")
+    grid.add_row("rollouts", escape(outcomes(status)))
+    grid.add_row("waiting", escape(status.waiting_for or NONE))
+    for one in status.warnings:
+        grid.add_row("warning", escape(one))
+    return grid
+
+
+def _own(node: NodeState) -> list[tuple[str, str]]:
+    """List what a volunteer looks at; run, phase and waiting keep their places when they are empty."""
+    if node.status is None:
+        return [("phase", node.note)]
+    lines = {name: value for name, value in status_lines(node.status) if name not in OWN_LINES}
+    names = dict.fromkeys(("run", "phase", "waiting", *lines))
+    return [(name, lines.get(name, NONE)) for name in names]
+
+
+def _rows(trainer: NodeState, nodes: Mapping[str, NodeState]) -> list[Cells]:
+    """List the nodes that were started here, then others that joined and have not been gone for long."""
+    known = {row.short: row for row in trainer.peers}
+    ours = {node.status.short for node in nodes.values() if node.status}
+    newest = trainer.status.version if trainer.status else -1
+    rows = [_node_cells(node, newest, known) for node in nodes.values()]
     if len(ours) < len(nodes):
-        return rows  # one of ours has not told its id yet: it would be taken for a stranger
-    joined = [
-        row for row in peers if row.short not in ours and not gone(row) and not _stranger(row)
-    ]
+        return (
+            rows  # a node of ours has not told its id yet: its row would be taken for a stranger's
+        )
+    joined = (row for row in trainer.peers if row.short not in ours and not gone(row))
+    joined = (row for row in joined if row.role != "?" or row.version >= 0 or row.accepted)
     return rows + [
         _peer_cells(row) for row in sorted(joined, key=lambda row: (row.role, row.short))
     ]
 
 
-def _stranger(row: PeerRow) -> bool:
-    """Whether a node is only connected: nobody admitted it."""
-    return row.role == "?" and row.version < 0 and not row.accepted
-
-
-def _node_cells(state: NodeState, newest: int, rows: Mapping[str, PeerRow]) -> Cells:
-    status = state.status
+def _node_cells(node: NodeState, newest: int, rows: Mapping[str, PeerRow]) -> Cells:
+    status = node.status
     if status is None:
-        return {"NODE": state.name, "PHASE": state.note}
+        return {"NODE": node.name, "PHASE": node.note}
     row = rows.get(status.short)
+    fetched = sum(status.chunk_bytes_by_source.values())
+    own = status.chunk_bytes_by_source.get(TRAINER, 0)
     return (_service(row) if row is not None else {}) | {
-        "NODE": state.name,
+        "NODE": node.name,
         "ID": status.short,
-        "PHASE": status.phase if state.note == "running" else state.note,
+        "PHASE": status.phase if node.note == "running" else node.note,
         "VER": version(status.version),
         "LAG": str(max(0, newest - status.version)) if status.version >= 0 else NONE,
         "SENT": size(status.bytes_sent),
         "RECV": size(status.bytes_received),
-        "CHUNKS": _chunks(status),
+        "CHUNKS": f"{size(fetched)}, {1 - own / fetched:.0%} from peers" if fetched else NONE,
     }
 
 
 def _peer_cells(row: PeerRow) -> Cells:
-    """Of a node that was started elsewhere, as the trainer knows it: SENT and RECV are as of that node."""
+    """Describe a node that was started elsewhere, as the trainer knows it; SENT and RECV are the node's."""
     return _service(row) | {
         "NODE": row.role,
         "ID": row.short,
         "PHASE": state_of(row) or ("running" if row.version >= 0 else "joining"),
         "VER": version(row.version),
-        "LAG": str(row.lag) if row.version >= 0 else NONE,
+        "LAG": lag(row),
         "SENT": size(row.bytes_received),
         "RECV": size(row.bytes_sent),
     }
@@ -339,10 +333,58 @@ def _service(row: PeerRow) -> dict[str, str]:
     }
 
 
-def _chunks(status: Status) -> str:
-    """How much weight data came, and which part of it from other workers."""
-    total = sum(status.chunk_bytes_by_source.values())
-    if not total:
-        return NONE
-    own = status.chunk_bytes_by_source.get(TRAINER, 0)
-    return f"{size(total)}, {1 - own / total:.0%} from peers"
+# -- the summary -----------------------------------------------------------------------------------
+
+CURVE_HEIGHT = 14
+
+
+def print_summary(run_dir: Path) -> None:
+    """Print the summary.json of a run; without one the run was stopped, and the line says how to go on."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        print(f"stopped; go on with --resume: {run_dir}")
+        return
+    screen = console()
+    curve = smooth(points(summary.get("reward_curve")))
+    if drawing := terminal_curve(curve, min(screen.width, 100), CURVE_HEIGHT):
+        screen.print("\n[bold]Mean reward of a batch, smoothed[/]\n")
+        screen.print(drawing, markup=False)
+    screen.print()
+    screen.print(label_table(summary_lines(summary)))
+
+
+def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """List labels and values of a summary; a key that is missing is a line that is missing."""
+    if run := str(summary.get("run") or ""):
+        run_id, steps = str(summary.get("run_id") or "")[:10], summary.get("steps", "?")
+        yield "run", f"{run}  {run_id}  seed {summary.get('seed', '?')}, {steps} steps"
+    for label, name in (("exact match", "exact_match"), ("reward", "reward")):
+        before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
+        if before is not None and after is not None:
+            yield label, f"{before:.3f} before, {after:.3f} after (held-out prompts)"
+    for name, versions in (summary.get("evaluations") or {}).items():
+        for one in (versions[0], *versions[1:][-1:]):
+            yield f"eval {name}", f"version {one['version']}: {passes(one)}"
+    if "accepted" in summary:
+        refused = rejected(summary.get("rejected") or {})
+        yield "rollouts", f"{summary['accepted']} accepted, {refused}"
+    for short, counts in (summary.get("workers") or {}).items():
+        accepted, refused = counts.get("accepted", 0), counts.get("rejected", 0)
+        yield f"  {short}", f"{accepted} accepted, {refused} rejected"
+    if summary.get("stale_fraction") is not None:
+        yield "stale", f"{summary['stale_fraction']:.1%} of rollouts"
+    if summary.get("mismatch_kl") is not None:
+        yield "mismatch KL", f"{summary['mismatch_kl']:.2e} (sampler against trainer, per token)"
+    delta, full = summary.get("delta_bytes"), summary.get("full_bytes")
+    if delta and full:
+        share = f"{delta / full:.0%} of the {size(full)} that full checkpoints would be"
+        yield "deltas", f"{size(delta)}, {share}"
+    for short, counts in (summary.get("chunk_bytes_by_source") or {}).items():
+        if counts:  # a worker that was gone before the trainer was restarted has none
+            yield f"  {short}", f"chunks from {sources(counts)}"
+    if "seconds" in summary:
+        yield "time", seconds(summary["seconds"])
+    for key in ("weights", "picture"):
+        if summary.get(key):
+            yield key, str(summary[key])

@@ -6,7 +6,8 @@ Nothing heavy may be imported at the top of any file in this package: `--help` m
 import os
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -21,18 +22,13 @@ from . import (
     explain,
     identity,
     inference,
-    init,
     join,
-    peers,
-    rl,
     sft,
     status,
-    stop,
     ticket,
     train,
 )
-from .configured import ConfigCommand
-from .signals import Interrupted
+from .command import ConfigCommand, Interrupted
 
 PROGRAM = "primerl-node"
 
@@ -46,7 +42,7 @@ Try it on this machine, one command from nothing to a model that got better:
 The same by hand, in three terminals:
   primerl-node train @ demo                        prints a join ticket
   primerl-node join --ticket T --data-dir worker   as often as you like, anywhere
-  primerl-node peers --watch                       who is here, and how they do
+  primerl-node peers --watch                       the nodes of the run, and how they do
 """
 
 EPILOG = """\b
@@ -57,7 +53,7 @@ Configuration, for train, join, rl, sft, eval, inference, calibrate and doctor (
 Exit codes:
   0 done               4 port or directory in use     8 the run itself failed
   1 anything else      5 disk full, unreadable data   130 interrupted (ctrl-C)
-  2 wrong usage        6 nobody could be reached      143 terminated
+  2 wrong usage        6 no peer could be reached      143 terminated
   3 wrong ticket       7 engine or trainer failed
 """
 
@@ -97,46 +93,31 @@ def _program(  # pyright: ignore[reportUnusedFunction] - typer calls it
 FREE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Config flags are read by load(), not by typer."""
 
-SHORT = {
-    "rl": "Run everything on this machine: a trainer and its workers.",
-    "train": "Start a run, or resume one: prints a join ticket, learns.",
-    "join": "Work for a run, with its ticket.",
-    "sft": "Learn from demonstrations: weights that a run can begin with.",
-    "calibrate": "Measure honest noise for a run, and the bounds of its audits.",
-    "doctor": "Check this machine, and plan what fits into its memory.",
-    "inference": "Serve a policy to OpenAI clients.",
-    "eval": "Measure models on environments: pass@k, with intervals.",
-    "status": "How the running node is doing.",
-    "peers": "Who it knows, and how they do.",
-    "explain": "Why work was accepted or rejected, with the evidence.",
-    "ticket": "Join tickets of the running trainer: print, issue, list, revoke.",
-    "stop": "Stop the running node in order.",
-    "init": "Make this node's key.",
-    "id": "Show this node's id.",
+CONFIGURED: dict[str, tuple[Callable[..., Any], str]] = {
+    "rl": (train.rl, "Run everything on this machine: a trainer and its workers."),
+    "train": (train.train, "Start a run, or resume one: prints a join ticket, learns."),
+    "join": (join.run, "Work for a run, with its ticket."),
+    "sft": (sft.run, "Learn from demonstrations: weights that a run can begin with."),
+    "calibrate": (calibrate.run, "Measure honest noise for a run, and the bounds of its audits."),
+    "eval": (evaluate.run, "Measure models on environments: pass@k, with intervals."),
+    "inference": (inference.run, "Serve a policy to OpenAI clients."),
+    "doctor": (doctor.run, "Check this machine, and whether a run fits into its memory."),
 }
-CONFIGURED = {
-    "rl": rl.run,
-    "train": train.run,
-    "join": join.run,
-    "sft": sft.run,
-    "calibrate": calibrate.run,
-    "eval": evaluate.run,
-    "inference": inference.run,
-    "doctor": doctor.run,
+"""Commands that take a config, and their lines in the help."""
+PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
+    "status": (status.status, "How the running node is doing."),
+    "peers": (status.peers, "The peers that it knows, and how they do."),
+    "explain": (explain.run, "Why work was accepted or rejected, with the evidence."),
+    "stop": (status.stop, "Stop the running node in order."),
+    "init": (identity.init, "Make this node's key."),
+    "id": (identity.show, "Show this node's id."),
 }
-PLAIN = {
-    "status": status.run,
-    "peers": peers.run,
-    "explain": explain.run,
-    "stop": stop.run,
-    "init": init.run,
-    "id": identity.run,
-}
-for _name, _command in CONFIGURED.items():
-    app.command(_name, short_help=SHORT[_name], cls=ConfigCommand, context_settings=FREE)(_command)
-for _name, _command in PLAIN.items():
-    app.command(_name, short_help=SHORT[_name])(_command)
-app.add_typer(ticket.app, name="ticket", short_help=SHORT["ticket"])
+for _name, (_command, _help) in CONFIGURED.items():
+    app.command(_name, short_help=_help, cls=ConfigCommand, context_settings=FREE)(_command)
+for _name, (_command, _help) in PLAIN.items():
+    app.command(_name, short_help=_help)(_command)
+_tickets = "Join tickets of the running trainer: print, issue, list, revoke."
+app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 
 
 def main() -> None:

@@ -2,22 +2,21 @@
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .configured import AsJson, DryRun, arguments, check_model, environment, show_config
+from .command import DryRun, DryRunJson, check_model, read_config, run_to_end, show_config
 
 if TYPE_CHECKING:
     from ..node.sft.loop import SftProgress
 
-PLAIN_EVERY_S = 2.0
+LINE_EVERY_S = 2.0
 
 
-def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) -> None:
+def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False) -> None:
     """Supervised fine-tuning: teach a model to answer as demonstrations do.
 
     Rows are `messages` (chat, tools, reasoning), or `prompt` and `completion`, from JSON lines or parquet,
@@ -31,56 +30,27 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
       primerl-node sft @ sft_demo --resume        go on where it was interrupted
       primerl-node train @ demo --no-warmup --model.name outputs/sft-demo/weights/step_100
     """
-    from ..node.config.loader import load
     from ..node.config.sft import SftConfig
 
-    config = load(SftConfig, arguments(ctx), environment())
+    config = read_config(SftConfig, ctx.args)
     check_model(config)
     if dry_run:
         show_config(config, as_json=as_json)
         return
     from ..node.app.sft import sft
-    from .signals import run as run_to_end
+    from .tables import ProgressView, label_table, write
 
-    with SftView(f"primerl-node sft  {config.name}") as view:
-        directory = run_to_end(sft(config, watch=view.show))
-    print_summary(directory / "summary.json")
+    with ProgressView(f"primerl-node sft  {config.name}", LINE_EVERY_S, sys.stdout) as view:
 
+        def show(progress: "SftProgress") -> None:
+            view.update("step", progress.step, progress.max_steps, figures(progress))
 
-class SftView:
-    """A progress bar in a terminal, one line every two seconds in a pipe."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._said = 0.0
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> "SftView":
-        if sys.stdout.isatty():
-            self._bar = _progress_bar()
-            self._task = self._bar.add_task(self._title, total=None, figures="starting")
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def show(self, progress: "SftProgress") -> None:
-        """A step was made."""
-        if self._bar is not None:
-            step, steps = progress.step, progress.max_steps
-            self._bar.update(self._task, completed=step, total=steps, figures=figures(progress))
-            return
-        now, last = time.monotonic(), progress.step == progress.max_steps
-        if last or now - self._said > PLAIN_EVERY_S:
-            self._said = now
-            print(f"step {progress.step}/{progress.max_steps} | {figures(progress)}", flush=True)
+        directory = run_to_end(sft(config, watch=show))
+    write(label_table(summary_lines(read_summary(directory))))
 
 
 def figures(progress: "SftProgress") -> str:
-    """The figures of a step in one line."""
+    """Describe a step in one line."""
     parts = [f"loss {progress.loss:.4f}"]
     if progress.validation_loss is not None:
         parts.append(f"validation {progress.validation_loss:.4f}")
@@ -88,24 +58,13 @@ def figures(progress: "SftProgress") -> str:
     return " | ".join(parts)
 
 
-def _progress_bar() -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    columns = ("{task.description}", "{task.fields[figures]}")
-    title, shown = (TextColumn(column, markup=False) for column in columns)
-    return Progress(title, BarColumn(), MofNCompleteColumn(), shown, Remaining())
-
-
-def print_summary(path: Path) -> None:
-    """What came out, from summary.json."""
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for name, value in summary_lines(summary):
-        typer.echo(f"{name:<12} {value}")
+def read_summary(directory: Path) -> Mapping[str, Any]:
+    """Read the summary.json of a finished run."""
+    return json.loads((directory / "summary.json").read_text(encoding="utf-8"))
 
 
 def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Label and value of what a person wants to know."""
+    """List labels and values of a summary."""
     yield "run", f"{summary['run']}  seed {summary['seed']}, {summary['steps']} steps"
     if summary["loss"] is not None:
         yield "loss", f"{summary['loss']:.4f}"

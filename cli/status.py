@@ -1,21 +1,93 @@
-"""`primerl-node status`: how a running node is doing, on one screen."""
+"""`primerl-node status`, `peers` and `stop`: ask a running node."""
 
-from typing import Any
+import json
+import time
+from typing import Annotated, Any
 
-from .peers import Watch
-from .target import AsJson, DataDir, find_node
+import typer
+
+from .command import AsJson, DataDir, find_node
+
+Watch = Annotated[
+    bool,
+    typer.Option(
+        "--watch", "-w", help="Refresh until ctrl-C; with --json one object a line, every second."
+    ),
+]
+POLL_S = 0.2
 
 
-def run(data_dir: DataDir = None, as_json: AsJson = False, watch: Watch = False) -> None:
+def peers(
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+    watch: Watch = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="All columns, however narrow the terminal is.")
+    ] = False,
+    sort: Annotated[
+        str,
+        typer.Option(
+            "--sort", metavar="COLUMN", help="Order the table by a column: trust, lag, seen .."
+        ),
+    ] = "",
+) -> None:
+    """Show the peers of a running node.
+
+    One line a peer: how it is reached and how fast, bytes to and from it, the policy version that it
+    holds and how far that lags, leases, accepted and rejected rollouts with the commonest reason, trust
+    (did its work check out) and reliability (does it answer). A narrow terminal shows the columns that
+    matter most; peers that are gone come last.
+
+    \b
+    Examples:
+      primerl-node peers --watch
+      primerl-node peers --wide --sort trust           the least trusted first
+      primerl-node peers --watch --json | jq '.peers[] | {short, lag}'
+    """
+    import msgspec
+
+    from ..node.ops.control import PeerRow
+    from .tables import peers_table, show_answer
+
+    def draw(answer: Any, width: int | None) -> Any:
+        return peers_table(msgspec.convert(answer, list[PeerRow]), width=width, sort=sort)
+
+    show_answer(find_node(data_dir), "peers", draw, as_json=as_json, watch=watch, wide=wide)
+
+
+def status(data_dir: DataDir = None, as_json: AsJson = False, watch: Watch = False) -> None:
     """Show how a running node is doing: phase, step, policy version, rollouts, bytes."""
     import msgspec
 
     from ..node.ops.control import Status
-    from .screen import listing
-    from .tables import status_table
+    from .tables import label_table, show_answer, status_lines
 
     def draw(answer: Any, width: int | None) -> Any:
-        del width  # its lines are folded
-        return status_table(msgspec.convert(answer, Status))
+        del width  # values are folded
+        return label_table(status_lines(msgspec.convert(answer, Status)))
 
-    listing(find_node(data_dir), "status", draw, as_json=as_json, watch=watch)
+    show_answer(find_node(data_dir), "status", draw, as_json=as_json, watch=watch)
+
+
+def stop(
+    data_dir: DataDir = None,
+    wait_s: Annotated[
+        float, typer.Option("--wait", help="Seconds to wait for its end; 0 only asks.")
+    ] = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a running node in order: it finishes what must not be lost, and leaves."""
+    from ..node.ops.control import ask, socket_path
+    from ..node.ops.errors import NodeError
+
+    node = find_node(data_dir)
+    ask(node, "stop")
+    deadline = time.monotonic() + wait_s
+    while socket_path(node).exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    stopped = not socket_path(node).exists()
+    if wait_s > 0 and not stopped:
+        raise NodeError(f"the node in {node} was asked to stop and is still busy: look at its log")
+    answer = {"data_dir": str(node), "stopped": stopped}
+    state = "stopped" if stopped else "stopping"
+    typer.echo(json.dumps(answer) if as_json else f"{state}: {node}")

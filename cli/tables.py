@@ -1,21 +1,38 @@
-"""Tables for people: peers and status. Everything here turns rows into rich renderables and asks nobody."""
+"""Tables and figures for people: draw what commands and views pass in, at the width that there is."""
 
 import difflib
 import itertools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Generic, Self, TextIO, TypeVar
 
 from rich.cells import cell_len
+from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..node.ops.control import EngineRow, GroupRow, PeerRow, StageRow, Status
+from ..node.ops.control import EngineRow, GroupRow, PeerRow, StageRow, Status, ask
 from ..node.ops.errors import UsageError
 
 T = TypeVar("T")
 
+PIPE_WIDTH = 200
+UNBOUNDED = 2000
+"""Columns of a console on which a terminal may break lines, but nothing is left out."""
+REFRESH_S = 1.0
+CLEAR = "\x1b[2J\x1b[H"
+"""Empties a terminal."""
+SCHEMA = 1
+"""Version of the JSON of `status` and `peers`; a higher number where the meaning of keys changed."""
 NONE = "-"
 MAX_STATE = 48
 """Characters of the reason that a table shows."""
@@ -23,18 +40,89 @@ SUSPICIOUS = 0.5
 GONE_S = 300.0
 """A peer that has been away for longer comes last in `peers`, and leaves live views."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+
+
+def console(*, wide: bool = False) -> Console:
+    """Open standard output: a terminal at its width, a pipe at a width that cuts nothing off."""
+    width = UNBOUNDED if wide else None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(width=width, highlight=False)
+
+
+def write(renderable: Any) -> None:
+    """Print once."""
+    console().print(renderable)
+
+
+def plain_table(*names: str, right: Iterable[str] = ()) -> Table:
+    """Make a table without a frame; columns in `right` are aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    return table
+
+
+def label_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Make a table of labels and values; values are folded, and hold no markup."""
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
+class ProgressView:
+    """Show progress as a bar in a terminal, as a line now and then in a pipe."""
+
+    def __init__(self, title: str, every_s: float, stream: TextIO) -> None:
+        self._title = title
+        self._every_s = every_s
+        self._stream = stream
+        self._printed = 0.0
+        self._stack = ExitStack()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._stream.isatty():
+            title, figures = (
+                TextColumn(text, markup=False)
+                for text in ("{task.description}", "{task.fields[figures]}")
+            )
+            columns = (title, BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(file=self._stream))
+            self._bar.add_task(self._title, total=None, figures="starting")
+            self._stack.enter_context(self._bar)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def update(self, title: str, done: int, total: int, figures: str) -> None:
+        """Show `done` of `total`; a pipe gets a line every `every_s` seconds, and the last one."""
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            self._bar.update(task, description=title, completed=done, total=total, figures=figures)
+            return
+        now = time.monotonic()
+        if done == total or now - self._printed > self._every_s:
+            self._printed = now
+            print(f"{title} {done}/{total} | {figures}", file=self._stream, flush=True)
+
+
+# -- listings that adapt to the width --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Column(Generic[T]):
-    """A column of a listing that adapts to the width there is."""
+    """A column of a listing that adapts to the width."""
 
     name: str
     cell: Callable[[T], str]
     importance: int
-    """Those with the highest have the room that there is; a lower one is shown if it still fits."""
+    """Columns are given room from the highest down; a lower one is shown if it still fits."""
     key: Callable[[T], Any] | None = None
-    """What `--sort` orders by, the smallest first; without it by the cell's text."""
+    """Sort key for `--sort`, the smallest first; None sorts by the cell's text."""
     right: bool = False
     elastic: bool = False
     """Its text may be cut off, down to ELASTIC characters, before a column is left out."""
@@ -47,67 +135,112 @@ SPARE = 45
 
 
 def listing(columns: Sequence[Column[T]], rows: Sequence[T], width: int | None = None) -> Table:
-    """A table of as many columns as fit into `width`, the most important ones; all of them without it."""
+    """Make a table of the most important columns that fit into `width`; of all of them for None."""
     cells = {one.name: [one.cell(row) for row in rows] for one in columns}
     whole = {name: max(cell_len(text) for text in [name, *texts]) for name, texts in cells.items()}
-    shown, need = (list(columns), whole) if width is None else _fitting(columns, whole, width)
+    room = whole if width is None else _fitting(columns, whole, width)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+    shown = [one for one in columns if one.name in room]
     for one in shown:
+        most = room[one.name]
         justify = "right" if one.right else "left"
-        room = need[one.name]
-        table.add_column(one.name, justify=justify, no_wrap=True, min_width=room, max_width=room)
+        table.add_column(one.name, justify=justify, no_wrap=True, min_width=most, max_width=most)
     for number in range(len(rows)):
         table.add_row(*(escape(cells[one.name][number]) for one in shown))
     return table
 
 
-def _fitting(
-    columns: Sequence[Column[T]], whole: Mapping[str, int], width: int
-) -> tuple[list[Column[T]], dict[str, int]]:
-    """The columns that there is room for, and how wide each is."""
-    need: dict[str, int] = {}
+def _fitting(columns: Sequence[Column[T]], whole: Mapping[str, int], width: int) -> dict[str, int]:
+    """Choose the columns that fit, and the width of each."""
+    room: dict[str, int] = {}
     for one in sorted(columns, key=lambda one: -one.importance):
-        if one.importance < SPARE:  # what is cut off matters more than these
+        if one.importance < SPARE:
             for other in columns:
-                if other.elastic and other.name in need:
-                    room = width - sum(need.values()) - GAP * (len(need) - 1)
-                    need[other.name] = min(whole[other.name], need[other.name] + room)
+                if other.elastic and other.name in room:
+                    left = width - sum(room.values()) - GAP * (len(room) - 1)
+                    room[other.name] = min(whole[other.name], room[other.name] + left)
         least = min(whole[one.name], ELASTIC) if one.elastic else whole[one.name]
-        if not need or sum(need.values()) + GAP * len(need) + least <= width:
-            need[one.name] = least
-    return [one for one in columns if one.name in need], need
+        if not room or sum(room.values()) + GAP * len(room) + least <= width:
+            room[one.name] = least
+    return room
 
 
-def named(columns: Sequence[Column[T]], name: str) -> Column[T]:
-    """The column of a name, in upper or lower case. Raises UsageError where there is none."""
-    known = {one.name.lower(): one for one in columns}
-    column = known.get(name.lower())
-    if column is None:
-        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"columns are {', '.join(known)}"
-        raise UsageError(f"--sort: no column is called {name[:40]}: {hint}")
-    return column
+def show_answer(
+    node: Path,
+    command: str,
+    draw: Callable[[Any, int | None], Any],
+    *,
+    as_json: bool,
+    watch: bool,
+    wide: bool = False,
+) -> None:
+    """Print a node's answer to a command, once or (`watch`) until ctrl-C or the node's end.
+
+    `draw` makes a renderable of the answer, for a number of columns or without a limit (None). As JSON it is
+    one object with the run and the Unix time: in several lines or, when watched, in one line each time.
+    """
+    terminal = sys.stdout.isatty()
+
+    def drawn() -> Any:
+        return draw(ask(node, command), console().width if terminal and not wide else None)
+
+    if watch and terminal and not wide and not as_json:
+        with Live(drawn(), console=console(), auto_refresh=False) as live:
+            while True:
+                time.sleep(REFRESH_S)
+                live.update(drawn(), refresh=True)
+    while True:
+        if as_json:
+            answer = ask(node, command)
+            run = (answer if command == "status" else ask(node, "status"))["run"]
+            told = {"schema": SCHEMA, "run": run, "time": round(time.time(), 3), command: answer}
+            print(json.dumps(told, indent=None if watch else 2), flush=True)
+        else:
+            table = drawn()
+            if watch:
+                print(CLEAR if terminal else f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+            console(wide=wide or not terminal).print(table, crop=False)
+            sys.stdout.flush()
+        if not watch:
+            return
+        time.sleep(REFRESH_S)
+
+
+# -- peers -----------------------------------------------------------------------------------------
 
 
 def peers_table(
-    rows: Sequence[PeerRow], *, width: int | None = None, sort: Column[PeerRow] | None = None
-) -> Any:
-    """`primerl-node peers`: what fits into `width`; nodes that are gone come last."""
+    rows: Sequence[PeerRow], *, width: int | None = None, sort: str = ""
+) -> Table | str:
+    """Draw `primerl-node peers`, by a column's name if given; peers that are gone come last.
+
+    Raises UsageError for the name of no column.
+    """
+    column = _named(sort) if sort else None
     if not rows:
         return "no peers yet"
     ordered = sorted(rows, key=lambda row: (row.role != "trainer", row.role, row.short))
-    if sort is not None:
-        ordered.sort(key=sort.key or sort.cell)
+    if column is not None:
+        ordered.sort(key=column.key or column.cell)
     return listing(PEER_COLUMNS, sorted(ordered, key=gone), width)
 
 
+def _named(name: str) -> Column[PeerRow]:
+    known = {one.name.lower(): one for one in PEER_COLUMNS}
+    if (column := known.get(name.lower())) is not None:
+        return column
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"columns are {', '.join(known)}"
+    raise UsageError(f"--sort: no column is called {name[:40]}: {hint}")
+
+
 def gone(row: PeerRow) -> bool:
-    """Whether a peer has been away for so long that it is not waited for."""
-    return row.path == NONE and _last(row.last_seen_s) > GONE_S
+    """Say whether a peer has been away for so long that it is not waited for."""
+    return row.path == NONE and _known(row.last_seen_s) > GONE_S
 
 
 def state_of(row: PeerRow) -> str:
-    """What an operator should notice of a peer; `explain` has the rest."""
+    """Say what an operator should notice about a peer; `explain` has the rest."""
     if row.refused:
         why = row.refused
         return why if len(why) <= MAX_STATE else f"{why[: MAX_STATE - 3]}..."
@@ -120,184 +253,163 @@ def state_of(row: PeerRow) -> str:
     return f"{row.audits} audits made" if row.audits else ""
 
 
-def _outcomes(row: PeerRow) -> str:
-    return f"{row.accepted}/{row.rejected}" + (f" ({row.top_reason})" if row.top_reason else "")
-
-
-def _last(value: float | None) -> float:
-    """For sorting: what is not known comes last."""
+def _known(value: float | None) -> float:
+    """Return a sort key that puts unknown values last."""
     return math.inf if value is None else value
+
+
+def _figure(
+    name: str, field: str, importance: int, text: Callable[[Any], str] = str, *, least: bool = False
+) -> Column[PeerRow]:
+    """Make a column of a number; the largest comes first in an order, or the `least`."""
+
+    def cell(row: PeerRow) -> str:
+        value = getattr(row, field)
+        return NONE if value is None else text(value)
+
+    def key(row: PeerRow) -> float:
+        return _known(getattr(row, field)) if least else -getattr(row, field)
+
+    return Column(name, cell, importance, key, right=True)
 
 
 PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     Column("PEER", lambda row: row.short, 100),
     Column("ROLE", lambda row: row.role or NONE, 90),
     Column("PATH", lambda row: row.path, 30),
+    _figure("RTT", "rtt_ms", 25, lambda ms: f"{ms:.1f} ms", least=True),
+    _figure("SENT", "bytes_sent", 15, lambda count: size(count)),
+    _figure("RECV", "bytes_received", 15, lambda count: size(count)),
+    _figure("VER", "version", 85, lambda held: version(held)),
+    Column("LAG", lambda row: lag(row), 60, lambda row: -row.lag, right=True),
+    _figure("LEASES", "leases", 40),
     Column(
-        "RTT",
-        lambda row: NONE if row.rtt_ms is None else f"{row.rtt_ms:.1f} ms",
-        25,
-        lambda row: _last(row.rtt_ms),
-        right=True,
+        "OK/REJECTED",
+        lambda row: (
+            f"{row.accepted}/{row.rejected}" + f" ({row.top_reason})" * bool(row.top_reason)
+        ),
+        80,
+        lambda row: -row.accepted,
     ),
-    Column("SENT", lambda row: size(row.bytes_sent), 15, lambda row: -row.bytes_sent, right=True),
-    Column(
-        "RECV",
-        lambda row: size(row.bytes_received),
-        15,
-        lambda row: -row.bytes_received,
-        right=True,
-    ),
-    Column("VER", lambda row: version(row.version), 85, lambda row: -row.version, right=True),
-    Column(
-        "LAG",
-        lambda row: str(row.lag) if row.version >= 0 else NONE,
-        60,
-        lambda row: -row.lag,
-        right=True,
-    ),
-    Column("LEASES", lambda row: str(row.leases), 40, lambda row: -row.leases, right=True),
-    Column("OK/REJECTED", _outcomes, 80, lambda row: -row.accepted),
-    Column("AUDITED", lambda row: str(row.audited), 20, lambda row: -row.audited, right=True),
-    Column("TRUST", lambda row: f"{row.trust:.2f}", 65, lambda row: row.trust, right=True),
-    Column(
-        "REL", lambda row: f"{row.reliability:.2f}", 10, lambda row: row.reliability, right=True
-    ),
-    Column(
-        "SEEN",
-        lambda row: NONE if row.last_seen_s is None else f"{duration(row.last_seen_s)} ago",
-        50,
-        lambda row: _last(row.last_seen_s),
-        right=True,
-    ),
+    _figure("AUDITED", "audited", 20),
+    _figure("TRUST", "trust", 65, lambda trust: f"{trust:.2f}", least=True),
+    _figure("REL", "reliability", 10, lambda share: f"{share:.2f}", least=True),
+    _figure("SEEN", "last_seen_s", 50, lambda ago: f"{duration(ago)} ago", least=True),
     Column("SOFTWARE", lambda row: row.software or NONE, 5),
     Column("STATE", state_of, 70, lambda row: (not state_of(row), state_of(row)), elastic=True),
 )
 
 
-def status_table(status: Status) -> Any:
-    """`primerl-node status`."""
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in status_lines(status):
-        table.add_row(name, escape(value))
-    return table
+# -- status ----------------------------------------------------------------------------------------
 
 
 def status_lines(status: Status) -> list[tuple[str, str]]:
-    """What there is to say of a node, label and value."""
+    """List what `primerl-node status` says about a node, as labels and values."""
     node = f"{status.short}  {status.role}, version {status.software}, pid {status.pid}"
     lines = [
         ("node", f"{node}, up {duration(status.uptime_s)}"),
         ("data", status.data_dir),
         ("run", f"{status.run_name or NONE}  {status.run[:10]}".rstrip()),
         ("phase", f"{status.phase}  {status.detail}".rstrip()),
+        ("waiting", status.waiting_for),
+        *(("warning", one) for one in status.warnings),
     ]
-    if status.waiting_for:
-        lines.append(("waiting", status.waiting_for))
-    lines.extend(("warning", one) for one in status.warnings)
     if status.role == "trainer":
+        curve = sparkline([reward for _, reward in status.history], 40)
         lines.append(("step", f"{status.step} of {status.max_steps}"))
-        lines.append(("reward", f"{number(status.reward)}  {sparkline(rewards(status), 40)}"))
+        lines.append(("reward", f"{number(status.reward)}  {curve}"))
         lines.append(("staleness", number(status.staleness)))
-        lines.extend(("eval", line) for line in _evaluations(status))
-        lines.extend(("pipeline", group(row)) for row in status.pipelines)
+        for name, figures in status.evaluations.items():
+            shown = f"{name}, version {figures.get('version', 0):.0f}: {passes(figures)}"
+            lines.append(("eval", shown))
+        lines.append(("eval", f"of version {status.evaluating} runs" * (status.evaluating >= 0)))
+        lines += [("pipeline", group(row)) for row in status.pipelines]
     lines.append(("policy", policy(status)))
     if status.role == "trainer":
         lines.append(("leases", f"{status.leases} out, {status.waiting_groups} groups waiting"))
     elif status.engine is not None:
         lines.append(("leases", f"{status.leases} held"))
-    if status.environment:
-        lines.append(("environment", status.environment))
-    if status.engine is not None:
-        lines.append(("engine", engine(status.engine)))
-    if status.stage is not None:
-        lines.append(("stage", stage(status.stage)))
-    lines.append(("rollouts", outcomes(status)))
-    lines.append(
-        ("bytes", f"{size(status.bytes_sent)} sent, {size(status.bytes_received)} received")
-    )
-    if status.chunk_bytes_by_source:
-        lines.append(("chunks", sources(status.chunk_bytes_by_source)))
-    lines.append(("peers", f"{status.peers}, {status.neighbours} libp2p neighbours"))
-    if status.event_loop_lag:
-        lines.append(("loop lag", _lag(status.event_loop_lag)))
-    if status.seconds:
-        lines.append(("time", seconds(status.seconds)))
-    return lines
+    late = (f"{name} {1000 * late:.1f} ms" for name, late in status.event_loop_lag.items())
+    lines += [
+        ("environment", status.environment),
+        ("engine", engine(status.engine) if status.engine else ""),
+        ("stage", stage(status.stage) if status.stage else ""),
+        ("rollouts", outcomes(status)),
+        ("bytes", traffic(status)),
+        ("chunks", sources(status.chunk_bytes_by_source)),
+        ("peers", f"{status.peers}, {status.neighbours} libp2p neighbours"),
+        ("loop lag", ", ".join(late)),
+        ("time", seconds(status.seconds)),
+    ]
+    return [(name, value) for name, value in lines if value]
 
 
 def outcomes(status: Status) -> str:
-    """What became of a node's rollouts; of a worker, what that says of it."""
+    """Count accepted and rejected rollouts, with the trust that a worker has for them."""
     trust = "" if status.trust is None else f", trust {status.trust:.2f}"
     return f"{status.accepted} accepted, {rejected(status.rejected)}{trust}"
 
 
-def _evaluations(status: Status) -> list[str]:
-    found = [
-        f"{name}, version {figures.get('version', 0):.0f}: {passes(figures)}"
-        for name, figures in status.evaluations.items()
-    ]
-    return [*found, f"of version {status.evaluating} runs"] if status.evaluating >= 0 else found
+def traffic(status: Status) -> str:
+    """Say how much a node sent and received."""
+    return f"{size(status.bytes_sent)} sent, {size(status.bytes_received)} received"
 
 
 def passes(figures: Mapping[str, float]) -> str:
-    """avg@k and pass@j of an evaluation."""
+    """List avg@k and pass@j of an evaluation."""
     return ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if "@" in name)
 
 
 def policy(status: Status) -> str:
-    """The version that a node holds, and how far that is behind."""
+    """Say which version a node holds, and how far that is behind."""
     if status.newest_version < 0:
         return "none yet"
     behind = status.newest_version - status.version
-    lag = "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
-    return f"version {version(status.version)}, {lag}"
-
-
-def _lag(lag: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {1000 * late:.1f} ms" for name, late in lag.items())
+    how = "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
+    return f"version {version(status.version)}, {how}"
 
 
 def engine(row: EngineRow) -> str:
-    """How busy an engine is, and what happened to it."""
-    said = f"{row.type}: {row.inflight} of {row.cap} in flight, {row.running} running"
-    said += f", {row.waiting} waiting" if row.waiting else ""
-    said += f", {row.tokens_per_s:.0f} tokens/s" if row.tokens_per_s else ""
-    said += f", cache {row.kv_use:.0%}" if row.kv_use else ""
-    said += f", restarted {row.restarts} times" if row.restarts else ""
-    return f"{said}. Down: {row.fault}" if row.fault else said
+    """Say how busy an engine is, and whether it failed."""
+    parts = [
+        f"{row.type}: {row.inflight} of {row.cap} in flight, {row.running} running",
+        f"{row.waiting} waiting" * bool(row.waiting),
+        f"{row.tokens_per_s:.0f} tokens/s" * bool(row.tokens_per_s),
+        f"cache {row.kv_use:.0%}" * bool(row.kv_use),
+        f"restarted {row.restarts} times" * bool(row.restarts),
+    ]
+    return ", ".join(filter(None, parts)) + (f". Down: {row.fault}" if row.fault else "")
 
 
 def group(row: GroupRow) -> str:
-    """A pipeline: its stages with their layers, and what it has room for."""
-    stages = ", ".join(
-        f"{node} {layers}" for node, layers in zip(row.stages, row.layers, strict=True)
-    )
+    """Describe a pipeline: its stages with their layers, and the tokens that it has room for."""
+    stages = ", ".join(map(" ".join, zip(row.stages, row.layers, strict=True)))
     around = "" if row.round_trip_ms is None else f", {row.round_trip_ms:.0f} ms round"
-    said = f"{row.group} {row.state}, generation {row.generation}: {stages}{around}"
-    return f"{said}, room for {row.kv_tokens} tokens, {row.spares} spares"
+    head = f"{row.group} {row.state}, generation {row.generation}: {stages}{around}"
+    return f"{head}, room for {row.kv_tokens} tokens, {row.spares} spares"
 
 
 def stage(row: StageRow) -> str:
-    """Our own stage: where it is, and how the ring does."""
-    said = f"{row.rank} of {row.stages}, layers {row.layers}, {row.state}"
-    said += f", {row.in_flight} of {row.lanes} micro-batches under way" if row.lanes else ""
-    said += f", {row.rtt_ms:.0f} ms to the next" if row.rtt_ms is not None else ""
-    said += f", {row.round_ms:.0f} ms round" if row.round_ms is not None else ""
-    said += f", stalled {row.stall_share:.0%}" if row.stall_share is not None else ""
-    said += f", broke {row.breaks} times" if row.breaks else ""
-    return f"{said}, {size(row.bytes_out)} out, {size(row.bytes_in)} in"
+    """Describe a worker's own stage, and how its ring does."""
+    parts = [f"{row.rank} of {row.stages}, layers {row.layers}, {row.state}"]
+    if row.lanes:
+        parts.append(f"{row.in_flight} of {row.lanes} micro-batches under way")
+    if row.rtt_ms is not None:
+        parts.append(f"{row.rtt_ms:.0f} ms to the next")
+    if row.round_ms is not None:
+        parts.append(f"{row.round_ms:.0f} ms round")
+    if row.stall_share is not None:
+        parts.append(f"stalled {row.stall_share:.0%}")
+    if row.breaks:
+        parts.append(f"broke {row.breaks} times")
+    return ", ".join([*parts, f"{size(row.bytes_out)} out, {size(row.bytes_in)} in"])
 
 
-def rewards(status: Status) -> list[float]:
-    """Mean rewards so far, oldest first."""
-    return [reward for _, reward in status.history]
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def size(count: float) -> str:
-    """Bytes in decimal units."""
+    """Format bytes in decimal units."""
     unit = 0
     while count >= 1000 and unit < len(UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -305,7 +417,7 @@ def size(count: float) -> str:
 
 
 def duration(total: float) -> str:
-    """Seconds as a person would say them."""
+    """Format seconds: 59 s, 1 min 01 s, 1 h 01 min, 2 d 7 h."""
     if total < 60:
         return f"{total:.0f} s"
     minutes, rest = divmod(int(total), 60)
@@ -316,47 +428,48 @@ def duration(total: float) -> str:
 
 
 def version(held: int) -> str:
-    """A policy version; before the first there is none."""
+    """Format a policy version; -1 is none."""
     return str(held) if held >= 0 else NONE
 
 
+def lag(row: PeerRow) -> str:
+    """Format the versions that a peer is behind."""
+    return str(row.lag) if row.version >= 0 else NONE
+
+
 def number(value: float | None) -> str:
-    """Two decimals, or nothing."""
+    """Format with two decimals; None as a dash."""
     return NONE if value is None else f"{value:.2f}"
 
 
 def rejected(reasons: Mapping[str, int]) -> str:
-    """Rejected rollouts with their reasons, commonest first."""
-    total = sum(reasons.values())
-    if not total:
+    """Count rejected rollouts by reason, commonest first."""
+    if not any(reasons.values()):
         return "none rejected"
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
-    return f"{total} rejected ({', '.join(f'{name} {count}' for name, count in ordered)})"
+    shown = ", ".join(f"{name} {count}" for name, count in ordered)
+    return f"{sum(reasons.values())} rejected ({shown})"
 
 
 def sources(counts: Mapping[str, int]) -> str:
-    """Chunk bytes by source with shares, largest first."""
+    """List chunk bytes by source with shares, largest first."""
     total = sum(counts.values()) or 1
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {size(count)} ({count / total:.0%})" for name, count in ordered)
 
 
 def seconds(phases: Mapping[str, float]) -> str:
-    """Seconds by phase, longest first."""
+    """List seconds by phase, longest first."""
     ordered = sorted(phases.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {spent:.1f} s" for name, spent in ordered)
 
 
-BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-
-
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as one line of blocks, averaged into at most `width` cells, lowest to highest."""
+    """Draw values as one line of blocks, averaged into at most `width` cells, lowest to highest."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))
     edges = [index * len(values) // count for index in range(count + 1)]
     cells = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(cells), max(cells)
-    span = high - low or 1.0
+    low, span = min(cells), max(cells) - min(cells) or 1.0
     return "".join(BLOCKS[round((cell - low) / span * (len(BLOCKS) - 1))] for cell in cells)

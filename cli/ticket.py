@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .target import AsJson, DataDir, find_node
+from .command import AsJson, DataDir, find_node
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 

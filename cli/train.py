@@ -1,19 +1,48 @@
-"""`primerl-node train`: be the trainer of a run."""
+"""`primerl-node train` and `rl`: the trainer of a run, alone or with workers on this machine."""
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .configured import AsJson, DryRun, arguments, check_model, environment, show_config
+from .command import (
+    Dp,
+    DryRun,
+    DryRunJson,
+    Pp,
+    Tp,
+    arguments,
+    check_engine,
+    check_model,
+    parallel,
+    read_config,
+    run_to_end,
+    show_config,
+)
 
 if TYPE_CHECKING:
     from ..node.config.run import RunConfig
     from .live import OpenView
 
+TrainerGpus = Annotated[
+    str | None,
+    typer.Option(
+        "--trainer-gpus",
+        help='GPUs of the trainer: how many, or which ("0,1", as torch counts the visible ones; "0," is one).',
+    ),
+]
+InferenceGpus = Annotated[
+    str | None,
+    typer.Option(
+        "--inference-gpus",
+        help="GPUs of the workers, given in the same way; by default all that are left.",
+    ),
+]
 
-def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) -> None:
-    """Start a run and train it: prints a join ticket, then learns from whoever joins.
+
+def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False) -> None:
+    """Start a run and train it: prints a join ticket, then learns from the nodes that join.
 
     \b
     Examples:
@@ -24,25 +53,21 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: AsJson = False) ->
       primerl-node train @ demo --name b --resume.dir outputs/demo        a new run from another one
       primerl-node train @ demo --dry-run      show the whole config, start nothing
     """
-    from ..node.config.loader import load
     from ..node.config.run import RunConfig
 
-    config = load(RunConfig, arguments(ctx), environment())
+    config = read_config(RunConfig, ctx.args)
     check_model(config)
     if dry_run:
         show_config(config, as_json=as_json)
         return
-    from .live import open_view
-    from .signals import run as run_to_end
-    from .summary import print_summary
+    from .live import open_view, print_summary
 
     with open_view(f"primerl-node train  {config.name}") as view:
-        directory = run_to_end(train_and_show(config, view))
-    if not print_summary(directory / "summary.json"):
-        typer.echo(f"stopped; go on with --resume: {directory}")
+        directory = run_to_end(_train(config, view))
+    print_summary(directory)
 
 
-async def train_and_show(config: "RunConfig", view: "OpenView") -> Path:
+async def _train(config: "RunConfig", view: "OpenView") -> Path:
     """Train, with our own node in the view."""
     from ..node.app.daemon import train
     from ..node.ops.control import NodeState, watched
@@ -54,3 +79,49 @@ async def train_and_show(config: "RunConfig", view: "OpenView") -> Path:
     nodes = {"trainer": NodeState("trainer", data_dir, note="running")}
     training = train(config, announce=announce)
     return await watched(nodes, view, training, pace_s=view.pace_s)
+
+
+def rl(
+    ctx: typer.Context,
+    trainer_gpus: TrainerGpus = None,
+    inference_gpus: InferenceGpus = None,
+    tp: Tp = None,
+    pp: Pp = None,
+    dp: Dp = None,
+    dry_run: DryRun = False,
+    as_json: DryRunJson = False,
+) -> None:
+    """Run everything on this machine: a trainer and its workers, as separate processes.
+
+    Each has its own key and data directory below outputs/<name>, logs are in outputs/<name>/logs. It ends
+    by itself with the reward curve, a summary, and weights that transformers loads. --dry-run also shows
+    which process would get which GPUs.
+
+    \b
+    Examples:
+      primerl-node rl @ demo
+      primerl-node rl @ demo --clean --seed 1              again, from the start
+      primerl-node rl @ demo --launch.workers 4 --max-steps 50
+      primerl-node rl @ run.toml --trainer-gpus 2 --inference-gpus 6 --dry-run
+    """
+    from ..node.config.run import RunConfig
+    from ..node.launch.placement import place
+    from ..node.ops.gpus import usable
+
+    chosen = {"launch.trainer-gpus": trainer_gpus, "launch.inference-gpus": inference_gpus}
+    args = arguments(ctx, {**chosen, **parallel(tp, pp, dp)})
+    config = read_config(RunConfig, args)
+    check_engine(config)
+    check_model(config)
+    placement = place(config, usable(os.environ))
+    if dry_run:
+        show_config(placement.applied(config), as_json=as_json)
+        for line in placement.lines():
+            typer.echo(line if as_json else f"# {line}", err=as_json)
+        return
+    from ..node.launch.launcher import launch
+    from .live import open_view, print_summary
+
+    with open_view(f"primerl-node rl  {config.name}") as view:
+        directory = run_to_end(launch(config, args, view=view, placement=placement))
+    print_summary(directory)

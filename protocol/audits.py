@@ -1,17 +1,112 @@
 """What is audited: how large a share of a peer's rollouts, and which. Sans I/O; randomness is an argument.
 
 Commit, then challenge: which rollouts are audited follows from 32 random bytes that are drawn after the
-receipt, so nobody can tell beforehand, and everybody can recompute it from the signed verdict.
+receipt: it cannot be known beforehand, and anyone can recompute it from the signed verdict.
 """
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import median
+from typing import Annotated
 
-from ..crypto.hashing import derive
+import msgspec
+from msgspec.structs import astuple
+
+from ..crypto.hashing import Digest, derive
+from .errors import Reason, RemoteProtocolError
+from .manifests import Name, Version
+from .pipelines import MAX_STAGES
 from .reputation import Reputation
+
+MAX_CHOSEN = 2048
+"""Rollouts of one job; a report on that many stays below MAX_REPORT."""
+MAX_UNREADABLE_DETAIL = 100
+MAX_REPORT = 512 * 1024
+
+Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One rollout of a submission."""
+
+    group: Index
+    rollout: Index
+
+
+class MeasuredRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What was measured on one rollout; the fields are explained at rollouts.py: Evidence."""
+
+    group: Index
+    rollout: Index
+    tokens: Tokens
+    fingerprint: float
+    sampling: float
+    sampling_max: float
+    logprob: float
+    logprob_max: float
+    other_policy: float
+
+
+class UnreadableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A rollout whose proof is no proof, or whose audit came to no end."""
+
+    group: Index
+    rollout: Index
+    proof: bool
+    """Whether the proof is at fault; if not, the worker is not to blame."""
+    detail: Annotated[str, msgspec.Meta(max_length=MAX_UNREADABLE_DETAIL)]
+
+
+class CrossedRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Distances at the boundaries of one measured rollout of a pipeline."""
+
+    group: Index
+    rollout: Index
+    distances: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
+
+
+class AuditReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One row for each chosen rollout, measured or unreadable; none if the validator could not audit."""
+
+    job: Version
+    submission: Digest
+    challenge: Digest
+    measured: Annotated[tuple[MeasuredRow, ...], msgspec.Meta(max_length=MAX_CHOSEN)]
+    unreadable: Annotated[tuple[UnreadableRow, ...], msgspec.Meta(max_length=MAX_CHOSEN)] = ()
+    failed: Name = ""
+    """Why there are no rows."""
+    crossed: (
+        Annotated[tuple[CrossedRow, ...], msgspec.Meta(max_length=MAX_CHOSEN)] | msgspec.UnsetType
+    ) = msgspec.UNSET
+    """Of measured rollouts, at most one row each; left out where there is none."""
+
+
+def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
+    """Raises RemoteProtocolError(MALFORMED) unless there is one row for each place, or none and why."""
+    rows = (*report.measured, *report.unreadable)
+    if report.failed and not rows:
+        return
+    if sorted((row.group, row.rollout) for row in rows) != sorted(places):
+        raise RemoteProtocolError(Reason.MALFORMED, "not one row for each rollout of the job")
+    crossed = report.crossed or ()
+    of = {(row.group, row.rollout) for row in report.measured}
+    if len({(row.group, row.rollout) for row in crossed} & of) != len(crossed):
+        raise RemoteProtocolError(Reason.MALFORMED, "boundaries of an unmeasured rollout, or twice")
+    numbers = [value for row in report.measured for value in astuple(row)]
+    numbers += [value for row in crossed for value in row.distances]
+    if not all(isfinite(value) for value in numbers):
+        raise RemoteProtocolError(Reason.MALFORMED, "a measurement is not a number")
+
+
+def rows_by_place(report: AuditReport) -> dict[tuple[int, int], MeasuredRow | UnreadableRow]:
+    """The row of each rollout of a checked report."""
+    rows = (*report.measured, *report.unreadable)
+    return {(row.group, row.rollout): row for row in rows}
+
 
 CHALLENGE_BYTES = 32
 NEWCOMER = 64.0
@@ -24,7 +119,7 @@ WINDOW = 32
 MIN_GROUPS = 16
 """Groups of a peer below which nothing is said of it."""
 FRESH = 64
-"""A peer that sent none of an environment's last so many groups says nothing of its present rewards."""
+"""A peer that sent none of an environment's last FRESH groups says nothing of its present rewards."""
 ODD_Z, SURE_Z = 3.0, 6.0
 """Robust z-scores at which outlierness leaves 0 and reaches 1."""
 MAX_PEERS = 1024
@@ -41,21 +136,12 @@ def audit_rate(
         rate = r + (1 - r) * outlierness           everybody else
 
     After n clean rollouts 1 - trust_low is about 3 / n, so r is about 64 / n until it meets the base: each
-    doubling of a record is bought with some 44 more audits. What the base has to be follows from survival().
+    doubling of a record is bought with some 44 more audits. For the base see docs/proofs.md.
     """
     if recent_fault or reputation.good < NEWCOMER:
         return 1.0
     rate = max(base, min(1.0, (1.0 - reputation.trust_low) / DOUBT))
     return rate + (1.0 - rate) * min(1.0, max(0.0, outlierness))
-
-
-def survival(rate: float, forged: float, detected: float, rollouts: int) -> float:
-    """Probability (1 - a f d)^N that who forges a share f of N rollouts is never caught.
-
-    a = `rate` of audits, d = `detected` per audited forgery. At a = 0.1 and d = 0.95: f = 5 % of N = 1000
-    survives with 0.8 %, f = 1 % with 39 %; what forges so little has to be found by its outliers.
-    """
-    return (1.0 - rate * forged * detected) ** rollouts
 
 
 def draw(challenge: bytes, group: int, rollout: int) -> float:
@@ -150,7 +236,7 @@ class Outliers:
     """How unlike the others a peer's rewards and reply lengths are: never a punishment, only more audits.
 
     What is compared is each group against the others' level at that moment, so that a policy which improves
-    makes nobody an outlier. Memory is bounded: who was quiet longest is forgotten first.
+    makes no peer an outlier. Memory is bounded: the peer that was quiet longest is forgotten first.
     """
 
     def __init__(self) -> None:

@@ -19,13 +19,13 @@ from .version import CLOCK_SKEW_S, MAX_SUBMISSION, WIRE_VERSION
 
 DOMAIN = b"primerl envelope\x00"
 ANYBODY = bytes(32)
-"""Recipient of what is meant for all."""
+"""Recipient of an envelope for all."""
 
 T = TypeVar("T")
 
 
 class Purpose(StrEnum):
-    """What a signature is for. Bytes signed for one purpose never pass for another."""
+    """The purpose of a signature. Bytes signed for one purpose never pass for another."""
 
     RUN = "run"
     TICKET = "ticket"
@@ -56,14 +56,14 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class _Beginning(msgspec.Struct, frozen=True, array_like=True):
-    """The first element of an envelope of any version, whatever follows it."""
+    """The first element of an envelope of any version."""
 
     first: int | Annotated[str, msgspec.Meta(max_length=32)]
     """The wire version; an envelope of version 1 began with its purpose."""
 
 
 class Opened(msgspec.Struct, Generic[T], frozen=True):
-    """What a verified envelope said, and who said it."""
+    """The contents of a verified envelope, and its signer."""
 
     signer: bytes
     sequence: int
@@ -74,7 +74,7 @@ class Opened(msgspec.Struct, Generic[T], frozen=True):
 
 
 def wrong_version(what: str, version: int, *, here: str = "this node") -> RemoteProtocolError:
-    """The refusal of what is of another wire version than ours; `here` is how its reader calls us."""
+    """Make the refusal of another wire version than ours; `here` is how its reader calls us."""
     return RemoteProtocolError(
         Reason.WRONG_VERSION,
         f"{what} is of wire version {version}, {here} (primerl-node {__version__}) speaks "
@@ -83,7 +83,7 @@ def wrong_version(what: str, version: int, *, here: str = "this node") -> Remote
 
 
 def read_envelope(sealed: bytes, what: str = "document") -> Envelope:
-    """The fields of an envelope, none of them verified; an error calls it `what`.
+    """Read the fields of an envelope, none of them verified; an error calls it `what`.
 
     Raises:
         RemoteProtocolError: WRONG_VERSION, before anything but the version was looked at; MALFORMED.
@@ -109,12 +109,12 @@ def check_age(what: str, made: int, now: int) -> None:
 
 
 def utc(seconds: int) -> str:
-    """A time of ours, in Unix seconds, as people read it."""
+    """Format a time in Unix seconds for people."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _preimage(envelope: Envelope) -> bytes:
-    """The bytes that are signed: every field but the signature."""
+    """Lay out the bytes that are signed: every field but the signature."""
     name = envelope.purpose.encode()
     return b"".join(
         [

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why something was refused. The value is what travels and what metrics are named after."""
+    """Why something was refused. The value travels, and metrics are named after it."""
 
     MALFORMED = "malformed"
     TOO_LARGE = "too_large"
@@ -59,7 +59,7 @@ class Reason(StrEnum):
 
 
 class ProtocolError(Exception):
-    """Anything wrong with what was said or about to be said."""
+    """A message that the protocol does not allow."""
 
 
 class LocalProtocolError(ProtocolError):

@@ -1,34 +1,33 @@
 """Leases: which tasks a node may roll out, with which seeds, until when. Sans I/O; time is an argument.
 
 The book is the back-pressure: work of proven nodes in the system never exceeds what can be trained within the
-staleness bound, so a lease that is honoured in time is not stale when it comes back. What newcomers hold is
-bounded apart (newcomers.py) and takes nothing from proven nodes: keys that answer nothing cannot starve them.
+staleness bound, so a lease that is honoured in time is not stale when it comes back. Newcomers have a bounded
+pool of their own and take nothing from proven nodes: keys that never answer cannot starve them.
 
-The signed lease is the record of what was assigned: it travels inside the submission, so the trainer or a
-validator finds task and seed again from (run, lease, index) alone. Tasks are not computed from the lease's
-number, for what is granted depends on the capacity of the moment and on tasks that come back; a worker has no
-say in either, and check_assignment() tells whether the tasks are the environment's own.
+The signed lease records the assignment: it travels inside the submission, so the trainer or a validator finds
+task and seed again from (run, lease, index) alone. Tasks are not computed from the lease's number, since the
+size of a grant depends on the capacity of the moment and on tasks that come back. A worker has no say in
+either, and check_assignment() tells whether the tasks are the environment's own.
 """
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Container
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from ..crypto.hashing import Digest, derive
 from .errors import Reason, RemoteProtocolError
 from .manifests import Version
-from .newcomers import SLOT_SHARE, NewcomerQueue, Origin, Slot, pool
 
 MEMORY = 16
 """Leases that a node's reliability remembers, about."""
 HANDFULS = 8
-"""It remembers so many times what a node may hold, where that is more: what a restart costs does not depend on
-how many leases were out."""
+"""Reliability remembers at least this many times the leases that a node may hold, so that the cost of a restart
+does not depend on their number."""
 STEADY = 0.75
 """Reliability below which giving a lease back costs as much as letting it expire."""
 COOLING_SHARE = 0.25
@@ -41,7 +40,21 @@ HORIZON = 0.5
 EARNED = 2
 """Groups that a proven node may hold for each group of it that was accepted, less those that it lost."""
 STAFFED_S = 15.0
-"""Proven nodes count as being here for so long after one of them asked for work; a live one asks every five."""
+"""Proven nodes count as present for this long after one of them asked for work; a live one asks every five."""
+
+POOL_SHARE = 0.5
+"""Share of a batch's groups that newcomers hold while proven nodes work."""
+MIN_POOL = 4
+SLOT_SHARE = 0.25
+"""Share of a lease's time for which it takes a slot."""
+FORGET_S = 30.0
+"""A newcomer that comes back within this time has kept its place."""
+MAX_PLACES = 4096
+"""Most places of nodes that left, and most turns of tickets and networks, to remember."""
+TICKET_MEMORY = 16
+"""Leases that a ticket's reliability remembers, about."""
+FAILING = 0.5
+"""Reliability below which a ticket is named to the operator: ten leases in a row that did not come back."""
 
 
 class TaskRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -52,26 +65,26 @@ class TaskRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one node is asked to generate; sealed by the trainer to that node."""
+    """The tasks that one node is to generate; sealed by the trainer to that node."""
 
     lease_id: Version
     tasks: Annotated[tuple[TaskRef, ...], msgspec.Meta(min_length=1, max_length=4096)]
     group_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     seed: Digest
-    """Fresh randomness of the trainer, so that nobody computes a sample before the lease exists."""
+    """Fresh randomness of the trainer, so that no sample can be computed before the lease exists."""
     min_version: Version
     """Generate with this policy version or a newer one."""
     deadline: Annotated[float, msgspec.Meta(ge=0)]
     """Unix seconds."""
     max_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
     term: Version = 0
-    """Term of min_version: a version of a term that was left is another policy of the same number."""
+    """Epoch of min_version: a version of an abandoned epoch is another policy of the same number."""
 
 
 def sample_seed(
     run: bytes, lease: Lease, node: bytes, task: bytes, index: int, turn: int = 0
 ) -> int:
-    """The sampling seed (63 bits) of sample `index` of `task`: a hash of everything that it is bound to."""
+    """Derive the sampling seed (63 bits) of sample `index` of `task` from everything that it is bound to."""
     name = derive(
         "sample seed",
         run,
@@ -86,7 +99,7 @@ def sample_seed(
 
 
 def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
-    """Whether a lease names tasks of the environment, each once; `digest_of` is the environment's.
+    """Check that a lease names tasks of the environment, each once; `digest_of` is the environment's.
 
     Raises:
         RemoteProtocolError: WRONG_TASK. What digest_of raises for an index that is none goes through.
@@ -99,6 +112,164 @@ def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
         if digest_of(task.index) != task.digest:
             detail = f"task {task.index} differs: environment or its version is another"
             raise RemoteProtocolError(Reason.WRONG_TASK, detail)
+
+
+# -- newcomers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a newcomer is from, as far as the trainer can tell."""
+
+    ticket: bytes = b""
+    """Name of the ticket by which it was admitted."""
+    network: str = ""
+    """Part of the address that it dials from; empty where that says nothing."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A lease of a newcomer that takes a part of the pool."""
+
+    lease: int
+    node: bytes
+    origin: Origin
+    groups: int
+    until: float
+    """Unix seconds."""
+
+
+@dataclass
+class TicketRecord:
+    """The record of the newcomers of one ticket: how they honour their leases."""
+
+    reliability: float = 1.0
+    lost: int = 0
+    """Leases that did not come back."""
+
+    def count(self, came_back: bool) -> None:
+        """Count one lease."""
+        self.reliability += (float(came_back) - self.reliability) / TICKET_MEMORY
+        self.lost += not came_back
+
+    @property
+    def failing(self) -> bool:
+        """Whether most of the last leases did not come back."""
+        return self.reliability < FAILING
+
+
+@dataclass
+class NewcomerQueue:
+    """Orders the newcomers that ask for a lease by turns over tickets and networks."""
+
+    tickets: dict[bytes, TicketRecord] = field(default_factory=dict[bytes, TicketRecord])
+    _asking: dict[bytes, dict[bytes, tuple[Origin, float]]] = field(
+        default_factory=dict[bytes, dict[bytes, tuple[Origin, float]]]
+    )
+    """By ticket, then by node: its origin, and since when it waits."""
+    _places: OrderedDict[bytes, tuple[float, float]] = field(
+        default_factory=OrderedDict[bytes, tuple[float, float]]
+    )
+    """Nodes that asked lately: since when they wait, and when they left."""
+    _turns: OrderedDict[Origin, int] = field(default_factory=OrderedDict[Origin, int])
+    """Number of the last lease by origin, and by ticket alone."""
+    _slots: deque[Slot] = field(default_factory=deque[Slot])
+    """In the order of their ends."""
+    _served: int = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._asking.values()))
+
+    def enter(self, node: bytes, origin: Origin, now: float) -> None:
+        """Add a node that asks; it keeps the place that it had a short while ago. `now` in Unix seconds."""
+        since, left = self._places.pop(node, (now, now))
+        kept = since if now - left <= FORGET_S else now
+        self._asking.setdefault(origin.ticket, {})[node] = (origin, kept)
+
+    def leave(self, node: bytes, origin: Origin, now: float) -> None:
+        """Remove a node that stopped asking; it may come again. One that was served has left already."""
+        since = self._pop(node, origin)
+        if since is not None:
+            self._places[node] = (since, now)
+            _bound(self._places)
+
+    def serve(self, slot: Slot) -> None:
+        """Take note of a lease that was granted to a newcomer."""
+        self._pop(slot.node, slot.origin)
+        self._slots.append(slot)
+        self._served += 1
+        for turn in (slot.origin, Origin(slot.origin.ticket)):
+            self._turns[turn] = self._served
+            self._turns.move_to_end(turn)
+        _bound(self._turns)
+
+    def proved(self, node: bytes) -> None:
+        """Free the slots of a node that is no newcomer any more."""
+        self._slots = deque(slot for slot in self._slots if slot.node != node)
+
+    def slots(self, now: float) -> Iterable[Slot]:
+        """List the slots that are taken."""
+        while self._slots and self._slots[0].until <= now:
+            self._slots.popleft()
+        return self._slots
+
+    def _pop(self, node: bytes, origin: Origin) -> float | None:
+        """Take `node` out of those that ask; return since when it has waited."""
+        asking = self._asking.get(origin.ticket, {})
+        found = asking.pop(node, None)
+        if not asking:
+            self._asking.pop(origin.ticket, None)
+        return None if found is None else found[1]
+
+    def next(
+        self,
+        free: int,
+        taken: Iterable[Slot],
+        may: Callable[[bytes], bool],
+        *,
+        alone: bool,
+    ) -> bytes | None:
+        """Find the node whose turn it is, if there is one and a slot for it.
+
+        `free` groups fit into slots beside those that are `taken`. `alone`: there are no proven nodes, so
+        that a ticket may take what there is. `may` says whether a node can be leased something at all.
+        """
+        by_ticket: Counter[bytes] = Counter()
+        by_origin: Counter[Origin] = Counter()
+        for slot in taken:
+            by_ticket[slot.origin.ticket] += slot.groups
+            by_origin[slot.origin] += slot.groups
+        # A ticket may hold as much as it leaves free (dynamic thresholds: Choudhury and Hahne 1998).
+        tickets = [one for one in self._asking if free >= 1 and (alone or by_ticket[one] < free)]
+        tickets.sort(key=lambda one: (by_ticket[one], self._turns.get(Origin(one), 0)))
+        for ticket in tickets:
+            able = [
+                (by_origin[origin], self._turns.get(origin, 0), since, node)
+                for node, (origin, since) in self._asking[ticket].items()
+                if may(node)
+            ]
+            if able:
+                return min(able)[-1]
+        return None
+
+    def count(self, ticket: bytes, came_back: bool) -> None:
+        """Count a newcomer's lease that came back or did not."""
+        if ticket not in self.tickets and len(self.tickets) >= MAX_PLACES:
+            del self.tickets[next(iter(self.tickets))]
+        self.tickets.setdefault(ticket, TicketRecord()).count(came_back)
+
+
+def _bound(remembered: OrderedDict[Any, Any]) -> None:
+    while len(remembered) > MAX_PLACES:
+        remembered.popitem(last=False)
+
+
+def pool(groups_per_batch: int) -> int:
+    """Compute the groups that all newcomers together may hold while proven nodes work."""
+    return max(MIN_POOL, int(POOL_SHARE * groups_per_batch))
+
+
+# -- the book ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -114,7 +285,7 @@ class Held:
 
 @dataclass(frozen=True)
 class LeasePolicy:
-    """How much is handed out. Sizes are in groups."""
+    """Limits of leases. Sizes are in groups."""
 
     group_size: int
     groups_per_batch: int
@@ -126,27 +297,27 @@ class LeasePolicy:
 
     @property
     def step(self) -> float:
-        """How much one lease weighs in a node's reliability."""
+        """Weight of one lease in a node's reliability."""
         return 1.0 / max(MEMORY, HANDFULS * self.leases_per_worker)
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a node's share of the work depends on besides its own record in the book."""
+class LeaseShare:
+    """What a node's share of the work depends on, besides its record in the book."""
 
     trust: float = 1.0
     """Reputation.trust_low, 0 to 1."""
     waiting: frozenset[bytes] = frozenset()
     """Proven nodes that wait for a lease now."""
     earned: float = math.inf
-    """Groups of it that were accepted."""
+    """Its groups that were accepted."""
     newcomer: Origin | None = None
-    """Where it is from, if none was: it holds one lease at a time."""
+    """Its origin if none was: it holds one lease at a time."""
 
 
 @dataclass
 class NodeRecord:
-    """How a node honours its leases."""
+    """The record of a node: how it honours its leases."""
 
     reliability: float = 1.0
     """Share of its leases that came back, over about the last MEMORY."""
@@ -173,11 +344,11 @@ class NodeRecord:
     def lose(
         self, leases: int, groups: int, expired: bool, policy: LeasePolicy, now: float
     ) -> None:
-        """Count leases of so many groups that did not come back: they expired, or the node gave them up.
+        """Count leases, of `groups` in all, that did not come back: they expired or were given up.
 
-        The cooling-off doubles with every loss. A settled lease ends the doubling for a steady node only; from
-        a node that loses more than a quarter it takes back one, so who drops every other lease (those with bad
-        luck, say) rests ever longer, while one that was restarted pays nothing.
+        The cooling-off doubles with every loss. A settled lease ends the doubling for a steady node only; for
+        a node that loses more than a quarter it undoes one, so a node that drops every other lease (those with
+        bad luck, say) rests ever longer, while one that was restarted pays nothing.
         """
         self.lost_groups += groups
         self.reliability *= (1.0 - policy.step) ** leases
@@ -190,7 +361,7 @@ class NodeRecord:
 
 @dataclass
 class LeaseBook:
-    """Which leases are out, which tasks come next, and what may be granted now."""
+    """Keeps the leases that are out, the tasks that come next, and decides what may be granted."""
 
     policy: LeasePolicy
     next_lease: int = 0
@@ -205,20 +376,20 @@ class LeaseBook:
     _staffed_until: float = -math.inf
 
     def outstanding_groups(self) -> int:
-        """Groups that proven nodes hold."""
+        """Count the groups that proven nodes hold."""
         return sum(len(one.lease.tasks) for one in self.held.values() if one.newcomer is None)
 
     def present(self, node: bytes, now: float) -> None:
-        """A proven node asked for something."""
+        """Take note that a proven node asked for something."""
         if not self.resting(node, now):
             self._staffed_until = now + STAFFED_S
 
     def staffed(self, now: float) -> bool:
-        """Whether proven nodes are here; while there are none newcomers are leased all the work."""
+        """Whether proven nodes are present; while there are none newcomers are leased all the work."""
         return now < self._staffed_until
 
     def newcomer_capacity(self, *, waiting_groups: int, training: bool, now: float) -> int:
-        """Groups that all newcomers together may still be granted."""
+        """Count the groups that all newcomers together may still be granted."""
         if self._batches(training) == 0:
             return 0
         taken = sum(slot.groups for slot in self._slots(now))
@@ -227,7 +398,7 @@ class LeaseBook:
         return self.capacity(waiting_groups=waiting_groups, training=training) - taken
 
     def next_newcomer(self, capacity: int, now: float) -> bytes | None:
-        """Whose turn it is among the newcomers that ask, where they may be granted `capacity` groups."""
+        """Find the newcomer whose turn it is, where they may be granted `capacity` groups."""
         if capacity < 1 or not len(self.newcomers):
             return None
         holders = {held.node for held in self.held.values()}
@@ -238,8 +409,8 @@ class LeaseBook:
         return self.newcomers.next(capacity, self._slots(now), may, alone=not self.staffed(now))
 
     def _slots(self, now: float) -> list[Slot]:
-        """Slots that newcomers take; where nobody else works, only those of leases that are still out, as what
-        came back is counted where it waits."""
+        """List the slots of newcomers; without proven nodes, only those of leases that are still out, as work
+        that came back is counted where it waits."""
         staffed = self.staffed(now)
         taken = self.newcomers.slots(now)
         return [slot for slot in taken if staffed or slot.lease in self.held]
@@ -253,10 +424,10 @@ class LeaseBook:
         return overlap + (0 if training else 1)
 
     def capacity(self, *, waiting_groups: int, training: bool) -> int:
-        """Groups that proven nodes may still be granted.
+        """Count the groups that proven nodes may still be granted.
 
         `waiting_groups` have come back and wait to be trained; `training` says that a batch is being trained,
-        so that whatever is granted now is at least one version old when its turn comes. One batch is made
+        so that work granted now is at least one version old when its turn comes. One batch is made
         while one is trained, never two: more would only make rollouts older, whatever the bound allows. With a
         bound of 0 nothing is made while a batch is trained.
         """
@@ -264,7 +435,7 @@ class LeaseBook:
         return whole - waiting_groups - self.outstanding_groups()
 
     def leased(self, *, newcomers: bool = True) -> Counter[bytes]:
-        """Groups on lease, by node; with or without newcomers."""
+        """Count the groups on lease, by node; with or without newcomers."""
         out: Counter[bytes] = Counter()
         for held in self.held.values():
             if newcomers or held.newcomer is None:
@@ -272,7 +443,7 @@ class LeaseBook:
         return out
 
     def record(self, node: bytes) -> NodeRecord:
-        """How a node honours its leases; a fresh record for a stranger."""
+        """Return the record of a node; a fresh one for a stranger."""
         return self.nodes.get(node, NodeRecord())
 
     def resting(self, node: bytes, now: float) -> bool:
@@ -280,10 +451,10 @@ class LeaseBook:
         return now < self.record(node).rest_until
 
     def quota(self, node: bytes, trust: float, earned: float = math.inf) -> tuple[int, int]:
-        """(leases, groups) that a node may hold at a time: by trust and reliability, by its speed, and by what
-        it has done: a group that it holds and drops is paid for by work of half as much.
+        """Compute the (leases, groups) that a node may hold, by trust, reliability, speed and past work.
 
-        Never less than one lease and one group: who is slow is given little, but not nothing.
+        A group that it drops is paid for by half as much accepted work. Never less than one lease and one
+        group: a slow node is given little, but not nothing.
         """
         record = self.record(node)
         leases = math.ceil(self.policy.leases_per_worker * min(1.0, trust * record.reliability))
@@ -304,9 +475,9 @@ class LeaseBook:
         seed: bytes,
         now: float,
         term: int = 0,
-        share: Share = Share(),
+        share: LeaseShare = LeaseShare(),
     ) -> Lease | None:
-        """The next lease for `node`, or None when it holds enough, the system does, or it is others' turn."""
+        """Grant the next lease; None when the node or the system holds enough, or it is the turn of others."""
         size = self._size(node, capacity, share, now)
         if size < 1:
             return None
@@ -331,8 +502,8 @@ class LeaseBook:
             self.newcomers.serve(Slot(lease.lease_id, node, share.newcomer, size, until))
         return lease
 
-    def _size(self, node: bytes, capacity: int, share: Share, now: float) -> int:
-        """Groups of the next lease for `node`; below 1 if there is none."""
+    def _size(self, node: bytes, capacity: int, share: LeaseShare, now: float) -> int:
+        """Size the next lease for `node`, in groups; below 1 if there is none."""
         if self.resting(node, now):
             return 0
         mine = [len(held.lease.tasks) for held in self.held.values() if held.node == node]
@@ -345,16 +516,16 @@ class LeaseBook:
         return min(self._fair(bool(mine), node, capacity, share, now), whole, groups - sum(mine))
 
     def _newcomer_size(self, holds: bool, whole: int, capacity: int, now: float) -> int:
-        """One group shows whether a node works; where nobody else does, newcomers divide what there is."""
+        """Grant one group to see whether a node works; without proven nodes, newcomers divide all there is."""
         if holds or capacity < 1:
             return 0
         asking = max(1, len(self.newcomers))
         return 1 if self.staffed(now) else min(whole, max(1, capacity // asking))
 
-    def _fair(self, holds: bool, node: bytes, capacity: int, share: Share, now: float) -> int:
-        """What of the capacity `node` may take while others wait that hold nothing.
+    def _fair(self, holds: bool, node: bytes, capacity: int, share: LeaseShare, now: float) -> int:
+        """Share the capacity with other nodes that wait and hold nothing.
 
-        A lease for each of them comes before a second one for anybody; if there is not enough for all, those
+        A lease for each of them comes before a second one for any node; if there is not enough for all, those
         that hold nothing divide it evenly.
         """
         holders = {held.node for held in self.held.values()}
@@ -388,19 +559,19 @@ class LeaseBook:
         return held.lease
 
     def expire(self, now: float) -> list[Held]:
-        """Leases past their deadline; their tasks will be leased again, and their nodes cool off."""
+        """Take back leases past their deadline: their tasks are leased again, and their nodes cool off."""
         late = [held for held in self.held.values() if held.lease.deadline < now]
         self._take_back(late, now, expired=True)
         return late
 
     def release(self, node: bytes, now: float) -> list[Held]:
-        """Leases of a node that said goodbye; their tasks will be leased again."""
+        """Take back the leases of a node that said goodbye: their tasks are leased again."""
         left = [held for held in self.held.values() if held.node == node]
         self._take_back(left, now)
         return left
 
     def release_lost(self, node: bytes, holding: Container[int], now: float) -> list[Held]:
-        """Leases of a node that it does not hold: what granted them never reached it, or it gave up."""
+        """Take back leases that a node does not hold: the grant never reached it, or it gave up."""
         lost = [
             held
             for number, held in self.held.items()
@@ -424,7 +595,7 @@ class LeaseBook:
         self.expired += len(leases)
 
     def upcoming(self, leases: int) -> list[int]:
-        """Numbers of the tasks that the next so many leases may name."""
+        """List the numbers of the tasks that the next `leases` may name."""
         return self._next_tasks(leases * self.policy.groups_per_lease)
 
     def _next_tasks(self, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Signed documents: what a run is, what a policy version is, who a peer is.
+"""Signed documents: the run, its policy versions, and its peers.
 
 Small sealed heads name large content-addressed documents; a document is believed because a head names it.
 """
@@ -90,7 +90,7 @@ class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds of what an audit measures on one rollout (protocol/rollouts.py: Evidence). Above is guilty."""
+    """Bounds of the measures of an audited rollout (protocol/rollouts.py: Evidence). Above is guilty."""
 
     fingerprint: Annotated[float, msgspec.Meta(gt=0)]
     sampling: Annotated[float, msgspec.Meta(gt=0)]
@@ -101,7 +101,7 @@ class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProofContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker proves, and what of honest noise is allowed for."""
+    """The proofs that a worker gives, and the honest noise that is allowed for."""
 
     fingerprint: Literal["projection"]
     dtype: Literal["float32", "bfloat16"]
@@ -134,7 +134,7 @@ class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a run is. Its digest is the run id, so nothing in it can change.
+    """The definition of a run. Its digest is the run id, so nothing in it can change.
 
     What has its default is left out: a run that uses nothing new has the bytes that it always had.
     """
@@ -192,7 +192,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         tuple[Annotated[int, msgspec.Meta(ge=0, le=2**48)], ...], msgspec.Meta(max_length=2**18)
     ] = ()
     """Bytes of the payload before the first block of each tensor, by name: who needs some tensors only fetches
-    the chunks that hold them. Empty where nobody says."""
+    the chunks that hold them. Empty where it is not said."""
 
 
 class PolicyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,7 +209,7 @@ class PolicyHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The small signed fact that a version exists: it fits a gossip message."""
 
     term: Version
-    """Raised when a resumed trainer had to go back; (term, version) never decreases."""
+    """The epoch: raised when a resumed trainer had to go back; (term, version) never decreases."""
     version: Version
     previous: Digest
     """Digest of the previous head's payload; zeros at version 0 and where a term begins."""
@@ -221,7 +221,7 @@ class PolicyHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PeerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a node is and how to reach it, signed by itself."""
+    """The identity of a node and how to reach it, signed by itself."""
 
     node: NodeId
     role: Role
@@ -235,7 +235,7 @@ class PeerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What weights a node has, or is about to have, signed by itself: a hint where to look, never a proof."""
+    """The weights that a node has or is about to have, signed by itself: a hint, never a proof."""
 
     node: NodeId
     term: Version
@@ -245,7 +245,7 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stranger needs to join: enough to check everything else offline."""
+    """The means to join: enough to check everything else offline."""
 
     run: Digest
     trainer: NodeId
@@ -256,7 +256,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     """Random: the name under which the trainer keeps account of it, and revokes it."""
     label: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """What the trainer's operator calls it; whoever has the ticket reads it."""
+    """The name that the trainer's operator gave it; readable in the ticket."""
     uses: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
     """How many nodes it may admit; 0: any number."""
 

@@ -9,10 +9,10 @@ import msgspec
 
 from ..crypto.hashing import NO_DIGEST, Digest
 from ..crypto.keys import NodeId
+from .audits import MAX_CHOSEN, MAX_REPORT, Place
 from .errors import Reason
 from .manifests import Name, Role, UnixSeconds, Version
 from .pipelines import MAX_STAGES, StageOffer
-from .reports import MAX_CHOSEN, MAX_REPORT, Place
 from .version import KIB, MAX_GOSSIP, MAX_SUBMISSION, WIRE_VERSION
 
 MAX_SEALED = 64 * 1024
@@ -101,7 +101,7 @@ class Heads(Message, frozen=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker tells of itself; shown, never believed."""
+    """Statistics that a worker reports; shown, never believed."""
 
     version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
     working_s: float = 0.0
@@ -113,7 +113,7 @@ class WorkerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LeaseRequest(Message, frozen=True, omit_defaults=True):
-    """I have room for so many leases."""
+    """I have room for `wanted` leases."""
 
     wanted: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASES)]
     stats: WorkerStats
@@ -122,7 +122,7 @@ class LeaseRequest(Message, frozen=True, omit_defaults=True):
 
 
 class LeaseReply(Message, frozen=True, omit_defaults=True):
-    """Leases (may be none: come again), verdicts since the last request, and who else holds weights."""
+    """Leases (may be none: come again), verdicts since the last request, and other nodes that hold weights."""
 
     leases: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
     verdicts: Annotated[tuple[Sealed, ...], msgspec.Meta(max_length=MAX_LEASES)]
@@ -169,7 +169,7 @@ class Verdicts(Message, frozen=True):
 
 
 class AuditRequest(Message, frozen=True):
-    """A validator has time: I hold these versions of that term."""
+    """A validator has time: I hold these versions of that epoch."""
 
     term: Version
     versions: Annotated[tuple[Version, ...], msgspec.Meta(max_length=MAX_SHELF)]
@@ -198,7 +198,7 @@ class AuditJob(Message, frozen=True):
     submission: Digest
     size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SUBMISSION)]
     challenge: Digest
-    """Drawn after the receipt: what is audited follows from it."""
+    """Drawn after the receipt; it decided which rollouts are audited."""
     chosen: Annotated[tuple[Place, ...], msgspec.Meta(min_length=1, max_length=MAX_CHOSEN)]
     versions: Annotated[tuple[Version, ...], msgspec.Meta(min_length=1, max_length=MAX_SHELF)]
     """Every version that is needed."""
@@ -229,7 +229,7 @@ class StageWait(Message, frozen=True):
 
     retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
     others: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
-    """Sealed PeerRecords of who offers too."""
+    """Sealed PeerRecords of the other nodes that offer."""
 
 
 class StagePlanned(Message, frozen=True):
@@ -286,7 +286,7 @@ class Goodbye(Message, frozen=True):
     """I leave; lease my work to somebody else."""
 
     detail: Name = LEAVING
-    """LEAVING, or what ended this node."""
+    """LEAVING, or the error that ended this node."""
 
 
 class Accepted(Message, frozen=True):
@@ -296,7 +296,7 @@ class Accepted(Message, frozen=True):
 class GetChunk(Message, frozen=True):
     """Send me this chunk; wait up to `wait_ms` for it if you are fetching it yourself.
 
-    Whoever asks for a chunk ends its direction of the stream when it has all of it, or wants no more.
+    The asker ends its direction of the stream when it has all of the chunk, or wants no more.
     """
 
     digest: Digest
@@ -304,14 +304,14 @@ class GetChunk(Message, frozen=True):
 
 
 class GetAnyChunk(Message, frozen=True):
-    """Send me whichever of these chunks helps the swarm most: the one that you sent least often.
+    """Send me the one of these chunks that helps the swarm most: the one that you sent least often.
 
     A trainer refuses with NOT_YET what it has just sent to others, who will pass it on, unless `urgent`.
     """
 
     wanted: Digests
     urgent: bool = False
-    """Nobody that I know passes them on."""
+    """No peer that I know passes them on."""
 
 
 class ChunkFollows(Message, frozen=True, omit_defaults=True):
@@ -322,17 +322,17 @@ class ChunkFollows(Message, frozen=True, omit_defaults=True):
 
 
 class InLine(Message, frozen=True):
-    """Your chunk comes when it is your turn; said again and again until then, so that silence means death."""
+    """Wait for your chunk; repeated until it is your turn, so that silence means that the node is gone."""
 
 
 class WatchChunks(Message, frozen=True):
-    """Tell me which of these chunks you hold, now and whenever you get another."""
+    """Tell me which of these chunks you hold, now and each time you get another."""
 
     chunks: Digests
 
 
 class HaveChunks(Message, frozen=True):
-    """What of a watch is held by now. The stream ends when all of it is, or when nothing more will come."""
+    """The chunks of a watch that are held by now. The stream ends when all are, or when no more will come."""
 
     held: Bitmap
 

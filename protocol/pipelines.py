@@ -1,7 +1,7 @@
 """Pipeline plans: which nodes hold which layers of one model, and may talk to each other about it.
 
-A plan is sealed by the run's trainer. Whoever is not named in it is refused, and so is who is named in another
-role; a plan with a higher generation replaces the one before it in its group.
+A plan is sealed by the run's trainer. A node that it does not name, or names in another role, is refused; a
+plan with a higher generation replaces the one before it in its group.
 """
 
 from typing import Annotated, Literal
@@ -33,10 +33,10 @@ class Stage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class PipelineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every stage must agree on; limits of what may be sent follow from it."""
+    """The parameters that every stage must agree on; limits of messages follow from it."""
 
     engine: Literal["hf", "vllm"]
-    """`vllm`; nodes of older releases may say `hf`, of which no plans are made any more."""
+    """`vllm`; nodes of older releases may say `hf`, for which no plans are made any more."""
     software: Name
     """The engine's release, which decides what a step looks like; every stage runs the same."""
     dtype: Literal["float32", "bfloat16"]
@@ -57,7 +57,7 @@ class PipelineShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who computes what. Stage 0 schedules; each sends to the next one, the last to stage 0."""
+    """The layers of each stage. Stage 0 schedules; each sends to the next one, the last to stage 0."""
 
     group: Digest
     """Random: which pipeline this is."""
@@ -65,7 +65,7 @@ class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Higher after every change of who takes part; (group, generation) names one plan."""
     stages: Annotated[tuple[Stage, ...], msgspec.Meta(min_length=2, max_length=MAX_STAGES)]
     spares: Annotated[tuple[NodeId, ...], msgspec.Meta(max_length=MAX_SPARES)]
-    """Who may take a lost stage's place in the next generation, best first; not to be talked to before."""
+    """Nodes that may replace a lost stage in the next generation, best first; not to be talked to before."""
     shape: PipelineShape
 
     @property
@@ -74,21 +74,21 @@ class PipelinePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.stages[-1].end
 
     def rank_of(self, node: bytes) -> int | None:
-        """Which stage `node` is; None if none."""
+        """Find the stage of `node`; None if it has none."""
         ranks = (rank for rank, stage in enumerate(self.stages) if stage.node == node)
         return next(ranks, None)
 
     def before(self, rank: int) -> bytes:
-        """Who sends to stage `rank`."""
+        """Return the node that sends to stage `rank`."""
         return self.stages[rank - 1].node
 
     def after(self, rank: int) -> bytes:
-        """To whom stage `rank` sends."""
+        """Return the node that stage `rank` sends to."""
         return self.stages[(rank + 1) % len(self.stages)].node
 
 
 class StageOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker that cannot, or does not want to, hold the whole model has to give."""
+    """The resources of a worker that cannot, or does not want to, hold the whole model."""
 
     memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
     """For weights, keys and values."""
@@ -98,7 +98,7 @@ class StageOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STAGES)] = -1
     """The stage that its operator wants it to be; -1 leaves that to the trainer."""
     world_size: Annotated[int, msgspec.Meta(ge=0, le=MAX_STAGES)] = 0
-    """So many stages; 0 leaves that to the trainer."""
+    """Number of stages; 0 leaves that to the trainer."""
     name: GroupName = ""
     """Only offers of one name are put together."""
     encoding: Encoding = "raw"
@@ -114,7 +114,7 @@ class StageOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_plan(plan: PipelinePlan) -> None:
-    """Raise RemoteProtocolError (MALFORMED) for a plan that makes no sense, whoever sealed it."""
+    """Raise RemoteProtocolError (MALFORMED) for an inconsistent plan, even one that is signed."""
     nodes = [stage.node for stage in plan.stages]
     if len({*nodes, *plan.spares}) != len(nodes) + len(plan.spares):
         raise RemoteProtocolError(Reason.MALFORMED, "a plan names a node twice")

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,7 +56,7 @@ QUARANTINE_BELOW = 0.5
 MIN_EVIDENCE = 16.0
 HALF_LIFE_S = 6 * 3600.0
 FAULT_MEMORY = 64
-"""For so many audited rollouts after a fault it is recent."""
+"""A fault is recent for this many audited rollouts."""
 
 VOUCHED = 0.25
 """Of what a rollout adds to the test of outcomes, the share of those beside the stage that it is laid to: of
@@ -214,7 +214,7 @@ class Reputation:
     ) -> None:
         """Count the outcome of one submission. `now` in Unix seconds.
 
-        So many as `spared` of those rejected for FRAUD need not be of this peer: they weigh nothing.
+        `spared` of the rollouts rejected for FRAUD need not be of this peer: they weigh nothing.
         """
         self.age(now)
         self.good += accepted
@@ -253,7 +253,7 @@ class Reputation:
         """As observe(), of a submission that this peer had a part in as a later stage of a pipeline.
 
         `accuser` signed it as stage 0; `named`: some of it is laid to this peer alone. A word of one stage 0
-        bans nobody: it could have been made up.
+        is no reason for a ban: it could be invented.
         """
         if named and len(self.accusers) < 2:
             self.accusers = tuple(dict.fromkeys([*self.accusers, accuser.hex()]))
@@ -276,14 +276,6 @@ class Reputation:
         if step > 0 and one.share < 1 and room is not None:
             step = room.take(one, step * one.share)
         self.cheat_nats = max(0.0, self.cheat_nats + step)
-
-    def pardon(self) -> None:
-        """The operator lifts a ban: the peer starts again as a newcomer; its history stays in the counts."""
-        self.banned = ""
-        self.good = self.bad = 0.0
-        self.cheat_nats = self.other_nats = self.suspicion = 0.0
-        self.clean_streak = 0
-        self.accusers = ()
 
     @property
     def trust(self) -> float:
@@ -323,43 +315,18 @@ class Reputation:
         return self.rejected.most_common(1)[0][0].value if self.rejected else ""
 
     def snapshot(self) -> ReputationSnapshot:
-        """What restore() needs; plain types for msgspec."""
-        return ReputationSnapshot(
-            good=self.good,
-            bad=self.bad,
-            updated=self.updated,
-            accepted=self.accepted,
-            rejected={reason.value: count for reason, count in self.rejected.items()},
-            audited=self.audited,
-            clean_streak=self.clean_streak,
-            faults=self.faults,
-            cheat_nats=self.cheat_nats,
-            other_nats=self.other_nats,
-            suspicion=self.suspicion,
-            banned=self.banned,
-            accusers=self.accusers,
-        )
+        """Copy the state into plain types for msgspec; see restore()."""
+        rejected = {reason.value: count for reason, count in self.rejected.items()}
+        fields: dict[str, Any] = {**vars(self), "rejected": rejected}
+        return ReputationSnapshot(**fields)
 
     @staticmethod
     def restore(snapshot: ReputationSnapshot) -> "Reputation":
-        """The peer as it was; a reason of other software that is unknown here is left out."""
+        """Make the peer of a snapshot; a reason of other software that is unknown here is left out."""
         known = {reason.value: reason for reason in Reason}
         counts = {known[name]: count for name, count in snapshot.rejected.items() if name in known}
-        return Reputation(
-            good=snapshot.good,
-            bad=snapshot.bad,
-            updated=snapshot.updated,
-            accepted=snapshot.accepted,
-            rejected=Counter(counts),
-            audited=snapshot.audited,
-            clean_streak=snapshot.clean_streak,
-            faults=snapshot.faults,
-            cheat_nats=snapshot.cheat_nats,
-            other_nats=snapshot.other_nats,
-            suspicion=snapshot.suspicion,
-            banned=snapshot.banned,
-            accusers=snapshot.accusers,
-        )
+        fields: dict[str, Any] = {**msgspec.structs.asdict(snapshot), "rejected": Counter(counts)}
+        return Reputation(**fields)
 
     def _sentence(self, what: str, nats: float, test: BanTest) -> str:
         return (

@@ -69,7 +69,7 @@ class GroupRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class Crossed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the stages of a pipeline said of the states that they sent while a branch was drawn."""
+    """Fingerprints that the stages of a pipeline state of the states that they sent for a branch."""
 
     group: Annotated[int, msgspec.Meta(ge=0, le=4096)]
     rollout: Annotated[int, msgspec.Meta(ge=0, le=4096)]
@@ -109,7 +109,7 @@ class Rejection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an audit measured on one rollout: the worker's claims against a prefill by the validator.
+    """The measurements of one audited rollout: the worker's claims against a prefill by the validator.
 
     Nats are of log-probability; the manifest's Thresholds have the same names.
     """
@@ -135,18 +135,18 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Blamed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One audited rollout of a pipeline that is not clean, and whose fault that can be."""
+    """One audited rollout of a pipeline that is not clean, and the stages whose fault it can be."""
 
     group: int
     rollout: int
     distances: Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_STAGES - 1)]
-    """Of what each stage but the last said that it sent, like Evidence.fingerprint."""
+    """Distances of the states that each stage but the last says it sent, like Evidence.fingerprint."""
     stages: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STAGES)]
     """One of these stages computed something else than it should have; none: it cannot be told."""
 
 
 class PipelineVerdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What audits found out about the stages that made a submission."""
+    """The results of audits about the stages that made a submission."""
 
     group: Digest
     generation: Version
@@ -156,7 +156,7 @@ class PipelineVerdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What became of a submission."""
+    """The trainer's decision on a submission."""
 
     submission: Digest
     lease_id: Version
@@ -168,44 +168,44 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rejected: int = 0
     """How many there are in all."""
     challenge: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    """Randomness drawn after the upload, from which follows what was audited."""
+    """Randomness drawn after the upload, which decided what was audited."""
     rate: float = 0.0
     """Share of the rollouts that was to be audited; once one of them is guilty, all are."""
     evidence: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_EVIDENCE)] = ()
     """Of the first audited rollouts."""
     validator: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    """Who audited, if not the trainer."""
+    """The validator that audited, if it was not the trainer."""
     pipeline: PipelineVerdict | msgspec.UnsetType = msgspec.UNSET
     """Of a submission that says what crossed between its stages; else it is left out."""
 
 
 def clipped(detail: str) -> str:
-    """A detail that fits a Rejection, cut by bytes: a verdict of MAX_REJECTIONS must fit a message."""
+    """Cut a detail by bytes to fit a Rejection: a verdict of MAX_REJECTIONS must fit a message."""
     return detail.encode()[:MAX_DETAIL].decode(errors="ignore")
 
 
 def pack_u32(values: list[int]) -> bytes:
-    """Token ids as little-endian u32."""
+    """Pack token ids as little-endian u32."""
     return _little(array("I", values))
 
 
 def pack_f32(values: list[float]) -> bytes:
-    """Log-probabilities as little-endian f32."""
+    """Pack log-probabilities as little-endian f32. Raises LocalProtocolError for NaN and infinities."""
     packed = array("f", values)
-    # Looked at after the narrowing: what is finite as f64 may be infinite as f32.
+    # Checked after the narrowing: a finite f64 may be infinite as f32.
     if not all(math.isfinite(value) for value in packed):
         raise LocalProtocolError("a logprob is not finite")
     return _little(packed)
 
 
 def unpack_u32(data: bytes) -> list[int]:
-    """Inverse of pack_u32. Raises RemoteProtocolError(MALFORMED)."""
+    """Unpack token ids. Raises RemoteProtocolError(MALFORMED)."""
     values: array[int] = array("I")
     return _fill(values, data).tolist()
 
 
 def unpack_f32(data: bytes) -> list[float]:
-    """Inverse of pack_f32; refuses NaN and infinities."""
+    """Unpack log-probabilities. Raises RemoteProtocolError(MALFORMED), also for NaN and infinities."""
     filled: array[float] = array("f")
     values = _fill(filled, data).tolist()
     if not all(math.isfinite(value) for value in values):

@@ -1,6 +1,6 @@
 """Frames: a big-endian u32 length and that many bytes of MessagePack, sans I/O.
 
-The length is checked against the limit of what is expected before anything is allocated.
+The length is checked against the limit for the expected message before anything is allocated.
 """
 
 from typing import TypeVar
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def frame(message: msgspec.Struct, limit: int = MAX_MESSAGE) -> bytes:
-    """The bytes that say `message`. Raises LocalProtocolError above `limit`."""
+    """Encode a message as a frame. Raises LocalProtocolError above `limit`."""
     payload = msgspec.msgpack.encode(message)
     if len(payload) > limit:
         raise LocalProtocolError(
@@ -26,7 +26,7 @@ def frame(message: msgspec.Struct, limit: int = MAX_MESSAGE) -> bytes:
 
 
 def payload_size(header: bytes, limit: int = MAX_MESSAGE) -> int:
-    """How many bytes follow `header`. Raises RemoteProtocolError(TOO_LARGE) above `limit`."""
+    """Read how many bytes follow `header`. Raises RemoteProtocolError(TOO_LARGE) above `limit`."""
     size = int.from_bytes(header, "big")
     if size > limit:
         raise RemoteProtocolError(Reason.TOO_LARGE, f"frame of {size} bytes, at most {limit} here")
@@ -34,7 +34,7 @@ def payload_size(header: bytes, limit: int = MAX_MESSAGE) -> int:
 
 
 def decode(payload: bytes | memoryview, kind: type[T]) -> T:
-    """`payload` as a `kind` (a Struct or a union of tagged Structs).
+    """Decode `payload` as a `kind` (a Struct or a union of tagged Structs).
 
     Raises:
         RemoteProtocolError: MALFORMED for anything that is not exactly one valid `kind`.

@@ -17,13 +17,13 @@ MAX_TICKET_CHARACTERS = 8192
 
 
 def issue(key: SecretKey, ticket: Ticket) -> str:
-    """The text of a ticket, signed by the trainer."""
+    """Sign a ticket as the trainer, and write it as text."""
     sealed = seal(key, Purpose.TICKET, ticket.run, ticket, expires=ticket.expires)
     return text_of(sealed)
 
 
 def sealed_bytes(text: str) -> bytes:
-    """The sealed bytes inside a ticket text. Raises RemoteProtocolError(MALFORMED)."""
+    """Read the sealed bytes of a ticket text. Raises RemoteProtocolError(MALFORMED)."""
     text = text.strip()
     if not text.startswith(PREFIX) or len(text) > MAX_TICKET_CHARACTERS:
         raise RemoteProtocolError(Reason.MALFORMED, f"a ticket starts with {PREFIX}")
@@ -39,17 +39,17 @@ def sealed_bytes(text: str) -> bytes:
 
 
 def text_of(sealed: bytes) -> str:
-    """The text of a sealed ticket."""
+    """Write a sealed ticket as text."""
     return PREFIX + base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
 
 def id_of(ticket: Ticket) -> bytes:
-    """The id of a ticket; of one that has none, from what it says."""
+    """Return the id of a ticket; one without gets a digest of its contents."""
     return ticket.id or digest(encode(ticket))[:16]
 
 
 def read(text: str, *, now: int) -> Ticket:
-    """The ticket in `text`, with signature and expiry checked. Raises RemoteProtocolError."""
+    """Read a ticket, and check its signature and expiry. Raises RemoteProtocolError."""
     return check(sealed_bytes(text), now=now)
 
 

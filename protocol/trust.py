@@ -1,4 +1,4 @@
-"""What a node may believe of its run: heads in order, one trainer key, nothing rolled back. Sans I/O.
+"""Trust in a run: heads in order, under one trainer key, with no rollback. Sans I/O.
 
 Admitting and committing are two calls on purpose: a failed download may be tried again, a loaded version
 cannot be rolled back.
@@ -20,7 +20,7 @@ REMEMBERED_HEADS = 4096
 
 
 class EquivocationProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two sealed heads of one (term, version) under the trainer's signature: anybody can check it."""
+    """Two sealed heads of one (term, version) under the trainer's signature: any node can check it."""
 
     first: Annotated[bytes, msgspec.Meta(max_length=MAX_GOSSIP)]
     second: Annotated[bytes, msgspec.Meta(max_length=MAX_GOSSIP)]
@@ -44,24 +44,24 @@ class AdmittedHead:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Heads are ordered by term, then version."""
+        """Heads are ordered by epoch (`term` on the wire), then version."""
         return (self.head.term, self.head.version)
 
 
 @dataclass
 class TrustedRun:
-    """The chain of heads as one client may believe it."""
+    """The chain of heads that one client has admitted."""
 
     run: bytes
     trainer: bytes
     committed: tuple[int, int] = (0, -1)
-    """Highest (term, version) ever loaded; survives restarts, so an old head is never news again."""
+    """Highest (epoch, version) ever loaded; survives restarts, so an old head is never news again."""
     heads: dict[tuple[int, int], AdmittedHead] = field(
         default_factory=dict[tuple[int, int], AdmittedHead]
     )
 
     def latest(self) -> AdmittedHead | None:
-        """The newest admitted head."""
+        """Return the newest admitted head."""
         return self.heads[max(self.heads)] if self.heads else None
 
     def admit(self, sealed: bytes, *, now: int) -> tuple[AdmittedHead, bool]:
@@ -70,7 +70,7 @@ class TrustedRun:
         Raises:
             Equivocation: it contradicts a known head.
             RemoteProtocolError: what unseal() raises; WRONG_CLOCK for one from the future; ROLLBACK when it
-                belongs to a term that has been left; WRONG_BASE when it does not follow the head before it.
+                belongs to an abandoned epoch; WRONG_BASE when it does not follow the head before it.
         """
         opened = unseal(
             sealed, Purpose.HEAD, PolicyHead, now=now, run=self.run, signer=self.trainer
@@ -90,7 +90,7 @@ class TrustedRun:
         return admitted, True
 
     def check_proof(self, proof: EquivocationProof) -> None:
-        """Believe an equivocation proof, whoever brought it, or refuse it.
+        """Check an equivocation proof, from any peer.
 
         Raises:
             Equivocation: it is one.
@@ -107,7 +107,7 @@ class TrustedRun:
         raise Equivocation(proof, first.body.version)
 
     def commit(self, admitted: AdmittedHead) -> None:
-        """The version is loaded: from now on nothing older is ever loaded.
+        """Take note that a version is loaded: from now on nothing older may be loaded.
 
         Raises:
             RemoteProtocolError: ROLLBACK.
@@ -131,14 +131,14 @@ class TrustedRun:
     def _check_order(self, admitted: AdmittedHead) -> None:
         if len(self.heads) >= REMEMBERED_HEADS and admitted.order < min(self.heads):
             raise RemoteProtocolError(Reason.ROLLBACK, "older than all that is remembered")
-        newest_term = max((term for term, _ in self.heads), default=self.committed[0])
-        if admitted.head.term < max(newest_term, self.committed[0]):
-            raise RemoteProtocolError(Reason.ROLLBACK, f"term {admitted.head.term} was left")
+        newest = max((epoch for epoch, _ in self.heads), default=self.committed[0])
+        if admitted.head.term < max(newest, self.committed[0]):
+            raise RemoteProtocolError(Reason.ROLLBACK, f"epoch {admitted.head.term} was left")
 
     def _check_links(self, admitted: AdmittedHead) -> None:
-        term, version = admitted.order
-        before = self.heads.get((term, version - 1))
-        after = self.heads.get((term, version + 1))
+        epoch, version = admitted.order
+        before = self.heads.get((epoch, version - 1))
+        after = self.heads.get((epoch, version + 1))
         if before is not None and admitted.head.previous != before.digest:
             raise RemoteProtocolError(Reason.WRONG_BASE, f"version {version} does not follow ours")
         if after is not None and after.head.previous not in (admitted.digest, NO_DIGEST):

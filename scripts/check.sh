@@ -18,4 +18,5 @@ run() {
 run .venv/bin/ruff format --check .
 run .venv/bin/ruff check .
 run .venv/bin/pyright
+run .venv/bin/python scripts/lines.py
 run bash scripts/test.sh -W error "$@"

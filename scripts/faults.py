@@ -357,7 +357,7 @@ FAULTS = (
     Fault(
         "chunk is kept and served before it is verified",
         "p2p: download",
-        "node/p2p/download_state.py",
+        "node/p2p/download.py",
         "if len(data) != chunk.size or digest(data) != chunk.digest:",
         "if len(data) != chunk.size:",
         ("test_a_corrupting_neighbour_costs_one_chunk_and_is_left_out_of_the_next_fetch",),
@@ -373,7 +373,7 @@ FAULTS = (
     Fault(
         "rate limit of gossip is lifted",
         "p2p: gossip",
-        "node/p2p/libp2p.py",
+        "node/p2p/limits.py",
         "if not self._neighbours.take(neighbour, now):",
         "if False:",
         ("test_a_neighbour_may_hand_over_its_burst_and_then_its_rate",),
@@ -415,7 +415,7 @@ FAULTS = (
     Fault(
         "deadline of an environment is ignored",
         "environments",
-        "node/environments/exchange.py",
+        "node/environments/policies.py",
         "self._timer.reschedule(loop.time())",
         "pass",
         ("test_code_that_waits_for_ever_ends_at_its_deadline_and_raising_is_an_error",),

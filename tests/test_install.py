@@ -11,7 +11,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
-from support.house import ROOT
+from support.repository import ROOT
 
 from primerl.node.p2p.libp2p import INSTALL, OPTIONAL
 
@@ -83,7 +83,7 @@ def clone(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_a_machine_without_a_compiler_installs_everything_and_finds_peers_by_libp2p(
     tmp_path: Path,

@@ -25,7 +25,7 @@ from ..environments.chat import UNREADABLE, ChatFormat
 from ..environments.environment import EnvironmentFailed
 from ..inference.engine import Engine, GenerateRequest
 from ..ops.errors import first_cause
-from .server import ID_HEADER, VERSION_HEADER, ApiError, Body, Served, Stream, metric_family
+from .server import ID_HEADER, VERSION_HEADER, ApiError, Body, EventStream, Served, metric_family
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -65,7 +65,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SharedBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What every request may have; None is the default."""
 
     model: str | None = None
@@ -93,7 +93,7 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a chat."""
 
     role: str
@@ -107,21 +107,21 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         return {"role": self.role, "content": said, **({"name": self.name} if self.name else {})}
 
 
-class ChatBody(Common, kw_only=True):
+class ChatBody(SharedBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
 
 
-class TextBody(Common, kw_only=True):
+class TextBody(SharedBody, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | int | list[TokenId]]
 
 
-class TokensBody(Common, kw_only=True):
+class TokensBody(SharedBody, kw_only=True):
     """POST /inference/v1/generate, with the fields of its `sampling_params` among the others."""
 
     token_ids: list[TokenId]
@@ -150,12 +150,12 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """A request that was checked."""
 
     path: str
     id: str
-    body: Common
+    body: SharedBody
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     choices: list[Choice]
@@ -172,7 +172,7 @@ class EngineRoutes:
         self._prompt = self._generated = 0
 
     async def answer(
-        self, path: str, body: Body, raw: bytes, stream: Stream
+        self, path: str, body: Body, raw: bytes, stream: EventStream
     ) -> "web.StreamResponse":
         """See Routes."""
         from aiohttp import web
@@ -222,7 +222,7 @@ class EngineRoutes:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _read(self, path: str, body: Body) -> Request:
+    def _read(self, path: str, body: Body) -> CompletionRequest:
         """Raises ApiError."""
         if path == TOKENS:
             rest = dict(body)
@@ -261,7 +261,7 @@ class EngineRoutes:
                 )
                 choices.append(one)
         request_id = request_id or f"{KINDS[path][1]}-{secrets.token_hex(12)}"
-        return Request(path, request_id, given, tuple(stops), ends, choices)
+        return CompletionRequest(path, request_id, given, tuple(stops), ends, choices)
 
     def _render(self, body: ChatBody) -> tuple[int, ...]:
         options = {k: v for k, v in (body.chat_template_kwargs or {}).items() if v is not None}
@@ -305,7 +305,7 @@ class EngineRoutes:
 
     # -- generating --------------------------------------------------------------------------------
 
-    async def _grow_all(self, request: Request, stream: Stream | None) -> None:
+    async def _grow_all(self, request: CompletionRequest, stream: EventStream | None) -> None:
         """Draw all choices at once; if one fails the others are cancelled. Raises EngineError."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -317,7 +317,9 @@ class EngineRoutes:
         self._prompt += self._usage(request)["prompt_tokens"]
         self._generated += sum(len(one.token_ids) for one in request.choices)
 
-    async def _grow(self, request: Request, choice: Choice, stream: Stream | None) -> None:
+    async def _grow(
+        self, request: CompletionRequest, choice: Choice, stream: EventStream | None
+    ) -> None:
         for tokens in self._pieces(request, choice, streams=stream is not None):
             await self._draw(request, choice, tokens)
             first = choice.told_tokens
@@ -326,7 +328,9 @@ class EngineRoutes:
                 part = self._choice(request, choice, first, text, chunk=True)
                 await stream.send(self._head(request, ".chunk") | {"choices": [part]})
 
-    def _pieces(self, request: Request, choice: Choice, *, streams: bool) -> Iterator[int]:
+    def _pieces(
+        self, request: CompletionRequest, choice: Choice, *, streams: bool
+    ) -> Iterator[int]:
         """How many tokens to draw next, again and again."""
         size = longest = choice.most
         if streams:
@@ -337,7 +341,7 @@ class EngineRoutes:
             yield min(size, choice.most - len(choice.token_ids))
             size = min(2 * size, longest)
 
-    async def _draw(self, request: Request, choice: Choice, tokens: int) -> None:
+    async def _draw(self, request: CompletionRequest, choice: Choice, tokens: int) -> None:
         """Draw up to so many tokens more. Raises EngineError."""
         given = request.body
         drawn = await self._engine.generate(
@@ -368,7 +372,7 @@ class EngineRoutes:
         if find_stop(choice.text, request.stops) is not None:
             self._cut(request, choice, before)
 
-    def _cut(self, request: Request, choice: Choice, before: int) -> None:
+    def _cut(self, request: CompletionRequest, choice: Choice, before: int) -> None:
         """End at the first stop string, with the token that completes it: one of those from `before` on."""
         for tokens in range(before + 1, len(choice.token_ids) + 1):
             said = self._said(request, choice, tokens)
@@ -381,7 +385,7 @@ class EngineRoutes:
                 choice.text = said[: place + len(stop)] if kept else said[:place]
                 return
 
-    def _said(self, request: Request, choice: Choice, tokens: int) -> str:
+    def _said(self, request: CompletionRequest, choice: Choice, tokens: int) -> str:
         """The text of the first so many tokens, without the stop token that ends all of them."""
         given = request.body
         ended = choice.finish == "stop" and tokens == len(choice.token_ids)
@@ -397,7 +401,7 @@ class EngineRoutes:
         both = self._chat.shown([*after, *drawn], special=special)
         return both[len(before) :] if before and both.startswith(before) else text
 
-    def _news(self, request: Request, choice: Choice) -> str:
+    def _news(self, request: CompletionRequest, choice: Choice) -> str:
         """The text that is new and sure: no half of a character, no beginning of a stop string."""
         end = len(choice.text)
         if not choice.finish:
@@ -409,7 +413,7 @@ class EngineRoutes:
 
     # -- answering ---------------------------------------------------------------------------------
 
-    def _head(self, request: Request, suffix: str) -> dict[str, Any]:
+    def _head(self, request: CompletionRequest, suffix: str) -> dict[str, Any]:
         head: dict[str, Any] = {"created": int(time.time()), "model": self._served.name}
         if request.path == TOKENS:
             return {"request_id": request.id, "output_mode": "tokens", **head}
@@ -417,7 +421,13 @@ class EngineRoutes:
         return {"id": request.id, "object": kind, **head}
 
     def _choice(
-        self, request: Request, choice: Choice, first: int, text: str, *, chunk: bool = False
+        self,
+        request: CompletionRequest,
+        choice: Choice,
+        first: int,
+        text: str,
+        *,
+        chunk: bool = False,
     ) -> dict[str, Any]:
         """A choice in an answer, or its tokens from `first` on in a chunk."""
         made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish or None}
@@ -458,7 +468,7 @@ class EngineRoutes:
         ]
         return {"content": content}
 
-    def _usage(self, request: Request) -> dict[str, int]:
+    def _usage(self, request: CompletionRequest) -> dict[str, int]:
         """Tokens in and out; a prompt counts once however many choices it has."""
         choices, n = request.choices, request.body.n or 1
         prompt = sum(len(one.prompt) for one in choices[::n])

@@ -89,7 +89,7 @@ class Served:
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
-class Stream:
+class EventStream:
     """An answer in Server-Sent Events; nothing is sent before start()."""
 
     def __init__(self, request: "web.Request") -> None:
@@ -132,7 +132,7 @@ class Routes(Protocol):
     paths: tuple[str, ...]
 
     async def answer(
-        self, path: str, body: Body, raw: bytes, stream: Stream
+        self, path: str, body: Body, raw: bytes, stream: EventStream
     ) -> "web.StreamResponse":
         """Answer a request, in `stream` if it asks for that. Raises ApiError, EngineError."""
         ...
@@ -241,7 +241,7 @@ class HttpServer:
         if self.policy_version < 0:
             message = "the policy is still being loaded: come back"
             raise ApiError(503, message, kind="server_error", retry_after_s=RETRY_AFTER_S)
-        limit_s, stream = self.served.api.timeout_s, Stream(request)
+        limit_s, stream = self.served.api.timeout_s, EventStream(request)
         failed: ApiError
         with self._admitted(count_choices(body, self.served.api.max_choices)):
             try:

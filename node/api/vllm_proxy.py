@@ -13,7 +13,7 @@ from ..environments.chat import ChatFormat
 from ..environments.environment import EnvironmentFailed
 from ..inference.host_messages import ApiOptions
 from ..ops.errors import EngineLost
-from .server import ID_HEADER, VERSION_HEADER, Body, Stream
+from .server import ID_HEADER, VERSION_HEADER, Body, EventStream
 
 if TYPE_CHECKING:
     import aiohttp
@@ -63,7 +63,7 @@ class VllmProxy:
         self._upstreams = upstreams
 
     async def answer(
-        self, path: str, body: Body, raw: bytes, stream: Stream
+        self, path: str, body: Body, raw: bytes, stream: EventStream
     ) -> "web.StreamResponse":
         """See Routes."""
         import aiohttp

@@ -28,9 +28,9 @@ from ..storage.chunk_store import Store
 from ..weights.adapters import adapter_shapes
 from ..weights.checkpoint import write_checkpoint
 from ..weights.codec import CODEC, encode_full
-from ..weights.errors import WeightsError
 from ..weights.payload import cut
 from ..weights.replica import WeightReplica, prove
+from ..weights.state import WeightsError
 
 FILE = "model.safetensors"
 MAX_THREADS = 16

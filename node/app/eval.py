@@ -15,7 +15,7 @@ from ..config.evaluation import EndpointConfig, EvalConfig
 from ..config.run import EnvironmentConfig, EvaluatedEnvironment
 from ..environments.chat import ChatFormat
 from ..environments.environment import Environment
-from ..environments.hosted import build_environment
+from ..environments.hosted import HostedEnvironment
 from ..evaluation.candidates import (
     Candidate,
     candidates,
@@ -26,7 +26,7 @@ from ..evaluation.candidates import (
 )
 from ..evaluation.endpoint import open_endpoint
 from ..evaluation.eval_suite import Cell, CellStore, EvalModel, EvalSuite, Watch, cell_key
-from ..evaluation.evaluator import EnginePolicy, PolicyClient
+from ..evaluation.evaluator import EnginePolicy, EvalSampling, PolicyClient
 from ..inference.engine import Engine, build_engine
 from ..ops.errors import UsageError
 from ..ops.logs import configure
@@ -42,7 +42,7 @@ BATCHES = 2
 
 def make_text_environment(config: EnvironmentConfig, seed: int, temperature: float) -> Environment:
     """An environment for models that take and give text, not started."""
-    return build_environment(
+    return HostedEnvironment(
         config,
         model_dir=Path(),
         seed=seed,
@@ -241,14 +241,13 @@ class _Loader:
         self._loads += 1
         await engine.load(self._loads, await asyncio.to_thread(read, candidate))
         sampling = self._config.sampling
+        stops = await asyncio.to_thread(huggingface.stop_token_ids, self._model_dir)
         return EnginePolicy(
             engine,
             self._loads,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=await asyncio.to_thread(huggingface.stop_token_ids, self._model_dir),
+            EvalSampling(
+                sampling.max_tokens, sampling.temperature, stops, sampling.top_p, sampling.top_k
+            ),
             max_model_len=self._config.engine.max_model_len,
             decode=(await asyncio.to_thread(ChatFormat.load, self._model_dir)).text,
         )

@@ -14,7 +14,7 @@ from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
-from ..environments.hosted import build_environment
+from ..environments.hosted import HostedEnvironment
 from ..inference.engine import Engine, build_engine
 from ..ops.gpus import usable_here
 from ..p2p.discovery import Discovery
@@ -69,7 +69,7 @@ def make_environment(
     config: EnvironmentConfig, model_dir: Path, seed: int, max_tokens: int, temperature: float
 ) -> Environment:
     """The environment of a run, not started."""
-    return build_environment(
+    return HostedEnvironment(
         config, model_dir=model_dir, seed=seed, max_tokens=max_tokens, temperature=temperature
     )
 

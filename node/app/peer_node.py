@@ -48,7 +48,7 @@ from ..p2p.rpc import Refused, receive
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
 from ..storage.ledger import MANIFEST, Ledger
-from ..weights.payload import Share, everything
+from ..weights.payload import TensorShare, everything
 from ..weights.replica import Policy
 from ..worker.weight_sync import Upstreams, WeightSync
 from . import base_weights, rundir
@@ -266,7 +266,7 @@ class PeerNode(Node):
         joined: JoinedRun,
         engine: Engine,
         on_policy: Callable[[Policy], None] = lambda policy: None,
-        share: Share = everything,
+        share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
     ) -> WeightSync:
         stack = joined.stack

@@ -44,7 +44,7 @@ from ..storage.run_files import (
     write_private,
 )
 from ..training.checkpoint import Checkpoints
-from ..verification.judge import proof_contract
+from ..verification.bounds import proof_contract
 from ..weights.replica import prove
 from . import base_weights
 from .lease_settings import longest_sequence

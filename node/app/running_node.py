@@ -15,10 +15,9 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ..config.run import NodeConfig
-from ..ops import registry
-from ..ops.control import Command, ControlServer, Status
+from ..ops.control import Command, ControlServer, Status, register, unregister
 from ..ops.errors import first_cause
-from ..ops.event_loop_monitor import EventLoopMonitor
+from ..ops.metrics import EventLoopMonitor
 
 
 class Node:
@@ -62,7 +61,7 @@ class Node:
         """
         control = ControlServer(self.data_dir, {**commands, "stop": self.request_stop})
         await control.start()
-        entry = registry.register(self.data_dir, self.role, run)
+        entry = register(self.data_dir, self.role, run)
         lag = asyncio.create_task(self.lag.run(), name="event loop lag")
         try:
             await self._until_done(work)
@@ -70,7 +69,7 @@ class Node:
             raise first_cause(group) from group
         finally:
             lag.cancel()
-            registry.unregister(entry)
+            unregister(entry)
             await control.close()
             await asyncio.wait([lag])
 

@@ -20,7 +20,7 @@ from ...protocol.trust import Equivocation, EquivocationProof, TrustedRun
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import NodeConfig
 from ..ops.errors import BusyError, RunFailed
-from ..p2p.arrivals import ChunkArrivals
+from ..p2p.chunk_client import TcpChunks
 from ..p2p.connections import ConnectionPool, Handler, Router, no_pipelines
 from ..p2p.discovery import Discovery
 from ..p2p.download import BlobFetcher
@@ -29,8 +29,7 @@ from ..p2p.heads import HeadServer, HeadStore
 from ..p2p.limits import Pacer
 from ..p2p.peers import PeerTable
 from ..p2p.seeds import open_seeds
-from ..p2p.serve import BlobServer
-from ..p2p.tcp_chunks import TcpChunks, TcpChunkServer, serving
+from ..p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
 from ..p2p.transport import AddressInUse, Transport
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger

@@ -31,7 +31,7 @@ from ..pipeline.place import StagePlace
 from ..pipeline.probe import probe
 from ..pipeline.ring import REQUEST_LANE, Ring
 from ..pipeline.trails import SignedTrails
-from ..weights.payload import Share
+from ..weights.payload import TensorShare
 from ..worker.pipelined_engine import Order, PipelinedEngine
 from ..worker.stage import RingSupervisor, StageRole
 from ..worker.stage_offers import AssignedPlan, StageOffers, make_offer
@@ -51,7 +51,7 @@ LOOK_S = 1.0
 GOODBYE_S = 2.0
 WAITING = "waiting for a pipeline"
 
-Infer = Callable[[PipelinedEngine, EngineConfig, Share], Awaitable[None]]
+Infer = Callable[[PipelinedEngine, EngineConfig, TensorShare], Awaitable[None]]
 """Be an inference worker with that engine, whose weights are that share, until the run ends."""
 
 
@@ -68,7 +68,7 @@ class StageSupervisor:
         joined: JoinedRun,
         door: Door,
         infer: Infer,
-        make_catchup: Callable[[StageEngine, Share], WeightSync],
+        make_catchup: Callable[[StageEngine, TensorShare], WeightSync],
         writing: Callable[[], Order | None],
         enter: Callable[[str], None],
     ) -> None:

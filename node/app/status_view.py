@@ -11,10 +11,10 @@ from ...protocol.reputation import Reputation
 from ..ops.control import PeerRow, Status
 from ..ops.errors import printable
 from ..p2p.peers import Peer, PeerTable
+from ..trainer.audits import ValidatorRecord
 from ..trainer.loop import TrainerRole
 from ..trainer.publisher import Publisher
 from ..trainer.scheduler import LeaseScheduler
-from ..verification.overlap import ValidatorRecord
 
 SILENT_S = 20.0
 """Workers say something every five seconds (roles/inference.py, HEARTBEAT_S)."""

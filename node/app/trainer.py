@@ -13,7 +13,7 @@ from ...crypto.keys import SecretKey
 from ...protocol.leases import LeaseBook
 from ..config.run import RunConfig
 from ..environments.environment import Environment, EnvironmentFailed
-from ..evaluation.evaluator import EvalResult, EvalTask, Evaluator
+from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..evaluation.online import EvaluationLog, OnlineEvaluation
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
@@ -33,7 +33,7 @@ from ..trainer.submission_queue import SubmissionQueue
 from ..training.backend import TrainBackend
 from ..training.buffer import RolloutBuffer
 from ..training.checkpoint import Checkpoints
-from ..verification.calls import LocalAudits
+from ..verification.auditor import LocalAudits
 from ..verification.duplicates import CopyDetector
 from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
@@ -133,7 +133,7 @@ class Verification:
             LocalAudits(self._auditor),
             self.desk,
             run.proofs,
-            term=lambda: publisher.order[0],
+            epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
         )
         run_id, states = self._documents.run_id, publisher.states
@@ -301,9 +301,11 @@ class TrainerNode(Node):
         evaluator = Evaluator(
             engine,
             environment,
-            max_tokens=self._config.sampling.max_tokens,
-            temperature=self._config.sampling.temperature,
-            stop_token_ids=documents.manifest.model.stop_token_ids,
+            EvalSampling(
+                self._config.sampling.max_tokens,
+                self._config.sampling.temperature,
+                documents.manifest.model.stop_token_ids,
+            ),
             at_once=2 * self._config.engine.max_batch,
         )
         opening = Startup(self._config, environment, backend, evaluator, self._clock, self._enter)

@@ -1,5 +1,6 @@
-"""A validator: a joined node with a shelf of policies and an auditor, that measures what it is asked about."""
+"""A validator: a joined node that keeps the last policies and audits for the trainer."""
 
+import asyncio
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
@@ -27,26 +28,27 @@ class ValidatorNode(PeerNode):
     async def _take_part(self, joined: JoinedRun) -> None:
         run, stack = joined.documents.manifest, joined.stack
         auditor = self._parts.auditor(self._config.engine, AUDIT_TIMEOUT_S)
-        shelf = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
+        cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
+        sync = self._make_catchup(joined, cache, cache.put)
+        role = ValidatorRole(
+            self.key, run, stack.links, stack.heads, stack.fetcher, sync, cache, auditor
+        )
+
+        async def work() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                asking = joined.upstreams.keep_asking(stack.links, run.trainer, stack.record)
+                loops = [tasks.create_task(sync.run()), tasks.create_task(asking)]
+                await role.run()
+                for task in loops:
+                    task.cancel()
+
         try:
             await auditor.start(joined.model_dir, run)
-            role = self._role = ValidatorRole(
-                key=self.key,
-                run_id=joined.documents.run_id,
-                run=run,
-                links=stack.links,
-                book=stack.heads,
-                fetcher=stack.fetcher,
-                catchup=self._make_catchup(joined, shelf, shelf.put),
-                shelf=shelf,
-                auditor=auditor,
-                upstreams=joined.upstreams,
-                record=stack.record,
-            )
-            await self._follow_while(joined, role.run)
+            self._role = role
+            await self._follow_while(joined, work)
         finally:
             await auditor.close()
-            await shelf.close()
+            await cache.close()
 
     def _waits_for(self) -> str:
         return super()._waits_for() or (self._role.waits_for if self._role else "")

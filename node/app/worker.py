@@ -24,7 +24,7 @@ from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..p2p.connections import Handler, no_pipelines
 from ..pipeline.door import Door
 from ..storage import run_files
-from ..weights.payload import Share, everything
+from ..weights.payload import TensorShare, everything
 from ..worker.loop import InferenceRole, VerdictLog
 from ..worker.pipelined_engine import PipelinedEngine
 from ..worker.weight_sync import stand
@@ -93,7 +93,7 @@ class WorkerNode(PeerNode):
         engine: Engine,
         config: EngineConfig,
         work: Callable[[InferenceRole], Awaitable[None]],
-        share: Share = everything,
+        share: TensorShare = everything,
     ) -> None:
         """Start what an inference worker needs, and do its work."""
         run = joined.documents.manifest
@@ -158,7 +158,7 @@ class WorkerNode(PeerNode):
     def _make_stages(self, joined: JoinedRun) -> StageSupervisor:
         assert self._door is not None  # made with the router, before anything is joined
 
-        async def infer(engine: PipelinedEngine, config: EngineConfig, share: Share) -> None:
+        async def infer(engine: PipelinedEngine, config: EngineConfig, share: TensorShare) -> None:
             await self._infer(joined, engine, config, InferenceRole.run, share)
 
         def enter(phase: str) -> None:
@@ -199,7 +199,7 @@ class WorkerNode(PeerNode):
         engine: Engine,
         config: EngineConfig,
         environment: Environment,
-        share: Share,
+        share: TensorShare,
     ) -> InferenceRole:
         stack, documents = joined.stack, joined.documents
         if self._verdicts is None:

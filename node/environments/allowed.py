@@ -1,8 +1,8 @@
-"""Whose code a worker plays: environments that are bundled, and installed packages that its owner allowed.
+"""Decide if a worker may play an environment: a bundled one, or an installed package that its owner allowed.
 
-A run's manifest names an environment, and playing it imports a module of that name. A stranger chose the name,
-so before anything of it is imported a worker finds the package it would come from, compares the package's
-digest with the manifest's, and looks whether the owner of this machine allowed it. Nothing is ever fetched.
+Playing the environment of a manifest imports a module by a name that a stranger chose. So before any import a
+worker finds the package of that name, compares its digest with the manifest's, and checks that the owner
+this machine allowed it. Nothing is ever fetched.
 """
 
 import importlib.util
@@ -97,8 +97,8 @@ def find_package(environment: str) -> Package | None:
 def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
     """The options that a manifest has for its environment.
 
-    Raises UsageError where they are not ours, or are of another environment than the manifest names: what is
-    imported is by their name, what is allowed by the manifest's.
+    Raises UsageError if this version does not know them, or if they name another environment than the manifest:
+    the import uses their name, the permission the manifest's.
     """
     try:
         options = EnvironmentConfig.model_validate(json.loads(contract.config))

@@ -1,9 +1,9 @@
-"""The environment seam: tasks by index, rollouts driven by a policy, scores that can be recomputed.
+"""Define environments: tasks by index, rollouts driven by a policy, scores that can be recomputed.
 
-Trainer and worker hold the same environment (the run manifest fixes it), so a task is named by its index
-and its digest, and a reward is a claim that the trainer recomputes. A bad rollout is data, not a crash:
-run() reports errors in the episode. Implementations: hosted.py (real: verifiers.py in a process of its
-own), tests/support/counting_environment.py (fake). Suite: tests/conformance/test_environment.py.
+Trainer and worker hold the same environment, fixed by the run manifest, so index and digest name a task, and
+the trainer recomputes a claimed reward. A failed rollout is data: run() reports it in the episode.
+Implementations: hosted.py (real: verifiers.py in a process of its own), tests/support/counting_environment.py
+(fake). Suite: tests/conformance/test_environment.py.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -44,11 +44,55 @@ class Branch:
     spans: tuple[tuple[int, int], ...] = ()
     """(index among the sampled tokens, version that drew from it on); empty if one drew them all."""
     proof: bytes = b""
-    """The proofs of the replies, one after the other."""
+    """Proofs of the replies, joined."""
     boundaries: tuple[bytes, ...] = ()
-    """Of a pipeline, what Completion.boundaries says of all replies, one after the other."""
+    """Completion.boundaries of all replies of a pipeline, joined."""
     plan: bytes = b""
-    """Of these boundaries; where several plans made the branch there are none, and it is the last of them."""
+    """Plan of these boundaries; if several plans made the branch, the last one, and there are no boundaries."""
+
+    @classmethod
+    def of_turns(
+        cls,
+        token_ids: list[int],
+        sampled: list[bool],
+        logprobs: list[float],
+        turns: Sequence[Completion],
+    ) -> "Branch":
+        """Make the branch of a conversation from its turns, in order; at least one."""
+        boundaries, plan = _join_boundaries(turns)
+        return cls(
+            token_ids=token_ids,
+            sampled=sampled,
+            logprobs=logprobs,
+            policy_first=min(turn.policy_first for turn in turns),
+            policy_last=max(turn.policy_last for turn in turns),
+            finish=turns[-1].finish,
+            spans=_join_spans(turns),
+            proof=b"".join(turn.proof for turn in turns),
+            boundaries=boundaries,
+            plan=plan,
+        )
+
+
+def _join_boundaries(turns: Sequence[Completion]) -> tuple[tuple[bytes, ...], bytes]:
+    """Join the boundaries of all turns, with their plan; if that changed, none and the last plan."""
+    plans = {turn.plan for turn in turns}
+    columns = [turn.boundaries for turn in turns]
+    if len(plans) > 1 or not all(columns) or len({len(one) for one in columns}) > 1:
+        return (), turns[-1].plan
+    return tuple(b"".join(column) for column in zip(*columns, strict=True)), plans.pop()
+
+
+def _join_spans(turns: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
+    """Find where the policy changed among the sampled tokens of all turns; empty if it did not."""
+    found: list[tuple[int, int]] = []
+    before = 0
+    for turn in turns:
+        for start, version in turn.spans or ((0, turn.policy_first),):
+            if not found or found[-1][1] != version:
+                found.append((before + start, version))
+        before += len(turn.token_ids)
+    return tuple(found) if len(found) > 1 else ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +102,7 @@ class Score:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     turns: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
-    """Of a recomputed score: per branch, the turn number of each of its replies; it is part of their seeds."""
+    """Turn numbers of each branch's replies, part of their seeds; set in a recomputed score only."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +124,7 @@ class Environment(Protocol):
 
     @property
     def status(self) -> str:
-        """What it is busy with, or why it does not work just now, for the operator; "" while all is well."""
+        """Its activity or fault, for the operator; empty while all is well."""
         ...
 
     async def start(self) -> None:
@@ -108,11 +152,11 @@ class Environment(Protocol):
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Recompute the score of a finished rollout from its tokens alone. Raises ScoreMismatch if the
         tokens are no rollout of this task (wrong prompt, environment turns altered), EnvironmentFailed if
-        the environment's own code fails on them, which is nobody's fault but its own."""
+        the environment's own code fails on them."""
         ...
 
     async def close(self) -> None:
-        """Stop whatever start() started."""
+        """Stop the environment."""
         ...
 
 

@@ -1,8 +1,12 @@
-"""The process that runs an environment for a node: a taskset's code may hang, spin or crash here only.
+"""Run an environment in a process of its own, where a taskset's code may hang, spin or crash.
 
-A request's code is marked as it runs, in memory that the node reads when this process is lost: so it knows
-whose fault that was. Code that keeps the event loop for longer than the config allows ends the process, by a
-timer that needs no Python to run; it writes where the code stood to the standard error.
+hosted.py is the node's end. Many rollouts run at once; an answer has the number of its request. A play is
+answered by a turn whenever the policy has to speak; the reply to it has the same number and is answered like
+the play. Invariants:
+- while a request's code runs its number is in memory shared with the node, which so knows the request that
+  ended this process;
+- code that holds the event loop longer than the config allows ends the process, by a timer that runs without
+  Python; it writes a traceback to standard error.
 """
 
 import asyncio
@@ -17,57 +21,196 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..config.run import EnvironmentConfig
 from ..inference.engine import Completion
 from ..ops.errors import named_line
 from ..process.serve import Outbox, serve_parent
+from .chat import Transcript
 from .environment import (
+    Branch,
     Environment,
     EnvironmentFailed,
     EnvironmentStuck,
+    Episode,
     Policy,
+    Score,
     ScoreMismatch,
+    Split,
+    Task,
 )
-from .exchange import clock
-from .host_frames import (
-    FAILED,
-    MARK_BYTES,
-    MARK_VARIABLE,
-    MISMATCH,
-    STUCK,
-    Answer,
-    Done,
-    Drop,
-    Failed,
-    Look,
-    Looked,
-    Ping,
-    Play,
-    Played,
-    Pong,
-    Reply,
-    Request,
-    Rescore,
-    Scored,
-    SetUp,
-    Turn,
-    pack_mark,
-    read_request,
-)
-from .transcript import Transcript
+from .policies import episode_clock
 from .verifiers import VerifiersEnvironment
 
+FAILED, STUCK, MISMATCH = "failed", "stuck", "mismatch"
+"""Kinds of EnvironmentFailure, one for each of EnvironmentFailed, EnvironmentStuck, ScoreMismatch."""
+
+MARK_VARIABLE = "PRIMERL_ENVIRONMENT_MARK"
+"""Names the descriptor of the memory that the process shares with the node."""
+MARK_BYTES = 16
+"""Number of the request whose code runs, and count of steps so far; 8 bytes each, little-endian."""
+
+
+class EnvironmentSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
+    """Load the taskset; the first request, answered by EnvironmentReady."""
+
+    number: int
+    config: bytes
+    """EnvironmentConfig as JSON."""
+    model_dir: str
+    seed: int
+    max_tokens: int
+    temperature: float
+    text: bool
+    """Use characters as tokens (chat.Transcript), without a tokenizer."""
+
+
+class EnvironmentLook(msgspec.Struct, frozen=True, array_like=True, tag="look"):
+    """Prepare a task; answered by EnvironmentLooked."""
+
+    number: int
+    index: int
+    split: Split
+
+
+class EnvironmentPlay(msgspec.Struct, frozen=True, array_like=True, tag="play"):
+    """Play a task and score it; answered by EnvironmentTurn or EnvironmentPlayed."""
+
+    number: int
+    task: Task
+
+
+class EnvironmentReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
+    """Completion for the EnvironmentTurn with this number; answered like EnvironmentPlay."""
+
+    number: int
+    completion: Completion
+
+
+class EnvironmentRescore(msgspec.Struct, frozen=True, array_like=True, tag="rescore"):
+    """Score a finished rollout; answered by EnvironmentScored."""
+
+    number: int
+    task: Task
+    branches: list[Branch]
+
+
+class EnvironmentDrop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """Cancel a request."""
+
+    number: int
+
+
+class EnvironmentPing(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Answered by EnvironmentPong as soon as the environment's own code lets the event loop run."""
+
+    number: int
+
+
+EnvironmentWork = EnvironmentSetUp | EnvironmentLook | EnvironmentPlay | EnvironmentRescore
+"""Requests that run an environment's code."""
+EnvironmentRequest = EnvironmentWork | EnvironmentReply | EnvironmentDrop | EnvironmentPing
+
+
+class EnvironmentReady(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """The taskset is loaded."""
+
+    number: int
+
+
+class EnvironmentLooked(msgspec.Struct, frozen=True, array_like=True, tag="looked"):
+    """A task, its prompt, and a right first reply where one is known."""
+
+    number: int
+    digest: bytes
+    prompt: list[int]
+    demonstration: list[int] | None
+
+
+class EnvironmentTurn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+    """The policy has to speak."""
+
+    number: int
+    turn: int
+    prompt: list[int]
+
+
+class EnvironmentPlayed(msgspec.Struct, frozen=True, array_like=True, tag="played"):
+    """A rollout has ended."""
+
+    number: int
+    episode: Episode
+
+
+class EnvironmentScored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
+    """The score of a finished rollout."""
+
+    number: int
+    score: Score
+
+
+class EnvironmentFailure(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A request failed for the reason `detail`."""
+
+    number: int
+    detail: str
+    kind: str
+
+
+class EnvironmentPong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    """Sign of life with Environment.status."""
+
+    number: int
+    status: str
+
+
+EnvironmentAnswer = (
+    EnvironmentReady
+    | EnvironmentLooked
+    | EnvironmentTurn
+    | EnvironmentPlayed
+    | EnvironmentScored
+    | EnvironmentFailure
+    | EnvironmentPong
+)
+_REQUESTS: msgspec.msgpack.Decoder[EnvironmentRequest] = msgspec.msgpack.Decoder(EnvironmentRequest)
+_ANSWERS: msgspec.msgpack.Decoder[EnvironmentAnswer] = msgspec.msgpack.Decoder(EnvironmentAnswer)
+
+
+def read_request(body: bytes) -> EnvironmentRequest:
+    """Decode a message. Raises msgspec.DecodeError, a ValueError."""
+    return _REQUESTS.decode(body)
+
+
+def read_answer(body: bytes) -> EnvironmentAnswer:
+    """Decode a message. Raises msgspec.DecodeError, a ValueError."""
+    return _ANSWERS.decode(body)
+
+
+def pack_mark(number: int, steps: int) -> bytes:
+    """Encode the shared mark in MARK_BYTES."""
+    return number.to_bytes(8, "little") + steps.to_bytes(8, "little")
+
+
+def unpack_mark(mark: bytes) -> tuple[int, int]:
+    """Decode pack_mark() to (number, steps)."""
+    return int.from_bytes(mark[:8], "little"), int.from_bytes(mark[8:MARK_BYTES], "little")
+
+
+# -- the process ------------------------------------------------------------------------------------
+
 TICK_S = 1.0
-"""Between two settings of the timer that ends this process, at most."""
+"""Longest interval between two settings of the timer that ends this process."""
 
 _asking: ContextVar[int] = ContextVar("_asking", default=0)
-"""The number of the request that this code belongs to."""
+"""Number of the request that this code belongs to."""
 
 
 class Steps:
-    """Whose code runs just now, and for how long: every step of a request's tasks passes here.
+    """Marks which request's code runs and measures it: every step of a request's tasks passes here.
 
-    The mark lies in memory that the node sees too; a step that takes too long ends the process.
+    The mark is in memory shared with the node; a step that takes too long ends the process.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -81,17 +224,17 @@ class Steps:
         self._set_again = 0.0
 
     def limit(self, seconds: float) -> None:
-        """End this process when a step, or the event loop, takes so long; counted from now."""
+        """End this process when a step, or the event loop, takes longer than `seconds` from now."""
         self._limit_s = seconds
         self._set_timer(time.monotonic())
 
     def keep(self) -> None:
-        """The event loop runs."""
+        """Record that the event loop runs."""
         self._set_timer(time.monotonic())
 
     @contextmanager
     def step(self, number: int) -> Generator[None]:
-        """A request's code runs inside."""
+        """Mark a request's code as running inside."""
         before, began = self._number, time.monotonic()
         if began >= self._set_again:
             self._set_timer(began)
@@ -105,11 +248,11 @@ class Steps:
             self._spent[number] = self._spent.get(number, 0.0) + took
 
     def clock(self, number: int) -> float:
-        """Seconds that count for a request: not those that others' code took."""
+        """Return a request's clock in seconds, which leaves out other requests' code."""
         return time.monotonic() - (self._all_spent - self._spent.get(number, 0.0))
 
     def forget(self, number: int) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._all_spent -= self._spent.pop(number, 0.0)
 
     def _mark(self, number: int) -> None:
@@ -124,7 +267,7 @@ class Steps:
 
 
 class Marked(Coroutine[Any, Any, Any]):
-    """A coroutine of a request: every step of it is marked with the request's number."""
+    """Coroutine whose every step is marked with the number of its request."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any], number: int, steps: Steps) -> None:
         self._inner = inner
@@ -150,7 +293,7 @@ class Marked(Coroutine[Any, Any, Any]):
 
 
 def mark_tasks(steps: Steps) -> Callable[..., asyncio.Task[Any]]:
-    """A task factory under which whatever a request starts is marked as the request's, too."""
+    """Make a task factory that marks the tasks started by a request."""
 
     def make(
         loop: asyncio.AbstractEventLoop, inner: Coroutine[Any, Any, Any], **options: Any
@@ -163,9 +306,11 @@ def mark_tasks(steps: Steps) -> Callable[..., asyncio.Task[Any]]:
 
 
 class EnvironmentHost:
-    """Answers requests until close(); a SetUp comes first."""
+    """Answers requests until close(); EnvironmentSetUp is the first."""
 
-    def __init__(self, outbox: Outbox, make: Callable[[SetUp], Environment], steps: Steps) -> None:
+    def __init__(
+        self, outbox: Outbox, make: Callable[[EnvironmentSetUp], Environment], steps: Steps
+    ) -> None:
         self._outbox = outbox
         self._make = make
         self._steps = steps
@@ -173,21 +318,21 @@ class EnvironmentHost:
         self._timeout_s = 0.0
         self._start_timeout_s = 0.0
         self._loading = 0
-        """Requests under way that may load the taskset, and so take start_timeout_s."""
+        """Pending requests that may load the taskset and so have start_timeout_s."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._replies: dict[int, asyncio.Future[Completion]] = {}
         self._ticking: asyncio.Task[None] | None = None
 
-    def take(self, request: Request) -> None:
-        """Begin to answer."""
+    def take(self, request: EnvironmentRequest) -> None:
+        """Start to answer a request."""
         match request:
-            case Drop():
+            case EnvironmentDrop():
                 if (task := self._tasks.get(request.number)) is not None:
                     task.cancel()
-            case Ping():
+            case EnvironmentPing():
                 status = self._environment.status if self._environment else ""
-                self._outbox.put(Pong(request.number, status))
-            case Reply():
+                self._outbox.put(EnvironmentPong(request.number, status))
+            case EnvironmentReply():
                 reply = self._replies.pop(request.number, None)
                 if reply is not None and not reply.done():
                     reply.set_result(request.completion)
@@ -199,7 +344,7 @@ class EnvironmentHost:
                 task.add_done_callback(lambda _: self._ended(request.number))
 
     async def close(self) -> None:
-        """Give everything up."""
+        """Cancel all requests and close the environment."""
         tasks = [*self._tasks.values(), *([self._ticking] if self._ticking else [])]
         for task in tasks:
             task.cancel()
@@ -219,7 +364,7 @@ class EnvironmentHost:
 
     @contextmanager
     def _loads(self) -> Generator[None]:
-        """The taskset may be loaded inside, which has a limit of its own."""
+        """Apply the limit for loading a taskset inside."""
         self._loading += 1
         self._steps.limit(self._start_timeout_s)
         try:
@@ -229,50 +374,56 @@ class EnvironmentHost:
             if not self._loading:
                 self._steps.limit(self._timeout_s)
 
-    async def _answer(self, request: SetUp | Look | Play | Rescore) -> None:
+    async def _answer(
+        self, request: EnvironmentSetUp | EnvironmentLook | EnvironmentPlay | EnvironmentRescore
+    ) -> None:
         number = request.number
-        clock.set(partial(self._steps.clock, number))
+        episode_clock.set(partial(self._steps.clock, number))
         try:
             self._outbox.put(await self._do(request))
             return
         except ScoreMismatch as error:
-            answer = Failed(number, str(error), MISMATCH)
+            answer = EnvironmentFailure(number, str(error), MISMATCH)
         except EnvironmentStuck as error:
-            answer = Failed(number, str(error), STUCK)
+            answer = EnvironmentFailure(number, str(error), STUCK)
         except EnvironmentFailed as error:
-            answer = Failed(number, str(error), FAILED)
+            answer = EnvironmentFailure(number, str(error), FAILED)
         except Exception as error:  # an environment's own code raises what it likes
-            answer = Failed(number, named_line(error), FAILED)
+            answer = EnvironmentFailure(number, named_line(error), FAILED)
         self._outbox.put(answer)
 
-    async def _do(self, request: SetUp | Look | Play | Rescore) -> Answer:
-        if isinstance(request, SetUp):
+    async def _do(
+        self, request: EnvironmentSetUp | EnvironmentLook | EnvironmentPlay | EnvironmentRescore
+    ) -> EnvironmentAnswer:
+        if isinstance(request, EnvironmentSetUp):
             return await self._set_up(request)
         environment, number = self._environment, request.number
         if environment is None:
-            raise EnvironmentFailed("nothing was set up: send a SetUp first")
+            raise EnvironmentFailed("nothing was set up: send EnvironmentSetUp first")
         match request:
-            case Look():
+            case EnvironmentLook():
                 return await self._look(environment, request)
-            case Play():
+            case EnvironmentPlay():
                 episode = await environment.run(request.task, self._policy(number))
-                return Played(number, episode)
-            case Rescore():
-                return Scored(number, await environment.score(request.task, request.branches))
+                return EnvironmentPlayed(number, episode)
+            case EnvironmentRescore():
+                return EnvironmentScored(
+                    number, await environment.score(request.task, request.branches)
+                )
 
-    async def _set_up(self, request: SetUp) -> Done:
+    async def _set_up(self, request: EnvironmentSetUp) -> EnvironmentReady:
         config = EnvironmentConfig.model_validate_json(request.config)
         self._timeout_s, self._start_timeout_s = config.timeout_s, config.start_timeout_s
         environment = self._environment = self._make(request)
         with self._loads():
             self._ticking = asyncio.create_task(self._tick(), name="timer")
             await environment.start()
-        return Done(request.number)
+        return EnvironmentReady(request.number)
 
-    async def _look(self, environment: Environment, request: Look) -> Looked:
+    async def _look(self, environment: Environment, request: EnvironmentLook) -> EnvironmentLooked:
         with self._loads():
             task = await environment.task(request.index, request.split)
-        return Looked(
+        return EnvironmentLooked(
             request.number,
             task.digest,
             await environment.prompt(task),
@@ -280,14 +431,14 @@ class EnvironmentHost:
         )
 
     def _policy(self, number: int) -> Policy:
-        """Asks the node, one turn after the other."""
+        """Make a policy that asks the node, one turn at a time."""
         turns = asyncio.Lock()
 
         async def policy(prompt: Any, turn: int) -> Completion:
             async with turns:
                 reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
                 self._replies[number] = reply
-                self._outbox.put(Turn(number, turn, list(prompt)))
+                self._outbox.put(EnvironmentTurn(number, turn, list(prompt)))
                 try:
                     return await reply
                 finally:
@@ -296,8 +447,8 @@ class EnvironmentHost:
         return policy
 
 
-def make_environment(request: SetUp) -> Environment:
-    """The environment that a SetUp asks for, not started."""
+def make_environment(request: EnvironmentSetUp) -> Environment:
+    """Make the environment of a set-up request, not started."""
     return VerifiersEnvironment(
         EnvironmentConfig.model_validate_json(request.config),
         model_dir=Path(request.model_dir),
@@ -308,8 +459,8 @@ def make_environment(request: SetUp) -> Environment:
     )
 
 
-def main(environment: Callable[[SetUp], Environment]) -> None:
-    """Answer at the standard input and output; what a taskset prints goes to the standard error."""
+def main(environment: Callable[[EnvironmentSetUp], Environment]) -> None:
+    """EnvironmentAnswer at the standard input and output; what a taskset prints goes to the standard error."""
     steps = Steps(int(os.environ[MARK_VARIABLE]))
 
     def make(outbox: Outbox) -> EnvironmentHost:

@@ -1,7 +1,7 @@
-"""An environment in a process of its own: what a node plays, and scores with, whatever the taskset's code does.
+"""Play an environment in a process of its own (host.py), whatever a taskset's code does.
 
-Code that hangs, spins or crashes costs the rollout that it belongs to. Its process is started again, and what
-else was under way there is begun again; what the policy has said by then is not asked for again.
+Code that hangs, spins or crashes costs its own rollout only. The process is started again and its other
+rollouts are played again from the start; turns that the policy has sampled are not sampled again.
 """
 
 import asyncio
@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from ..config.run import EnvironmentConfig
-from ..inference.engine import Completion
 from ..ops.errors import NodeError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.spawn import PARENT_VARIABLE
 from .environment import (
     Branch,
-    Environment,
     EnvironmentFailed,
     EnvironmentGivenUp,
     EnvironmentStuck,
@@ -37,31 +35,31 @@ from .environment import (
     Split,
     Task,
 )
-from .host_frames import (
+from .host import (
     MARK_BYTES,
     MARK_VARIABLE,
     MISMATCH,
     STUCK,
-    Answer,
-    Done,
-    Drop,
-    Failed,
-    Look,
-    Looked,
-    Ping,
-    Play,
-    Played,
-    Pong,
-    Reply,
-    Request,
-    Rescore,
-    Scored,
-    SetUp,
-    Turn,
+    EnvironmentAnswer,
+    EnvironmentDrop,
+    EnvironmentFailure,
+    EnvironmentLook,
+    EnvironmentLooked,
+    EnvironmentPing,
+    EnvironmentPlay,
+    EnvironmentPlayed,
+    EnvironmentPong,
+    EnvironmentReady,
+    EnvironmentReply,
+    EnvironmentRequest,
+    EnvironmentRescore,
+    EnvironmentScored,
+    EnvironmentSetUp,
+    EnvironmentTurn,
     read_answer,
     unpack_mark,
 )
-from .replay import PlayFailed
+from .policies import PlayFailed, RememberedPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ A = TypeVar("A")
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
 PRIVATE = frozenset({"PRIMERL_PASSPHRASE"})
-"""Variables that a taskset's code does not get to see."""
+"""Variables that are hidden from a taskset's code."""
 LOOKED_TASKS = 4096
 """Tasks kept with their prompt tokens."""
 MOST_LOSSES = 5
@@ -79,16 +77,16 @@ MOST_TRIES = 10
 SET_UP = 1
 """Number of the first request."""
 PAUSE_S = 1.0
-"""After a start that failed."""
+"""Pause after a failed start."""
 PING_S = 2.0
 SILENT_S = 30.0
-"""So much longer than the environment's own limits the process may say nothing."""
+"""Silence of the process that is tolerated beyond the environment's own limits."""
 END_S = 2.0
-"""To end in peace."""
+"""Grace for the process to exit by itself."""
 
 
 class EnvironmentLost(NodeError):
-    """The process of the environment is gone, by the fault of another request."""
+    """The environment's process was lost by the fault of another request."""
 
 
 class EnvironmentChild(ChildProcess):
@@ -113,50 +111,52 @@ class EnvironmentChild(ChildProcess):
         self._config = config
         self._numbers = itertools.count(SET_UP + 1)
         self.status = ""
-        """What it told last; see Environment.status."""
+        """Its last Environment.status."""
 
-    async def start(self, set_up: SetUp) -> None:
+    async def start(self, set_up: EnvironmentSetUp) -> None:
         """Start it and load the taskset. Raises EnvironmentFailed; kill() it then."""
         await self.spawn([self._mark_file.fileno()])
         limit_s = max(self._config.timeout_s, self._config.start_timeout_s) + SILENT_S
-        self._watch(lambda: Ping(0), PING_S, limit_s)
+        self._watch(lambda: EnvironmentPing(0), PING_S, limit_s)
         try:
-            await self._ask(set_up, Done)
+            await self._ask(set_up, EnvironmentReady)
         except EnvironmentLost as error:
             raise EnvironmentFailed(str(error)) from error
 
-    async def look(self, index: int, split: Split) -> Looked:
-        """What a task is. Raises EnvironmentFailed, EnvironmentLost."""
-        return await self._ask(Look(next(self._numbers), index, split), Looked)
+    async def look(self, index: int, split: Split) -> EnvironmentLooked:
+        """Prepare a task. Raises EnvironmentFailed, EnvironmentLost."""
+        return await self._ask(
+            EnvironmentLook(next(self._numbers), index, split), EnvironmentLooked
+        )
 
     async def play(self, task: Task, policy: Policy) -> Episode:
         """Play a task. Raises EnvironmentFailed, EnvironmentLost, and what `policy` raises."""
         number = next(self._numbers)
-        request: Play | Reply = Play(number, task)
+        request: EnvironmentPlay | EnvironmentReply = EnvironmentPlay(number, task)
         while True:
-            answer = await self._ask(request, Turn | Played)
-            if isinstance(answer, Played):
+            answer = await self._ask(request, EnvironmentTurn | EnvironmentPlayed)
+            if isinstance(answer, EnvironmentPlayed):
                 return answer.episode
             try:
-                request = Reply(number, await policy(answer.prompt, answer.turn))
+                request = EnvironmentReply(number, await policy(answer.prompt, answer.turn))
             except BaseException:
                 self._drop(number)
                 raise
 
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         """Score a finished rollout. Raises ScoreMismatch, EnvironmentFailed, EnvironmentLost."""
-        request = Rescore(next(self._numbers), task, list(branches))
-        return (await self._ask(request, Scored)).score
+        request = EnvironmentRescore(next(self._numbers), task, list(branches))
+        return (await self._ask(request, EnvironmentScored)).score
 
     async def close(self) -> None:
-        """End it, by force if it takes too long."""
+        """End it, and kill it if that takes too long."""
         await self.end(0.0 if self.silent_s > 2 * PING_S else END_S)
         self._mark_file.close()
 
     # -- asking ------------------------------------------------------------------------------------
 
-    async def _ask(self, request: Request, kind: Any) -> Any:
-        """Its answer; there is no deadline, but a process that stands still is lost.
+    async def _ask(self, request: EnvironmentRequest, kind: Any) -> Any:
+        """Send a request and return its answer, without a deadline: a process that stands still is lost.
 
         Raises EnvironmentStuck if this request's own code ended the process, EnvironmentLost if another's did.
         """
@@ -169,7 +169,7 @@ class EnvironmentChild(ChildProcess):
         except asyncio.CancelledError:
             self._drop(request.number)
             raise
-        if isinstance(answer, Failed):
+        if isinstance(answer, EnvironmentFailure):
             kinds = {MISMATCH: ScoreMismatch, STUCK: EnvironmentStuck}
             raise kinds.get(answer.kind, EnvironmentFailed)(answer.detail)
         await self._expect(answer, kind)
@@ -177,13 +177,13 @@ class EnvironmentChild(ChildProcess):
 
     def _drop(self, number: int) -> None:
         if self._failure is None:
-            self._send(Drop(number))
+            self._send(EnvironmentDrop(number))
 
-    def _decode(self, body: bytes) -> Answer:
+    def _decode(self, body: bytes) -> EnvironmentAnswer:
         return read_answer(body)
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Pong):
+        if isinstance(message, EnvironmentPong):
             self.status = message.status
         else:
             super()._take(message)
@@ -191,11 +191,11 @@ class EnvironmentChild(ChildProcess):
     # -- watching ----------------------------------------------------------------------------------
 
     def _marked(self) -> tuple[int, int]:
-        """(number of the request whose code runs, or ran last; steps of code so far)."""
+        """Read (number of the request whose code runs or ran last, steps so far)."""
         return unpack_mark(self._mark[:MARK_BYTES])
 
     def _life(self) -> object:
-        """An environment that runs code is alive, though it may answer late."""
+        """Count running code as life: it may answer late."""
         return super()._life(), self._marked()[1]
 
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
@@ -222,11 +222,15 @@ class HostedEnvironment:
         text: bool = False,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """See build_environment()."""
+        """Prepare the environment of a run: nothing of it is imported or run before start().
+
+        `model_dir` holds tokenizer.json and the chat template, and is not read with `text`, where
+        characters are tokens. `seed` is the taskset's unless its options name one; `max_tokens` bounds a turn.
+        """
         self._config = config
-        self._set_up = SetUp(
+        self._set_up = EnvironmentSetUp(
             SET_UP,
-            # a subclass has keys of its own, which its process neither knows nor needs
+            # leaves out the keys of a subclass, which its process does not know
             config.model_dump_json(include=set(EnvironmentConfig.model_fields)).encode(),
             str(model_dir.absolute()),
             seed,
@@ -239,9 +243,9 @@ class HostedEnvironment:
         self._starting: EnvironmentChild | None = None
         self._closed = False
         self._replacing = asyncio.Lock()
-        self._looked: OrderedDict[tuple[int, Split], Looked] = OrderedDict()
+        self._looked: OrderedDict[tuple[int, Split], EnvironmentLooked] = OrderedDict()
         self._losses = 0
-        """In a row, and nobody knows by whose code."""
+        """Consecutive losses that no request is known to have caused."""
         self._given_up = ""
         self._fault = ""
         self.restarts = 0
@@ -275,7 +279,7 @@ class HostedEnvironment:
         self._child = None
 
     async def task(self, index: int, split: Split = "train") -> Task:
-        """Task number `index`; asked for once, as long as it is remembered."""
+        """Return task number `index`, from the cache if possible."""
         return Task(index=index, digest=(await self._look(index, split)).digest, split=split)
 
     async def prompt(self, task: Task) -> list[int]:
@@ -288,8 +292,8 @@ class HostedEnvironment:
         return None if shown is None else list(shown)
 
     async def run(self, task: Task, policy: Policy) -> Episode:
-        """Play and score; what the policy raises comes through, and EnvironmentGivenUp once no process stays
-        up. All else is the episode's `error`."""
+        """Play and score a task. Raises the failures of the policy, and EnvironmentGivenUp once no process
+        stays up; any other failure is the episode's `error`."""
         said = RememberedPolicy(policy)
         try:
             return await self._with_child(task.index, lambda child: child.play(task, said))
@@ -302,7 +306,7 @@ class HostedEnvironment:
         """See Environment; also raises EnvironmentStuck."""
         return await self._with_child(task.index, lambda child: child.score(task, branches))
 
-    async def _own(self, task: Task) -> Looked:
+    async def _own(self, task: Task) -> EnvironmentLooked:
         looked = await self._look(task.index, task.split)
         if looked.digest != task.digest:
             raise ScoreMismatch(
@@ -311,7 +315,7 @@ class HostedEnvironment:
             )
         return looked
 
-    async def _look(self, index: int, split: Split) -> Looked:
+    async def _look(self, index: int, split: Split) -> EnvironmentLooked:
         if self._given_up:
             raise EnvironmentGivenUp(self._given_up)
         key = (index, split)
@@ -327,7 +331,7 @@ class HostedEnvironment:
     # -- the process -------------------------------------------------------------------------------
 
     async def _with_child(self, index: int, ask: Callable[[EnvironmentChild], Awaitable[A]]) -> A:
-        """What `ask` finds out; asked again where its process was lost by another's fault."""
+        """Return the result of `ask`, again with a new process if another request ended the old one."""
         for _ in range(MOST_TRIES):
             child = await self._working()
             try:
@@ -337,13 +341,13 @@ class HostedEnvironment:
                 raise EnvironmentStuck(f"task {index}: {error}") from error
             except EnvironmentLost:
                 continue
-            if not isinstance(found, Looked):
+            if not isinstance(found, EnvironmentLooked):
                 self._losses = 0
             return found
         raise EnvironmentFailed(f"task {index}: {self._fault} ({MOST_TRIES} times)")
 
     async def _working(self) -> EnvironmentChild:
-        """A process that is there; it is started again if it was lost. Raises EnvironmentFailed."""
+        """Return the process, started again if it was lost. Raises EnvironmentFailed."""
         async with self._replacing:
             if self._given_up:
                 raise EnvironmentGivenUp(self._given_up)
@@ -357,7 +361,7 @@ class HostedEnvironment:
             return child
 
     async def _replace(self, child: EnvironmentChild) -> EnvironmentChild:
-        """Another process; whoever is cancelled meanwhile leaves that to the next that asks."""
+        """Start another process; if cancelled meanwhile, the next request does it."""
         self._fault = child.fault
         await child.close()
         while True:
@@ -393,23 +397,8 @@ class HostedEnvironment:
         return child
 
 
-class RememberedPolicy:
-    """A policy that is asked each turn once, however often its rollout is begun again."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._said: dict[tuple[int, tuple[int, ...]], Completion] = {}
-
-    async def __call__(self, prompt: Sequence[int], turn: int) -> Completion:
-        """See Policy."""
-        key = (turn, tuple(prompt))
-        if key not in self._said:
-            self._said[key] = await self._policy(prompt, turn)
-        return self._said[key]
-
-
 def _shared_file() -> BinaryIO:
-    """A file of MARK_BYTES that two processes map."""
+    """Make a file of MARK_BYTES for two processes to map."""
     if hasattr(os, "memfd_create"):
         file: BinaryIO = os.fdopen(os.memfd_create("primerl-mark"), "w+b")
     else:
@@ -422,8 +411,8 @@ _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 
 
 def _where(lines: Sequence[str]) -> str:
-    """Where the code of the main thread stood, as faulthandler writes it down: the innermost call that is not
-    the standard library's; empty where nothing is known."""
+    """Find the innermost call of the main thread outside the standard library in faulthandler's traceback;
+    empty if there is none."""
     library = sysconfig.get_path("stdlib")
     begun = [number for number, line in enumerate(lines) if "most recent call first" in line]
     frames = [_FRAME.search(line) for line in lines[begun[-1] :]] if begun else []
@@ -434,27 +423,3 @@ def _where(lines: Sequence[str]) -> str:
         if "site-packages" in file or not file.startswith(library):
             return f" (in {frame['name']}, {Path(file).name} line {frame['line']})"
     return ""
-
-
-def build_environment(
-    config: EnvironmentConfig,
-    *,
-    model_dir: Path,
-    seed: int,
-    max_tokens: int,
-    temperature: float,
-    text: bool = False,
-) -> Environment:
-    """The environment of a run, not yet started: nothing of it is imported or run before start().
-
-    `model_dir` holds tokenizer.json and the chat template; with `text` conversations are of characters, and it
-    holds nothing. `max_tokens` bounds one turn.
-    """
-    return HostedEnvironment(
-        config,
-        model_dir=model_dir,
-        seed=seed,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        text=text,
-    )

@@ -1,4 +1,4 @@
-"""Playing a taskset of `verifiers`: the only file that imports it, the bundled tasksets apart.
+"""Play a taskset of `verifiers`; besides the bundled tasksets only this file imports the library.
 
 No model call leaves the process: no harness program, no interception server, no HTTP (which cost 5.4 ms of
 CPU a rollout). Two ways, and the same episode from both:
@@ -37,52 +37,8 @@ from ..inference.engine import Completion
 from .allowed import BUNDLED
 from .chat import Chat
 from .environment import Branch, EnvironmentFailed, Episode, Score, Split
-from .exchange import Exchange
-from .replay import PlayFailed
+from .policies import Exchange, PlayFailed
 from .taskset import TaskIndex, load_tasksets
-
-
-def branch(
-    token_ids: list[int],
-    sampled: list[bool],
-    logprobs: list[float],
-    turns: Sequence[Completion],
-) -> Branch:
-    """A training sequence and the turns in it, in order; at least one."""
-    boundaries, plan = _crossed(turns)
-    return Branch(
-        token_ids=token_ids,
-        sampled=sampled,
-        logprobs=logprobs,
-        policy_first=min(turn.policy_first for turn in turns),
-        policy_last=max(turn.policy_last for turn in turns),
-        finish=turns[-1].finish,
-        spans=_spans(turns),
-        proof=b"".join(turn.proof for turn in turns),
-        boundaries=boundaries,
-        plan=plan,
-    )
-
-
-def _crossed(turns: Sequence[Completion]) -> tuple[tuple[bytes, ...], bytes]:
-    """What crossed between stages in all turns, and their plan; of several plans nothing, and the last one."""
-    plans = {turn.plan for turn in turns}
-    parts = [turn.boundaries for turn in turns]
-    if len(plans) > 1 or not all(parts) or len({len(one) for one in parts}) > 1:
-        return (), turns[-1].plan
-    return tuple(b"".join(column) for column in zip(*parts, strict=True)), plans.pop()
-
-
-def _spans(turns: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
-    """Where the policy changed, counted among the sampled tokens of all turns; empty if nowhere."""
-    found: list[tuple[int, int]] = []
-    before = 0
-    for turn in turns:
-        for start, version in turn.spans or ((0, turn.policy_first),):
-            if not found or found[-1][1] != version:
-                found.append((before + start, version))
-        before += len(turn.token_ids)
-    return tuple(found) if len(found) > 1 else ()
 
 
 def only_trace(traces: Sequence[Any]) -> Any:
@@ -103,7 +59,7 @@ def trace_branches(trace: Any, completions: Mapping[int, Completion]) -> list[Br
     for it in trace.branches:
         turns = [completions[id(node)] for node in it.nodes if node.sampled]
         if turns:
-            found.append(branch(it.token_ids, it.sampled_mask, it.logprobs, turns))
+            found.append(Branch.of_turns(it.token_ids, it.sampled_mask, it.logprobs, turns))
     if not found:
         raise PlayFailed(f"the rollout ended without a turn: {trace.stop_condition}")
     return found
@@ -230,13 +186,13 @@ class TasksetPlayer:
                 await invoke(task.finalize, at_hand)
         await task.score(trace, self._box)
         logprobs = [0.0] * len(prompt) + completion.logprobs
-        sequence = branch(reply.token_ids, reply.mask, logprobs, [completion])
+        sequence = Branch.of_turns(reply.token_ids, reply.mask, logprobs, [completion])
         return Episode(branches=[sequence], score=score(trace))
 
     def _record(
         self, trace: vf.Trace, prepared: PreparedTask, completion: Completion, started: float
     ) -> vf.MessageNode:
-        """Put the one turn onto the trace, as graph.prepare_turn().commit() would (which spends 0.5 ms
+        """Add the one turn to the trace, as graph.prepare_turn().commit() would (which spends 0.5 ms
         in pydantic's model_construct). Returns the reply's node."""
         for parent, message in enumerate(prepared.messages, start=-1):
             node = vf.MessageNode(parent=None if parent < 0 else parent, message=message)

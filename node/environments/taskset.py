@@ -1,4 +1,4 @@
-"""Task number i of a split, for any taskset.
+"""Find task number i of a split, in any taskset.
 
 Three kinds, in order of preference: a taskset that can make task i directly (`task_at`), one that has a
 `split` option, and any other, whose tasks are dealt to the splits by their content. Splits share no task.

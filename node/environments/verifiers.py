@@ -1,4 +1,4 @@
-"""A `verifiers` taskset behind our seam, in the process that asks; nodes host it in one of its own (hosted.py).
+"""Run a `verifiers` taskset as an Environment in this process; nodes give it a process of its own (hosted.py).
 
 This half knows tasks, digests and recorded rollouts; playing.py knows the library and is imported by
 start(), because that takes seconds. A score is always the outcome of playing: run() plays with the
@@ -27,8 +27,7 @@ from .environment import (
     Split,
     Task,
 )
-from .exchange import Exchange, Stuck
-from .replay import BadCompletion, PlayFailed, RecordedRollout
+from .policies import BadCompletion, EpisodeStuck, Exchange, PlayFailed, RecordedRollout
 
 if TYPE_CHECKING:
     from .playing import PreparedTask, TasksetPlayer
@@ -133,7 +132,7 @@ class VerifiersEnvironment:
             episode = await self._play(await self._own(task), recording)
         except BadCompletion as error:
             raise ScoreMismatch(str(error)) from error
-        except Stuck as error:
+        except EpisodeStuck as error:
             raise EnvironmentStuck(str(error)) from error
         except PlayFailed as error:
             raise EnvironmentFailed(str(error)) from error

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..config.evaluation import EndpointConfig, EvalSamplingConfig
-from ..environments.replay import PlayFailed
-from ..environments.transcript import CUT, Transcript
+from ..environments.chat import CUT, Transcript
+from ..environments.policies import PlayFailed
 from ..inference.engine import Completion
 from ..ops.errors import NetworkError, UsageError
-from .evaluator import Turn, TurnRequest
+from .evaluator import SampledTurn, TurnRequest
 
 if TYPE_CHECKING:
     from httpx import Request, Response
@@ -78,7 +78,7 @@ class EndpointPolicy:
         self._answered = float("-inf")
         """Time of the last reply."""
 
-    async def reply(self, asked: TurnRequest) -> Turn:
+    async def reply(self, asked: TurnRequest) -> SampledTurn:
         """Ask for a reply. Raises PlayFailed; UsageError, or NetworkError when the API answers no request."""
         from openai import APIConnectionError, APIStatusError, OpenAIError
 
@@ -156,7 +156,7 @@ class EndpointPolicy:
         raise PlayFailed(f"the API refuses the conversation, {told}") from None
 
 
-def _turn(data: bytes) -> Turn:
+def _turn(data: bytes) -> SampledTurn:
     """Read the first choice as a completion. Raises PlayFailed."""
     try:
         answer = msgspec.json.decode(data, type=_Answer)
@@ -173,7 +173,7 @@ def _turn(data: bytes) -> Turn:
     if cut:
         ids[-1] = CUT
     completion = Completion(ids, [0.0] * len(ids), "length" if cut else "stop", 0, 0)
-    return Turn(completion, usage.prompt_tokens, usage.completion_tokens)
+    return SampledTurn(completion, usage.prompt_tokens, usage.completion_tokens)
 
 
 def _shown(data: bytes, key: str) -> str:

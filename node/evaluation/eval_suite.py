@@ -19,7 +19,7 @@ from ..config.run import EvaluatedEnvironment
 from ..environments.environment import Environment, EnvironmentFailed
 from ..ops.errors import StorageError, UsageError
 from .evaluator import PolicyClient, Rollout, held_out, run_rollouts
-from .statistics import Figures, summarize
+from .statistics import EvalFigures, summarize
 
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 FORM = 1
@@ -41,7 +41,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     rollouts: str
     """The file with every rollout, in the directory of the results."""
-    figures: Figures
+    figures: EvalFigures
 
     @property
     def counts(self) -> bool:
@@ -108,7 +108,7 @@ class CellStore:
 
 
 @dataclass(frozen=True)
-class Progress:
+class EvalProgress:
     """The progress of a cell."""
 
     cell: int
@@ -125,7 +125,7 @@ class Progress:
     """The cell was on disk; nothing was measured."""
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[EvalProgress], None]
 
 
 @dataclass(frozen=True)
@@ -216,15 +216,17 @@ class EvalSuite:
             figures=summarize(rollouts, samples=samples, success=environment.success),
         )
 
-    def _blank(self, model: EvalModel, environment: EvaluatedEnvironment, of: int = 0) -> Progress:
+    def _blank(
+        self, model: EvalModel, environment: EvaluatedEnvironment, of: int = 0
+    ) -> EvalProgress:
         number = len(self.found) + 1
-        return Progress(number, self._total, model.name, environment.title, 0, of, 0.0, 0)
+        return EvalProgress(number, self._total, model.name, environment.title, 0, of, 0.0, 0)
 
 
 class _CellProgress:
     """Reports the progress of one cell."""
 
-    def __init__(self, watch: Watch, progress: Progress) -> None:
+    def __init__(self, watch: Watch, progress: EvalProgress) -> None:
         self._watch = watch
         self._progress = progress
         self._total = 0.0

@@ -13,8 +13,8 @@ from typing import Protocol
 import msgspec
 
 from ...crypto.hashing import derive
-from ..environments.environment import Environment, Episode, Split, Task
-from ..environments.replay import PlayFailed
+from ..environments.environment import Environment, Split, Task
+from ..environments.policies import PlayFailed
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..ops.errors import EngineError, EngineLost, first_cause
 from ..weights.state import State
@@ -23,6 +23,17 @@ MAX_TEXT = 20_000
 """Characters of a reply that are kept."""
 RESTART_WAITS_S = (1.0, 3.0, 9.0, *[20.0] * 27)
 """Before a turn is asked for again of an engine that is being started again: ten minutes in all."""
+
+
+@dataclass(frozen=True)
+class EvalSampling:
+    """The sampling of every turn of an evaluation with an engine."""
+
+    max_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True)
-class Turn:
+class SampledTurn:
     """A sampled turn, and its tokens."""
 
     completion: Completion
@@ -48,7 +59,7 @@ class Turn:
 class PolicyClient(Protocol):
     """The model that is evaluated: EnginePolicy, EndpointPolicy."""
 
-    async def reply(self, asked: TurnRequest) -> Turn:
+    async def reply(self, asked: TurnRequest) -> SampledTurn:
         """Sample a turn. Raises PlayFailed if this rollout cannot go on, NodeError if none can."""
         ...
 
@@ -127,7 +138,7 @@ async def run_rollouts(
 async def _rollout(
     environment: Environment, task: Task, sample: int, policy: PolicyClient, seed: int
 ) -> Rollout:
-    said: list[Turn] = []
+    said: list[SampledTurn] = []
     began = time.monotonic()
 
     async def sample_turn(prompt: Sequence[int], turn: int) -> Completion:
@@ -144,17 +155,13 @@ async def _rollout(
         reward=0.0 if episode.error else episode.score.reward,
         error=episode.error,
         metrics=episode.score.metrics,
-        truncated=_truncated(episode, said),
+        truncated=not episode.error and bool(said) and said[-1].completion.finish == "length",
         turns=len(said),
         prompt_tokens=sum(one.prompt_tokens for one in said),
         completion_tokens=sum(one.completion_tokens for one in said),
         seconds=round(time.monotonic() - began, 4),
         reply=policy.text(last)[:MAX_TEXT] if last else "",
     )
-
-
-def _truncated(episode: Episode, said: Sequence[Turn]) -> bool:
-    return not episode.error and bool(said) and said[-1].completion.finish == "length"
 
 
 def turn_seed(seed: int, task: Task, sample: int, turn: int) -> int:
@@ -171,12 +178,8 @@ class EnginePolicy:
         self,
         engine: Engine,
         version: int,
+        sampling: EvalSampling,
         *,
-        max_tokens: int,
-        temperature: float,
-        stop_token_ids: tuple[int, ...],
-        top_p: float = 1.0,
-        top_k: int = 0,
         max_model_len: int = 0,
         decode: Callable[[Sequence[int]], str] = lambda _: "",
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -184,39 +187,36 @@ class EnginePolicy:
         """A conversation of `max_model_len` tokens fails; 0 leaves that to the engine."""
         self._engine = engine
         self._version = version
-        self._max_tokens = max_tokens
-        self._temperature = temperature
-        self._stops = stop_token_ids
-        self._top_p = top_p
-        self._top_k = top_k
+        self._sampling = sampling
         self._max_model_len = max_model_len
         self._decode = decode
         self._sleep = sleep
 
-    async def reply(self, asked: TurnRequest) -> Turn:
+    async def reply(self, asked: TurnRequest) -> SampledTurn:
         """Sample a turn. Raises PlayFailed, EngineError."""
         if 0 < self._max_model_len <= len(asked.prompt):
             raise PlayFailed(
                 f"the conversation has {len(asked.prompt)} tokens: raise engine.max_model_len "
                 f"({self._max_model_len})"
             )
+        sampling = self._sampling
         completion = await self._generate(
             GenerateRequest(
                 asked.prompt,
-                self._max_tokens,
-                self._temperature,
+                sampling.max_tokens,
+                sampling.temperature,
                 asked.seed,
-                self._stops,
+                sampling.stop_token_ids,
                 group=asked.group,
-                top_k=self._top_k,
-                top_p=self._top_p,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
             )
         )
         if not completion.policy_first == completion.policy_last == self._version:
             raise EngineError(
                 f"the engine changed its weights while load {self._version} was evaluated: evaluate again"
             )
-        return Turn(completion, len(asked.prompt), len(completion.token_ids))
+        return SampledTurn(completion, len(asked.prompt), len(completion.token_ids))
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode sampled tokens."""
@@ -258,18 +258,13 @@ class Evaluator:
         self,
         engine: Engine,
         environment: Environment,
-        *,
-        max_tokens: int,
-        temperature: float,
-        stop_token_ids: tuple[int, ...],
+        sampling: EvalSampling,
         at_once: int = 256,
     ) -> None:
         """`at_once` rollouts are in flight; the engine makes batches of them."""
         self._engine = engine
         self._environment = environment
-        self._max_tokens = max_tokens
-        self._temperature = temperature
-        self._stops = stop_token_ids
+        self._sampling = sampling
         self._at_once = at_once
         self._loads = 0
         self._turn = asyncio.Lock()
@@ -311,10 +306,4 @@ class Evaluator:
     async def _load(self, state: State) -> EnginePolicy:
         self._loads += 1
         await self._engine.load(self._loads, state)
-        return EnginePolicy(
-            self._engine,
-            self._loads,
-            max_tokens=self._max_tokens,
-            temperature=self._temperature,
-            stop_token_ids=self._stops,
-        )
+        return EnginePolicy(self._engine, self._loads, self._sampling)

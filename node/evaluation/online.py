@@ -19,7 +19,7 @@ from ..ops.errors import NodeError, StorageError
 from ..ops.metrics import MetricsLog
 from ..weights.state import State
 from .evaluator import EvalTask, Evaluator
-from .statistics import Figures, summarize
+from .statistics import EvalFigures, summarize
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Evaluated(msgspec.Struct, frozen=True):
 
     version: int
     seconds: float
-    environments: dict[str, Figures]
+    environments: dict[str, EvalFigures]
 
 
 class EvaluationLog:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..verification.bands import upper_bound
+from ..verification.bounds import upper_bound
 from .evaluator import Rollout
 
 CONFIDENCE = 0.95
@@ -37,7 +37,7 @@ class Estimate:
     """`exact`: Clopper and Pearson; `bootstrap`: over the prompts; `none`: no interval."""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a model on k rollouts of each prompt; failed ones count as unsolved, with a reward of 0."""
 
     prompts: int
@@ -77,7 +77,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def summarize(rollouts: Sequence[Rollout], *, samples: int, success: float) -> Figures:
+def summarize(rollouts: Sequence[Rollout], *, samples: int, success: float) -> EvalFigures:
     """Summarize all `samples` rollouts of every prompt of an environment; at least one prompt."""
     prompts: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
@@ -93,7 +93,7 @@ def summarize(rollouts: Sequence[Rollout], *, samples: int, success: float) -> F
     scored = [one.reward for one in rollouts if not one.error]
     reasons = Counter(one.error for one in rollouts if one.error)
     tokens = sum(one.completion_tokens for one in rollouts)
-    return Figures(
+    return EvalFigures(
         prompts=len(groups),
         samples=samples,
         success=success,

@@ -15,7 +15,7 @@ zeros, or one that is below the smallest scale.
   a proof is either far from the truth or made of something near it; no bytes fit everything.
 - numpy only: comparing needs no torch.
 
-Suite: tests/conformance/test_fingerprint.py.
+Suite: tests/node/inference/test_fingerprint.py.
 """
 
 from collections.abc import Sequence

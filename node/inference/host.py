@@ -210,9 +210,7 @@ class EngineHost:
             kind = FAULT if isinstance(error, EngineError) else USAGE
             kind = LOST if isinstance(error, EngineLost) else kind
             self._outbox.put(Message(number, EngineFailed(str(error), kind)))
-        except (
-            Exception
-        ) as error:  # a bug of ours: without an answer the request would wait for ever
+        except Exception as error:  # the engine's libraries raise anything
             logger.exception("a request failed by an error in the program")
             # after a change of the weights that broke off, the weights are not known any more
             harmless = isinstance(request, EngineSetUp | EngineCheck | EngineDraw)

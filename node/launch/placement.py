@@ -218,12 +218,14 @@ class GpuPlacement:
 
 
 def place(
-    config: RunConfig, gpus: Sequence[str], share: Callable[[RunConfig], float | None]
+    config: RunConfig,
+    gpus: Sequence[str],
+    share: Callable[[RunConfig], float | None] = planned_share,
 ) -> GpuPlacement:
-    """Placement of a run on the visible `gpus`, in torch's order.
+    """Place a run on the visible `gpus`, in torch's order.
 
-    `share` is asked only where vLLM has to share a GPU with the trainer: how much of its memory is for the
-    workers, None if nobody knows.
+    `share` plans the part of a GPU's memory for workers beside the trainer, None where that is not known; it
+    is called only where vLLM has to share a GPU with the trainer.
 
     Raises UsageError: too few, unknown or doubly used GPUs, or a trainer that is configured for others.
     """

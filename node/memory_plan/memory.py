@@ -121,8 +121,6 @@ class EngineMemory:
     """Outside the budget."""
     cache: int
     """Bytes left for the cache; negative if the engine does not even fit without."""
-    token: int
-    """Bytes of cache for one more token of a sequence."""
     sequence: int
     """Bytes of cache for a sequence of full length."""
     wanted: int
@@ -279,7 +277,6 @@ def _plan_gpu(
         engine=engine,
         beside=beside,
         cache=budget - engine.total,
-        token=token_bytes(config, shape),
         sequence=sequence_bytes(config, shape, config.max_model_len, "cuda"),
         wanted=config.max_batch,
         length=config.max_model_len,
@@ -309,7 +306,6 @@ def _plan_host(config: EngineConfig, shape: ModelShape, device: Device) -> Engin
             )
         )
         process, most = MemoryItem("processes", ranks * CPU_PROCESS, f"{ranks}", True), ranks * each
-        token = ranks * token_bytes(config, shape)
         sequence = ranks * sequence_bytes(config, shape, config.max_model_len, "cpu")
     else:
         items.append(MemoryItem("the next weights", items[0].nbytes, "while they are loaded whole"))
@@ -324,7 +320,6 @@ def _plan_host(config: EngineConfig, shape: ModelShape, device: Device) -> Engin
         engine=engine,
         beside=beside,
         cache=min(most, free - engine.total - beside.total),
-        token=token,
         sequence=sequence,
         wanted=config.max_batch,
         length=config.max_model_len,
@@ -391,31 +386,6 @@ def _utilization(
     return max(0, int(100 * (free - needed - RESERVE) / device.nbytes)) / 100
 
 
-SHORTEST = 256
-"""Tokens; a shorter engine.max_model_len is not proposed."""
-
-
-def engine_flag(config: EngineConfig, plan: EngineMemory) -> str:
-    """The one flag that helps where an engine does not fit, or not with all its sequences; or ""."""
-    if plan.holds_all:
-        return ""
-    if plan.fits:
-        return f"--engine.max-batch {plan.at_once}"
-    gpu = config.type == "vllm" and plan.device.kind == "cuda"
-    if plan.overdrawn > 0 and gpu:
-        free = plan.device.nbytes - plan.device.taken
-        share = max(0, int(100 * (free - RESERVE) / plan.device.nbytes)) / 100
-        return f"--engine.vllm.gpu-memory-utilization {share:g}"
-    if config.dtype == "float32":
-        return "--engine.dtype bfloat16"
-    block = BLOCK_TOKENS[plan.device.kind]
-    windowed = plan.sequence - plan.token * -(-plan.length // block) * block
-    length = (plan.cache - max(0, windowed)) // max(1, plan.token) // block * block
-    if SHORTEST <= length < plan.length:
-        return f"--engine.max-model-len {length}"
-    return f"--engine.tp {2 * tensor_parallel(config)}" if gpu else ""
-
-
 def refuse_what_cannot_fit(
     config: EngineConfig,
     model_dir: Path,
@@ -453,10 +423,9 @@ def refuse_what_cannot_fit(
     if plan.overdrawn <= 0 and needed <= most:
         logger.warning("memory of %s: %s, by estimates: trying", gib(smallest), plan.verdict)
         return
-    instead = engine_flag(config, plan) or "a smaller model, or more GPUs"
     raise UsageError(
-        f"{model_dir.name} {plan.verdict} on a GPU of {gib(smallest)}: give {instead} "
-        "(`primerl-node doctor` has the whole plan)"
+        f"{model_dir.name} {plan.verdict} on a GPU of {gib(smallest)}: lower engine.max_model_len, raise "
+        "engine.tp, or take a smaller model (`primerl-node doctor` has the whole plan)"
     )
 
 
@@ -585,19 +554,6 @@ def _kept_elements(shape: ModelShape, compiled: bool) -> int:
         width = (routed + 3 * shape.shared_width) // 3
     kept = 4 * hidden + 2 * (queries + keys) + keys + queries + 3 * width
     return kept if compiled else kept + 6 * hidden + 2 * (queries + keys) + width
-
-
-def learner_flag(config: TrainingConfig, plan: LearnerMemory, room: int) -> str:
-    """The one flag that helps most where a learner does not fit into `room` bytes; "" if it fits."""
-    if plan.total <= room:
-        return ""
-    if plan.resident.total < room and config.activation_checkpointing != "full":
-        return "--training.activation-checkpointing full"
-    if plan.resident.total < room and config.head_chunk > 1024:
-        return "--training.head-chunk 1024"
-    if config.lora is None:
-        return "--training.lora.rank 16, or more GPUs: --training.backend fsdp"
-    return "more GPUs: --training.backend fsdp"
 
 
 def plan_trainer(

@@ -4,13 +4,17 @@ The socket belongs to its owner alone (0600, in a 0700 directory); it is never a
 """
 
 import asyncio
+import hashlib
 import inspect
 import json
+import logging
 import math
+import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -376,3 +380,94 @@ def _ask(data_dir: Path, command: str, kind: type[Row]) -> Row | None:
         return msgspec.convert(answer, kind)
     except (NodeError, ValueError):
         return None  # not up yet, gone, too busy to answer, or cut off in the middle of its answer
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunningEntry:
+    """One running node."""
+
+    pid: int
+    data_dir: str
+    """Absolute."""
+    role: str
+    run: str
+    started: float
+    """Unix time."""
+    birth: str = ""
+    """When the kernel says the process began; tells a recycled pid from the same process."""
+
+
+def registry_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where entries are: the user's runtime directory where there is one, else the home."""
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "primerl"
+    return Path.home() / ".primerl" / "running"
+
+
+def register(data_dir: Path, role: str, run: str, *, where: Path | None = None) -> Path:
+    """Write the entry of this process; returns the path to hand to unregister().
+
+    A registry that cannot be written is logged and costs only the convenience.
+    """
+    where = where or registry_directory()
+    data_dir = data_dir.resolve()
+    pid = os.getpid()
+    entry = RunningEntry(pid, str(data_dir), role, run, time.time(), _birth(pid))
+    mark = hashlib.sha256(str(data_dir).encode()).hexdigest()[:8]
+    path = where / f"{pid}-{mark}.json"
+    temporary = path.with_suffix(".tmp")
+    try:
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary.write_text(json.dumps(asdict(entry)) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("this node will not be found without --data-dir: %s", error)
+    return path
+
+
+def unregister(path: Path) -> None:
+    """Remove an entry; a missing one is fine."""
+    path.unlink(missing_ok=True)
+
+
+def running(*, where: Path | None = None) -> list[RunningEntry]:
+    """Every node that runs, the latest started first. Entries of dead processes are removed."""
+    found: list[RunningEntry] = []
+    for path in sorted((where or registry_directory()).glob("*.json")):
+        entry = _read_entry(path)
+        if entry is None or not _alive(entry):
+            path.unlink(missing_ok=True)
+        else:
+            found.append(entry)
+    return sorted(found, key=lambda entry: -entry.started)
+
+
+def _read_entry(path: Path) -> RunningEntry | None:
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return RunningEntry(**fields)
+    except (OSError, ValueError, TypeError):
+        return None  # not ours, half gone, or of a version that wrote other fields
+
+
+def _alive(entry: RunningEntry) -> bool:
+    try:
+        os.kill(entry.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody's: it exists
+    return entry.birth == _birth(entry.pid)
+
+
+def _birth(pid: int) -> str:
+    """Start time of a process in clock ticks since boot, or "" where /proc does not tell."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]

@@ -24,14 +24,11 @@ from ..inference.vllm_arguments import check_release, installed_release
 from ..memory_plan.memory import (
     GIB,
     MIB,
-    UTILIZATION,
     Device,
     EngineMemory,
     LearnerMemory,
     MemoryBreakdown,
-    engine_flag,
     gib,
-    learner_flag,
     plan_engine,
     plan_trainer,
     worker_share,
@@ -41,9 +38,7 @@ from ..models.architectures import untrainable
 from ..p2p import libp2p
 from . import gpus
 from .errors import EngineError, UsageError
-from .gpus import GpuMemory
-from .gpus import HostMemory as Memory
-from .gpus import machine_memory as machine_memory
+from .gpus import GpuMemory, HostMemory, machine_memory
 
 State = Literal["ok", "warning", "problem"]
 
@@ -57,7 +52,7 @@ CLOCK_TOLERANCE_S = 3600.0  # before the installation of this file
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     """The result of one check, and what to do about it."""
 
     name: str
@@ -66,7 +61,9 @@ class Check:
     advice: str = ""
 
 
-def examine(config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0) -> list[Check]:
+def examine(
+    config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0
+) -> list[MachineCheck]:
     """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
     found = gpus.visible_memory(environ)
     home = config.data_dir or Path.home() / ".primerl"
@@ -91,13 +88,13 @@ def examine(config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0) 
 # -- programs --------------------------------------------------------------------------------------
 
 
-def check_python(version: Sequence[int]) -> Check:
+def check_python(version: Sequence[int]) -> MachineCheck:
     """Check the version of this interpreter."""
     text = f"{'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
     if tuple(version[:2]) < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
-        return Check("Python", "problem", text, f"use {wanted} or newer")
-    return Check("Python", "ok", text)
+        return MachineCheck("Python", "problem", text, f"use {wanted} or newer")
+    return MachineCheck("Python", "ok", text)
 
 
 @dataclass(frozen=True)
@@ -119,58 +116,58 @@ def torch_build() -> TorchBuild | None:
     return None
 
 
-def check_torch(build: TorchBuild | None, *, gpus: int, wanted: bool = True) -> Check:
+def check_torch(build: TorchBuild | None, *, gpus: int, wanted: bool = True) -> MachineCheck:
     """Check that torch is installed and can use the GPUs."""
     if build is None:
         advice = "pip install 'primerl-node[run]': a trainer or a worker computes with it"
-        return Check("torch", "problem" if wanted else "warning", "not installed", advice)
+        return MachineCheck("torch", "problem" if wanted else "warning", "not installed", advice)
     text = f"{build.version}, " + (f"CUDA {build.cuda}" if build.cuda else "CPU only")
     if gpus and not build.cuda:
         advice = "install a CUDA build of torch, else the GPUs stay idle"
-        return Check("torch", "problem", text, advice)
-    return Check("torch", "ok", text)
+        return MachineCheck("torch", "problem", text, advice)
+    return MachineCheck("torch", "ok", text)
 
 
-def check_vllm(release: str, *, wanted: bool) -> Check:
+def check_vllm(release: str, *, wanted: bool) -> MachineCheck:
     """Check that vLLM is installed in a supported release."""
     if not release:
         if not wanted:
-            return Check("vLLM", "ok", "not installed, and not asked for")
+            return MachineCheck("vLLM", "ok", "not installed, and not asked for")
         advice = "pip install 'primerl-node[vllm]', or use --engine hf"
-        return Check("vLLM", "problem", "not installed", advice)
+        return MachineCheck("vLLM", "problem", "not installed", advice)
     try:
         check_release(release)
     except EngineError as error:
-        return Check("vLLM", "problem" if wanted else "warning", release, str(error))
-    return Check("vLLM", "ok", release)
+        return MachineCheck("vLLM", "problem" if wanted else "warning", release, str(error))
+    return MachineCheck("vLLM", "ok", release)
 
 
-def check_model(config: Mapping[str, Any], longest: int) -> Check:
+def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:
     """Check that the trainer can train the model of this config.json."""
     text = f"{config.get('model_type', 'no model_type')}, sequences of up to {longest} tokens"
     if reason := untrainable(config, longest):
-        return Check("model", "problem", f"{text}: cannot be trained", reason)
-    return Check("model", "ok", f"{text}: can be trained")
+        return MachineCheck("model", "problem", f"{text}: cannot be trained", reason)
+    return MachineCheck("model", "ok", f"{text}: can be trained")
 
 
-def check_libp2p(installed: bool, *, wanted: bool) -> Check:
+def check_libp2p(installed: bool, *, wanted: bool) -> MachineCheck:
     """Check that libp2p is installed; a node works without it."""
     if installed:
-        return Check("libp2p", "ok", "installed")
+        return MachineCheck("libp2p", "ok", "installed")
     if not wanted:
-        return Check("libp2p", "ok", "not installed, and switched off")
+        return MachineCheck("libp2p", "ok", "not installed, and switched off")
     advice = f"{libp2p.INSTALL}: until then peers are found through the trainer alone"
-    return Check("libp2p", "warning", "not installed", advice)
+    return MachineCheck("libp2p", "warning", "not installed", advice)
 
 
 # -- machine ---------------------------------------------------------------------------------------
 
 
-def check_gpus(found: Sequence[GpuMemory], listed: str | None) -> Iterator[Check]:
+def check_gpus(found: Sequence[GpuMemory], listed: str | None) -> Iterator[MachineCheck]:
     """Check each GPU that this process may use for other users."""
     if not found:
         hidden = f" (CUDA_VISIBLE_DEVICES is {listed!r})" if listed is not None else ""
-        yield Check("GPU", "ok", f"none{hidden}: everything runs on the CPU")
+        yield MachineCheck("GPU", "ok", f"none{hidden}: everything runs on the CPU")
     for gpu in found:
         text = f"{gpu.name}, {gib(gpu.total)}, {gib(gpu.free)} free, driver {gpu.driver}"
         if gpu.free < FREE_GPU_SHARE * gpu.total:
@@ -178,49 +175,53 @@ def check_gpus(found: Sequence[GpuMemory], listed: str | None) -> Iterator[Check
                 "others use it: vLLM starts only if engine.vllm.gpu_memory_utilization is below "
                 f"{int(100 * gpu.free / gpu.total) / 100:g}"
             )
-            yield Check(f"GPU {gpu.number}", "warning", text, advice)
+            yield MachineCheck(f"GPU {gpu.number}", "warning", text, advice)
         else:
-            yield Check(f"GPU {gpu.number}", "ok", text)
+            yield MachineCheck(f"GPU {gpu.number}", "ok", text)
 
 
-def check_cpu(cores: int, load: float) -> Check:
+def check_cpu(cores: int, load: float) -> MachineCheck:
     """Check that the cores are not busy with other programs."""
     text = f"{cores} cores, load {load:.1f}"
     if load > BUSY_LOAD_PER_CORE * cores:
-        return Check("CPU", "warning", text, "others are busy here: what is measured will be slow")
-    return Check("CPU", "ok", text)
+        return MachineCheck(
+            "CPU", "warning", text, "others are busy here: what is measured will be slow"
+        )
+    return MachineCheck("CPU", "ok", text)
 
 
-def check_memory(memory: Memory) -> Check:
+def check_memory(memory: HostMemory) -> MachineCheck:
     """Check the available memory of the machine."""
     text = f"{gib(memory.total)}, {gib(memory.available)} available"
     if memory.available < 2 * GIB:
-        return Check("memory", "warning", text, "close what else runs: a node needs some GiB")
-    return Check("memory", "ok", text)
+        return MachineCheck(
+            "memory", "warning", text, "close what else runs: a node needs some GiB"
+        )
+    return MachineCheck("memory", "ok", text)
 
 
-def check_shared_memory(free: int, needed: int = 0) -> Check:
+def check_shared_memory(free: int, needed: int = 0) -> MachineCheck:
     """Check that /dev/shm has room for twice the weights, which are passed on there."""
     text = f"{gib(free)} free in /dev/shm"
     if free <= max(SHARED_WANTED, 2 * needed):
         wanted = gib(max(SHARED_WANTED, 2 * needed))
         advice = f"weights go through the disk: give a container --shm-size of {wanted} or more"
-        return Check("shared memory", "warning", text, advice)
-    return Check("shared memory", "ok", text)
+        return MachineCheck("shared memory", "warning", text, advice)
+    return MachineCheck("shared memory", "ok", text)
 
 
-def check_disk(home: Path, free: int, needed: int = 0) -> Check:
+def check_disk(home: Path, free: int, needed: int = 0) -> MachineCheck:
     """Check the room for chunks, snapshots and checkpoints at data_dir."""
     text = f"{gib(free)} free at {home}"
     wanted = max(DISK_WANTED, 4 * needed)
     if free < max(DISK_NEEDED, needed):
-        return Check(
+        return MachineCheck(
             "disk", "problem", text, f"make room, {gib(wanted)}, or set --data-dir elsewhere"
         )
     if free < wanted:
         advice = f"a run keeps versions and checkpoints: {gib(wanted)} or more is comfortable"
-        return Check("disk", "warning", text, advice)
-    return Check("disk", "ok", text)
+        return MachineCheck("disk", "warning", text, advice)
+    return MachineCheck("disk", "ok", text)
 
 
 def existing(path: Path) -> Path:
@@ -228,16 +229,16 @@ def existing(path: Path) -> Path:
     return next(one for one in (path, *path.absolute().parents) if one.is_dir())
 
 
-def check_open_files(soft: int) -> Check:
+def check_open_files(soft: int) -> MachineCheck:
     """Check the limit of open files and sockets."""
     text = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
     if soft != resource.RLIM_INFINITY and soft < FILES_WANTED:
         state: State = "problem" if soft < FILES_NEEDED else "warning"
-        return Check("open files", state, text, f"ulimit -n {16 * FILES_WANTED}")
-    return Check("open files", "ok", text)
+        return MachineCheck("open files", state, text, f"ulimit -n {16 * FILES_WANTED}")
+    return MachineCheck("open files", "ok", text)
 
 
-def check_ports(config: NodeConfig) -> Iterator[Check]:
+def check_ports(config: NodeConfig) -> Iterator[MachineCheck]:
     """Check that the configured ports can be bound."""
     network = config.network
     wanted = [("UDP port", socket.SOCK_DGRAM, network.port, "--network.port")]
@@ -249,9 +250,9 @@ def check_ports(config: NodeConfig) -> Iterator[Check]:
         text = f"{network.host}:{port or 'any'}"
         if fault := bind_fault(network.host, port, kind):
             advice = f"a node may run already; else choose another {flag}, or --network.host"
-            yield Check(name, "problem", f"{text}: {fault}", advice)
+            yield MachineCheck(name, "problem", f"{text}: {fault}", advice)
         else:
-            yield Check(name, "ok", f"{text} can be bound")
+            yield MachineCheck(name, "ok", f"{text} can be bound")
 
 
 def bind_fault(host: str, port: int, kind: socket.SocketKind) -> str:
@@ -267,13 +268,13 @@ def bind_fault(host: str, port: int, kind: socket.SocketKind) -> str:
     return ""
 
 
-def check_clock(now: float, installed: float) -> Check:
+def check_clock(now: float, installed: float) -> MachineCheck:
     """Check the clock: with hours of error, tickets and leases are refused."""
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < installed - CLOCK_TOLERANCE_S:
         advice = "it is earlier than this program was installed: set it, or switch NTP on"
-        return Check("clock", "problem", text, advice)
-    return Check("clock", "ok", text)
+        return MachineCheck("clock", "problem", text, advice)
+    return MachineCheck("clock", "ok", text)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -286,17 +287,13 @@ class RunMemory:
     engine: EngineConfig
     """With a number in place of tp = "auto"."""
     worker: EngineMemory
-    worker_flag: str
-    """The flag that helps where the worker does not fit, or ""."""
     learner: LearnerMemory
     beside: MemoryBreakdown
-    """Of the trainer, on its first device, beside the learner."""
+    """Other memory of the trainer, on its first device."""
     room: int
     """Bytes that the learner may take."""
-    learner_flag: str
     share: float | None
     """gpu_memory_utilization that the trainer leaves to a worker on its GPU; 0.0: nothing."""
-    notes: tuple[str, ...]
 
 
 def plan_run(
@@ -306,7 +303,7 @@ def plan_run(
 
     Raises UsageError for an engine that these GPUs cannot have.
     """
-    gpu, proof = device.kind == "cuda", config.verification.fingerprint
+    gpu = device.kind == "cuda"
     tp = config.engine.tp
     if not isinstance(tp, int):
         tp = max(1, gpus // (config.engine.dp * config.engine.pp)) if gpu else 1
@@ -317,40 +314,12 @@ def plan_run(
     engine = config.engine.model_copy(update={"tp": tp})
     learner, beside = plan_trainer(config, shape, gpu=gpu)
     taken = device.taken + (learner.total + beside.total if shared else 0)
-    worker = plan_engine(
-        engine, shape, Device(device.kind, device.nbytes, taken), fingerprint=proof
-    )
-    room = device.nbytes - device.taken - beside.total
+    left = Device(device.kind, device.nbytes, taken)
     return RunMemory(
         engine=engine,
-        worker=worker,
-        worker_flag=engine_flag(engine, worker),
+        worker=plan_engine(engine, shape, left, fingerprint=config.verification.fingerprint),
         learner=learner,
         beside=beside,
-        room=room,
-        learner_flag=learner_flag(config.training, learner, room),
+        room=device.nbytes - device.taken - beside.total,
         share=worker_share(config, shape, device.nbytes) if shared and gpu else None,
-        notes=tuple(_notes(engine, shape, worker, gpus)),
     )
-
-
-def _notes(
-    engine: EngineConfig, shape: ModelShape, worker: EngineMemory, gpus: int
-) -> Iterator[str]:
-    if worker.device.kind == "cuda":
-        if engine.type == "hf":
-            yield "this is the embedded engine: on a GPU --engine vllm is many times as fast"
-        wanted = int(engine.tp) * engine.pp * engine.dp
-        if wanted > gpus:
-            yield f"tp x pp x dp is {wanted}, and here are {gpus} GPUs: this needs more"
-    if shape.longest and engine.max_model_len > shape.longest:
-        yield (
-            f"engine.max_model_len {engine.max_model_len} is beyond the model's own "
-            f"{shape.longest} positions"
-        )
-    chosen = worker.utilization
-    if "gpu_memory_utilization" not in engine.vllm and chosen not in (None, UTILIZATION):
-        share = f"--engine.vllm.gpu-memory-utilization {chosen:g}"
-        yield f"vLLM's own share and what is beside it are more than this GPU has left: it needs {share}"
-    if worker.tight and worker.fits:
-        yield "updates find no room beside the engine, and are loaded whole (a longer pause)"

@@ -1,11 +1,18 @@
 """Metrics: one JSON object per step in `metrics.jsonl`, always written; and seconds by phase."""
 
+import asyncio
 import json
+import logging
 import math
+import sys
+import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from .errors import file_error
@@ -80,3 +87,99 @@ class PhaseClock:
     def add(self, name: str, seconds: float) -> None:
         """Count seconds measured elsewhere."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 0.1
+WINDOW = 100
+LOOK_S = 0.5
+STILL_S = 2.0
+"""So late the loop is said to stand still."""
+FRAMES, OTHERS = 4, 8
+"""Of the loop's stack, innermost last; and of how many other threads the innermost call is told."""
+
+
+class EventLoopMonitor:
+    """Measures the loop that it runs on."""
+
+    def __init__(self) -> None:
+        self._late: deque[float] = deque(maxlen=WINDOW)
+        self._beat = 0.0
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        self._beat = time.monotonic()
+        over = threading.Event()
+        # a daemon thread: what blocks the loop may block its end too
+        onlooker = threading.Thread(
+            target=self._look_on, args=(threading.get_ident(), over), daemon=True, name="onlooker"
+        )
+        onlooker.start()
+        try:
+            while True:
+                due = time.monotonic() + EVERY_S
+                await asyncio.sleep(EVERY_S)
+                self._beat = time.monotonic()
+                self._late.append(max(0.0, self._beat - due))
+        finally:
+            over.set()
+
+    def read(self) -> dict[str, float]:
+        """mean, p90 and max in seconds; empty before the first look."""
+        late = sorted(self._late)
+        if not late:
+            return {}
+        return {
+            "mean": round(sum(late) / len(late), 5),
+            "p90": round(late[int(0.9 * (len(late) - 1))], 5),
+            "max": round(late[-1], 5),
+        }
+
+    def _look_on(self, loop_thread: int, over: threading.Event) -> None:
+        still = StallDetector(time.monotonic())
+        while not over.wait(LOOK_S):
+            if words := still.look(time.monotonic(), self._beat):
+                frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+                logger.warning("%s: %s", words, scene(frames, loop_thread))
+
+
+class StallDetector:
+    """Says once of each standstill that there is one, and once how long it was. Time is an argument."""
+
+    def __init__(self, now: float) -> None:
+        self._looked = now
+        self._since = 0.0
+        """Beat of the loop before the standstill that was told of; 0 for none."""
+
+    def look(self, now: float, beat: float) -> str:
+        """What is to be said at `now` of a loop that moved last at `beat`; "" if nothing."""
+        slept, self._looked = now - self._looked, now
+        if self._since and beat > self._since:
+            stood, self._since = beat - self._since, 0.0
+            return f"the event loop goes on, it stood still for {stood:.1f} s"
+        if slept > LOOK_S + STILL_S:
+            return f"no thread of Python ran for {slept - LOOK_S:.1f} s, nor did the event loop"
+        if not self._since and now - beat > STILL_S:
+            self._since = beat
+            return f"the event loop stands still for {now - beat:.1f} s"
+        return ""
+
+
+def scene(frames: Mapping[int, FrameType], loop_thread: int) -> str:
+    """What the loop's thread is at, and beside it the others but for the one that asks."""
+    others = [
+        where(frame, 1)
+        for thread, frame in frames.items()
+        if thread not in (loop_thread, threading.get_ident())
+    ]
+    beside = f"; beside it {', '.join(others[:OTHERS])}" if others else ""
+    return f"{where(frames.get(loop_thread), FRAMES)}{beside}"
+
+
+def where(frame: FrameType | None, calls: int) -> str:
+    """The innermost calls of a thread, in one line."""
+    if frame is None:
+        return "its thread has ended"
+    found = traceback.extract_stack(frame)[-calls:]
+    return " > ".join(f"{one.filename.rpartition('/')[2]}:{one.lineno} {one.name}" for one in found)

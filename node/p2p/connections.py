@@ -148,7 +148,27 @@ BLAMELESS = frozenset(
         Reason.RUN_ENDED,
     }
 )
-"""What we cannot give is not the fault of who asked."""
+"""Refusals that are not the fault of the peer that asked."""
+
+
+async def answer_stream(handler: Handler, peers: PeerTable, peer: bytes, stream: Stream) -> None:
+    """Have `handler` answer a stream; refuse or abort it, and blame the peer if need be, if that raises."""
+    try:
+        await handler(peer, stream)
+    except RemoteProtocolError as error:
+        if error.reason in BLAMELESS:
+            logger.debug("no for %s: %s", short(peer), error)
+        else:
+            peers.blame(peer, error.reason)
+            logger.info("refused %s: %s", short(peer), error)
+        await refuse(stream, error.reason, error.detail)
+    except (TransportError, TimeoutError) as error:
+        logger.debug("stream of %s broke: %s", short(peer), error)
+        await stream.abort()
+    except Exception:
+        # One request of one stranger must not end the node, whatever our bug is.
+        logger.exception("bug while answering %s", short(peer))
+        await refuse(stream, Reason.BUSY, "internal error")
 
 
 async def no_pipelines(peer: bytes, stream: Stream) -> None:
@@ -311,7 +331,7 @@ class Router:
     def _first_out(
         self, nodes: list[bytes], mine: OpenConnection, *, same: bool = False
     ) -> bytes | None:
-        """The peer that goes first: of the largest crowd, then whoever asked for nothing for longest.
+        """The peer to evict: of the largest crowd, and of these the one idle for longest.
 
         Of the `same` tier as the one that comes only one that is idle, or of a larger crowd than its own.
         """
@@ -363,21 +383,7 @@ class Router:
             return
         self._streams[peer] += 1
         try:
-            await self._handlers[connection.alpn](peer, stream)
-        except RemoteProtocolError as error:
-            if error.reason in BLAMELESS:
-                logger.debug("no for %s: %s", short(peer), error)
-            else:
-                self._peers.blame(peer, error.reason)
-                logger.info("refused %s: %s", short(peer), error)
-            await refuse(stream, error.reason, error.detail)
-        except (TransportError, TimeoutError) as error:
-            logger.debug("stream of %s broke: %s", short(peer), error)
-            await stream.abort()
-        except Exception:
-            # One request of one stranger must not end the node, whatever our bug is.
-            logger.exception("bug while answering %s", short(peer))
-            await refuse(stream, Reason.BUSY, "internal error")
+            await answer_stream(self._handlers[connection.alpn], self._peers, peer, stream)
         finally:
             self._streams[peer] -= 1
             if not self._streams[peer]:

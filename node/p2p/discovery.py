@@ -61,9 +61,9 @@ class StreamCarrier(Protocol):
         ...
 
     def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
-        """(NodeId, stream) of whoever wants to converse with us; ends with close().
+        """Iterate over (NodeId, stream) of peers that converse with us; ends with close().
 
-        Without anybody who iterates they are turned away. Whoever takes a stream aborts it in the end.
+        Streams are refused while nothing iterates. The reader aborts every stream in the end.
         """
         ...
 

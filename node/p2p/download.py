@@ -1,7 +1,12 @@
-"""Fetches chunks into the store: from many neighbours at once, and as little as possible from the origin.
+"""Fetch chunks into the store: from many neighbours at once, and as little as possible from the origin.
 
-Every chunk is verified before it is stored, and only what is stored is used or served on. A fetch that was
-killed goes on where it was: what is in the store is never fetched again.
+Every chunk is verified before it is stored, and only stored chunks are used or served on. A fetch that was
+killed continues: chunks in the store are never fetched again.
+
+    BlobFetcher       the fetching half of a node; fetch() runs one Fetch
+    Fetch             one artifact: its DownloadState, and the downloads under way
+    NeighbourFetch    one neighbour in one fetch: watch which chunks it holds, download them
+    OriginFetch       the origin and the seeds in one fetch: for chunks that no neighbour holds
 """
 
 import asyncio
@@ -9,37 +14,154 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from ...crypto.hashing import short
+from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ChunkRef
 from ...protocol.messages import MAX_WATCHED
-from ..ops.errors import NetworkError
+from ..ops.errors import NetworkError, StorageError
 from ..storage.chunk_store import Store
-from .arrivals import ChunkArrivals
+from .chunk_client import ChunkClient, ChunkSource, PeerPaths
 from .connections import ConnectionPool
-from .download_state import (
-    DEPTH,
-    DEPTH_MAX,
-    SILENT_S,
-    ChunkDownload,
-    ChunkSource,
-    Downloads,
-    DownloadState,
-    Fetch,
-    FetchServices,
-    PeerPaths,
-    PeerScores,
-    gone_from_origin,
-    other_way_s,
-)
-from .peers import PeerTable
+from .download_state import SILENT_S, ChunkDownload, DownloadState
+from .peers import PeerScores, PeerTable
 from .rpc import Refused
-from .serve import WATCHES_PER_PEER
+from .serve import WATCHES_PER_PEER, ChunkArrivals
 from .transport import TransportError
+from .waiting import Notifier
 
 logger = logging.getLogger(__name__)
+
+MAX_SENDING = 16
+"""Chunks whose bytes are coming: what bounds the memory of a fetch."""
+DEPTH, DEPTH_MAX = 2, 4
+"""Requests in flight at one source, and at most where there are few sources."""
+TICK_S = 0.25
+"""Between two looks for late chunks, without news."""
+
+OTHER_WAY_S = 10.0
+MIN_RATE = 64 * 1024
+"""Bytes per second below which a seed, or a peer over another path, is given up."""
+
+
+class Fetch:
+    """One artifact on its way into the store."""
+
+    def __init__(
+        self,
+        fetcher: "BlobFetcher",
+        missing: dict[bytes, ChunkRef],
+        origin: bytes,
+        neighbours: set[bytes],
+    ) -> None:
+        """`neighbours`: those that may still give something; they leave the set when they are dropped."""
+        self.fetcher = fetcher
+        self.state = DownloadState(missing, fetcher.chance)
+        self.origin = origin
+        self.neighbours = neighbours
+        self.error: Exception | None = None
+        self.progressed = time.monotonic()
+        """When a chunk arrived, or a neighbour got one that we miss."""
+        self.over = asyncio.Event()
+        self.news = Notifier()
+
+    def fail(self, error: Exception) -> None:
+        """End the fetch with an error; the first one counts."""
+        self.error = self.error or error
+        self.over.set()
+
+    def progress(self) -> None:
+        """Note that the fetch advances, and wake all its loops."""
+        self.progressed = time.monotonic()
+        self.news.fire()
+
+    async def wait_news(self, timeout: float = TICK_S) -> None:
+        """Wait until something changes, or for `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self.news.wait()
+        except TimeoutError:
+            pass  # the caller looks again either way
+
+    def depth(self) -> int:
+        """Requests in flight at one source: more where there are few sources."""
+        return max(DEPTH, min(DEPTH_MAX, 8 // (len(self.neighbours) + 1)))
+
+    def full(self) -> bool:
+        """Whether no further download may begin."""
+        return self.state.sending >= MAX_SENDING
+
+    def download(
+        self, source: bytes, chunk: ChunkRef | None, *, sending: bool = False
+    ) -> ChunkDownload:
+        """Begin a download; without a chunk until the source has chosen one.
+
+        `sending`: the source has no queue, its bytes count as coming at once.
+        """
+        now = time.monotonic()
+        download = ChunkDownload(source, now, now, sending=sending)
+        if chunk is not None:
+            self.state.begin(chunk, download)
+        return download
+
+    async def attempt(
+        self, download: ChunkDownload, get: Callable[[], Awaitable[bytes | None]]
+    ) -> bool:
+        """Run one download to its end; returns whether it brought its chunk.
+
+        Raises what `get` raises, and RemoteProtocolError(WRONG_DIGEST).
+        """
+        won = False
+        try:
+            async with asyncio.timeout(None) as download.leash:
+                data = await get()
+            download.leash = None
+            if data is not None and download.chunk is not None:
+                won = await self._keep(download, download.chunk, data)
+        except TimeoutError:
+            if download.leash is None or not download.leash.expired():
+                raise
+        finally:
+            download.leash = None
+            self.state.end(download)
+            if not won:
+                self.fetcher.wasted[download.source] += download.received
+            self.news.fire()
+        return won
+
+    async def _keep(self, download: ChunkDownload, chunk: ChunkRef, data: bytes) -> bool:
+        """Verify and store a chunk, and end the other downloads of it; False if it was here already."""
+        download.received = len(data)
+        try:
+            await asyncio.to_thread(_store_verified, self.fetcher.store, chunk, data)
+        except StorageError as error:
+            self.fail(error)
+            return False
+        losers = self.state.arrived(chunk, time.monotonic() - download.begun)
+        if losers is None:
+            return False
+        for loser in losers:
+            if loser is not download:
+                loser.stop()
+        self.fetcher.arrivals.arrived(chunk.digest)
+        self.fetcher.fetched[download.source] += chunk.size
+        self.progress()
+        if not self.state.missing:
+            self.over.set()
+        return True
+
+
+def _store_verified(store: Store, chunk: ChunkRef, data: bytes) -> None:
+    if len(data) != chunk.size or digest(data) != chunk.digest:
+        raise RemoteProtocolError(Reason.WRONG_DIGEST, f"chunk {short(chunk.digest)}")
+    store.put(data)
+
+
+def _other_way_s(chunk: ChunkRef) -> float:
+    """Seconds that a chunk may take from a seed, or over another path."""
+    return OTHER_WAY_S + chunk.size / MIN_RATE
+
 
 FAILURES = 2
 """In a row, after which a neighbour is left out of this fetch."""
@@ -50,14 +172,14 @@ BLIND_S = 1.0
 
 
 class NeighbourFetch:
-    """One neighbour in one fetch."""
+    """Watch which chunks a neighbour holds, and download those that are missing."""
 
-    def __init__(self, job: Fetch, peer: bytes) -> None:
+    def __init__(self, fetch: Fetch, peer: bytes) -> None:
         self.peer = peer
         self.looked = asyncio.Event()
-        """Set once it said what it holds, or cannot."""
-        self._job = job
-        self._tools = job.tools
+        """Set once it has listed its chunks, or cannot."""
+        self._fetch = fetch
+        self._fetcher = fetch.fetcher
         self._proven = False
         self._detoured = False
         self._failures = 0
@@ -65,27 +187,29 @@ class NeighbourFetch:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Follow it until it is of no more use."""
-        names = tuple(self._job.board.missing)
+        """Work with it until it is dropped or the fetch is over."""
+        names = tuple(self._fetch.state.missing)
         windows = [names[at : at + MAX_WATCHED] for at in range(0, len(names), MAX_WATCHED)]
         try:
             async with asyncio.TaskGroup() as tasks:
-                if self._tools.paths and self._tools.standing.detoured(self.peer, time.monotonic()):
+                if self._fetcher.paths and self._fetcher.scores.detoured(
+                    self.peer, time.monotonic()
+                ):
                     self._detoured = True
                     self.looked.set()
-                    self._tasks.append(tasks.create_task(self._pull_blindly()))
+                    self._tasks.append(tasks.create_task(self._download_blindly()))
                     return
                 for window in windows:
                     self._tasks.append(tasks.create_task(self._watch(window)))
                 for number in range(DEPTH_MAX):
-                    self._tasks.append(tasks.create_task(self._pull(number)))
+                    self._tasks.append(tasks.create_task(self._download(number)))
         finally:
-            self._job.board.withdraw(self.peer)
-            self._job.neighbours.discard(self.peer)
+            self._fetch.state.withdraw(self.peer)
+            self._fetch.neighbours.discard(self.peer)
             self.looked.set()
-            self._job.told()
+            self._fetch.news.fire()
 
-    # -- what it holds ---------------------------------------------------------------------------
+    # -- which chunks it holds -------------------------------------------------------------------
 
     async def _watch(self, names: Sequence[bytes]) -> None:
         failures = 0
@@ -93,18 +217,22 @@ class NeighbourFetch:
             try:
                 await self._listen(names)
                 failures = 0
-                if all(name not in self._job.board.missing or self._claims(name) for name in names):
+                if all(
+                    name not in self._fetch.state.missing
+                    or self._fetch.state.claims(self.peer, name)
+                    for name in names
+                ):
                     return
             except Refused as refusal:
                 if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
-                    self._tools.peers.failed(self.peer)
+                    self._fetcher.peers.failed(self.peer)
                     return self._drop(f"it tells us of no chunks: {refusal}")
                 failures += 1
             except RemoteProtocolError as error:
-                self._tools.peers.blame(self.peer, error.reason)
+                self._fetcher.peers.blame(self.peer, error.reason)
                 return self._drop(f"bad news: {error}")
             except TransportError as error:
-                self._tools.peers.failed(self.peer)
+                self._fetcher.peers.failed(self.peer)
                 failures += 1
                 logger.debug("no news from %s: %s", short(self.peer), error)
             self._looked()
@@ -113,46 +241,43 @@ class NeighbourFetch:
         self._drop("no news")
 
     async def _listen(self, names: Sequence[bytes]) -> None:
-        async for held in self._tools.downloads.watch(self.peer, names):
-            self._tools.standing.spoke(self.peer)
-            if self._job.board.claim(self.peer, held):
-                self._job.progress()
+        async for held in self._fetcher.client.watch(self.peer, names):
+            self._fetcher.scores.spoke(self.peer)
+            if self._fetch.state.claim(self.peer, held):
+                self._fetch.progress()
             self._looked()
 
     def _looked(self) -> None:
         self.looked.set()
-        self._job.told()
+        self._fetch.news.fire()
 
-    def _claims(self, name: bytes) -> bool:
-        return self._job.board.claims(self.peer, name)
+    # -- downloading them ------------------------------------------------------------------------
 
-    # -- fetching it -----------------------------------------------------------------------------
-
-    async def _pull(self, number: int) -> None:
+    async def _download(self, number: int) -> None:
         while not self._gone:
             chunk = self._choose(number)
             if chunk is None:
-                await self._job.wait_news()
+                await self._fetch.wait_news()
             else:
-                await self._fetch(chunk)
+                await self._get(chunk)
 
     def _choose(self, number: int) -> ChunkRef | None:
-        allowed = self._job.depth() if self._proven else 1
-        if number >= allowed or self._job.full():
+        allowed = self._fetch.depth() if self._proven else 1
+        if number >= allowed or self._fetch.full():
             return None
-        board = self._job.board
-        return board.next_of(self.peer) or board.late_of(self.peer, time.monotonic())
+        state = self._fetch.state
+        return state.next_of(self.peer) or state.late_of(self.peer, time.monotonic())
 
-    async def _fetch(self, chunk: ChunkRef) -> None:
-        pull = self._job.pull(self.peer, chunk)
+    async def _get(self, chunk: ChunkRef) -> None:
+        download = self._fetch.download(self.peer, chunk)
 
         def start() -> bool:
-            pull.begun = time.monotonic()
-            return self._job.board.starts(pull, pull.begun)
+            download.begun = time.monotonic()
+            return self._fetch.state.starts(download, download.begun)
 
         try:
-            won = await self._job.attempt(
-                pull, lambda: self._tools.downloads.one(chunk, pull, start=start)
+            won = await self._fetch.attempt(
+                download, lambda: self._fetcher.client.one(chunk, download, start=start)
             )
         except Refused as refusal:
             await self._refused(refusal)
@@ -164,13 +289,13 @@ class NeighbourFetch:
             now = time.monotonic()
             if won:
                 self._proven, self._failures = True, 0
-                self._tools.peers.served(self.peer, chunk.size, now - pull.begun)
-            elif pull.sending and now - pull.touched > SILENT_S:
+                self._fetcher.peers.served(self.peer, chunk.size, now - download.begun)
+            elif download.sending and now - download.touched > SILENT_S:
                 self._fell_silent()
 
     def _fell_silent(self) -> None:
-        """It began to send and stopped: others were asked, and gave it."""
-        self._tools.peers.failed(self.peer)
+        """Note that it stopped in the middle of a chunk, which another source gave."""
+        self._fetcher.peers.failed(self.peer)
         self._failures += 1
         if not self._proven or self._failures >= FAILURES:
             self._drop("it stopped in the middle")
@@ -181,12 +306,12 @@ class NeighbourFetch:
         elif refusal.reason in (Reason.BUSY, Reason.RATE_LIMITED, Reason.NOT_YET):
             await asyncio.sleep(BUSY_S)
         else:
-            self._tools.peers.failed(self.peer)
+            self._fetcher.peers.failed(self.peer)
             self._drop(str(refusal))
 
     async def _failed(self, error: TransportError) -> None:
         logger.info("no chunk from %s: %s", short(self.peer), error)
-        self._tools.peers.failed(self.peer)
+        self._fetcher.peers.failed(self.peer)
         self._failures += 1
         if self._failures >= FAILURES:
             self._path_failed()
@@ -194,19 +319,19 @@ class NeighbourFetch:
         await asyncio.sleep(BUSY_S)
 
     def _path_failed(self) -> None:
-        """From the next fetch on, for a while, it is asked another way."""
-        if self._tools.paths is not None:
+        """Have the next fetches, for a while, ask it over the other path."""
+        if self._fetcher.paths is not None:
             now = time.monotonic()
-            self._tools.standing.path_failed(self.peer, now, detour=self._detoured)
+            self._fetcher.scores.path_failed(self.peer, now, detour=self._detoured)
 
     def _lied(self, reason: Reason, why: str) -> None:
         logger.warning("%s is left out: %s", short(self.peer), why)
-        self._tools.peers.blame(self.peer, reason)
-        self._tools.standing.lied(self.peer, time.monotonic())
+        self._fetcher.peers.blame(self.peer, reason)
+        self._fetcher.scores.lied(self.peer, time.monotonic())
         self._drop(why)
 
     def _drop(self, why: str) -> None:
-        """No more of this neighbour in this fetch."""
+        """Leave this neighbour out of the rest of the fetch."""
         if self._gone:
             return
         logger.debug("done with %s: %s", short(self.peer), why)
@@ -216,25 +341,25 @@ class NeighbourFetch:
             if task is not current:
                 task.cancel()
 
-    # -- by another way --------------------------------------------------------------------------
+    # -- over the other path ---------------------------------------------------------------------
 
-    async def _pull_blindly(self) -> None:
-        """Over another path, which carries chunks but no news: ask for what nobody else has."""
+    async def _download_blindly(self) -> None:
+        """Ask over the other path, which carries chunks but no news, for chunks that no other source holds."""
         while not self._gone:
-            free = self._job.board.unheld(self.peer, time.monotonic())
-            if not free or self._job.full():
-                await self._job.wait_news()
+            free = self._fetch.state.unheld(self.peer, time.monotonic())
+            if not free or self._fetch.full():
+                await self._fetch.wait_news()
                 continue
-            await self._fetch_by_path(self._job.board.chance.choice(free))
+            await self._get_by_path(self._fetch.state.chance.choice(free))
 
-    async def _fetch_by_path(self, chunk: ChunkRef) -> None:
-        paths = self._tools.paths
+    async def _get_by_path(self, chunk: ChunkRef) -> None:
+        paths = self._fetcher.paths
         assert paths is not None
-        pull = self._job.pull(self.peer, chunk, sending=True)
-        deadline = other_way_s(chunk)
+        download = self._fetch.download(self.peer, chunk, sending=True)
+        deadline = _other_way_s(chunk)
         try:
-            won = await self._job.attempt(
-                pull, lambda: paths.get(self.peer, chunk, deadline=deadline)
+            won = await self._fetch.attempt(
+                download, lambda: paths.get(self.peer, chunk, deadline=deadline)
             )
         except Refused:
             await asyncio.sleep(BLIND_S)  # it claimed nothing
@@ -244,61 +369,61 @@ class NeighbourFetch:
             await self._failed(error)
         else:
             if won:
-                self._tools.peers.seen(self.peer)
+                self._fetcher.peers.seen(self.peer)
 
 
 PATIENCE_S = 10.0
-"""Without any progress for this long the origin is asked to send whatever it sent to others."""
+"""Without any progress for this long the origin is asked for chunks that it has sent to others, too."""
 OFFERED = 512
-"""Chunks that one question to the origin names: a sample of what is missing, so that questions stay small."""
+"""Chunks that one request to the origin names: a sample of those missing, so that requests stay small."""
 REST_FIRST_S = 0.1
 REST_MAX_S = 1.0
 LOOK_S_PER_CHUNK = 1e-5
 GIVE_UP_S = 6.0
-"""An origin that fails for so long, while nothing comes from others, ends the fetch."""
+"""An origin that fails for this long, while nothing comes from others, ends the fetch."""
 STUCK_S = 120.0
 
 
 class OriginFetch:
-    """The origin in one fetch; loops number 0 to n - 1 share it."""
+    """Ask the origin and the seeds for chunks that no neighbour holds; several loops share one."""
 
-    def __init__(self, job: Fetch) -> None:
-        self._job = job
-        self._tools = job.tools
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._fetcher = fetch.fetcher
         self._asked = 0
-        """Questions that were not answered yet."""
+        """Requests without an answer yet."""
         self._rest = REST_FIRST_S
         self._resting_until = 0.0
         self._failing_since: float | None = None
-        self._absent: dict[str, set[bytes]] = {seed.name: set() for seed in job.tools.seeds}
+        self._absent: dict[str, set[bytes]] = {seed.name: set() for seed in fetch.fetcher.seeds}
 
     async def run(self, number: int) -> None:
-        """Ask the origin whenever there is something to ask for."""
+        """Loop `number`: ask the origin whenever there is something to ask for."""
         while True:
             now = time.monotonic()
             self._give_up(now)
             if now < self._resting_until:
                 await asyncio.sleep(self._resting_until - now)
-            elif number >= self._job.depth() or self._job.full():
-                await self._job.wait_news()
+            elif number >= self._fetch.depth() or self._fetch.full():
+                await self._fetch.wait_news()
             elif len(wanted := self._wanted(now)) <= self._asked:
                 await self._look_later()
             else:
                 await self._ask(wanted)
 
     async def _look_later(self) -> None:
-        """Looking takes time in proportion to what is missing: not at every piece of news."""
-        await asyncio.sleep(LOOK_S_PER_CHUNK * len(self._job.board.missing))
-        await self._job.wait_news()
+        """Wait for news, but at least in proportion to the missing chunks that the next look goes through."""
+        await asyncio.sleep(LOOK_S_PER_CHUNK * len(self._fetch.state.missing))
+        await self._fetch.wait_news()
 
     # -- the origin ------------------------------------------------------------------------------
 
     def _wanted(self, now: float) -> list[ChunkRef]:
-        board, origin = self._job.board, self._job.origin
+        state, origin = self._fetch.state, self._fetch.origin
         if self._impatient(now):
-            return board.untouched(origin, now)
-        unheld = board.unheld(origin, now)
-        awake = [one for one in self._tools.seeds if self._awake(one, now)]
+            return state.untouched(origin, now)
+        unheld = state.unheld(origin, now)
+        awake = [one for one in self._fetcher.seeds if self._awake(one, now)]
         if not awake:
             return unheld
         return [
@@ -308,78 +433,84 @@ class OriginFetch:
         ]
 
     def _impatient(self, now: float) -> bool:
-        return now - self._job.progressed > PATIENCE_S
+        return now - self._fetch.progressed > PATIENCE_S
 
     async def _ask(self, wanted: list[ChunkRef]) -> None:
         now = time.monotonic()
-        urgent = not self._job.neighbours or self._impatient(now)
-        chance = self._job.board.chance
+        urgent = not self._fetch.neighbours or self._impatient(now)
+        chance = self._fetch.state.chance
         offered = chance.sample(wanted, OFFERED) if len(wanted) > OFFERED else wanted
-        pull = self._job.pull(self._job.origin, None)
+        download = self._fetch.download(self._fetch.origin, None)
         self._asked += 1
-        paths, standing = self._tools.paths, self._tools.standing
-        around = paths if standing.detoured(pull.source, now) else None
+        paths, scores = self._fetcher.paths, self._fetcher.scores
+        around = paths if scores.detoured(download.source, now) else None
         try:
-            won = await self._job.attempt(pull, lambda: self._get(offered, pull, urgent, around))
+            won = await self._fetch.attempt(
+                download, lambda: self._get(offered, download, urgent, around)
+            )
         except Refused as refusal:
             self._refused(refusal, offered)
         except RemoteProtocolError as error:
-            logger.warning("bad chunk from %s: %s", short(pull.source), error)
-            self._tools.peers.blame(pull.source, error.reason)
+            logger.warning("bad chunk from %s: %s", short(download.source), error)
+            self._fetcher.peers.blame(download.source, error.reason)
             self._failed()
         except TransportError as error:
-            logger.info("no chunk from %s: %s", short(pull.source), error)
-            self._tools.peers.failed(pull.source)
+            logger.info("no chunk from %s: %s", short(download.source), error)
+            self._fetcher.peers.failed(download.source)
             if paths is not None:
-                standing.path_failed(pull.source, time.monotonic(), detour=around is not None)
+                scores.path_failed(download.source, time.monotonic(), detour=around is not None)
             self._failed()
         else:
-            if won and pull.chunk is not None:
-                self._served(pull, pull.chunk)
+            if won and download.chunk is not None:
+                self._served(download, download.chunk)
         finally:
-            if pull.chunk is None:
+            if download.chunk is None:
                 self._asked -= 1
 
     async def _get(
         self,
         offered: Sequence[ChunkRef],
-        pull: ChunkDownload,
+        download: ChunkDownload,
         urgent: bool,
         around: PeerPaths | None,
     ) -> bytes | None:
         if around is not None:
-            chunk = self._job.board.chance.choice(offered)
-            self._take(chunk, pull)
-            return await around.get(pull.source, chunk, deadline=other_way_s(chunk))
-        return await self._tools.downloads.any(
-            offered, pull, urgent=urgent, take=lambda chunk: self._take(chunk, pull)
+            chunk = self._fetch.state.chance.choice(offered)
+            self._take(chunk, download)
+            return await around.get(download.source, chunk, deadline=_other_way_s(chunk))
+        return await self._fetcher.client.any(
+            offered, download, urgent=urgent, take=lambda chunk: self._take(chunk, download)
         )
 
-    def _take(self, chunk: ChunkRef, pull: ChunkDownload) -> bool:
-        """The origin chose; whether we still want it."""
+    def _take(self, chunk: ChunkRef, download: ChunkDownload) -> bool:
+        """Begin with the chunk that the origin chose, if it is still wanted; returns whether it is."""
         now = time.monotonic()
-        wanted = self._job.board.wants(chunk.digest, pull.source, now)
+        wanted = self._fetch.state.wants(chunk.digest, download.source, now)
         if wanted:
-            pull.begun = now
+            download.begun = now
             self._asked -= 1
-            self._job.board.begin(chunk, pull)
-            self._job.board.starts(pull, now)
-        self._job.told()
+            self._fetch.state.begin(chunk, download)
+            self._fetch.state.starts(download, now)
+        self._fetch.news.fire()
         return wanted
 
-    def _served(self, pull: ChunkDownload, chunk: ChunkRef) -> None:
+    def _served(self, download: ChunkDownload, chunk: ChunkRef) -> None:
         self._rest = REST_FIRST_S
         self._failing_since = None
-        self._tools.peers.served(pull.source, chunk.size, time.monotonic() - pull.begun)
+        self._fetcher.peers.served(download.source, chunk.size, time.monotonic() - download.begun)
 
     def _refused(self, refusal: Refused, offered: Sequence[ChunkRef]) -> None:
         if refusal.reason == Reason.NOT_FOUND:
-            self._job.fail(gone_from_origin(offered))
+            # The origin will not get them back: the caller plans again, for a newer version.
+            names = ", ".join(short(chunk.digest) for chunk in offered[:3])
+            self._fetch.fail(
+                NetworkError(f"no longer kept by anybody: {len(offered)} chunk(s), {names}")
+            )
         elif refusal.reason in (Reason.NOT_YET, Reason.BUSY, Reason.RATE_LIMITED):
             self._failing_since = None
             self._pause()
         else:
-            logger.info("%s refuses: %s", short(self._job.origin), refusal)
+            logger.info("%s refuses: %s", short(self._fetch.origin), refusal)
             self._failed()
 
     def _failed(self) -> None:
@@ -392,69 +523,71 @@ class OriginFetch:
         self._rest = min(2 * self._rest, REST_MAX_S)
 
     def _give_up(self, now: float) -> None:
-        quiet = now - self._job.progressed
+        quiet = now - self._fetch.progressed
         failing = self._failing_since is not None and now - self._failing_since > GIVE_UP_S
-        stuck = min(quiet, now - self._job.board.touched) > STUCK_S
+        stuck = min(quiet, now - self._fetch.state.touched) > STUCK_S
         if stuck or (failing and quiet > GIVE_UP_S):
-            left = len(self._job.board.missing)
-            self._job.fail(NetworkError(f"{left} chunk(s) could not be fetched from anybody"))
+            left = len(self._fetch.state.missing)
+            self._fetch.fail(NetworkError(f"{left} chunk(s) could not be fetched from anybody"))
 
     # -- seeds -----------------------------------------------------------------------------------
 
     async def run_seed(self, seed: ChunkSource) -> None:
-        """Fetch from a seed what no neighbour holds."""
+        """Fetch chunks that no neighbour holds from a seed."""
         while True:
             now = time.monotonic()
             absent = self._absent[seed.name]
             source = seed.name.encode()
             free = [
-                chunk for chunk in self._job.board.unheld(source, now) if chunk.digest not in absent
+                chunk
+                for chunk in self._fetch.state.unheld(source, now)
+                if chunk.digest not in absent
             ]
-            if not self._awake(seed, now) or not free or self._job.full():
-                await self._job.wait_news()
+            if not self._awake(seed, now) or not free or self._fetch.full():
+                await self._fetch.wait_news()
             else:
-                await self._ask_seed(seed, self._job.board.chance.choice(free))
+                await self._ask_seed(seed, self._fetch.state.chance.choice(free))
 
     def _awake(self, seed: ChunkSource, now: float) -> bool:
-        name, standing = seed.name.encode(), self._tools.standing
-        return not standing.resting(name, now) and not standing.shunned(name, now)
+        name, scores = seed.name.encode(), self._fetcher.scores
+        return not scores.resting(name, now) and not scores.shunned(name, now)
 
     async def _ask_seed(self, seed: ChunkSource, chunk: ChunkRef) -> None:
-        pull = self._job.pull(seed.name.encode(), chunk, sending=True)
-        deadline = other_way_s(chunk)
+        download = self._fetch.download(seed.name.encode(), chunk, sending=True)
+        deadline = _other_way_s(chunk)
         try:
-            await self._job.attempt(pull, lambda: seed.get(chunk, deadline=deadline))
+            await self._fetch.attempt(download, lambda: seed.get(chunk, deadline=deadline))
         except Refused:
             self._absent[seed.name].add(chunk.digest)
         except RemoteProtocolError as error:
             logger.warning("bad chunk from %s: %s", seed.name, error)
-            self._tools.standing.lied(pull.source, time.monotonic())
+            self._fetcher.scores.lied(download.source, time.monotonic())
         except TransportError as error:
             logger.info("no chunk from %s: %s", seed.name, error)
-            self._tools.standing.rest(pull.source, time.monotonic())
+            self._fetcher.scores.rest(download.source, time.monotonic())
 
 
 MAX_NEIGHBOURS = 8
 MAX_HOLDERS = 4
-"""Places of these that go to whoever says by gossip that it holds what we fetch: liars never get them all."""
+"""Places of these for peers that claim by gossip to hold the version: liars never get all places."""
 MAX_HEARSAY = 16
-"""Of those whom only gossip names, so many at random are looked at, however many there are."""
+"""Peers, at random, that are considered of all that only gossip names."""
 HEARSAY_S = 0.25
-"""How often a fetch looks whether gossip told of more holders."""
+"""Between two looks whether gossip has named more holders."""
 FIRST_LOOK_S = 0.5
-"""How long the origin is spared until all neighbours have said what they hold."""
+"""The origin is asked after this, or once all neighbours have listed their chunks."""
 STEP_S = 0.04
 STEPS_MAX_S = 0.25
-"""In a line of workers each lets those before it go first, where there are too few chunks to share out."""
+"""Where there are too few chunks to share out, each worker waits this long for every worker before it."""
 FEW_CHUNKS = 4
 MAX_SHOWN = 60
 """Sources told apart in statistics, which have to fit a message."""
 AT_ONCE = MAX_WATCHED * WATCHES_PER_PEER // 2
-"""Chunks of one job: what a peer lets us watch, with room for a fetch that goes on beside this one."""
+"""Chunks of one fetch: what a peer lets us watch, with room for a fetch that goes on beside this one."""
 
 
 Holders = Callable[[], Collection[bytes]]
-"""Who holds what is fetched, as far as gossip tells; asked again while a fetch goes on."""
+"""Returns the peers that hold the version, by gossip; called again during a fetch."""
 
 
 def _nobody() -> Collection[bytes]:
@@ -462,7 +595,7 @@ def _nobody() -> Collection[bytes]:
 
 
 class BlobFetcher:
-    """The fetching half of the exchange; BlobServer is the other."""
+    """Fetch chunks for this node; BlobServer is the other half."""
 
     def __init__(
         self,
@@ -474,25 +607,21 @@ class BlobFetcher:
         seeds: Sequence[ChunkSource] = (),
         paths: PeerPaths | None = None,
     ) -> None:
-        """`seeds` are asked before the origin; `paths` lead to peers whom iroh does not reach."""
+        """`seeds` are asked before the origin; `paths` lead to peers that iroh does not reach."""
         self.place = 0
-        """How many workers come before us in the line: they get a small artifact first and pass it on."""
+        """Number of workers before this one: they get a small artifact first and pass it on."""
         self.fetched: Counter[bytes] = Counter()
         """Good chunk bytes by source: node ids, and names of seeds."""
         self.wasted: Counter[bytes] = Counter()
         """Bytes that were wrong, or came a second time, by source."""
-        self._chance = random.Random()
-        self._tools = FetchServices(
-            downloads=Downloads(links),
-            peers=peers,
-            store=store,
-            arrivals=arrivals,
-            standing=PeerScores(),
-            seeds=tuple(seeds),
-            paths=paths,
-            fetched=self.fetched,
-            wasted=self.wasted,
-        )
+        self.chance = random.Random()
+        self.client = ChunkClient(links)
+        self.peers = peers
+        self.store = store
+        self.arrivals = arrivals
+        self.scores = PeerScores()
+        self.seeds = tuple(seeds)
+        self.paths = paths
 
     async def fetch(
         self,
@@ -504,7 +633,7 @@ class BlobFetcher:
     ) -> None:
         """Bring all `chunks` into the store, from `neighbours` if possible, else from `origin`.
 
-        `holders()` are said to have them by now: such neighbours are preferred, some others watched too.
+        `holders()` claim to have them: such neighbours are preferred, and some other holders watched too.
 
         Raises:
             NetworkError: some chunk could not be had from anybody, or `origin` keeps it no longer.
@@ -513,20 +642,19 @@ class BlobFetcher:
         for start in range(0, len(chunks), AT_ONCE):
             missing = await asyncio.to_thread(self._missing, chunks[start : start + AT_ONCE])
             if missing:
-                with self._tools.arrivals.expecting(missing):
+                with self.arrivals.expecting(missing):
                     await self._run(missing, neighbours, origin, holders)
 
     def by_source(self, trainer: bytes) -> dict[str, int]:
-        """fetched, for people: `trainer`, names of seeds, short ids; the smallest of many are `others`."""
-        names = {seed.name.encode(): seed.name for seed in self._tools.seeds} | {trainer: "trainer"}
+        """Bytes fetched, by `trainer`, name of seed or short id; the smallest of many are `others`."""
+        names = {seed.name.encode(): seed.name for seed in self.seeds} | {trainer: "trainer"}
         shown: Counter[str] = Counter()
         for rank, (source, size) in enumerate(self.fetched.most_common()):
             shown["others" if rank >= MAX_SHOWN else names.get(source, short(source))] += size
         return dict(shown)
 
     def _missing(self, chunks: Sequence[ChunkRef]) -> dict[bytes, ChunkRef]:
-        store = self._tools.store
-        return {chunk.digest: chunk for chunk in chunks if not store.has(chunk.digest)}
+        return {chunk.digest: chunk for chunk in chunks if not self.store.has(chunk.digest)}
 
     async def _run(
         self,
@@ -538,53 +666,50 @@ class BlobFetcher:
         line = [peer for peer in neighbours if peer != origin]
         chosen = self._choose(line, holders())
         few = len(missing) <= max(FEW_CHUNKS, len(chosen))
-        # What is only heard of keeps nobody waiting, and the origin from nothing, before it has ever served.
-        hoped = {peer for peer in chosen if peer in line or self._tools.peers.has_served(peer)}
-        job = Fetch(self._tools, DownloadState(missing, self._chance), origin, hoped)
+        # A peer known from gossip alone, that never served, delays nothing and spares the origin nothing.
+        hoped = {peer for peer in chosen if peer in line or self.peers.has_served(peer)}
+        fetch = Fetch(self, missing, origin, hoped)
         async with asyncio.TaskGroup() as tasks:
-            followed = [NeighbourFetch(job, peer) for peer in chosen]
+            followed = [NeighbourFetch(fetch, peer) for peer in chosen]
             working = [tasks.create_task(one.run()) for one in followed]
             awaited = [one for one in followed if one.peer in hoped] or followed
-            working.append(tasks.create_task(self._from_origin(job, awaited, few)))
-            working.append(tasks.create_task(self._hear_of_more(job, {origin, *chosen}, holders)))
-            await job.over.wait()
+            working.append(tasks.create_task(self._from_origin(fetch, awaited, few)))
+            working.append(tasks.create_task(self._hear_of_more(fetch, {origin, *chosen}, holders)))
+            await fetch.over.wait()
             for task in working:
                 task.cancel()
-        if job.error is not None:
-            raise job.error
+        if fetch.error is not None:
+            raise fetch.error
 
     def _choose(self, line: Sequence[bytes], holders: Collection[bytes]) -> list[bytes]:
-        """The first of the line, some holders, then others of the line: at random, so that the slow get probed.
+        """Choose the first of the line, some holders, then others of the line at random, slow ones too.
 
-        Who keeps failing is mostly left out, and who lied is for some time.
+        Peers that keep failing are mostly left out, and those that lied for some time.
         """
         now = time.monotonic()
-        standing = self._tools.standing
-        honest = [peer for peer in dict.fromkeys(line) if not standing.shunned(peer, now)]
+        honest = [peer for peer in dict.fromkeys(line) if not self.scores.shunned(peer, now)]
         ranked = self._ranked([*honest[1:], *self._hearsay(holders, line)])
         claiming = [peer for peer in ranked if peer in holders][:MAX_HOLDERS]
         others = [peer for peer in ranked if peer in honest and peer not in claiming]
         return [*honest[:1], *claiming, *others][:MAX_NEIGHBOURS]
 
     def _ranked(self, peers: Sequence[bytes]) -> list[bytes]:
-        """In random order weighted by success times bandwidth, mostly without those who keep failing."""
-        table = self._tools.peers
+        """Order at random, weighted by success times bandwidth, mostly without peers that keep failing."""
         keys = {
-            peer: self._chance.random() ** (1.0 / table.weight(peer))
+            peer: self.chance.random() ** (1.0 / self.peers.weight(peer))
             for peer in peers
-            if self._chance.random() < table.reliability(peer) ** 2
+            if self.chance.random() < self.peers.reliability(peer) ** 2
         }
         return sorted(keys, key=lambda peer: -keys[peer])
 
     def _hearsay(self, holders: Collection[bytes], known: Collection[bytes]) -> list[bytes]:
-        """A few of the holders whom nobody but gossip names."""
+        """Pick a few of the holders that only gossip names."""
         now = time.monotonic()
-        standing = self._tools.standing
-        new = [peer for peer in holders if peer not in known and not standing.shunned(peer, now)]
-        return self._chance.sample(new, min(len(new), MAX_HEARSAY))
+        new = [peer for peer in holders if peer not in known and not self.scores.shunned(peer, now)]
+        return self.chance.sample(new, min(len(new), MAX_HEARSAY))
 
-    async def _hear_of_more(self, job: Fetch, known: set[bytes], holders: Holders) -> None:
-        """Watch holders of whom gossip tells only now; `known` are those that are in the fetch already."""
+    async def _hear_of_more(self, fetch: Fetch, known: set[bytes], holders: Holders) -> None:
+        """Watch holders that gossip names during the fetch; `known` are those that take part already."""
         places = min(MAX_HOLDERS, MAX_NEIGHBOURS + 1 - len(known))
         async with asyncio.TaskGroup() as tasks:
             while places > 0:
@@ -592,24 +717,25 @@ class BlobFetcher:
                 for peer in self._ranked(self._hearsay(holders(), known))[:places]:
                     known.add(peer)
                     places -= 1
-                    tasks.create_task(NeighbourFetch(job, peer).run())
+                    tasks.create_task(NeighbourFetch(fetch, peer).run())
 
-    async def _from_origin(self, job: Fetch, followed: Sequence[NeighbourFetch], few: bool) -> None:
+    async def _from_origin(
+        self, fetch: Fetch, followed: Sequence[NeighbourFetch], few: bool
+    ) -> None:
         await self._first_look(followed)
         if few and followed:
             await asyncio.sleep(min(self.place * STEP_S, STEPS_MAX_S))
-        origin = OriginFetch(job)
+        origin = OriginFetch(fetch)
         async with asyncio.TaskGroup() as tasks:
-            for seed in self._tools.seeds:
+            for seed in self.seeds:
                 for _ in range(DEPTH):
                     tasks.create_task(origin.run_seed(seed))
             for number in range(DEPTH_MAX):
                 tasks.create_task(origin.run(number))
 
     async def _first_look(self, followed: Sequence[NeighbourFetch]) -> None:
-        """Hear what the neighbours hold, so that the origin is not asked for it."""
-        standing = self._tools.standing
-        awaited = [one for one in followed if standing.awaited(one.peer)]
+        """Wait until the neighbours have listed their chunks, so that the origin is not asked for these."""
+        awaited = [one for one in followed if self.scores.awaited(one.peer)]
         try:
             async with asyncio.timeout(FIRST_LOOK_S):
                 for one in awaited:
@@ -617,5 +743,5 @@ class BlobFetcher:
         except TimeoutError:
             for one in awaited:
                 if not one.looked.is_set():
-                    standing.silent(one.peer)
-                    self._tools.peers.failed(one.peer)
+                    self.scores.silent(one.peer)
+                    self.peers.failed(one.peer)

@@ -1,4 +1,4 @@
-"""Policy heads: kept, served, and followed from neighbours, so that a version is known within moments.
+"""Keep and serve policy heads, and follow them from neighbours, so that a version is known within moments.
 
 Everything goes through TrustedRun.admit; where a head came from does not matter.
 """
@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 from ...crypto.hashing import digest, short
@@ -23,6 +24,7 @@ from ...protocol.messages import (
 )
 from ...protocol.trust import AdmittedHead, TrustedRun
 from ...protocol.version import ALPN_CONTROL, MAX_MESSAGE, MAX_NAME
+from ..storage.chunk_store import Store
 from ..storage.ledger import Ledger
 from .connections import ConnectionPool
 from .rpc import Refused, receive_reply, send
@@ -34,7 +36,7 @@ KEEPALIVE_S = 2.0
 """A watch says something at least this often, so that a silent one is known to be dead."""
 INLINE_MANIFEST = 200 * 1024
 FAR_BEHIND = 32
-"""Who is more versions behind than this hears of the newest anchor, not of all between."""
+"""A peer more versions behind than this is told the newest snapshot, not all versions between."""
 RECONNECT_S = 0.3
 RECONNECT_MAX_S = 3.0
 
@@ -112,6 +114,12 @@ class HeadStore:
             self._manifests.pop(order, None)
         self._ledger.drop_heads(term, below)
 
+    async def retain(self, store: Store, oldest: int, chunks: AbstractSet[bytes]) -> None:
+        """Forget versions below `oldest`, and collect all of `store` but `chunks` and the kept manifests."""
+        self.forget(oldest)
+        documents = {head.head.manifest for head in self.held()}
+        await asyncio.to_thread(store.collect, chunks | documents)
+
     async def end(self, detail: str, outcome: Outcome = "finished") -> None:
         """There will be no more heads; tell all watchers."""
         self.ended, self.outcome = detail or "the run has ended", outcome
@@ -133,7 +141,7 @@ class HeadStore:
         return True
 
     async def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Have all waiters check again."""
         async with self._news:
             self._news.notify_all()
 
@@ -214,11 +222,11 @@ class HeadServer:
     async def get(self, stream: Stream, request: GetHeads) -> None:
         """The held heads that a way from `after` to the newest needs, as many as fit a message.
 
-        Who holds nothing, or is far behind, is told of the newest anchor and what follows it.
+        A peer that holds nothing, or is far behind, gets the newest snapshot and the heads after it.
         """
         first = request.after + 1
         if request.after < 0 or self._book.order()[1] - request.after > FAR_BEHIND:
-            first = max(first, self._newest_anchor())
+            first = max(first, self._newest_snapshot())
         notices: list[HeadNotice] = []
         size = 0
         for head in self._book.held():
@@ -232,7 +240,7 @@ class HeadServer:
         await send(stream, Heads(tuple(notices)))
         await stream.finish()
 
-    def _newest_anchor(self) -> int:
+    def _newest_snapshot(self) -> int:
         """The newest version that can be reached from nothing; 0 if we know of none."""
         for head in reversed(self._book.held()):
             manifest = self._book.manifest(head)
@@ -260,7 +268,7 @@ class HeadFollower:
         self._on_fraud = on_fraud
         self.connected = False
         self.heard = asyncio.Event()
-        """Set by every message; whoever waits for the next one clears it."""
+        """Set by every message; a waiter for the next one clears it."""
         self.came_back = asyncio.Event()
         """Set by the first message of every watch."""
         self.stopped = ""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
@@ -32,28 +32,19 @@ from .transport import (
     TransportError,
     Unreachable,
 )
-from .waiting import AsyncQueue
 
 if TYPE_CHECKING:
     import iroh
 
 
-class _Builder(Protocol):
-    """What the binding's _UniffiRustBufferBuilder offers here."""
-
-    rbuf: Any
-
-    def _reserve(self, num_bytes: int) -> Any: ...
-
-
-def write_whole(builder: _Builder, value: bytes) -> None:
+def write_whole(builder: Any, value: bytes) -> None:
     """Append `value` to the builder's native buffer in one copy.
 
     Replaces a loop of the binding with the same contract: _reserve() makes room for that many bytes
     behind rbuf.len on entry and moves rbuf.len past them on exit.
     """
     size = len(value)
-    with builder._reserve(size):  # pyright: ignore[reportPrivateUsage]
+    with builder._reserve(size):
         start = ctypes.cast(builder.rbuf.data, ctypes.c_void_p).value
         if size and start is not None:
             ctypes.memmove(start + builder.rbuf.len, bytes(value), size)
@@ -95,7 +86,7 @@ def install_free_thread(binding: Any) -> None:
 
 
 def _is_owned(kind: Any) -> bool:
-    """Whether instances stand for something in Rust. Errors do too, but wait for nobody when they go."""
+    """Whether instances own an object in Rust. Errors do too, but freeing them waits for nothing."""
     return isinstance(kind, type) and "__del__" in vars(kind) and not issubclass(kind, Exception)
 
 
@@ -132,52 +123,15 @@ Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 """Starts a task that the transport owns: it ends at the latest with transport.close()."""
 
 
-class _ForeignSend(Protocol):
-    """iroh.SendStream."""
-
-    async def write_all(self, buf: bytes) -> None: ...
-    async def finish(self) -> None: ...
-    async def reset(self, error_code: int) -> None: ...
-
-
-class _ForeignReceive(Protocol):
-    """iroh.RecvStream."""
-
-    async def read(self, size_limit: int) -> bytes: ...
-    async def read_exact(self, size: int) -> bytes: ...
-    async def stop(self, error_code: int) -> None: ...
-
-
-class _ForeignStream(Protocol):
-    """iroh.BiStream."""
-
-    def send(self) -> _ForeignSend: ...
-    def recv(self) -> _ForeignReceive: ...
-
-
-class _ForeignConnection(Protocol):
-    """iroh.Connection."""
-
-    def remote_id(self) -> Any: ...
-    def alpn(self) -> bytes: ...
-    def close(self, error_code: int, reason: bytes) -> None: ...
-    def close_reason(self) -> str | None: ...
-    def paths(self) -> list[Any]: ...
-    def stats(self) -> Any: ...
-    def set_max_concurrent_uni_streams(self, count: int) -> None: ...
-    async def open_bi(self) -> Any: ...
-    async def accept_bi(self) -> Any: ...
-
-
 class IrohStream:
     """One bidirectional QUIC stream. Made by IrohConnection."""
 
-    def __init__(self, connection: "IrohConnection", stream: _ForeignStream) -> None:
+    def __init__(self, connection: "IrohConnection", stream: "iroh.BiStream") -> None:
         self._connection = connection
         self._send = stream.send()
         self._receive = stream.recv()
         self._ahead = b""
-        """What came behind what was asked for."""
+        """Bytes received beyond those requested."""
         self._calls: set[asyncio.Task[Any]] = set()
         self._unusable = False
         self._unfinished = weakref.finalize(self, connection.reset_later, self._send)
@@ -214,7 +168,7 @@ class IrohStream:
         self._unfinished.detach()
 
     async def abort(self) -> None:
-        """Reset what was not finished, and refuse what the peer still sends."""
+        """Reset our direction if unfinished, and refuse further bytes of the peer."""
         self._unusable = True
         calls = tuple(self._calls)
         for call in calls:
@@ -252,7 +206,7 @@ class IrohConnection:
     """One QUIC connection. Made by IrohTransport."""
 
     def __init__(
-        self, connection: _ForeignConnection, *, foreign_error: type[Exception], spawn: Spawn
+        self, connection: "iroh.Connection", *, foreign_error: type[Exception], spawn: Spawn
     ) -> None:
         self.foreign_error = foreign_error
         self._connection = connection
@@ -263,7 +217,7 @@ class IrohConnection:
         self._accept_turn = asyncio.Lock()
         self._heard = (0, 0.0)
         self._loop = asyncio.get_running_loop()
-        connection.set_max_concurrent_uni_streams(0)  # nobody here reads those
+        connection.set_max_concurrent_uni_streams(0)  # we read none of those
 
     @property
     def peer(self) -> bytes:
@@ -342,12 +296,12 @@ class IrohConnection:
             return self._lost(cause(error))
         return StreamClosed(f"{short(self._peer)} ended the stream: {cause(error)}")
 
-    def reset_later(self, send: _ForeignSend) -> None:
+    def reset_later(self, send: "iroh.SendStream") -> None:
         """Reset a stream that its owner forgot. Called by the garbage collector, in any thread."""
         with suppress(RuntimeError):  # the loop is closed, and with it every stream
             self._loop.call_soon_threadsafe(self._reset, send)
 
-    def _reset(self, send: _ForeignSend) -> None:
+    def _reset(self, send: "iroh.SendStream") -> None:
         if not self.closed:
             self._spawn(send.reset(ABORTED_CODE))
 
@@ -434,7 +388,8 @@ class IrohTransport:
         self._preferred: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._connections: weakref.WeakSet[IrohConnection] = weakref.WeakSet()
-        self._incoming: AsyncQueue[IrohConnection] = AsyncQueue(BACKLOG, _transport_closed)
+        self._incoming: asyncio.Queue[IrohConnection | None] = asyncio.Queue(BACKLOG + 1)
+        """None ends it."""
 
     @property
     def node_id(self) -> bytes:
@@ -499,7 +454,11 @@ class IrohTransport:
 
     async def accept(self) -> IrohConnection:
         """The next incoming connection, handshake done."""
-        return await self._incoming.take()
+        connection = await self._incoming.get()
+        if connection is None:
+            self._incoming.put_nowait(None)  # for others that accept, and for the next call
+            raise ConnectionLost("the transport is closed: no more connections will come")
+        return connection
 
     def prefer(self, connection: Connection) -> None:
         """No limit of handshakes by time holds for the address that this connection came from."""
@@ -515,11 +474,11 @@ class IrohTransport:
         if self._closed:
             return
         self._closed = True
-        self._incoming.close()
+        self._end_incoming()
         try:
             await self._close_endpoint()
         finally:
-            self._endpoint = None  # iroh frees the port when nobody holds the endpoint
+            self._endpoint = None  # iroh frees the port with the last reference to the endpoint
             tasks = tuple(self._tasks)
             for task in tasks:
                 task.cancel()
@@ -577,7 +536,13 @@ class IrohTransport:
                 self._handshakes += 1
                 self._spawn(self._handshake(incoming))
         finally:
-            self._incoming.close()
+            self._end_incoming()
+
+    def _end_incoming(self) -> None:
+        """Drop the connections that were not accepted; their endpoint ends them."""
+        while not self._incoming.empty():
+            self._incoming.get_nowait()
+        self._incoming.put_nowait(None)
 
     async def _address_of(self, incoming: "iroh.Incoming") -> str:
         """`host:port` that a handshake comes from; empty if it comes over a relay."""
@@ -614,7 +579,9 @@ class IrohTransport:
             return
         finally:
             self._handshakes -= 1
-        if not self._incoming.offer(connection):
+        if not self._closed and self._incoming.qsize() < BACKLOG:
+            self._incoming.put_nowait(connection)
+        else:
             await connection.close("busy: try again later")
 
     async def _watch_silence(self) -> None:
@@ -690,10 +657,6 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def _transport_closed() -> ConnectionLost:
-    return ConnectionLost("the transport is closed: no more connections will come")
 
 
 def _bind_addresses(host: str, port: int) -> list[str]:

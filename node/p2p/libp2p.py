@@ -4,6 +4,7 @@ Nothing here is believed and nothing depends on it: libp2p failing costs speed, 
 The library is handed foreign bytes all day, so every way in has a limit and a last resort.
 """
 
+import asyncio
 import errno
 import importlib.util
 import ipaddress
@@ -12,22 +13,29 @@ import os
 import random
 import socket
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
-from ...crypto.hashing import digest
 from ...crypto.keys import SecretKey
+from ...protocol.errors import LocalProtocolError
 from ...protocol.version import KIB, MAX_GOSSIP, MIB
 from .discovery import GossipFact, node_id_of, peer_id_of
-from .limits import TokenBuckets
+from .limits import GossipFilter
 from .transport import AddressInUse, Stream, TransportError, Unreachable
-from .trio_bridge import TrioDiscovery, TrioStream, attempt, open_whole
+from .trio_bridge import (
+    AcceptQueue,
+    EventQueue,
+    TrioStopped,
+    TrioStream,
+    TrioThread,
+    attempt,
+    open_whole,
+)
 
 if TYPE_CHECKING:
     import trio
@@ -68,76 +76,6 @@ def check_free(host: str, port: int) -> None:
                 f"cannot listen on {host}, TCP port {port} ({error.strerror}):"
                 " choose an address of this machine"
             ) from error
-
-
-NEIGHBOUR_RATE = 16.0
-"""Facts a second that one neighbour may hand us, its own and relayed ones alike."""
-NEIGHBOUR_BURST = 64.0
-ORIGIN_RATE = 4.0
-"""Facts a second that one signer may spread: a flood must not use up its relay's allowance."""
-ORIGIN_BURST = 32.0
-BYTE_RATE = 128.0 * KIB
-"""Bytes a second that are read from one neighbour; the rest waits in its own send buffer."""
-BYTE_BURST = 512.0 * KIB
-KNOWN_IDS = 1024
-KNOWN_FACTS = 4096
-
-
-class RecentSet:
-    """The last `limit` different keys; asking refreshes nothing, so repetition cannot pin a key."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
-
-    def add(self, key: bytes) -> None:
-        """Remember `key`, and forget the oldest beyond the limit."""
-        self._keys[key] = None
-        if len(self._keys) > self._limit:
-            self._keys.popitem(last=False)
-
-
-class GossipFilter:
-    """Decides which gossiped contents come in; `dropped` counts the others by reason."""
-
-    def __init__(self) -> None:
-        self.dropped: Counter[str] = Counter()
-        self._bytes = TokenBuckets(BYTE_RATE, BYTE_BURST, KNOWN_IDS)
-        self._neighbours = TokenBuckets(NEIGHBOUR_RATE, NEIGHBOUR_BURST, KNOWN_IDS)
-        self._origins = TokenBuckets(ORIGIN_RATE, ORIGIN_BURST, KNOWN_IDS)
-        self._seen = RecentSet(KNOWN_FACTS)
-
-    def pause(self, neighbour: bytes, size: int, now: float) -> float:
-        """Seconds to leave `neighbour` unread after a frame of `size` bytes."""
-        return self._bytes.debt(neighbour, now, size)
-
-    def admits(self, neighbour: bytes, data: bytes, now: float) -> bool:
-        """The cheap checks, before a signature is verified. A repeat spends an allowance too."""
-        if not self._neighbours.take(neighbour, now):
-            return self._drop("neighbour_rate")
-        if len(data) > MAX_GOSSIP:
-            return self._drop("too_large")
-        return digest(data) not in self._seen or self._drop("repeated")
-
-    def accepts(self, origin: bytes, data: bytes, now: float) -> bool:
-        """The last check, once `origin` is known to have signed `data`; True takes it in."""
-        if len(data) > MAX_GOSSIP:
-            return self._drop("too_large")
-        if not self._origins.take(origin, now):
-            return self._drop("origin_rate")
-        self._seen.add(digest(data))
-        return True
-
-    def knows(self, data: bytes) -> None:
-        """Our own fact: it is not news when it comes back."""
-        self._seen.add(digest(data))
-
-    def _drop(self, reason: str) -> bool:
-        self.dropped[reason] += 1
-        return False
 
 
 WANTED_NEIGHBOURS = 4
@@ -224,7 +162,7 @@ class Dialler:
             pause = min(2 * pause, RETRY_SECONDS[1] if alone else longest)
 
     async def _look(self) -> None:
-        """One round of Kademlia: who else serves this run, and tell that we do."""
+        """Do one round of Kademlia: find providers of this run, and announce ourselves as one."""
         for peer in self._host.get_connected_peers():
             await attempt(LOOKUP_SECONDS, self._dht.add_peer, peer)
         found = await attempt(LOOKUP_SECONDS, self._find) or []
@@ -259,7 +197,7 @@ T = TypeVar("T")
 CARRYING = "/primerl/blobs/1"
 """The stream protocol that says over TCP what ALPN_BLOBS says over QUIC."""
 MAX_UNREAD = 64 * MIB
-"""Bytes of one connection that nobody has read yet; the windows of four chunks have as many."""
+"""Unread bytes of one connection; the windows of four chunks have as many."""
 UNREAD_SECONDS = 0.25
 """Between two looks at that."""
 MAX_FRAME = 256 * KIB
@@ -300,7 +238,7 @@ class MissingModuleFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for OPTIONAL and what is inside."""
+        """Return a spec for OPTIONAL modules and their submodules."""
         if fullname.partition(".")[0] not in OPTIONAL:
             return None
         return ModuleSpec(fullname, self, is_package=True)
@@ -313,29 +251,215 @@ class MissingModuleFinder(MetaPathFinder, Loader):
         """Leave the module empty."""
 
 
-sys.meta_path.append(MissingModuleFinder())  # the last one: what is installed goes first
+sys.meta_path.append(MissingModuleFinder())  # the last one: installed modules come first
 
 
-class Libp2pDiscovery(TrioDiscovery):
-    """Discovery by libp2p: bootstrap peers, Kademlia providers of the run, GossipSub, mDNS."""
+FACT_QUEUE = 256
+"""Facts that wait for a reader; a newer one pushes out the oldest."""
+LEAVE_SECONDS = 3.0
+"""How long close() lets a session end before it is cancelled."""
+RESTART_SECONDS = (1.0, 60.0)
+"""First and longest pause before the next session."""
+
+
+class _Started(Protocol):
+    def started(self) -> None: ...
+
+
+class Libp2pDiscovery:
+    """Discovery by libp2p, in a thread of its own: bootstrap peers, Kademlia, GossipSub, mDNS.
+
+    If the library fails, a new session starts after a pause, on the same port.
+    """
 
     def __init__(
         self, key: SecretKey, *, run_id: bytes, host: str, port: int, mdns: bool = False
     ) -> None:
-        super().__init__(self._begin_life, port=port)
         self.gate = GossipFilter()
         self._key = key
         self._run = run_id.hex()
         self._host = host
+        self._port = port
         self._mdns = mdns
+        self._facts: EventQueue[GossipFact] = EventQueue(FACT_QUEUE)
+        self._thread = TrioThread("libp2p")
+        self._incoming = AcceptQueue(self._thread)
+        self._session: Libp2pSession | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._leaving: trio.Event | None = None
+        self._left: trio.Event | None = None
 
-    def _begin_life(
+    def open_session(
         self, port: int, receive: Callable[[GossipFact], None]
     ) -> AbstractAsyncContextManager["Libp2pSession"]:
+        """Open a session that listens on `port` and calls `receive` with every fact. In trio."""
         _quiet()
         check_free(self._host, port)
-        life = Libp2pSession(self._key, self._run, self.gate, receive, self.incoming.take)
-        return life.open(self._host, port, mdns=self._mdns)
+        session = Libp2pSession(self._key, self._run, self.gate, receive, self._incoming.take)
+        return session.open(self._host, port, mdns=self._mdns)
+
+    @property
+    def dropped_facts(self) -> int:
+        """Facts that were dropped because facts() was read too slowly."""
+        return self._facts.dropped
+
+    def addresses(self) -> tuple[str, ...]:
+        """Our multiaddrs with /p2p/PEERID; empty before start()."""
+        return self._addresses
+
+    async def start(self, bootstrap: Sequence[str]) -> None:
+        """Listen, then connect to `bootstrap` in the background. Once only.
+
+        Raises:
+            AddressInUse: another program has the TCP port.
+            TransportError: the address is not this machine's, or the library does not start.
+        """
+        self._facts.bind(asyncio.get_running_loop())
+        self._incoming.bind(asyncio.get_running_loop())
+        try:
+            await self._thread.start()
+            await self._thread.call(self._open, tuple(bootstrap))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def publish(self, sealed: bytes) -> None:
+        """Gossip a sealed fact; between two sessions it is dropped.
+
+        Raises:
+            LocalProtocolError: the fact is larger than MAX_GOSSIP.
+        """
+        if len(sealed) > MAX_GOSSIP:
+            raise LocalProtocolError(
+                f"a fact of {len(sealed)} bytes cannot be gossiped (at most {MAX_GOSSIP}):"
+                " gossip its digest and send the bytes by the transport"
+            )
+        try:
+            await self._thread.call(self._publish, sealed)
+        except TrioStopped:
+            logger.debug("a fact was not gossiped: discovery is not running")
+
+    def facts(self) -> AsyncIterator[GossipFact]:
+        """Facts from others as they come; ends with close(). All callers share one queue."""
+        return self._facts
+
+    async def converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        """Reach `peer`, open a stream and return what `talk` makes of it, in the trio thread.
+
+        Raises:
+            Unreachable: also between two sessions. StreamClosed, and whatever `talk` raises.
+        """
+        try:
+            return await self._thread.call(self._converse, peer, addresses, talk)
+        except TrioStopped as error:
+            raise Unreachable("libp2p is not running: nothing goes over TCP") from error
+
+    def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
+        """(NodeId, stream) of peers that want to converse; ends with close()."""
+        return self._incoming.listen()
+
+    def neighbours(self) -> int:
+        """How many connected peers listen to this run's topic."""
+        session = self._session
+        return 0 if session is None else session.neighbours()
+
+    async def close(self) -> None:
+        """End the session, and join the thread. Never raises; closing twice is fine."""
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._thread.call(self._leave)
+        except (TrioStopped, TimeoutError):
+            logger.debug("discovery is not running, or did not stop in time")
+        await self._thread.stop()
+        self._facts.close()
+        self._incoming.close()
+
+    async def _leave(self) -> None:
+        # Leaving by an event and not by cancelling: a cancelled library drops its sockets open.
+        if self._leaving is not None and self._left is not None:
+            self._leaving.set()
+            await self._left.wait()
+
+    async def _publish(self, sealed: bytes) -> None:
+        if self._session is not None:
+            await self._session.publish(sealed)
+
+    async def _converse(
+        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
+    ) -> T:
+        if self._session is None:
+            raise Unreachable("libp2p is between two sessions: nothing goes over TCP")
+        return await self._session.converse(peer, addresses, talk)
+
+    async def _open(self, bootstrap: tuple[str, ...]) -> None:
+        import trio
+
+        self._leaving, self._left = trio.Event(), trio.Event()
+        # Stubs that libp2p brings along know nothing of keyword task_status: hence the cast.
+        supervise = cast(Any, self._supervise)
+        await self._thread.nursery.start(supervise, bootstrap, self._leaving, self._left)
+
+    async def _supervise(
+        self,
+        bootstrap: tuple[str, ...],
+        leaving: "trio.Event",
+        left: "trio.Event",
+        *,
+        task_status: _Started,
+    ) -> None:
+        """Open one session after the other until `leaving`."""
+        import trio
+
+        started, pause, begun = False, RESTART_SECONDS[0], trio.current_time()
+        try:
+            while not leaving.is_set():
+                try:
+                    async with self._open_session() as session:
+                        if not started:
+                            task_status.started()
+                        started, begun = True, trio.current_time()
+                        await _stay(session, bootstrap, leaving)
+                except Exception as error:
+                    # The library failed on foreign bytes, or lost its port: the node continues.
+                    if not started:
+                        raise _start_error(error) from error
+                    if trio.current_time() - begun > RESTART_SECONDS[1]:
+                        pause = RESTART_SECONDS[0]
+                    logger.warning("discovery failed and starts again in %.0f s: %r", pause, error)
+                    with trio.move_on_after(pause):
+                        await leaving.wait()
+                    pause = min(2 * pause, RESTART_SECONDS[1])
+        finally:
+            left.set()
+
+    @asynccontextmanager
+    async def _open_session(self) -> "AsyncGenerator[Libp2pSession]":
+        async with self.open_session(self._port, self._facts.put) as session:
+            self._port, self._addresses, self._session = session.port, session.addresses, session
+            try:
+                yield session
+            finally:
+                self._session = None
+
+
+async def _stay(session: "Libp2pSession", bootstrap: Sequence[str], leaving: "trio.Event") -> None:
+    import trio
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.keep_connected, bootstrap)
+        await leaving.wait()
+        nursery.cancel_scope.cancel()
+
+
+def _start_error(error: Exception) -> TransportError:
+    """`error` as a TransportError, whatever number of nurseries have wrapped it."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    if isinstance(error, TransportError):
+        return error
+    return TransportError(f"discovery did not start ({error!r}): network.libp2p = false skips it")
 
 
 class Libp2pSession:
@@ -395,7 +519,7 @@ class Libp2pSession:
         return len(self._pubsub.peer_topics.get(self._topic, ()))
 
     async def publish(self, sealed: bytes) -> None:
-        """Hand a fact to the mesh; each neighbour's queue is bounded and drops what is too much."""
+        """Hand a fact to the mesh; each neighbour's queue is bounded and drops the excess."""
         self._gate.knows(sealed)
         await self._pubsub.publish(self._topic, sealed)
 
@@ -416,7 +540,7 @@ class Libp2pSession:
         from libp2p.custom_types import TProtocol
         from libp2p.peer.id import ID
 
-        who = ID(peer_id_of(peer))  # the handshake proves that whoever answers has this key
+        who = ID(peer_id_of(peer))  # the handshake proves that the peer has this key
         await self._dialler.reach(list(_parse(addresses)), who)
         begin = partial(self._host.new_stream, who, [TProtocol(CARRYING)])
         stream = await open_whole(begin, partial(self._host.disconnect, who))
@@ -444,7 +568,7 @@ class Libp2pSession:
         self.addresses = tuple(str(address) for address in self._host.get_addrs())
 
     async def _keep_bounded(self) -> None:
-        """Hang up on who sends more than its windows: the library complains, and buffers it."""
+        """Disconnect peers that send more than their windows: the library complains, and buffers it."""
         import trio
 
         while True:
@@ -561,7 +685,7 @@ def _guarded_class(host: "IHost", topic: str, gate: GossipFilter) -> "type[Pubsu
             await super().push_msg(msg_forwarder, msg)
 
         def notify_subscriptions(self, publish_message: "rpc_pb2.Message") -> None:
-            # Facts leave by the validator, which alone knows who handed them over.
+            # Facts leave by the validator, which alone knows the neighbour that forwarded them.
             del publish_message
 
     return GuardedPubsub

@@ -1,4 +1,4 @@
-"""The peer table: who they are, how we reach them, how reliable they have been.
+"""The peer table: identities, addresses, and how reliable each peer has been.
 
 Reliability is about service (it heals by itself); trust is about truth and lives in protocol/reputation.
 """
@@ -18,13 +18,13 @@ MAX_PEERS = 8192
 """Rows of the table, connected ones apart."""
 EMA = 0.3
 ENOUGH_HOLDERS = 4
-"""Who only wants a version is named as a source of it where fewer than this say that they hold it."""
+"""Peers that only want a version count as sources of it where fewer than this claim to hold it."""
 HEAL = 0.02
-"""Every observation of anybody heals everybody's success by this much, so that nobody is shut out for ever."""
+"""Every observation heals the success of all peers by this much: no peer is excluded for ever."""
 
 
 class Tier(IntEnum):
-    """What a peer has shown of itself: the lower ones go first where connections are short."""
+    """What a peer has proved: lower tiers lose their connections first."""
 
     STRANGER = 0
     """A key, and keys are free."""
@@ -75,7 +75,7 @@ class Peer:
         return PathInfo(best.kind, best.rtt_ms, *self.traffic())
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes (sent, received) over all connections ever, also those that nobody noticed the end of yet."""
+        """Bytes (sent, received) over all connections ever, also those that have ended unnoticed."""
         known = [one.path() for one in self.connections]
         sent = self.sent + sum(info.bytes_sent for info in known)
         return sent, self.received + sum(info.bytes_received for info in known)
@@ -96,7 +96,7 @@ class PeerTable:
         return peer
 
     def _make_room(self) -> None:
-        """Anybody can gossip records of nodes that do not exist: whom nobody saw goes first."""
+        """Drop a row, one never seen first: records of nodes that do not exist can be gossiped freely."""
         if len(self._peers) < MAX_PEERS:
             return
         idle = [peer for peer in self._peers.values() if not peer.hinted and peer.path() is None]
@@ -131,9 +131,9 @@ class PeerTable:
         return peer.holding if peer is not None and now < peer.holding_until else None
 
     def holders(self, term: int, version: int, now: float) -> list[bytes]:
-        """Who says it holds that version or a later one of its term.
+        """List peers that claim to hold that version or a later one of its epoch.
 
-        Where these are few, also who wants just this one: they will soon have parts of it.
+        Where these are few, also peers that fetch just this one: they will soon have parts of it.
         """
         told = [(node, self.holds(node, now)) for node in self._peers]
         hold = [node for node, what in told if what and _covers(what, term, version)]
@@ -153,7 +153,7 @@ class PeerTable:
         peer.tier, peer.ticket = tier, ticket
 
     def tier(self, node: bytes) -> Tier:
-        """What a peer has shown of itself; the trainer that a ticket names needs to show nothing."""
+        """The tier of a peer; the trainer that a ticket names is a member at once."""
         peer = self._peers.get(node)
         if peer is None:
             return Tier.STRANGER
@@ -165,7 +165,7 @@ class PeerTable:
         return peer.network if peer is not None else ""
 
     def connected(self, node: bytes, connection: Connection) -> None:
-        """A connection is up, whoever dialled."""
+        """Add a connection, dialled by either side."""
         peer = self.get(node)
         peer.connections.append(connection)
         peer.network = network_of(connection.path().remote)
@@ -227,3 +227,70 @@ class PeerTable:
 
 def _covers(told: tuple[int, int, bool], term: int, version: int) -> bool:
     return told[0] == term and told[1] >= version and told[2]
+
+
+SHUN_S = 60.0
+"""For the first lie; twice as long for each further one."""
+SHUN_MAX_S = 3600.0
+DETOUR_S = 60.0
+NO_DETOUR_S = 15.0
+"""After a detour that led nowhere, or is over, the usual path is tried for so long before the next."""
+REST_S = 30.0
+
+
+class PeerScores:
+    """Sources by id: node ids, and names of seeds."""
+
+    def __init__(self) -> None:
+        self._lies: dict[bytes, int] = {}
+        self._shunned: dict[bytes, float] = {}
+        self._detours: dict[bytes, float] = {}
+        self._resting: dict[bytes, float] = {}
+        self._silent: set[bytes] = set()
+
+    def lied(self, source: bytes, now: float) -> None:
+        """It gave wrong bytes, or claimed what it does not have."""
+        count = self._lies[source] = self._lies.get(source, 0) + 1
+        self._shunned[source] = now + min(SHUN_S * 2 ** (count - 1), SHUN_MAX_S)
+
+    def shunned(self, source: bytes, now: float) -> bool:
+        """Whether it is left out for what it did."""
+        return now < self._shunned.get(source, 0.0)
+
+    def path_failed(self, source: bytes, now: float, *, detour: bool) -> None:
+        """A path to it fails, the usual one or the detour: take the other one for a while.
+
+        Several may fail together; a usual path that was tried before the detour began says nothing of it.
+        """
+        if detour:
+            self._detours[source] = min(now, self._detours.get(source, now))
+        elif not self.detoured(source, now) and self._may_turn(source, now):
+            self._detours[source] = now + DETOUR_S
+
+    def _may_turn(self, source: bytes, now: float) -> bool:
+        ended = self._detours.get(source)
+        return ended is None or now >= ended + NO_DETOUR_S
+
+    def detoured(self, source: bytes, now: float) -> bool:
+        """Whether to take the other path."""
+        return now < self._detours.get(source, 0.0)
+
+    def rest(self, source: bytes, now: float) -> None:
+        """It failed: leave it alone for a while."""
+        self._resting[source] = now + REST_S
+
+    def resting(self, source: bytes, now: float) -> bool:
+        """Whether it is left alone."""
+        return now < self._resting.get(source, 0.0)
+
+    def silent(self, source: bytes) -> None:
+        """It did not say in time what it holds: the next fetch does not wait for it."""
+        self._silent.add(source)
+
+    def spoke(self, source: bytes) -> None:
+        """It said what it holds."""
+        self._silent.discard(source)
+
+    def awaited(self, source: bytes) -> bool:
+        """Whether a fetch should hear it before it asks anybody else."""
+        return source not in self._silent

@@ -138,7 +138,7 @@ async def open_seeds(
         headers=HEADERS,
         auto_decompress=False,
         cookie_jar=DummyCookieJar(),
-        trust_env=False,  # no proxy, and no password out of a .netrc, that nobody asked for
+        trust_env=False,  # no proxy and no .netrc of the environment
     ) as session:
         pairs = zip(urls, _names(urls), strict=True)
         yield tuple(HttpSeed(url, name, session) for url, name in pairs)

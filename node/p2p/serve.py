@@ -1,10 +1,11 @@
-"""Serves chunks from the store: one by name, whichever helps most, and news of what is held.
+"""Serve chunks from the store: one by name, the one of several that helps most, and news of those held.
 
-Only what is in the store is served, and only verified bytes get there. Once a chunk was announced on a
-stream nothing but its bytes follows: a fault after that resets the stream.
+Only chunks in the store are served or announced, and only verified bytes get there. Once a chunk was announced
+on a stream nothing but its bytes follows: a fault after that resets the stream.
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter, OrderedDict
@@ -25,10 +26,119 @@ from ...protocol.messages import (
     WatchChunks,
 )
 from ..storage.chunk_store import Store
-from .arrivals import ChunkArrivals, ChunkWatch
-from .limits import Pacer
+from .connections import Handler, answer_stream
+from .discovery import StreamCarrier
+from .limits import Pacer, TokenBuckets
+from .peers import PeerTable
 from .rpc import receive, send
 from .transport import Stream, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkWatch:
+    """Which of some chunks are held: bit i % 8 of byte i // 8 of `held` stands for the i-th."""
+
+    def __init__(self, names: Sequence[bytes]) -> None:
+        self._index = {name: number for number, name in enumerate(names)}
+        self._size = len(names)
+        self._count = 0
+        self._held = bytearray((len(names) + 7) // 8)
+        self.news = asyncio.Event()
+        """Set when a chunk was added, or the watch is over; the reader clears it."""
+        self.over = False
+        """The other end is gone."""
+
+    @property
+    def held(self) -> bytes:
+        """The bitmap as of now."""
+        return bytes(self._held)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of them are held."""
+        return self._count == len(self._index)
+
+    @property
+    def size(self) -> int:
+        """How many chunks are watched."""
+        return self._size
+
+    def add(self, name: bytes) -> None:
+        """A chunk is held; one that is not watched changes nothing."""
+        number = self._index.get(name)
+        if number is None or self._held[number // 8] >> number % 8 & 1:
+            return
+        self._held[number // 8] |= 1 << number % 8
+        self._count += 1
+        self.news.set()
+
+
+class ChunkArrivals:
+    """Wakes waiters and watches when a chunk arrives."""
+
+    def __init__(self) -> None:
+        self._events: dict[bytes, asyncio.Event] = {}
+        self._waiting: Counter[asyncio.Event] = Counter()
+        self._expected: Counter[bytes] = Counter()
+        self._watches: set[ChunkWatch] = set()
+
+    @property
+    def watched(self) -> int:
+        """Chunks of all watches together: what they cost in memory."""
+        return sum(watch.size for watch in self._watches)
+
+    def expected(self, name: bytes) -> bool:
+        """Whether we are fetching this chunk ourselves."""
+        return self._expected[name] > 0
+
+    @contextmanager
+    def expecting(self, names: Iterable[bytes]) -> Generator[None]:
+        """While we fetch these chunks."""
+        names = tuple(names)
+        self._expected.update(names)
+        try:
+            yield
+        finally:
+            for name in names:
+                self._expected[name] -= 1
+                if not self._expected[name]:
+                    del self._expected[name]
+
+    @contextmanager
+    def watching(self, names: Sequence[bytes]) -> Generator[ChunkWatch]:
+        """Open a watch that is told every chunk from now on; the caller adds those already held."""
+        watch = ChunkWatch(names)
+        self._watches.add(watch)
+        try:
+            yield watch
+        finally:
+            self._watches.discard(watch)
+
+    def arrived(self, name: bytes) -> None:
+        """Wake all waiters for this chunk."""
+        event = self._events.pop(name, None)
+        if event is not None:
+            event.set()
+        for watch in self._watches:
+            watch.add(name)
+
+    async def wait(self, name: bytes, timeout: float) -> None:
+        """Wait for a chunk; returns silently at the timeout."""
+        event = self._events.setdefault(name, asyncio.Event())
+        self._waiting[event] += 1
+        try:
+            async with asyncio.timeout(timeout):
+                await event.wait()
+        except TimeoutError:
+            pass  # the caller looks for itself
+        finally:
+            self._waiting[event] -= 1
+            if not self._waiting[event]:
+                del self._waiting[event]
+                if self._events.get(name) is event:
+                    del self._events[name]
+
 
 MAX_CHUNKS = 1 << 16
 """Chunks remembered; one that was forgotten counts as never given."""
@@ -52,7 +162,7 @@ class SentChunk:
 
 
 class UploadCounts:
-    """What was given to whom, without the whom."""
+    """How often each chunk was given away, and which are spreading among others."""
 
     def __init__(self, chance: Random) -> None:
         self._chance = chance
@@ -105,11 +215,11 @@ class UploadCounts:
 
 FEWEST, MOST = 2, 16
 NEARLY = 0.85
-"""Of the best rate; what is lost to it is gained by chunks that are whole sooner."""
+"""Of the best rate: fewer uploads at a time complete chunks sooner, which is worth the rest."""
 EPOCH = 256
 """Uploads after which all is forgotten and learned again: lines change."""
 NEWEST = 0.25
-"""Weight of the newest upload in what is known."""
+"""Weight of the newest upload in the averages."""
 
 
 class UploadLimit:
@@ -151,8 +261,8 @@ def _mixed(known: float, newest: float) -> float:
 
 OVERDUE_S = 4.0
 OVERDUE = 4.0
-"""An upload that takes OVERDUE_S, and so many times as long as others, counts no more: who reads slowly, on
-purpose or not, holds up nobody."""
+"""An upload that takes OVERDUE_S, and OVERDUE times as long as others, no longer occupies a slot: a slow
+reader, on purpose or not, holds up no other."""
 MAX_UPLOADS = 64
 """With those that count no more."""
 MAX_QUEUE = 512
@@ -164,7 +274,7 @@ MAX_ACCOUNTS = 1024
 
 @dataclass
 class QueuedUpload:
-    """One who waits for a slot."""
+    """A request that waits for a slot."""
 
     peer: bytes
     granted: "asyncio.Future[ActiveUpload]"
@@ -172,7 +282,7 @@ class QueuedUpload:
 
 @dataclass
 class ActiveUpload:
-    """One who holds a slot."""
+    """An upload that holds a slot."""
 
     peer: bytes
     begun: float
@@ -201,7 +311,7 @@ class UploadTotals:
 
 
 class UploadSlots:
-    """So many uploads at a time, the neediest first."""
+    """A bounded number of uploads at a time, the peers that got least lately first."""
 
     def __init__(
         self,
@@ -259,7 +369,7 @@ class UploadSlots:
         while self._queue and len(self._uploads) < MAX_UPLOADS:
             beside = sum(1 for one in self._uploads if now - one.begun < patience)
             used = Counter(one.peer for one in self._uploads)
-            # Of one peer: who reads slowly on purpose cannot hold them all.
+            # Of one peer: it cannot hold all slots by reading slowly on purpose.
             most = max(1, self._limit.value - 1)
             ready = [one for one in self._queue if used[one.peer] < most]
             if beside >= self._limit.value or not ready:
@@ -275,9 +385,9 @@ class UploadSlots:
 REQUEST_TIMEOUT_S = 15.0
 UNHEARD_S = 0.25
 """How long one waits with us for a chunk that we do not fetch: its head may be on its way to us. We will
-never have, say, an old anchor if we followed by deltas, and whoever waits for it loses that time."""
+never have, say, an old snapshot if we followed by deltas, and waiting for it is time lost."""
 QUEUE_S = 60.0
-"""Who waits longer for an upload slot is told that we are busy."""
+"""A request that waits longer for an upload slot is refused as BUSY."""
 BEAT_S = 0.5
 """Between two InLine messages."""
 PIECE = 128 * 1024
@@ -333,7 +443,7 @@ class BlobServer:
         held = await asyncio.to_thread(self._held, request.wanted)
         if not held:
             raise RemoteProtocolError(Reason.NOT_FOUND, "none of these is kept")
-        self._choose(held, request)  # who gets nothing need not wait to hear it
+        self._choose(held, request)  # refuse at once if there is nothing to give
         async with self._turn(peer, stream) as turn:
             # Only now: while it waited, others were given what it might have got.
             await self._upload(turn, stream, *self._choose(held, request))
@@ -360,7 +470,7 @@ class BlobServer:
 
     @asynccontextmanager
     async def _turn(self, peer: bytes, stream: Stream) -> AsyncGenerator[ActiveUpload]:
-        """Hold an upload slot; tells the peer that it stands in line until it has one."""
+        """Hold an upload slot; until there is one, tell the peer that it is in the queue."""
 
         async def beat() -> None:
             async with asyncio.timeout(PIECE_S):
@@ -377,7 +487,7 @@ class BlobServer:
             raise
 
     async def _upload(self, turn: ActiveUpload, stream: Stream, index: int, name: bytes) -> None:
-        # Nothing is awaited between the choice of a chunk and its entry in the book of copies.
+        # Nothing is awaited between the choice of a chunk and its entry in the counts of copies.
         with self._counting(name):
             data = await asyncio.to_thread(self._store.get, name)
             if data is None:
@@ -392,7 +502,7 @@ class BlobServer:
 
     @contextmanager
     def _counting(self, name: bytes) -> Generator[None]:
-        """Tell the book of copies how an upload goes."""
+        """Record an upload in the counts of copies."""
         size = self._store.size(name) or 0
         start = time.monotonic()
         self._copies.begun(name, size, start)
@@ -441,7 +551,7 @@ class BlobServer:
                 del self._watches[peer]
 
     async def _push(self, stream: Stream, watch: ChunkWatch) -> None:
-        """Tell what is held until all of it is, or nobody listens."""
+        """Send the bitmap until all chunks are held or the watcher is gone."""
         listening = asyncio.ensure_future(_until_gone(stream, watch))
         try:
             with suppress(TimeoutError):
@@ -479,9 +589,9 @@ async def _whole_or_reset(stream: Stream) -> AsyncGenerator[None]:
 
 
 async def _until_read(stream: Stream, patience: float) -> None:
-    """Writing ends when the bytes are in a buffer; an upload ends when its receiver ends its direction too.
+    """Wait until the receiver ends its direction too: writing ends when the bytes are in a buffer.
 
-    Without this a narrow line would look free, and a chunk given away, long before anybody has it.
+    Without this a narrow line would look free, and a chunk given away, long before it is delivered.
     """
     async with asyncio.timeout(patience):
         with suppress(TransportError):
@@ -489,8 +599,54 @@ async def _until_read(stream: Stream, patience: float) -> None:
 
 
 async def _until_gone(stream: Stream, watch: ChunkWatch) -> None:
-    """A watcher says nothing more: when its direction ends, so does its interest."""
+    """End a watch when the direction of the watcher ends."""
     with suppress(TransportError):
         await stream.read_exact(1)
     watch.over = True
     watch.news.set()
+
+
+TCP_REQUESTS_PER_SECOND, TCP_REQUEST_BURST = 50.0, 100.0
+TCP_CALLERS = 1024
+"""Peers whose request rate is remembered."""
+
+
+class TcpChunkServer:
+    """Answers peers that ask over TCP, by the handler that answers them over QUIC."""
+
+    def __init__(self, carrier: StreamCarrier, peers: PeerTable, handler: Handler) -> None:
+        """The carrier bounds how many streams are open, of one peer and of all."""
+        self._carrier = carrier
+        self._peers = peers
+        self._handler = handler
+        self._requests = TokenBuckets(TCP_REQUESTS_PER_SECOND, TCP_REQUEST_BURST, limit=TCP_CALLERS)
+
+    async def run(self) -> None:
+        """Serve until the carrier is closed."""
+        async with asyncio.TaskGroup() as tasks:
+            async for peer, stream in self._carrier.callers():
+                tasks.create_task(self._answer(peer, stream))
+
+    async def _answer(self, peer: bytes, stream: Stream) -> None:
+        try:
+            await answer_stream(self._handle, self._peers, peer, stream)
+        finally:
+            await stream.abort()
+
+    async def _handle(self, peer: bytes, stream: Stream) -> None:
+        if not self._requests.take(peer, time.monotonic()):
+            raise RemoteProtocolError(Reason.RATE_LIMITED, "too many requests over TCP")
+        await self._handler(peer, stream)
+
+
+@asynccontextmanager
+async def serving(server: TcpChunkServer) -> AsyncGenerator[None]:
+    """Run `server` while the block lasts; the node continues without it if it fails."""
+    running = asyncio.create_task(server.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        if not running.cancelled() and (error := running.exception()) is not None:
+            logger.error("chunks were not served over TCP any more", exc_info=error)

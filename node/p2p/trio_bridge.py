@@ -8,14 +8,11 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, TypeVarTuple, Unpack, cast
 
-from ...protocol.errors import LocalProtocolError
-from ...protocol.version import KIB, MAX_GOSSIP
-from .discovery import GossipFact
-from .transport import Stream, StreamClosed, TransportError, Unreachable
+from ...protocol.version import KIB
+from .transport import StreamClosed
 
 if TYPE_CHECKING:
     import trio
@@ -47,7 +44,7 @@ class EventQueue(Generic[T]):
         self._closed = False
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Name the loop whose readers put() wakes; what is put before that is dropped."""
+        """Name the loop whose readers put() wakes; items put before that are dropped."""
         self._loop = loop
 
     def put(self, item: T) -> None:
@@ -62,7 +59,7 @@ class EventQueue(Generic[T]):
             _to_loop(self._loop, self._wake)
 
     def close(self) -> None:
-        """End every reader once it has taken what is left. From the loop's thread only."""
+        """End every reader once it has taken the remaining items. From the loop's thread only."""
         with self._lock:
             self._closed = True
         self._readable.set()
@@ -243,7 +240,7 @@ def _to_loop(
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
-        # The asyncio loop is closed already: nobody is left to tell.
+        # The asyncio loop is closed already.
         logger.debug("an event came after its loop was closed")
 
 
@@ -260,7 +257,7 @@ Cut = Callable[[], Awaitable[None]]
 
 
 class RawStream(Protocol):
-    """A stream as libp2p makes it."""
+    """A stream of libp2p."""
 
     async def read(self, n: int | None = None) -> bytes:
         """At least one byte and at most `n`."""
@@ -276,7 +273,7 @@ class RawStream(Protocol):
 
 
 class HalfClosing(Protocol):
-    """What the stream of libp2p can do beside, though its abstract type does not say so."""
+    """A method that streams of libp2p have, though their abstract type does not declare it."""
 
     async def close_write(self) -> None:
         """End our direction. close() would also strike the stream off, and its connection might be pruned."""
@@ -315,7 +312,7 @@ class TrioStream:
         await _whole(self._cut, cast(HalfClosing, self._raw).close_write)
 
     async def abort(self) -> None:
-        """Reset what is still open. Never raises."""
+        """Reset the directions that are still open. Never raises."""
         try:
             await _whole(self._cut, self._raw.reset)
         except StreamClosed:
@@ -419,16 +416,16 @@ class AcceptQueue:
 
 
 async def _ours(function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
-    """Ask a foreign stream; all that it raises becomes StreamClosed."""
+    """Call a foreign stream; every exception becomes StreamClosed."""
     try:
         return await function(*args)
     except Exception as error:
-        # Resets, sockets and the library's own slips come out untyped; for us the stream is over.
+        # Resets, sockets and the library's own slips come out untyped; the stream is over in any case.
         raise StreamClosed(f"the stream broke: {error!r}"[:200]) from error
 
 
 async def _whole(cut: Cut, function: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
-    """What writes is done to its end, cancelled or not, or ends its connection by `cut`."""
+    """Finish a call that writes, cancelled or not, or end its connection by `cut`."""
     import trio
 
     with trio.move_on_after(WRITE_SECONDS) as scope:
@@ -438,227 +435,3 @@ async def _whole(cut: Cut, function: Callable[[Unpack[Args]], Awaitable[T]], *ar
         scope.shield = True
         await _ours(cut)
     raise StreamClosed("the peer takes no more bytes: its connection was given up")
-
-
-FACT_QUEUE = 256
-"""Facts that wait for a reader; a newer one pushes out the oldest."""
-LEAVE_SECONDS = 3.0
-"""How long close() lets a life say goodbye before it is cut off."""
-RESTART_SECONDS = (1.0, 60.0)
-"""First and longest pause before the next life."""
-
-
-class DiscoverySession(Protocol):
-    """What discovery is made of between a start and a death. All but neighbours() in trio."""
-
-    port: int
-    addresses: tuple[str, ...]
-
-    def neighbours(self) -> int:
-        """How many peers would get our facts. Called from any thread."""
-        ...
-
-    async def publish(self, sealed: bytes) -> None:
-        """Gossip one fact of a proper size."""
-        ...
-
-    async def keep_connected(self, bootstrap: Sequence[str]) -> None:
-        """Find peers until cancelled."""
-        ...
-
-    async def converse(
-        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
-    ) -> T:
-        """As Discovery.converse(); `talk` runs in trio."""
-        ...
-
-
-class _Started(Protocol):
-    def started(self) -> None: ...
-
-
-class TrioDiscovery:
-    """Discovery in a thread of its own."""
-
-    def __init__(
-        self,
-        begin: Callable[
-            [int, Callable[[GossipFact], None]], AbstractAsyncContextManager[DiscoverySession]
-        ],
-        *,
-        port: int,
-    ) -> None:
-        """`begin(port, receive)` opens a life that listens and calls `receive` with every fact."""
-        self._begin = begin
-        self._port = port
-        self._facts: EventQueue[GossipFact] = EventQueue(FACT_QUEUE)
-        self._thread = TrioThread("libp2p")
-        self.incoming = AcceptQueue(self._thread)
-        """Where a life brings the streams that peers open."""
-        self._life: DiscoverySession | None = None
-        self._addresses: tuple[str, ...] = ()
-        self._leaving: trio.Event | None = None
-        self._left: trio.Event | None = None
-
-    @property
-    def dropped_facts(self) -> int:
-        """Facts that nobody took from facts() in time."""
-        return self._facts.dropped
-
-    def addresses(self) -> tuple[str, ...]:
-        """Our multiaddrs with /p2p/PEERID; empty before start()."""
-        return self._addresses
-
-    async def start(self, bootstrap: Sequence[str]) -> None:
-        """Listen, then connect to `bootstrap` in the background. Once only.
-
-        Raises:
-            AddressInUse: another program has the TCP port.
-            TransportError: the address is not this machine's, or the library does not start.
-        """
-        self._facts.bind(asyncio.get_running_loop())
-        self.incoming.bind(asyncio.get_running_loop())
-        try:
-            await self._thread.start()
-            await self._thread.call(self._open, tuple(bootstrap))
-        except BaseException:
-            await self.close()
-            raise
-
-    async def publish(self, sealed: bytes) -> None:
-        """Gossip a sealed fact; between two lives it goes nowhere.
-
-        Raises:
-            LocalProtocolError: the fact is larger than MAX_GOSSIP.
-        """
-        if len(sealed) > MAX_GOSSIP:
-            raise LocalProtocolError(
-                f"a fact of {len(sealed)} bytes cannot be gossiped (at most {MAX_GOSSIP}):"
-                " gossip its digest and send the bytes by the transport"
-            )
-        try:
-            await self._thread.call(self._publish, sealed)
-        except TrioStopped:
-            logger.debug("a fact was not gossiped: discovery is not running")
-
-    def facts(self) -> AsyncIterator[GossipFact]:
-        """Facts from others as they come; ends with close(). All callers share one queue."""
-        return self._facts
-
-    async def converse(
-        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
-    ) -> T:
-        """Reach `peer`, open a stream and return what `talk` makes of it, in the trio thread.
-
-        Raises:
-            Unreachable: also between two lives. StreamClosed, and whatever `talk` raises.
-        """
-        try:
-            return await self._thread.call(self._converse, peer, addresses, talk)
-        except TrioStopped as error:
-            raise Unreachable("libp2p is not running: nothing goes over TCP") from error
-
-    def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
-        """(NodeId, stream) of peers that want to converse; ends with close()."""
-        return self.incoming.listen()
-
-    def neighbours(self) -> int:
-        """How many connected peers listen to this run's topic."""
-        life = self._life
-        return 0 if life is None else life.neighbours()
-
-    async def close(self) -> None:
-        """Leave, and join the thread. Never raises; closing twice is fine."""
-        try:
-            async with asyncio.timeout(LEAVE_SECONDS):
-                await self._thread.call(self._leave)
-        except (TrioStopped, TimeoutError):
-            logger.debug("discovery is not running, or would not take its leave")
-        await self._thread.stop()
-        self._facts.close()
-        self.incoming.close()
-
-    async def _leave(self) -> None:
-        # Leaving by an event and not by cancelling: a cancelled library drops its sockets open.
-        if self._leaving is not None and self._left is not None:
-            self._leaving.set()
-            await self._left.wait()
-
-    async def _publish(self, sealed: bytes) -> None:
-        if self._life is not None:
-            await self._life.publish(sealed)
-
-    async def _converse(
-        self, peer: bytes, addresses: Sequence[str], talk: Callable[[Stream], Awaitable[T]]
-    ) -> T:
-        if self._life is None:
-            raise Unreachable("libp2p is between two lives: nothing goes over TCP")
-        return await self._life.converse(peer, addresses, talk)
-
-    async def _open(self, bootstrap: tuple[str, ...]) -> None:
-        import trio
-
-        self._leaving, self._left = trio.Event(), trio.Event()
-        # Stubs that libp2p brings along know nothing of keyword task_status: hence the cast.
-        supervise = cast(Any, self._supervise)
-        await self._thread.nursery.start(supervise, bootstrap, self._leaving, self._left)
-
-    async def _supervise(
-        self,
-        bootstrap: tuple[str, ...],
-        leaving: "trio.Event",
-        left: "trio.Event",
-        *,
-        task_status: _Started,
-    ) -> None:
-        """One life after the other until `leaving`."""
-        import trio
-
-        started, pause, born = False, RESTART_SECONDS[0], trio.current_time()
-        try:
-            while not leaving.is_set():
-                try:
-                    async with self._living() as life:
-                        if not started:
-                            task_status.started()
-                        started, born = True, trio.current_time()
-                        await _stay(life, bootstrap, leaving)
-                except Exception as error:
-                    # A library that died of foreign bytes, or lost its port: the node goes on.
-                    if not started:
-                        raise _start_error(error) from error
-                    if trio.current_time() - born > RESTART_SECONDS[1]:
-                        pause = RESTART_SECONDS[0]
-                    logger.warning("discovery died and starts again in %.0f s: %r", pause, error)
-                    with trio.move_on_after(pause):
-                        await leaving.wait()
-                    pause = min(2 * pause, RESTART_SECONDS[1])
-        finally:
-            left.set()
-
-    @asynccontextmanager
-    async def _living(self) -> AsyncGenerator[DiscoverySession]:
-        async with self._begin(self._port, self._facts.put) as life:
-            self._port, self._addresses, self._life = life.port, life.addresses, life
-            try:
-                yield life
-            finally:
-                self._life = None
-
-
-async def _stay(life: DiscoverySession, bootstrap: Sequence[str], leaving: "trio.Event") -> None:
-    import trio
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(life.keep_connected, bootstrap)
-        await leaving.wait()
-        nursery.cancel_scope.cancel()
-
-
-def _start_error(error: Exception) -> TransportError:
-    """`error` as a TransportError, whatever number of nurseries have wrapped it."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    if isinstance(error, TransportError):
-        return error
-    return TransportError(f"discovery did not start ({error!r}): network.libp2p = false skips it")

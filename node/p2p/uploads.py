@@ -70,7 +70,7 @@ class UploadReceiver:
         self._partials: dict[tuple[bytes, bytes], PartialUpload] = {}
 
     async def repeat(self, stream: Stream, receipt: bytes) -> None:
-        """Answer an offer of what is already here with its receipt."""
+        """Answer the offer of a submission that is here already with its receipt."""
         await send(stream, Submitted(receipt))
         await stream.finish()
 

@@ -1,19 +1,12 @@
-"""Signal and Inbox: how a coroutine waits for something that may also end; LogBackoff: how it says so.
-
-The first two belong to one event loop, and a cancelled wait takes nothing away.
-"""
+"""Notifier: wake the waiters of one event loop. LogBackoff: repeat a log line ever more rarely."""
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 
 class Notifier:
-    """Wakes everybody who waits; each looks for itself whether its wait is over."""
+    """Wakes all waiters; each checks itself whether its wait is over."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -28,43 +21,8 @@ class Notifier:
         await self._event.wait()
 
 
-class AsyncQueue(Generic[T]):
-    """A bounded queue that can end: once closed, whatever it still held is dropped."""
-
-    def __init__(self, limit: int, ended: Callable[[], Exception]) -> None:
-        self._items: deque[T] = deque()
-        self._limit = limit
-        self._ended = ended
-        self._closed = False
-        self._changed = Notifier()
-
-    def offer(self, item: T) -> bool:
-        """Add `item`; False when the inbox is full or closed."""
-        if self._closed or len(self._items) >= self._limit:
-            return False
-        self._items.append(item)
-        self._changed.fire()
-        return True
-
-    async def take(self) -> T:
-        """The next item in order. Raises what `ended` makes once the inbox is closed."""
-        while not self._closed:
-            if self._items:
-                return self._items.popleft()
-            await self._changed.wait()
-        raise self._ended()
-
-    def close(self) -> list[T]:
-        """End the inbox and hand back what nobody took."""
-        self._closed = True
-        left = list(self._items)
-        self._items.clear()
-        self._changed.fire()
-        return left
-
-
 class LogBackoff:
-    """When to log a line again about what goes on unchanged: at once, then after twice the time each."""
+    """When to repeat a log line about an unchanged state: at once, then after twice the time each."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Child processes of a node: started without orphans, asked by numbered frames, watched, killed, explained."""
+"""Run child processes of a node: start, send requests, watch, kill, explain the end."""

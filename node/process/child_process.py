@@ -1,11 +1,11 @@
-"""The parent's end of a child process: ask it by numbered frames, watch it, kill it, explain its end.
+"""Run a child process and talk to it: send numbered requests, watch it, kill it, explain why it ended.
 
-Many requests may be under way at once. Invariants:
-- whatever goes wrong with the process as a whole makes it lost: all that is pending, and all that is asked
-  later, raises `Lost` with the reason, and nothing else comes of it; the owner must kill() it then;
-- closing or killing it makes all that is pending raise `Error`;
-- nothing outlives kill(), also when the caller is cancelled meanwhile: the process leads a group, which is
-  killed whole, and its pipes are read to their end.
+Many requests may be pending at once. Invariants:
+- a process that ends, hangs or sends an unreadable frame is lost: every pending and every later request raises
+  `Lost` with the same reason; the owner then calls kill();
+- end() and kill() make every pending request raise `Error`;
+- nothing outlives kill(), even if its caller is cancelled: the process leads a group, which is killed as a
+  whole, and its pipes are read to the end.
 """
 
 import asyncio
@@ -23,34 +23,35 @@ import msgspec
 from ..ops.errors import NodeError
 from .exit_reason import LOOK, exit_reason
 from .frames import MAX_FRAME, frame, read_frame
-from .spawn import LogTail, kill_group, start_at_socket, start_piped, to_the_end
+from .spawn import LogTail, kill_group, start_process, to_the_end
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, listen
 
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 200
 EXIT_REASON_S = 1.0
-"""For the exit code and the last lines of a process that has closed its output."""
+"""Wait for the exit code and the last log lines of a process that closed its output."""
 END_S = 10.0
-"""For reading what an ended process has left in its pipe."""
+"""Limit on draining the pipe of a process that has ended."""
 BUFFER = 1 << 20
+"""Bytes of its answers that may wait unread."""
 
 
 class ChildProcess:
-    """One process and what it was asked: spawn() first, kill() last. Subclasses say which frames there are."""
+    """A process and its pending requests: spawn() first, kill() last. Subclasses define the messages."""
 
     Error: ClassVar[type[NodeError]] = NodeError
-    """Raised where it cannot be started, was not started, or was closed."""
+    """Raised if it cannot be started, is not started, or is closed."""
     Lost: ClassVar[type[NodeError]] = NodeError
-    """Raised once it ended, hangs or sends what cannot be read."""
+    """Raised once it has ended, hangs or sent an unreadable frame."""
     max_frame: ClassVar[int] = MAX_FRAME
     log_level: ClassVar[int] = logging.INFO
-    """Of the lines that it writes."""
+    """Level of its own log lines."""
 
     def __init__(
         self, name: str, title: str, program: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        """`name` is what logs call it, `title` what errors call it."""
+        """Prepare to run `program`; logs call it `name`, errors call it `title`."""
         self._name = name
         self._title = title
         self._program = program
@@ -60,7 +61,7 @@ class ChildProcess:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._writer: asyncio.StreamWriter | None = None
         self._connection: asyncio.StreamWriter | None = None
-        """The writer, where that is a socket's: unlike a pipe it is closed here."""
+        """The writer if it is a socket; a pipe closes with its process, a socket is closed here."""
         self._reading: asyncio.Task[None] | None = None
         self._heartbeat: asyncio.Task[None] | None = None
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -71,72 +72,72 @@ class ChildProcess:
         self._received = 0
         self._heard_at = time.monotonic()
         self.lost = asyncio.Event()
-        """Set once the process is of no use any more."""
+        """Set when the process is lost."""
 
     @property
     def pid(self) -> int | None:
-        """Its process id, which is its group too; None before it is started."""
+        """Process id, also its group id; None before the start."""
         return self._process.pid if self._process else None
 
     @property
     def fault(self) -> str:
-        """Why it is lost or closed; empty while it is neither."""
+        """Reason why it is lost or closed; empty while it runs."""
         return str(self._failure or "")
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it gave a sign of life."""
+        """Seconds since its last sign of life."""
         return time.monotonic() - self._heard_at
 
     # -- for subclasses ----------------------------------------------------------------------------
 
     def _decode(self, body: bytes) -> Any:
-        """Decode the message of a frame, which has a `number`. Raises ValueError."""
+        """Decode a frame into a message with a `number`. Raises ValueError."""
         raise NotImplementedError
 
     def _take(self, message: Any) -> None:
-        """Hand a message to the request with its number. Raises EOFError to read no further."""
+        """Deliver a message to the request with its number. Raises EOFError to stop reading."""
         if (future := self._pending.get(message.number)) is not None and not future.done():
             future.set_result(message)
 
     def _exit_reason(self, code: int | None, lines: Sequence[str]) -> str:
-        """Explain its end to the operator; `code` is negative for a signal, None while it runs."""
+        """Explain its exit to the operator; `code` is negative for a signal, None while it runs."""
         return exit_reason(self._title, code, lines)
 
     async def _find_reason(self, fault: str) -> str:
-        """Explain why it is lost: by `fault` if there is one, else by its exit code and its last lines."""
+        """Return `fault`, or if that is empty a reason from its exit code and last log lines."""
         if fault or self._process is None or self._log is None:
             return fault
-        with suppress(TimeoutError):  # its end, and its last lines, may come a moment later
+        with suppress(TimeoutError):  # it closes its output a moment before it exits
             async with asyncio.timeout(EXIT_REASON_S):
                 await self._process.wait()
         await self._log.wait(EXIT_REASON_S if self._process.returncode is not None else 0.0)
         return self._exit_reason(self._process.returncode, list(self._tail))
 
     def _closed(self) -> NodeError:
-        """Make the error of what is asked before spawn() or after close()."""
+        """Make the error for requests before spawn() and after end()."""
         return self.Error(f"{self._title} was closed: start another")
 
     def _request_end(self) -> None:
-        """Ask it to end in peace: by default, its input ends."""
+        """Ask it to exit; by default by closing its input."""
         if self._writer is not None:
             self._writer.close()
 
     async def _kill_now(self, process: asyncio.subprocess.Process) -> None:
-        """Kill it with its group, and reap it."""
+        """Kill and reap its group."""
         kill_group(process.pid)
         await process.wait()
 
     def _life(self) -> object:
-        """A value that changes as long as it gives signs of life."""
+        """Return a value that changes while the process is alive and making progress."""
         return self._received
 
     def _ailment(self) -> str:
-        """Say what is wrong with it though it answers; empty if nothing is. Looked at with every heartbeat."""
+        """Report a fault of a process that still answers; empty if there is none. Called at every heartbeat."""
         return ""
 
     def _note(self, line: str) -> None:
-        """Keep and log a line that it wrote."""
+        """Log a line of its output and keep it for the exit reason."""
         self._tail.append(line)
         level = logging.DEBUG if self._closing else self.log_level
         logger.log(level, "%s: %s", self._name, line)
@@ -144,10 +145,10 @@ class ChildProcess:
     # -- starting ----------------------------------------------------------------------------------
 
     async def spawn(self, pass_fds: Sequence[int] = ()) -> None:
-        """Start the process, to be asked through its pipes. Raises Error."""
+        """Start the process and talk through its pipes. Raises Error."""
         try:
-            process = await start_piped(
-                self._program, self._environment, buffer=BUFFER, pass_fds=pass_fds
+            process = await start_process(
+                self._program, self._environment, piped=True, buffer=BUFFER, pass_fds=pass_fds
             )
         except OSError as error:
             raise self._unstartable(error) from error
@@ -158,16 +159,16 @@ class ChildProcess:
         self._talk(process.stdout, process.stdin)
 
     async def spawn_at_socket(self, path: Path, unconnected: str) -> None:
-        """Start the process, and wait until it or a descendant connects to the socket at `path` (serve.py).
+        """Start the process and wait until it, or a descendant, connects to the socket at `path` (serve.py).
 
-        There is no deadline here. Raises Error, and Lost with `unconnected` if all ends before.
+        Has no deadline. Raises Error, and Lost with `unconnected` if the process ends first.
         """
         token = secrets.token_hex(32)
         server, accepted = await listen(path, token)
         try:
             variables = {SOCKET_VARIABLE: str(path), TOKEN_VARIABLE: token}
             try:
-                process = await start_at_socket(self._program, {**self._environment, **variables})
+                process = await start_process(self._program, {**self._environment, **variables})
             except OSError as error:
                 raise self._unstartable(error) from error
             assert process.stdout is not None
@@ -204,9 +205,9 @@ class ChildProcess:
     # -- ending ------------------------------------------------------------------------------------
 
     async def end(self, grace_s: float) -> None:
-        """Ask it to end, wait for that, then kill it; what is pending raises Error.
+        """Ask it to exit and kill it after `grace_s`; pending requests raise Error.
 
-        A process that is lost is killed at once.
+        A lost process is killed at once.
         """
         process, well = self._process, self._failure is None
         self._closing = True
@@ -222,7 +223,7 @@ class ChildProcess:
             await self.kill()
 
     async def kill(self) -> None:
-        """End it and all that it started, also when cancelled meanwhile; safe to call twice."""
+        """Kill it and everything it started, even if cancelled meanwhile; safe to call twice."""
         self._closing = True
         self._fail(self._closed())
         await to_the_end(self._bury())
@@ -233,7 +234,7 @@ class ChildProcess:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.wait([self._heartbeat])
-        if self._reading is not None:  # which reads to the end of the pipe
+        if self._reading is not None:  # reads to the end of the pipe
             await asyncio.wait([self._reading], timeout=END_S)
         if self._connection is not None:
             self._connection.close()
@@ -248,14 +249,14 @@ class ChildProcess:
     async def _answer(self, request: Any, timeout_s: float | None) -> Any:
         """Send a request and return the message with its number.
 
-        Raises Lost, also if nothing comes in time, Error once it is closed, and ValueError for a request longer
-        than `max_frame`.
+        Raises Lost, also after `timeout_s`; Error once it is closed; ValueError if the request is longer than
+        `max_frame`.
         """
         name = type(getattr(request, "body", request)).__name__
         return await self._exchange(request.number, frame(request, self.max_frame), name, timeout_s)
 
     async def _exchange(self, number: int, data: bytes, name: str, timeout_s: float | None) -> Any:
-        """As _answer(), for a request that is encoded already; `name` is what errors call it."""
+        """Send an encoded request as _answer() does; errors call it `name`."""
         if self._failure is not None or self._writer is None:
             raise self._failed()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -271,7 +272,7 @@ class ChildProcess:
             self._pending.pop(number, None)
 
     async def _expect(self, answer: Any, kind: Any) -> None:
-        """Check that an answer is of this kind. Raises Lost."""
+        """Check that an answer has the type `kind`. Raises Lost."""
         if not isinstance(answer, kind):
             await self._lose(
                 f"the process for {self._title} speaks another language: install one version"
@@ -279,11 +280,11 @@ class ChildProcess:
             raise self._failed()
 
     def _send(self, message: msgspec.Struct) -> None:
-        """Send a message to which nothing needs to come back."""
+        """Send a message that has no answer."""
         self._write(frame(message, self.max_frame))
 
     def _write(self, data: bytes) -> None:
-        """Write frames; those of one turn of the event loop go together."""
+        """Queue a frame; the frames of one event loop turn are written together."""
         if not self._out:
             asyncio.get_running_loop().call_soon(self._flush)
         self._out.append(data)
@@ -292,7 +293,7 @@ class ChildProcess:
         data = b"".join(self._out)
         self._out.clear()
         if self._writer is not None:
-            self._writer.write(data)  # to a process that has gone: nothing happens
+            self._writer.write(data)  # ignored if the process has exited
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
@@ -312,12 +313,12 @@ class ChildProcess:
                 pass  # asyncio closes the pipe only at its end
 
     def _failed(self) -> NodeError:
-        """Make the error to raise for what is asked now."""
+        """Make the error for requests from now on."""
         failure = self._failure or self._closed()
         return type(failure)(str(failure))
 
     async def _lose(self, fault: str) -> None:
-        """Declare it lost, for `fault` or for what its end says."""
+        """Declare it lost, because of `fault` or of its exit."""
         async with self._losing:
             if self._failure is not None or self._closing:
                 return
@@ -337,7 +338,7 @@ class ChildProcess:
     def _watch(
         self, make_ping: Callable[[], msgspec.Struct], every_s: float, silent_s: float
     ) -> None:
-        """Ping it from now on; it is lost when it gives no sign of life for `silent_s`."""
+        """Ping it from now on and declare it lost after `silent_s` without a sign of life."""
         self._heartbeat = asyncio.create_task(
             self._beat(make_ping, every_s, silent_s), name=f"{self._name} heartbeat"
         )
@@ -345,7 +346,7 @@ class ChildProcess:
     async def _beat(
         self, make_ping: Callable[[], msgspec.Struct], every_s: float, silent_s: float
     ) -> None:
-        # Beats are counted, not seconds: while our own event loop is blocked, no answer could be read.
+        # Counts beats, not seconds: while our own event loop is blocked no answer can be read.
         life, silent = self._life(), 0.0
         while self._failure is None:
             self._send(make_ping())

@@ -1,11 +1,11 @@
-"""Explain why a process ended, from its exit code and the last lines of its log. No I/O."""
+"""Explain why a process ended, from its exit code and last log lines. No I/O."""
 
 import re
 import signal
 from collections.abc import Sequence
 
 Causes = Sequence[tuple[str, str]]
-"""Regular expressions over log lines, each with what it means and what to do. The first that matches counts."""
+"""Regular expressions over log lines, each with its meaning and a remedy; the first match counts."""
 
 LOOK = "look at its log lines above"
 
@@ -18,10 +18,10 @@ def exit_reason(
     causes: Causes = (),
     memory_advice: str = "free memory",
 ) -> str:
-    """Explain the end of `process` in one sentence for the operator.
+    """Explain the end of `process` to the operator in one sentence.
 
-    `code` as asyncio gives it: negative for a signal, None while the process runs. A cause found in `lines`
-    says more than the code. `memory_advice` is what to do when memory ran out.
+    `code` is negative for a signal and None while the process runs, as in asyncio. A cause found in `lines`
+    takes precedence. `memory_advice` is the remedy if memory ran out.
     """
     if cause := known_cause(lines, causes):
         return cause
@@ -33,13 +33,13 @@ def exit_reason(
 
 
 def known_cause(lines: Sequence[str], causes: Causes) -> str:
-    """Find the meaning of the first of `causes` that any line matches; empty if none does."""
+    """Return the meaning of the first of `causes` that matches any line, or an empty string."""
     found = (words for pattern, words in causes if any(re.search(pattern, line) for line in lines))
     return next(found, "")
 
 
 def signal_name(number: int) -> str:
-    """Name a signal, also one that this system does not know."""
+    """Name a signal, even one unknown to this system."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,6 +1,6 @@
-"""Frames between a node and its own processes: a msgpack message after its length (4 bytes, little-endian).
+"""Encode and read the frames between a node and its child processes: length (4 bytes, little-endian), msgpack.
 
-Invariant: a length is checked before anything is read. Neither end trusts the sizes that the other one sends.
+Invariant: a length is checked before any body is read or allocated; neither end trusts the other's sizes.
 """
 
 import asyncio
@@ -15,11 +15,14 @@ MAX_FRAME = 64 << 20
 """Default limit of a frame in bytes."""
 
 
-class Message(msgspec.Struct, Generic[T], frozen=True, array_like=True):
-    """A request with its number, or the answer with the number of its request."""
+class ProcessMessage(msgspec.Struct, Generic[T], frozen=True, array_like=True):
+    """A numbered request, or the answer to the request with that number."""
 
     number: int
     body: T
+
+
+Message = ProcessMessage
 
 
 def frame(message: msgspec.Struct, limit: int) -> bytes:

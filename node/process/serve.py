@@ -1,7 +1,7 @@
-"""The child's end: answer the numbered frames of a parent (child_process.py).
+"""Answer the numbered requests of a parent (child_process.py) in the child process.
 
-serve() answers at two pipes from an event loop, many requests at once; it ends with its input. ParentSocket is
-for a process whose main thread computes: it reads requests one by one. Neither outlives the parent.
+serve() answers many requests at once over two pipes and ends with its input. ParentSocket reads requests one by
+one, for a process whose main thread computes. Neither outlives the parent.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import msgspec
 from ..ops.errors import EngineError
 from .frames import HEAD_BYTES, MAX_FRAME, body_length, frame, read_frame
 from .spawn import EXIT_ORPHANED, leave_with_parent
-from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, Hello, connected
+from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, ProcessHello, connected
 
 Request = TypeVar("Request", contravariant=True)
 
@@ -29,7 +29,7 @@ POLL_MS = 500
 
 
 class Outbox:
-    """Writes frames; those of one turn of the event loop go together."""
+    """Writes frames; the frames of one event loop turn are written together."""
 
     def __init__(self, write: Callable[[bytes], None], max_frame: int = MAX_FRAME) -> None:
         self._write = write
@@ -37,7 +37,7 @@ class Outbox:
         self._frames: list[bytes] = []
 
     def put(self, message: msgspec.Struct) -> None:
-        """Send a message when this turn ends."""
+        """Send a message at the end of this turn."""
         if not self._frames:
             asyncio.get_running_loop().call_soon(self._flush)
         self._frames.append(frame(message, self._max_frame))
@@ -48,14 +48,14 @@ class Outbox:
 
 
 class RequestHandler(Protocol[Request]):
-    """Answers requests."""
+    """Answers the requests of a parent."""
 
     def take(self, request: Request) -> None:
-        """Begin to answer a request."""
+        """Start to answer a request."""
         ...
 
     async def close(self) -> None:
-        """Give everything up."""
+        """Cancel all work."""
         ...
 
 
@@ -67,7 +67,7 @@ async def serve(
     *,
     max_frame: int = MAX_FRAME,
 ) -> None:
-    """Answer at two files of pipes until the input ends; `read` decodes a request or raises ValueError."""
+    """Answer over two pipes until the input ends; `read` decodes a request or raises ValueError."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
@@ -88,20 +88,20 @@ def serve_parent(
     *,
     max_frame: int = MAX_FRAME,
 ) -> NoReturn:
-    """Be a child process: answer at the standard input and output, end with the input and with the parent.
+    """Answer over standard input and output; exit with the end of the input, or of the parent.
 
-    What libraries print goes to the standard error.
+    Output that libraries print goes to standard error.
     """
     leave_with_parent(os.environ)
     answers = take_standard_output()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(sys.stdin.buffer, answers, read, make, max_frame=max_frame))
     sys.stderr.flush()
-    os._exit(0)  # whatever threads libraries have left behind
+    os._exit(0)  # does not wait for threads that libraries left behind
 
 
 def take_standard_output() -> Any:
-    """Return the file for answers; what libraries print goes to the standard error from now on."""
+    """Return a file for answers, and send what libraries print to standard error from now on."""
     answers = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(answers, "wb")
@@ -112,7 +112,7 @@ class ParentGone(Exception):
 
 
 class ParentSocket:
-    """The connection to a parent that waits at a socket; replies may come from several threads."""
+    """Connection to a parent that listens at a socket; several threads may reply."""
 
     def __init__(self, connection: socket.socket, directory: Path, max_frame: int) -> None:
         self._connection = connection
@@ -125,7 +125,7 @@ class ParentSocket:
     def open(
         cls, environ: MutableMapping[str, str], timeout_s: float, max_frame: int = MAX_FRAME
     ) -> "ParentSocket":
-        """Connect to the socket that the environment names; from then on this process ends with the parent.
+        """Connect to the socket named in `environ`; from then on this process ends with its parent.
 
         Raises EngineError.
         """
@@ -134,7 +134,7 @@ class ParentSocket:
             raise EngineError("this program runs beside the daemon only: start `primerl-node`")
         try:
             connection = connected(Path(path), timeout_s)
-            connection.sendall(frame(Hello(token), max_frame))
+            connection.sendall(frame(ProcessHello(token), max_frame))
         except OSError as error:
             raise EngineError(f"the daemon cannot be reached ({error}): it has ended") from error
         connection.settimeout(None)
@@ -143,7 +143,7 @@ class ParentSocket:
         return parent
 
     def next(self, timeout_s: float) -> bytes | None:
-        """Read the next request, encoded; None if there is none in time. Raises ParentGone."""
+        """Read the next encoded request; None after `timeout_s`. Raises ParentGone."""
         ready, _, _ = select.select([self._connection], [], [], timeout_s)
         if not ready:
             return None
@@ -158,11 +158,11 @@ class ParentSocket:
             raise ParentGone from error
 
     def end(self) -> None:
-        """Let the parent close the connection from now on."""
+        """Keep running when the parent closes the connection from now on."""
         self._ended = True
 
     def abandon(self) -> NoReturn:
-        """Remove the folder of the socket, which was the parent's, and end this process."""
+        """Remove the socket's folder, which its parent left behind, and exit."""
         shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(EXIT_ORPHANED)
 
@@ -177,7 +177,7 @@ class ParentSocket:
         return bytes(data)
 
     def _watch(self) -> None:
-        """End this process when the parent has gone, whatever the main thread is busy with."""
+        """Exit when the parent has gone, even if the main thread is busy."""
         poll = select.poll()
         poll.register(self._connection, 0)  # a hang-up is always reported
         while not self._ended:

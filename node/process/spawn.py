@@ -1,7 +1,7 @@
-"""Start processes that leave no orphans, read their logs, kill their groups, and end with their parent.
+"""Start processes without leaving orphans: read their logs, kill their groups, end with the parent.
 
-Every process that is started here leads a group of its own: a terminal's ctrl-C does not reach it, and what it
-started is killed with it.
+Every process started here leads its own group: a terminal's ctrl-C does not reach it, and its descendants are
+killed with it.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ LAST_LINES_S = 10.0
 PR_SET_PDEATHSIG = 1
 """<linux/prctl.h>"""
 EXIT_ORPHANED = 75
-"""Exit code of a process whose parent has gone."""
+"""Exit code of a process whose parent has ended."""
 
 
 class LogTail:
-    """Reads what a process writes and passes it on line by line; start() and close() it."""
+    """Reads the output of a process line by line: start() first, close() last."""
 
     def __init__(self, stream: asyncio.StreamReader, note: Callable[[str], None]) -> None:
         self._stream = stream
@@ -35,16 +35,16 @@ class LogTail:
         self._reading: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start to read."""
         self._reading = asyncio.create_task(self._read(), name="process log")
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the process has closed its end, but no longer than that."""
+        """Wait until the process closes its output, for at most `timeout_s`."""
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=timeout_s)
 
     async def close(self) -> None:
-        """Read what is left and end; safe to call twice."""
+        """Read the rest and stop; safe to call twice."""
         await self.wait(LAST_LINES_S)
         if self._reading is not None:
             self._reading.cancel()
@@ -65,7 +65,7 @@ class LogTail:
 
 
 class LoggedProcess:
-    """A process that writes to a log file and is asked nothing."""
+    """A process that writes to a log file and takes no requests."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
@@ -78,16 +78,16 @@ class LoggedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, which is its group too; None before start()."""
+        """Process id, also its group id; None before start()."""
         return self._process.pid if self._process else None
 
     @property
     def ended(self) -> bool:
-        """Whether it was started and its end was seen; false before its start."""
+        """Whether it has started and ended."""
         return self._process is not None and self._process.returncode is not None
 
     async def start(self) -> None:
-        """Start it; output is appended to the log."""
+        """Start it and append its output to the log."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -100,22 +100,19 @@ class LoggedProcess:
             )
 
     async def wait(self) -> int:
-        """Its exit code; negative for the signal that killed it."""
+        """Return its exit code; negative for the signal that killed it."""
         assert self._process is not None, "start() comes first"
         return await self._process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL to the whole group after `grace_s`; returns when it is gone."""
-        process = self._process
-        if process is None:
-            return
-        await end_process(process, grace_s)
+        """Send SIGTERM, then SIGKILL to the whole group after `grace_s`; return once it has ended."""
+        if self._process is not None:
+            await end_process(self._process, grace_s)
 
     def put_log_aside(self, limit: int, keep: int) -> None:
-        """Move a log of more than `limit` bytes to NAME.1, older ones to NAME.2 .. NAME.keep. Raises OSError.
+        """Rotate a log of more than `limit` bytes to NAME.1, older ones to NAME.2 .. NAME.keep. Raises OSError.
 
-        The process writes on to the same file, at its end: so that is copied and emptied, and what is written
-        in between is lost.
+        The process keeps its file open, so the file is copied and truncated; lines written in between are lost.
         """
         if not self.log.exists() or self.log.stat().st_size <= limit:
             return
@@ -133,7 +130,7 @@ class LoggedProcess:
         os.truncate(self.log, 0)
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of its log."""
+        """Return the last lines of its log."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
@@ -142,22 +139,25 @@ class LoggedProcess:
             return []
 
 
-async def start_piped(
+async def start_process(
     program: Sequence[str],
     environment: Mapping[str, str],
     *,
+    piped: bool = False,
     buffer: int = 1 << 16,
     pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Start a process that is asked through pipes; `buffer` bytes of each wait unread.
+    """Start a process that leads its own group. Raises OSError.
 
-    It inherits the open files `pass_fds`. Raises OSError.
+    If `piped`, it has a pipe for input, output and log; else no input, and one pipe for output and log.
+    `buffer` bytes of each may wait unread. It inherits the open files `pass_fds`.
     """
+    pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
         *program,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdin=pipe if piped else asyncio.subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe if piped else asyncio.subprocess.STDOUT,
         env=dict(environment),
         start_new_session=True,
         limit=buffer,
@@ -165,25 +165,8 @@ async def start_piped(
     )
 
 
-async def start_at_socket(
-    program: Sequence[str], environment: Mapping[str, str]
-) -> asyncio.subprocess.Process:
-    """Start a process that is asked through a socket; all that it writes comes by its stdout.
-
-    Raises OSError.
-    """
-    return await asyncio.create_subprocess_exec(
-        *program,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=dict(environment),
-        start_new_session=True,
-    )
-
-
 def signal_process(pid: int, number: signal.Signals) -> None:
-    """Signal one process; one that has gone is fine."""
+    """Send a signal to one process, if it still exists."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -191,7 +174,7 @@ def signal_process(pid: int, number: signal.Signals) -> None:
 
 
 async def end_process(process: asyncio.subprocess.Process, grace_s: float) -> None:
-    """Ask a process to end, then kill its group, whatever of it is left."""
+    """Ask a process to exit, then kill the rest of its group."""
     try:
         if process.returncode is None:
             signal_process(process.pid, signal.SIGTERM)
@@ -205,7 +188,7 @@ async def end_process(process: asyncio.subprocess.Process, grace_s: float) -> No
 
 
 async def to_the_end(ending: Coroutine[Any, Any, object]) -> None:
-    """Await `ending` to its end; a cancellation meanwhile is raised only after that.
+    """Await `ending` to completion, then raise a cancellation that came meanwhile.
 
     The loop may be closed right after a cancellation, and asyncio closes pipes and reaps processes only
     while it runs.
@@ -219,11 +202,11 @@ async def to_the_end(ending: Coroutine[Any, Any, object]) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL everything in the group that `pid` leads or led."""
+    """Send SIGKILL to the group that `pid` leads or led."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass  # nobody left; macOS answers EPERM for a group of zombies
+        pass  # the group is empty; macOS raises EPERM for a group of zombies
 
 
 def leave_with_parent(
@@ -231,7 +214,7 @@ def leave_with_parent(
 ) -> None:
     """End with the parent that PARENT_VARIABLE names: SIGTERM to this process, SIGKILL after `grace_s`.
 
-    A daemon thread, because the event loop of a busy node may be slow just then.
+    Runs in a daemon thread because the event loop of a busy node may be slow.
     """
     parent = environ.get(PARENT_VARIABLE, "")
     if not parent.isdigit():
@@ -250,7 +233,7 @@ def leave_with_parent(
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it does."""
+    """Have the kernel kill this process when its parent ends."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

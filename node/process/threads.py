@@ -1,12 +1,12 @@
-"""How the threads of one process share Python."""
+"""Shorten the interpreter's switch interval so that a network thread is not starved."""
 
 import sys
 
 SWITCH_S = 0.0005
-"""How long a thread may keep Python while others want it; by itself 5 ms. A network's single thread wants it
-some thousand times a second: beside threads that compute in Python, chunks would hardly move for waiting."""
+"""Longest turn of a thread while others wait; Python's default is 5 ms. A network thread needs the interpreter
+some thousand times a second: beside threads that compute, chunks would hardly move with the default."""
 
 
 def share_python() -> None:
-    """Have the threads of this process take turns quickly."""
+    """Let the threads of this process take short turns."""
     sys.setswitchinterval(SWITCH_S)

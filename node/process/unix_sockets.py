@@ -1,6 +1,6 @@
-"""Unix sockets at paths of any length, and a socket that accepts one process of ours by a token.
+"""Open Unix sockets at paths of any length, and accept one child process by its token.
 
-Kernels take about a hundred bytes of a path; a node's directory may be deeper than that.
+Kernels limit a socket path to about a hundred bytes; a node's directory may be deeper.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from .frames import read_frame
 logger = logging.getLogger(__name__)
 
 LONGEST = 100
-"""Bytes of a path that every system takes: 108 on Linux and 104 elsewhere, with the zero at the end."""
+"""Longest portable socket path in bytes: the limit is 108 on Linux and 104 elsewhere, with a final zero."""
 SOCKET_VARIABLE = "PRIMERL_PARENT_SOCKET"
 TOKEN_VARIABLE = "PRIMERL_PARENT_TOKEN"
 HELLO_S = 10.0
@@ -30,19 +30,18 @@ MAX_HELLO = 1024
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first frame on a connection: proves that the process was started by us."""
+class ProcessHello(msgspec.Struct, frozen=True, tag="hello"):
+    """First frame on a connection: proves that this node started the process."""
 
     token: str
 
 
 @contextmanager
 def short(path: Path) -> Generator[str]:
-    """Yield a name of `path`, whose folder exists, that is short enough to bind or to connect to.
+    """Yield a name for `path`, whose folder exists, that is short enough to bind or connect to.
 
-    That is the path itself, or a way to it through a symbolic link that is removed when the block ends; a
-    socket that was bound or connected by then stays so. Raises NodeError where the name of the file, or the
-    path of the folder for temporary files, is itself too long.
+    A long path is reached through a symbolic link, which is removed when the block ends; sockets bound or
+    connected inside stay so. Raises NodeError if the file name or the temporary folder is itself too long.
     """
     if len(os.fsencode(path)) <= LONGEST:
         yield str(path)
@@ -57,27 +56,27 @@ def short(path: Path) -> Generator[str]:
 
 
 def connected(path: Path, timeout_s: float | None = None) -> socket.socket:
-    """Connect to the listener at `path`; `timeout_s` stays set. Raises OSError, and NodeError as short()."""
+    """Connect to the listener at `path`; `timeout_s` stays set. Raises OSError, and NodeError like short()."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
         with short(path) as name:
             connection.connect(name)
-    except BaseException:  # also when interrupted: a socket that is not used is closed
+    except BaseException:  # close the unused socket, even when interrupted
         connection.close()
         raise
     return connection
 
 
 async def listen(path: Path, token: str) -> tuple[asyncio.Server, "asyncio.Future[Streams]"]:
-    """Listen at `path` for one process; the future holds the first connection whose Hello has `token`."""
+    """Listen at `path` for one process; the future gets the first connection that sends `token`."""
     accepted: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HELLO_S):
                 body = await read_frame(reader, MAX_HELLO)
-            said = msgspec.msgpack.decode(body, type=Hello).token
+            said = msgspec.msgpack.decode(body, type=ProcessHello).token
         except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
             said = ""
         if hmac.compare_digest(said.encode(), token.encode()) and not accepted.done():

@@ -27,19 +27,11 @@ class QuotaExceeded(StorageError):
     """The store would grow beyond its limit."""
 
 
-class WrongBytes(ValueError):
-    """The bytes do not hash to the name that they were given."""
-
-
 class Store(Protocol):
     """Content-addressed bytes. Safe to call from several threads; every call may block on a disk."""
 
     def put(self, data: bytes) -> bytes:
         """Keep `data`; returns its digest. Raises QuotaExceeded, StorageError."""
-        ...
-
-    def put_as(self, name: bytes, data: bytes) -> None:
-        """Keep `data` if its digest is `name`, else WrongBytes. Raises QuotaExceeded, StorageError."""
         ...
 
     def get(self, name: bytes) -> bytes | None:
@@ -127,65 +119,6 @@ def write_atomic(path: Path, parts: Iterable[bytes | memoryview], disk: Disk | N
         raise _storage_error(path, error) from error
 
 
-class MemoryStore:
-    """A Store in memory, for tests and for nodes that need not remember."""
-
-    def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._blobs: dict[bytes, bytes] = {}
-        self._lock = Lock()
-
-    def put(self, data: bytes) -> bytes:
-        """Keep `data`."""
-        name = digest(data)
-        with self._lock:
-            if name not in self._blobs:
-                held = sum(map(len, self._blobs.values()))
-                _check_quota(held, len(data), self._max_bytes)
-                self._blobs[name] = bytes(data)
-        return name
-
-    def put_as(self, name: bytes, data: bytes) -> None:
-        """Keep `data` under its own name."""
-        _check_name(name, data)
-        self.put(data)
-
-    def get(self, name: bytes) -> bytes | None:
-        """The bytes of `name`."""
-        return self._blobs.get(name)
-
-    def has(self, name: bytes) -> bool:
-        """Whether `name` is kept."""
-        return name in self._blobs
-
-    def size(self, name: bytes) -> int | None:
-        """Bytes of `name`."""
-        data = self._blobs.get(name)
-        return None if data is None else len(data)
-
-    def delete(self, name: bytes) -> None:
-        """Drop `name`."""
-        with self._lock:
-            self._blobs.pop(name, None)
-
-    def names(self) -> set[bytes]:
-        """All digests."""
-        with self._lock:
-            return set(self._blobs)
-
-    def total_bytes(self) -> int:
-        """Bytes of everything."""
-        with self._lock:
-            return sum(map(len, self._blobs.values()))
-
-    def collect(self, keep: AbstractSet[bytes]) -> int:
-        """Delete everything but `keep`."""
-        before = self.total_bytes()
-        for name in self.names() - keep:
-            self.delete(name)
-        return before - self.total_bytes()
-
-
 class FileStore:
     """A Store of one file a blob, `ab/cd/abcd...`; one process at a time owns `directory`.
 
@@ -210,7 +143,11 @@ class FileStore:
             return name
         with self._lock:
             held = sum(self._index().values()) + self._reserved
-            _check_quota(held, len(data), self._max_bytes)
+            if held + len(data) > self._max_bytes:
+                raise QuotaExceeded(
+                    f"{len(data)} bytes more would exceed the store's limit of {self._max_bytes} "
+                    f"({held} in use): raise the limit or keep fewer versions"
+                )
             self._reserved += len(data)
         try:
             self._write(name, data)
@@ -220,11 +157,6 @@ class FileStore:
             with self._lock:
                 self._reserved -= len(data)
         return name
-
-    def put_as(self, name: bytes, data: bytes) -> None:
-        """Keep `data` under its own name."""
-        _check_name(name, data)
-        self.put(data)
 
     def get(self, name: bytes) -> bytes | None:
         """The bytes of `name`, hashed just now."""
@@ -299,7 +231,7 @@ class FileStore:
         if directory != self._directory:
             self._make(directory.parent)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Also when it exists: whoever made it may have been killed before this line.
+        # Also when it exists: its maker may have been killed before this line.
         self._disk.sync(directory.parent)
         self._made.add(directory)
 
@@ -332,19 +264,6 @@ def _name(file: str) -> bytes | None:
     except ValueError:
         return None
     return name if len(name) == DIGEST_BYTES and name.hex() == file else None
-
-
-def _check_name(name: bytes, data: bytes) -> None:
-    if digest(data) != name:
-        raise WrongBytes(f"{len(data)} bytes hash to {short(digest(data))}, not {short(name)}")
-
-
-def _check_quota(held: int, added: int, limit: int) -> None:
-    if held + added > limit:
-        raise QuotaExceeded(
-            f"{added} bytes more would exceed the store's limit of {limit} ({held} in use): "
-            "raise the limit or keep fewer versions"
-        )
 
 
 def _storage_error(path: Path, error: OSError) -> StorageError:

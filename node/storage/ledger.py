@@ -1,4 +1,4 @@
-"""What a node must not forget when it is killed: heads, admitted peers, inbox, spool, verdicts (SQLite, WAL).
+"""What a node must not forget when it is killed: heads, admitted peers, submissions, verdicts (SQLite, WAL).
 
 A row is committed before anything it promises is said aloud: a receipt only after its submission is here, a
 verdict only together with what it changed of reputations.
@@ -49,7 +49,7 @@ CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
 CREATE UNIQUE INDEX IF NOT EXISTS verdict_arrivals ON verdicts (arrival);
 """
 FORMAT = 3
-"""Rises with the wire version too: what is sealed in a ledger can be read by that version alone.
+"""Rises with the wire version too: sealed bytes in a ledger can be read by that version alone.
 
 2: sealed in wire version 2. 3: tickets; verdicts by arrival, and reputations; an id.
 """
@@ -197,7 +197,7 @@ class Ledger:
 
     def admit(self, node: bytes, now: int, ticket: bytes = b"", record: bytes = b"") -> None:
         """Remember that a node was admitted, and under which ticket; `record` is its sealed PeerRecord."""
-        # counted first, and never back: whoever is killed in between, or forgets a node, admits none too many
+        # counted first and never back: a kill in between, or a forgotten node, never admits too many
         self._write("UPDATE tickets SET admitted = admitted + 1 WHERE id = ?", (ticket,))
         self._write(
             "INSERT OR IGNORE INTO admitted VALUES (?, ?, ?, ?)", (node, now, ticket, record)
@@ -243,7 +243,7 @@ class Ledger:
         return None if row is None else IssuedTicket(bytes(row[0]), *row[1:])
 
     def revoke_ticket(self, name: bytes, now: int) -> None:
-        """From now on a ticket admits nobody."""
+        """Make a ticket admit no further node."""
         self._write("UPDATE tickets SET revoked = ? WHERE id = ? AND revoked = 0", (now, name))
 
     def receive(
@@ -339,7 +339,7 @@ class Ledger:
         return {bytes(node): (arrival, bytes(snapshot)) for node, arrival, snapshot in rows}
 
     def drop_reputation(self, node: bytes) -> None:
-        """Forget what is known of a node."""
+        """Forget the reputation of a node."""
         self._write("DELETE FROM reputations WHERE node = ?", (node,))
 
     def verdicts_after(
@@ -368,7 +368,7 @@ class Ledger:
         )
 
     def spooled(self) -> list[tuple[bytes, int, float]]:
-        """(digest, lease id, deadline) of what is still to be uploaded, the most urgent first."""
+        """(digest, lease id, deadline) of submissions still to be uploaded, the most urgent first."""
         rows = self._db.execute("SELECT digest, lease_id, deadline FROM spool ORDER BY deadline")
         return [(bytes(name), lease, deadline) for name, lease, deadline in rows]
 
@@ -392,7 +392,7 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Generator[None]:
-        """What is written meanwhile, by this thread alone, is kept as a whole or not at all."""
+        """Commit the writes of the block, all by this thread, as a whole or not at all."""
         with self._writing:
             self._write("BEGIN IMMEDIATE", ())
             try:

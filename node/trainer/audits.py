@@ -1,4 +1,4 @@
-"""The trainer's desk for validators: audits are handed out to those that ask, and their reports taken in.
+"""Audits by validators: hand out jobs, take in reports, and measure a share of them again.
 
 A report counts only where its job, submission and challenge are ours and its signer is the validator that was
 given the job.
@@ -12,6 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...crypto.hashing import short
+from ...protocol.audits import (
+    MAX_CHOSEN,
+    AuditReport,
+    Place,
+    UnreadableRow,
+    check_rows,
+    rows_by_place,
+)
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ProofContract
@@ -23,21 +31,23 @@ from ...protocol.messages import (
     AuditWait,
     OtherPolicies,
 )
-from ...protocol.reports import (
-    MAX_CHOSEN,
-    AuditReport,
-    Place,
-    UnreadableRow,
-    check_rows,
-    rows_by_place,
-)
+from ...protocol.reputation import Outcome
 from ..ops.errors import EngineError, UsageError
 from ..p2p.rpc import send
 from ..p2p.transport import Stream, TransportError
-from ..verification.auditor import Measured, Unreadable
-from ..verification.calls import AuditAnswer, AuditCall, AuditService, AuditTarget
-from ..verification.items import plain_turns
-from ..verification.overlap import OverlapLevel, ValidatorRecord, level
+from ..verification.auditor import (
+    MEASURES,
+    AuditAnswer,
+    AuditCall,
+    AuditService,
+    AuditTarget,
+    Measured,
+    Unreadable,
+    evidence,
+    plain_turns,
+)
+from ..verification.checks import CheckedRollout
+from ..verification.judge import judge
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +57,9 @@ RETRY_MS = 20
 ALIVE_S = 5.0
 """A validator that asked for nothing for this long is not waited for."""
 TAKE_S = 2.0
-"""How long a job waits for somebody to take it."""
+"""How long a job waits for a validator to take it."""
 BENCH_S = 60.0
-"""A validator that let a job run out of time is given none for so long, and twice as long each time after."""
+"""A validator that let a job run out of time is given none for this long, twice as long each time after."""
 MAX_BENCH_S = 3600.0
 MAX_JOBS = 16
 """Jobs at a time; the trainer audits others itself."""
@@ -59,50 +69,92 @@ MIN_RATE = 32 * 1024
 GRACE_S = 10.0
 KEPT_NUMBERS = 1024
 """Numbers of finished jobs that are remembered, to tell a replay from an unknown job."""
+MIN_COMPARED = 32
+"""Rollouts that were measured twice before small differences in judgement may count."""
+MAX_DIFFERING = 0.25
+"""Share of them that may be judged otherwise; with honest noise it is a few in a hundred."""
+OVERLAP = 0.05
+"""Share of a validator's jobs that is measured again."""
+FIRST_JOBS = 4
+"""Jobs of a validator that is new in this run; they are all measured again."""
+
+Found = Sequence[Measured | Unreadable]
+"""The measurements of one rollout: one entry per branch."""
+
+
+@dataclass
+class ValidatorRecord:
+    """How a validator's reports compared with the trainer's own audits."""
+
+    jobs: int = 0
+    """Reports taken from it."""
+    compared: int = 0
+    differing: int = 0
+    disqualified: str = ""
+    """Why its reports count no more in this run; empty while they do."""
+
+    def compare(self, theirs: Sequence[Outcome], ours: Sequence[Outcome]) -> bool:
+        """Take in one job that was measured twice; return whether both came to the same judgements.
+
+        Two honest machines differ by noise: one may find suspect what is clean to the other, never guilty.
+        """
+        differing = 0
+        for told, own in zip(theirs, ours, strict=True):
+            differing += told != own
+            if {told, own} == {"clean", "rejected"}:
+                self.disqualified = f"it called {told} what the trainer finds {own}"
+        self.compared += len(theirs)
+        self.differing += differing
+        enough = self.compared >= MIN_COMPARED
+        if enough and self.differing > MAX_DIFFERING * self.compared and not self.disqualified:
+            self.disqualified = (
+                f"{self.differing} of {self.compared} rollouts were judged otherwise by the trainer"
+            )
+        return not differing
 
 
 @dataclass
 class ValidatorState:
-    """What is known of one validator."""
+    """The last known state of one validator."""
 
     record: ValidatorRecord = field(default_factory=ValidatorRecord)
     asked: float = 0.0
     """Monotonic seconds of its last request."""
-    term: int = 0
+    epoch: int = 0
     versions: frozenset[int] = frozenset()
     missed: int = 0
     """Jobs in a row that it let run out of time or could not do."""
     benched_until: float = 0.0
     waiting: int = 0
-    """Requests of it that wait for a job."""
+    """Its requests that wait for a job."""
 
-    def holds(self, versions: frozenset[int], term: int) -> bool:
+    def holds(self, versions: frozenset[int], epoch: int) -> bool:
         """Whether it has these versions; those beyond its newest it is about to get."""
         newest = max(self.versions, default=-1)
         old = {version for version in versions if version <= newest}
-        return self.term == term and bool(old) and old <= self.versions
+        return self.epoch == epoch and bool(old) and old <= self.versions
 
 
 @dataclass
 class AssignedAudit:
-    """An audit that is out."""
+    """An audit that waits for a validator or its report."""
 
     number: int
     call: AuditCall
     versions: frozenset[int]
-    term: int
+    epoch: int
     done: "asyncio.Future[AuditReport | None]"
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     validator: bytes = b""
-    """Who has it; empty while nobody does."""
+    """The validator that has it; empty while none does."""
 
     def places(self) -> list[tuple[int, int]]:
-        """(group, rollout) of each chosen rollout, in order."""
+        """List (group, rollout) of each chosen rollout, in order."""
         return [(one.rollout.group, one.rollout.index) for one in self.call.chosen]
 
 
 class AuditQueue:
-    """Hands audits to validators that ask, and takes their reports. With no validators it refuses everybody."""
+    """Hands audits to validators that ask, and takes their reports; without validators it refuses all."""
 
     def __init__(
         self,
@@ -122,13 +174,13 @@ class AuditQueue:
         self._finished: dict[int, None] = {}
         self._numbers = 0
         self._changed = asyncio.Condition()
-        self.seats = {node: ValidatorState() for node in validators}
+        self.validators = {node: ValidatorState() for node in validators}
 
     def records(self) -> dict[bytes, ValidatorRecord]:
-        """How each validator has done so far."""
-        return {node: seat.record for node, seat in self.seats.items()}
+        """Return the record of each validator so far."""
+        return {node: state.record for node, state in self.validators.items()}
 
-    # -- what validators ask -----------------------------------------------------------------------
+    # -- requests of validators -----------------------------------------------------------------------
 
     async def hand_out(self, peer: bytes, stream: Stream, request: AuditRequest) -> None:
         """Answer one request with a job and the submission's bytes, or with nothing for now.
@@ -137,9 +189,9 @@ class AuditQueue:
             RemoteProtocolError: NOT_ADMITTED where the node is no validator of this run, BANNED where it
                 was found to report falsely.
         """
-        seat = self._seat(peer)
-        seat.term, seat.versions = request.term, frozenset(request.versions)
-        job = await self._wait_job(peer, seat)
+        validator = self._admit(peer)
+        validator.epoch, validator.versions = request.term, frozenset(request.versions)
+        job = await self._wait_job(peer, validator)
         if job is None:
             await send(stream, AuditWait(RETRY_MS))
             await stream.finish()
@@ -158,7 +210,7 @@ class AuditQueue:
                 was, WRONG_RECIPIENT for somebody else's, REPLAYED for one that was
                 answered or another challenge, WRONG_DIGEST for another submission, MALFORMED.
         """
-        self._seat(peer)
+        self._admit(peer)
         report = unseal(
             message.report,
             Purpose.AUDIT,
@@ -173,15 +225,15 @@ class AuditQueue:
         self._finish(job.number)
         job.done.set_result(report)
 
-    def _seat(self, peer: bytes) -> ValidatorState:
-        seat = self.seats.get(peer)
-        if seat is None:
+    def _admit(self, peer: bytes) -> ValidatorState:
+        validator = self.validators.get(peer)
+        if validator is None:
             detail = "no validator of this run: ask its operator to add your id to verification.validators"
             raise RemoteProtocolError(Reason.NOT_ADMITTED, detail)
-        if seat.record.disqualified:
-            raise RemoteProtocolError(Reason.BANNED, seat.record.disqualified)
-        seat.asked = self._clock()
-        return seat
+        if validator.record.disqualified:
+            raise RemoteProtocolError(Reason.BANNED, validator.record.disqualified)
+        validator.asked = self._clock()
+        return validator
 
     def _find(self, peer: bytes, report: AuditReport) -> AssignedAudit:
         job = self._jobs.get(report.job)
@@ -197,25 +249,26 @@ class AuditQueue:
             raise RemoteProtocolError(Reason.REPLAYED, "a report on another challenge")
         return job
 
-    async def _wait_job(self, peer: bytes, seat: ValidatorState) -> AssignedAudit | None:
-        seat.waiting += 1
+    async def _wait_job(self, peer: bytes, validator: ValidatorState) -> AssignedAudit | None:
+        validator.waiting += 1
         try:
             async with asyncio.timeout(HOLD_S), self._changed:
-                while (job := self._next_job(peer, seat)) is None:
+                while (job := self._next_job(peer, validator)) is None:
                     await self._changed.wait()
                 return job
         except TimeoutError:
             return None
         finally:
-            seat.waiting -= 1
-            seat.asked = self._clock()
+            validator.waiting -= 1
+            validator.asked = self._clock()
 
-    def _next_job(self, peer: bytes, seat: ValidatorState) -> AssignedAudit | None:
-        """The oldest job that this validator can do, which is its own from now on."""
-        if self._clock() < seat.benched_until:
+    def _next_job(self, peer: bytes, validator: ValidatorState) -> AssignedAudit | None:
+        """Assign the oldest job that this validator can do."""
+        if self._clock() < validator.benched_until:
             return None
         for job in self._jobs.values():
-            if not job.validator and job.term == seat.term and job.versions <= seat.versions:
+            held = job.epoch == validator.epoch and job.versions <= validator.versions
+            if held and not job.validator:
                 job.validator = peer
                 job.taken.set()
                 return job
@@ -242,28 +295,28 @@ class AuditQueue:
                 await stream.write(call.sealed[start : start + PIECE_BYTES])
             await stream.finish()
 
-    # -- what the trainer asks ---------------------------------------------------------------------
+    # -- requests of the trainer ---------------------------------------------------------------------
 
-    def anybody(self, versions: frozenset[int], term: int) -> bool:
+    def available(self, versions: frozenset[int], epoch: int) -> bool:
         """Whether a validator is there that holds these versions, or will as soon as it has the newest."""
         now = self._clock()
         return any(
-            (seat.waiting > 0 or now - seat.asked < ALIVE_S)
-            and now >= seat.benched_until
-            and not seat.record.disqualified
-            and seat.holds(versions, term)
-            for seat in self.seats.values()
+            (one.waiting > 0 or now - one.asked < ALIVE_S)
+            and now >= one.benched_until
+            and not one.record.disqualified
+            and one.holds(versions, epoch)
+            for one in self.validators.values()
         )
 
-    async def report(self, call: AuditCall, term: int) -> tuple[bytes, AuditReport] | None:
-        """Who audited this, and the report; None where no validator did in time."""
+    async def report(self, call: AuditCall, epoch: int) -> tuple[bytes, AuditReport] | None:
+        """Have a validator audit: the validator and its report; None where none did in time."""
         versions = frozenset(call.states)
         fits = len(call.chosen) <= MAX_CHOSEN and len(versions) <= MAX_SHELF
-        if not fits or len(self._jobs) >= MAX_JOBS or not self.anybody(versions, term):
+        if not fits or len(self._jobs) >= MAX_JOBS or not self.available(versions, epoch):
             return None
         self._numbers += 1
         job = AssignedAudit(
-            self._numbers, call, versions, term, asyncio.get_running_loop().create_future()
+            self._numbers, call, versions, epoch, asyncio.get_running_loop().create_future()
         )
         self._jobs[job.number] = job
         await self._notify()
@@ -288,16 +341,14 @@ class AuditQueue:
         if report is None or report.failed:
             self._bench(job, f"could not audit: {report.failed if report else 'the stream broke'}")
             return None
-        self.seats[job.validator].missed = 0
+        self.validators[job.validator].missed = 0
         return job.validator, report
 
     def _bench(self, job: AssignedAudit, why: str) -> None:
-        seat = self.seats.get(job.validator)
-        if seat is None:
-            return
-        pause = min(BENCH_S * 2**seat.missed, MAX_BENCH_S)
-        seat.missed += 1
-        seat.benched_until = self._clock() + pause
+        validator = self.validators[job.validator]
+        pause = min(BENCH_S * 2**validator.missed, MAX_BENCH_S)
+        validator.missed += 1
+        validator.benched_until = self._clock() + pause
         logger.warning(
             "validator %s %s; it is given nothing for %.0f s", short(job.validator), why, pause
         )
@@ -320,57 +371,50 @@ def _give_up(job: AssignedAudit) -> None:
         job.done.set_result(None)
 
 
-OVERLAP = 0.05
-"""Share of a validator's jobs that is measured again."""
-FIRST_JOBS = 4
-"""Of a validator that is new in this run, so many are always measured again."""
-
-Found = Sequence[Measured | Unreadable]
-"""One entry per branch."""
-
-
 class RemoteAuditors:
-    """Audits, by whoever can make them."""
+    """An AuditService by validators where they are there, else by the trainer itself."""
 
     def __init__(
         self,
         own: AuditService,
-        desk: AuditQueue,
+        queue: AuditQueue,
         contract: ProofContract,
         *,
-        term: Callable[[], int],
+        epoch: Callable[[], int],
         chance: random.Random,
         overlap: float = OVERLAP,
         first_jobs: int = FIRST_JOBS,
     ) -> None:
-        """`term` is the current one; `chance` must be secret: it decides which jobs are measured again."""
+        """`epoch` is the current one; `chance` must be secret: it decides which jobs are measured again."""
         self._own = own
-        self._desk = desk
+        self._queue = queue
         self._contract = contract
-        self._term = term
+        self._epoch = epoch
         self._chance = chance
         self._overlap = overlap
         self._first_jobs = first_jobs
 
     async def audit(self, call: AuditCall) -> AuditAnswer:
-        """See Audits. Rollouts of several branches are the trainer's: their turns are not in the bundle."""
-        plain = [one for one in call.chosen if plain_turns(one.rollout.branches) is not None]
-        if not plain:
-            return await self._own.audit(call)
-        told = await self._desk.report(replace(call, chosen=plain), self._term())
+        """See AuditService. Rollouts of several branches are the trainer's: the bundle lacks their turns."""
+        plain = [one for one in call.chosen if _is_plain(one)]
+        told = (
+            await self._queue.report(replace(call, chosen=plain), self._epoch()) if plain else None
+        )
         if told is None:
             return await self._own.audit(call)
         answer = await self._confirm(replace(call, chosen=plain), *told)
-        rest = [one for one in call.chosen if plain_turns(one.rollout.branches) is None]
+        rest = [one for one in call.chosen if not _is_plain(one)]
         if not rest:
             return answer
-        own = await self._own.audit(replace(call, chosen=rest))
-        return _merged(call.chosen, plain, answer, rest, own)
+        theirs = iter(answer.measured)
+        ours = iter((await self._own.audit(replace(call, chosen=rest))).measured)
+        measured = [next(theirs if _is_plain(one) else ours) for one in call.chosen]
+        return AuditAnswer(measured, answer.validator)
 
     async def _confirm(self, call: AuditCall, validator: bytes, report: AuditReport) -> AuditAnswer:
-        """The report as an answer; now and then, the trainer's own measurements in its place."""
+        """Return the report as an answer or, now and then, the trainer's own measurements instead."""
         told = _measured(call.chosen, report)
-        record = self._desk.seats[validator].record
+        record = self._queue.validators[validator].record
         record.jobs += 1
         if record.jobs > self._first_jobs and self._chance.random() >= self._overlap:
             return AuditAnswer(told, validator)
@@ -379,7 +423,7 @@ class RemoteAuditors:
         except EngineError as error:
             logger.warning("a report of %s is not compared: %s", short(validator), error)
             return AuditAnswer(told, validator)
-        if record.compare(self._levels(call, told), self._levels(call, own.measured)):
+        if record.compare(self._outcomes(call, told), self._outcomes(call, own.measured)):
             return AuditAnswer(told, validator)
         if record.disqualified:
             logger.error(
@@ -390,15 +434,15 @@ class RemoteAuditors:
             )
         return own
 
-    def _levels(self, call: AuditCall, measured: Sequence[Found]) -> list[OverlapLevel]:
+    def _outcomes(self, call: AuditCall, measured: Sequence[Found]) -> list[Outcome]:
         return [
-            level(one.rollout, found, self._contract)
+            _outcome(one.rollout, found, self._contract)
             for one, found in zip(call.chosen, measured, strict=True)
         ]
 
 
 def read_validators(texts: Sequence[str]) -> list[bytes]:
-    """Node ids out of verification.validators. Raises UsageError."""
+    """Parse the node ids of verification.validators. Raises UsageError."""
     try:
         nodes = [bytes.fromhex(text) for text in texts]
     except ValueError:
@@ -410,7 +454,24 @@ def read_validators(texts: Sequence[str]) -> list[bytes]:
     return nodes
 
 
+def _is_plain(one: AuditTarget) -> bool:
+    return plain_turns(one.rollout.branches) is not None
+
+
+def _outcome(rollout: CheckedRollout, measured: Found, contract: ProofContract) -> Outcome:
+    """Judge one rollout; one that is unreadable through no fault of the worker counts as suspect."""
+    unreadable = [one for one in measured if isinstance(one, Unreadable)]
+    if unreadable:
+        return "rejected" if any(one.proof for one in unreadable) else "suspect"
+    found = evidence(rollout, [one for one in measured if isinstance(one, Measured)])
+    judgement = judge(found, contract)
+    if judgement.reason is not None:
+        return "rejected"
+    return "suspect" if judgement.suspect else "clean"
+
+
 def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]:
+    """Read the rows of a report as the measurements of the chosen rollouts, in order."""
     rows = rows_by_place(report)
     crossed = {(row.group, row.rollout): row.distances for row in report.crossed or ()}
     found: list[Found] = []
@@ -419,41 +480,10 @@ def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]
         row = rows[place]
         if isinstance(row, UnreadableRow):
             found.append([Unreadable(row.detail, row.proof)])
-        else:
-            found.append(
-                [
-                    Measured(
-                        row.tokens,
-                        row.fingerprint,
-                        row.sampling,
-                        row.sampling_max,
-                        row.logprob,
-                        row.logprob_max,
-                        row.other_policy,
-                        _as_many(one, crossed.get(place, ())),
-                    )
-                ]
-            )
+            continue
+        distances = crossed.get(place, ())
+        if len(distances) != len(one.items[0].boundaries):
+            distances = ()
+        values = (getattr(row, name) for name in MEASURES)
+        found.append([Measured(row.tokens, *values, boundaries=distances)])
     return found
-
-
-def _as_many(chosen: AuditTarget, distances: tuple[float, ...]) -> tuple[float, ...]:
-    """Distances of as many boundaries as the rollout has, or none."""
-    wanted = len(chosen.items[0].boundaries)
-    return distances if len(distances) == wanted else ()
-
-
-def _merged(
-    order: Sequence[AuditTarget],
-    plain: Sequence[AuditTarget],
-    told: AuditAnswer,
-    rest: Sequence[AuditTarget],
-    own: AuditAnswer,
-) -> AuditAnswer:
-    """Both answers as one, in the order of the call."""
-    found = {
-        id(one): measured
-        for chosen, answer in ((plain, told), (rest, own))
-        for one, measured in zip(chosen, answer.measured, strict=True)
-    }
-    return AuditAnswer([found[id(one)] for one in order], told.validator)

@@ -109,7 +109,7 @@ def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
 
 def _workers(desk: LeaseScheduler, now: float) -> str:
     """Why nobody is at work on a lease, and what to do."""
-    workers = {n: one for n, one in desk.workers.items() if n not in desk.audits.seats}
+    workers = {n: one for n, one in desk.workers.items() if n not in desk.audits.validators}
     if not workers:
         return (
             f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(desk)}"

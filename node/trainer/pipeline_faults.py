@@ -21,7 +21,7 @@ from ...protocol.reputation import (
     Room,
     outcome_of,
 )
-from ..verification.blame import StageAttribution
+from ..verification.judge import StageAttribution
 from ..verification.verifier import AuditResults, Verified
 
 logger = logging.getLogger(__name__)

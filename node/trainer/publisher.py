@@ -26,18 +26,16 @@ from ...protocol.messages import HeadNotice
 from ...protocol.version import MAX_MANIFEST
 from ..config.run import WeightsConfig
 from ..ops.errors import StorageError
-from ..p2p.arrivals import ChunkArrivals
 from ..p2p.heads import HeadStore
+from ..p2p.serve import ChunkArrivals
 from ..storage.chunk_store import Store, read_chunk
 from ..training.backend import Snapshot
 from ..weights.chain import VersionChain
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
-from ..weights.errors import WeightsError
 from ..weights.payload import Offsets, cut, layout_of
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove
-from ..weights.retention import retain
-from ..weights.state import State, state_bytes
+from ..weights.state import State, WeightsError, state_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +201,9 @@ class Publisher:
             self.last_delta_bytes = artifacts[0].size
             self.delta_bytes += artifacts[0].size
             self.full_bytes += state_bytes(policy.state)
-        if not artifacts or self._chain.needs_anchor(policy.version, self._config.anchor_interval):
+        if not artifacts or self._chain.needs_snapshot(
+            policy.version, self._config.anchor_interval
+        ):
             whole = encode_full(policy.state, threads=_threads())
             artifacts.append(self._artifact("anchor", policy, whole, -1, NO_DIGEST))
         return artifacts
@@ -253,7 +253,8 @@ class Publisher:
         since = time.time() - self._config.keep_s
         young = sum(1 for head in self._book.held() if head.head.created >= since)
         keep = max(self._config.keep_versions, young)
-        await retain(self._chain, self._book, self._store, keep, self._keep_chunks)
+        live = self._chain.live_chunks(keep) | self._keep_chunks
+        await self._book.retain(self._store, self._chain.forget(keep), live)
 
 
 def _threads() -> int:

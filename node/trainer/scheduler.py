@@ -20,7 +20,7 @@ from ...crypto.keys import SecretKey
 from ...protocol import tickets
 from ...protocol.envelope import Purpose, seal, utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Held, LeaseBook, Share
+from ...protocol.leases import Held, LeaseBook, LeaseShare, Origin
 from ...protocol.messages import (
     LEAVING,
     MAX_LEASES,
@@ -42,7 +42,6 @@ from ...protocol.messages import (
     Welcome,
     WorkerStats,
 )
-from ...protocol.newcomers import Origin
 from ...protocol.reputation import Reputation
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..environments.environment import Environment, EnvironmentFailed
@@ -351,7 +350,7 @@ class LeaseScheduler:
 
     def _tier(self, peer: bytes) -> Tier:
         """Whose connections are kept when there are too many."""
-        known = self.proven(peer) or peer in self.audits.seats or self.pipelines.place(peer)
+        known = self.proven(peer) or peer in self.audits.validators or self.pipelines.place(peer)
         return Tier.MEMBER if known else Tier.NEWCOMER
 
     async def _unseat(self, peer: bytes) -> None:
@@ -607,7 +606,7 @@ class LeaseScheduler:
         term, version = self._order()
         proven = self.proven(peer)
         reputation = self.reputations.get(peer) or Reputation()
-        share = Share(
+        share = LeaseShare(
             reputation.trust_low,
             frozenset(node for node in self._pending if self.proven(node)),
             reputation.accepted / self.book.policy.group_size,

@@ -1,13 +1,13 @@
-"""The validator role: follow the policy, ask the trainer for audits, measure, report.
+"""The validator role: ask the trainer for audits, measure, report.
 
-It believes nobody: the submission is the worker's by signature, the lease the trainer's, the weights are those
-of signed heads. What it reports are measurements; the trainer judges.
+It trusts nothing unsigned: the submission carries the worker's signature, the lease the trainer's, and the
+weights are those of signed heads. It reports measurements; the trainer judges.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isnan
 from pathlib import Path
@@ -16,6 +16,14 @@ from msgspec import UNSET
 
 from ...crypto.hashing import digest, short
 from ...crypto.keys import SecretKey
+from ...protocol.audits import (
+    MAX_UNREADABLE_DETAIL,
+    AuditReport,
+    CrossedRow,
+    MeasuredRow,
+    Place,
+    UnreadableRow,
+)
 from ...protocol.envelope import Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import RunManifest
@@ -28,14 +36,6 @@ from ...protocol.messages import (
     AuditWait,
     WorkerStats,
 )
-from ...protocol.reports import (
-    MAX_UNREADABLE_DETAIL,
-    AuditReport,
-    CrossedRow,
-    MeasuredRow,
-    Place,
-    UnreadableRow,
-)
 from ...protocol.rollouts import Submission
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
@@ -47,19 +47,40 @@ from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused, TooSlow, receive_reply, send
 from ..p2p.transport import Stream, StreamClosed, TransportError
 from ..p2p.waiting import LogBackoff
+from ..trainer.audits import GRACE_S, MIN_RATE, PIECE_BYTES
 from ..trainer.submissions import open_lease
-from ..verification.auditor import AuditItem, Auditor, Measured, Unreadable
+from ..verification.auditor import (
+    MEASURES,
+    AuditItem,
+    Auditor,
+    Measured,
+    Unreadable,
+    audit_items,
+    plain_turns,
+    plan_of,
+)
 from ..verification.checks import check_submission
-from ..verification.items import audit_items, plain_turns, plan_of
 from ..weights.replica import Policy
 from ..weights.state import Changed, State
-from ..worker.weight_sync import Upstreams, WeightSync
+from ..worker.weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 NOTHING = -1
+ASK_TIMEOUT_S = 20.0
+PAUSE_S = 0.2
+PAUSE_MAX_S = 3.0
+REFUSED_PAUSE_S = 30.0
+"""After the trainer said that this node is no validator: its operator may add it."""
+REPORT_TTL_S = 3600
+MAX_FAILURES = 3
+"""Audits in a row that the auditor cannot make at all; then the node says so and ends."""
+LARGEST = 1e30
+"""Stands for what is not finite: above every bound, and still a number on the wire."""
 
 
 class StateCache:
-    """The last `keep` policies. An Engine to those who load weights; it generates nothing."""
+    """Keeps the last `keep` policies. WeightSync loads them as into an Engine; it generates nothing."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
@@ -72,22 +93,22 @@ class StateCache:
         return self._loaded
 
     def put(self, policy: Policy) -> None:
-        """Keep a proved policy, and let go of the one that was put here the longest ago."""
+        """Keep a proved policy, and drop the one that was put here first."""
         self._policies.pop(policy.version, None)
         self._policies[policy.version] = policy
         while len(self._policies) > self._keep:
             del self._policies[next(iter(self._policies))]
 
-    def held(self, heads: Mapping[tuple[int, int], AdmittedHead], term: int) -> tuple[int, ...]:
-        """Versions of `term` that are here, as the heads of that term name them."""
+    def held(self, heads: Mapping[tuple[int, int], AdmittedHead], epoch: int) -> tuple[int, ...]:
+        """List the versions of `epoch` that are here, as the heads of that epoch name them."""
         return tuple(
             version
             for version, policy in sorted(self._policies.items())
-            if (head := heads.get((term, version))) and head.head.state == policy.digest
+            if (head := heads.get((epoch, version))) and head.head.state == policy.digest
         )
 
     def states(self, versions: tuple[int, ...]) -> dict[int, State] | None:
-        """The states of these versions; None if one of them is gone."""
+        """Return the states of these versions; None if one of them is gone."""
         if any(version not in self._policies for version in versions):
             return None
         return {version: self._policies[version].state for version in versions}
@@ -96,7 +117,7 @@ class StateCache:
         """See Engine. There is nothing to start."""
 
     async def load(self, version: int, state: State) -> None:
-        """See Engine. What is kept comes by put(), also the versions between."""
+        """See Engine. The states themselves arrive by put(), also those of versions between."""
         self._loaded = version
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
@@ -116,58 +137,33 @@ class StateCache:
         self._policies.clear()
 
 
-logger = logging.getLogger(__name__)
-
-ASK_TIMEOUT_S = 20.0
-PAUSE_S = 0.2
-PAUSE_MAX_S = 3.0
-REFUSED_PAUSE_S = 30.0
-"""After the trainer said that this node is no validator: its operator may add it."""
-PIECE_BYTES = 256 * 1024
-MIN_RATE = 32 * 1024
-"""Bytes per second below which a submission is given up."""
-GRACE_S = 10.0
-REPORT_TTL_S = 3600
-MAX_FAILURES = 3
-"""Audits in a row that the auditor cannot make at all; then the node says so and ends."""
-LARGEST = 1e30
-"""Stands for what is not finite: above every bound, and still a number on the wire."""
-
-
 class ValidatorRole:
-    """One validator's loops."""
+    """Asks for audits, makes and reports them, until the run ends."""
 
     def __init__(
         self,
-        *,
         key: SecretKey,
-        run_id: bytes,
         run: RunManifest,
         links: ConnectionPool,
-        book: HeadStore,
+        heads: HeadStore,
         fetcher: BlobFetcher,
-        catchup: WeightSync,
-        shelf: StateCache,
+        sync: WeightSync,
+        cache: StateCache,
         auditor: Auditor,
-        upstreams: Upstreams,
-        record: Callable[[], bytes],
     ) -> None:
-        """`record` makes our own sealed peer record."""
+        """`sync` follows the policy into `cache` while this runs."""
         self._key = key
-        self._run_id = run_id
         self._run = run
         self._links = links
-        self._book = book
+        self._heads = heads
         self._fetcher = fetcher
-        self._catchup = catchup
-        self._shelf = shelf
+        self._sync = sync
+        self._cache = cache
         self._auditor = auditor
-        self._upstreams = upstreams
-        self._record = record
         self._failures = 0
+        self._lines = LogBackoff()
         self.waits_for = ""
         """Why nothing is audited just now, in words; empty while something is."""
-        self._lines = LogBackoff()
         self.audits = 0
         """Jobs that were reported."""
         self.rollouts = 0
@@ -175,25 +171,13 @@ class ValidatorRole:
 
     async def run(self) -> None:
         """Audit until the run ends. Raises EngineError when the auditor cannot audit any more."""
-        async with asyncio.TaskGroup() as tasks:
-            loops = [
-                tasks.create_task(self._catchup.run()),
-                tasks.create_task(
-                    self._upstreams.keep_asking(self._links, self._run.trainer, self._record)
-                ),
-            ]
-            await self._audit_loop()
-            for task in loops:
-                task.cancel()
-
-    async def _audit_loop(self) -> None:
         pause = PAUSE_S
-        while not self._book.ended:
-            if self._catchup.version >= self._run.max_steps:
-                await self._book.end("the run has reached its last step")
+        while not self._heads.ended:
+            if self._sync.version >= self._run.max_steps:
+                await self._heads.end("the run has reached its last step")
                 break
-            if not await self._catchup.wait_order((0, 0), 1.0):
-                self.waits_for = self._catchup.waits_for
+            if not await self._sync.wait_order((0, 0), 1.0):
+                self.waits_for = self._sync.waits_for
                 continue
             try:
                 job = await self._ask()
@@ -202,11 +186,11 @@ class ValidatorRole:
                 if job is not None:
                     await self._do(*job)
             except (TransportError, Refused, RemoteProtocolError) as error:
-                await self._rest(self._after(error, pause))
+                await self._heads.wait(lambda: False, self._explain(error, pause))
                 pause = min(pause * 1.6, PAUSE_MAX_S)
 
-    def _after(self, error: Exception, pause: float) -> float:
-        """Seconds to wait after the trainer gave no job."""
+    def _explain(self, error: Exception, pause: float) -> float:
+        """Say why the trainer gave no job; return the seconds to wait."""
         self.waits_for = f"the trainer gives no audits: {error}"
         if isinstance(error, Refused) and error.reason in (Reason.NOT_ADMITTED, Reason.BANNED):
             self.waits_for += "; verification.validators of the trainer has to name this node"
@@ -222,31 +206,24 @@ class ValidatorRole:
             logger.info("no audits: %s", error)
         return pause
 
-    async def _rest(self, seconds: float) -> None:
-        """Wait, but not beyond the end of the run."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not self._book.ended:
-                    await self._book.wait_news(self._book.order(), seconds)
-
     # -- jobs --------------------------------------------------------------------------------------
 
     async def _ask(self) -> tuple[AuditJob, bytes] | None:
-        """A job and its submission; None if there is nothing to audit now.
+        """Ask for a job and its submission; None if there is nothing to audit now.
 
         Raises:
             Refused, RemoteProtocolError, TransportError.
         """
-        term = self._book.order()[0]
-        versions = self._shelf.held(self._book.trusted.heads, term)[-MAX_SHELF:]
+        epoch = self._heads.order()[0]
+        versions = self._cache.held(self._heads.trusted.heads, epoch)[-MAX_SHELF:]
         sources = self._fetcher.by_source(self._run.trainer)
-        stats = WorkerStats(self._catchup.version, chunk_bytes=sources)
+        stats = WorkerStats(self._sync.version, chunk_bytes=sources)
         connection = await self._links.get(self._run.trainer, ALPN_CONTROL)
         stream = await connection.open_stream()
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 with suppress(StreamClosed):  # refused before it was read: the reply says why
-                    await send(stream, AuditRequest(term, versions, stats))
+                    await send(stream, AuditRequest(epoch, versions, stats))
                     await stream.finish()
                 reply = await receive_reply(stream, AuditJob | AuditWait)  # type: ignore[arg-type]
             if isinstance(reply, AuditJob):
@@ -262,7 +239,7 @@ class ValidatorRole:
         return None
 
     async def _do(self, job: AuditJob, sealed: bytes) -> None:
-        """Audit and report. What cannot be audited is reported as that, so that the trainer need not wait."""
+        """Audit and report, also that an audit is not possible, so that the trainer need not wait."""
         start = time.monotonic()
         try:
             async with asyncio.timeout(job.seconds):
@@ -294,10 +271,12 @@ class ValidatorRole:
             )
 
     async def _audit(self, job: AuditJob, sealed: bytes) -> AuditReport:
-        states = self._shelf.states(job.versions)
+        states = self._cache.states(job.versions)
         if states is None:
             raise RemoteProtocolError(Reason.NOT_FOUND, "a version of the job is not held any more")
-        items = await asyncio.to_thread(job_items, job, sealed, run=self._run, run_id=self._run_id)
+        items = await asyncio.to_thread(
+            job_items, job, sealed, run=self._run, run_id=self._heads.trusted.run
+        )
         others = {one.claimed: one.others for one in job.others}
         found = await self._auditor.audit(items, states, others)
         return make_report(job, found)
@@ -306,7 +285,7 @@ class ValidatorRole:
         sealed = seal(
             self._key,
             Purpose.AUDIT,
-            self._run_id,
+            self._heads.trusted.run,
             report,
             recipient=self._run.trainer,
             sequence=report.job,
@@ -318,7 +297,7 @@ class ValidatorRole:
 
 
 async def read_submission(stream: Stream, job: AuditJob) -> bytes:
-    """The bytes that follow a job, which the frame has bounded; only what has come takes memory.
+    """Read the bytes that follow a job; the frame has bounded them, and memory is taken as they arrive.
 
     Raises:
         RemoteProtocolError(WRONG_DIGEST), TransportError, TimeoutError.
@@ -333,7 +312,7 @@ async def read_submission(stream: Stream, job: AuditJob) -> bytes:
 
 
 def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) -> list[AuditItem]:
-    """One item for each chosen rollout, made of nothing but the bundle and the lease in it.
+    """Make one item for each chosen rollout, of nothing but the bundle and the lease in it.
 
     Raises:
         RemoteProtocolError: the bundle is not the worker's, its lease not the trainer's, a chosen rollout
@@ -357,16 +336,16 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
         rollout = rollouts.get((place.group, place.rollout))
         turns = None if rollout is None else plain_turns(rollout.branches)
         if rollout is None or turns is None:
-            raise _senseless(place, "is not fit for an audit")
+            raise _malformed(place, "is not fit for an audit")
         (item,) = audit_items(rollout, turns, lease=lease, run=run_id, node=job.node, plan=plan)
         if not set(item.versions) <= set(job.versions):
-            raise _senseless(place, "claims a version that the job does not name")
+            raise _malformed(place, "claims a version that the job does not name")
         items.append(item)
     return items
 
 
 def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditReport:
-    """The report of a job; `found` holds one entry per chosen rollout."""
+    """Make the report of a job; `found` holds one entry per chosen rollout."""
     measured: list[MeasuredRow] = []
     unreadable: list[UnreadableRow] = []
     crossed: list[CrossedRow] = []
@@ -375,11 +354,8 @@ def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditR
             detail = one.detail.encode("ascii", "replace").decode()[:MAX_UNREADABLE_DETAIL]
             unreadable.append(UnreadableRow(place.group, place.rollout, one.proof, detail))
             continue
-        values = (
-            *(one.fingerprint, one.sampling, one.sampling_max),
-            *(one.logprob, one.logprob_max, one.other_policy),
-        )
-        measured.append(MeasuredRow(place.group, place.rollout, one.tokens, *map(_finite, values)))
+        values = (_finite(getattr(one, name)) for name in MEASURES)
+        measured.append(MeasuredRow(place.group, place.rollout, one.tokens, *values))
         if one.boundaries:
             distances = tuple(map(_finite, one.boundaries))
             crossed.append(CrossedRow(place.group, place.rollout, distances))
@@ -401,5 +377,5 @@ def _failed(job: AuditJob, why: str) -> AuditReport:
     return AuditReport(job.job, job.submission, job.challenge, (), failed=why[:250])
 
 
-def _senseless(place: Place, what: str) -> RemoteProtocolError:
-    return RemoteProtocolError(Reason.MALFORMED, f"rollout {place.group}/{place.rollout} {what}")
+def _malformed(place: Place, fault: str) -> RemoteProtocolError:
+    return RemoteProtocolError(Reason.MALFORMED, f"rollout {place.group}/{place.rollout} {fault}")

@@ -1,19 +1,33 @@
-"""The auditor seam: branches under the policies that they claim, in; what was measured on each, out.
+"""Audits: the seam Auditor, the items that it is given, and what it measures on them.
 
-It measures and does not judge: judge.py does. What comes in is hostile but already passed the cheap
-checks. Implementations: hf_auditor.py (one batched prefill, in a process that can be killed), remote
-validators (roles), and a fake in the tests.
-Suite: tests/conformance/test_auditor.py.
+An auditor recomputes branches under the policies that they claim. It measures and does not judge (judge.py).
+Its input is hostile but has passed the cheap checks. HfAuditor (hf_auditor.py) implements it by one batched
+prefill in a process that can be killed; AuditService asks for audits wherever they are made, here or by
+validators (node/trainer/audits.py). Suite: tests/conformance/test_auditor.py.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
-from ...protocol.manifests import RunManifest
-from ...protocol.pipelines import Encoding
+import msgspec
+
+from ...protocol.envelope import Purpose, unseal
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import Lease, sample_seed
+from ...protocol.manifests import AdapterContract, RunManifest
+from ...protocol.pipelines import Encoding, PipelinePlan, check_plan
+from ...protocol.rollouts import Evidence, Submission
+from ..environments.environment import Branch
+from ..ops.errors import EngineError
 from ..weights.state import State
+from .checks import CheckedRollout, sampled_runs
+
+MEASURES = ("fingerprint", "sampling", "sampling_max", "logprob", "logprob_max", "other_policy")
 
 
 @dataclass(frozen=True)
@@ -27,19 +41,19 @@ class SampledSpan:
 
 @dataclass(frozen=True)
 class BoundaryClaim:
-    """What is claimed of the states that crossed from one stage of a pipeline to the next."""
+    """The states that are said to have crossed from one pipeline stage to the next."""
 
     layers: int
-    """Of the model, below it."""
+    """Layers of the model below it."""
     encoding: Encoding
-    """How they travelled: they are compared as they arrived."""
+    """Their form on the wire: they are compared as they arrived."""
     proof: bytes
-    """Of each sampled token [S], ROW bytes; they may be anything, and are far off then."""
+    """TOKEN_BYTES for each sampled token [S]; any bytes will do, and are far off then."""
 
 
 @dataclass(frozen=True)
 class AuditItem:
-    """One branch; S is the number of its sampled tokens."""
+    """One branch to audit; S is the number of its sampled tokens."""
 
     token_ids: Sequence[int]
     replies: Sequence[SampledSpan]
@@ -53,9 +67,8 @@ class AuditItem:
     """From the lowest on; empty if one node computed all, or does not say."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What was measured on one branch; the fields are explained at protocol/rollouts.py: Evidence."""
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """The measurements of one branch; the fields are explained at protocol/rollouts.py: Evidence."""
 
     tokens: int
     fingerprint: float
@@ -68,17 +81,44 @@ class Measured:
     """Distance at each boundary of the item, like `fingerprint`."""
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """The branch's proof is no proof, or the audit of this branch alone came to no end."""
+class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
+    """The branch's proof is no proof, or the audit of this branch alone failed."""
 
     detail: str
     proof: bool
-    """Whether the proof is at fault; if not, nobody is to blame."""
+    """Whether the proof is at fault; if not, the worker is not to blame."""
+
+
+@dataclass(frozen=True)
+class AuditTerms:
+    """The parameters that all audits of a run share."""
+
+    model_dir: str
+    temperature: float
+    dtype: str
+    """The run's numerics class: the prefill rounds as the workers do, so much of the rounding cancels."""
+    device: str
+    """`auto` is cuda where there is one."""
+    adapters: AdapterContract | None = None
+    """Of a run whose states are adapters: the weights in `model_dir` are the base."""
+    base_state: bytes = b""
+    """Digest of the base."""
+
+
+def audit_terms(model_dir: Path, run: RunManifest, device: str) -> AuditTerms:
+    """Take the terms of a run's audits from its manifest."""
+    return AuditTerms(
+        str(model_dir),
+        run.sampling.temperature,
+        run.proofs.dtype,
+        device,
+        run.adapters,
+        run.model.base_state,
+    )
 
 
 class Auditor(Protocol):
-    """Recomputes what workers claim."""
+    """Recomputes the claims of workers."""
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """Read the architecture from `model_dir` (no weights there). Raises EngineError."""
@@ -100,3 +140,209 @@ class Auditor(Protocol):
     async def close(self) -> None:
         """Free everything."""
         ...
+
+
+# -- the versions that an item needs ---------------------------------------------------------------
+
+
+def wanted_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list[int]:
+    """List the versions that an item claims and those that it is compared with, ascending."""
+    claimed = set(item.versions)
+    return sorted(claimed.union(*(others.get(version, ()) for version in claimed)))
+
+
+def other_versions(item: AuditItem, others: Mapping[int, Sequence[int]]) -> list[int]:
+    """List the versions that may have drawn the whole branch instead of the claimed ones, ascending.
+
+    A branch of one version is not compared with itself.
+    """
+    claimed = set(item.versions)
+    found = set[int]().union(*(others.get(version, ()) for version in claimed))
+    return sorted(found if len(claimed) > 1 else found - claimed)
+
+
+def check_versions(
+    items: Sequence[AuditItem], held: Mapping[int, object], others: Mapping[int, Sequence[int]]
+) -> None:
+    """Raise EngineError unless every version that `items` need is held."""
+    needed = {version for item in items for version in wanted_versions(item, others)}
+    if missing := needed - held.keys():
+        raise EngineError(f"the state of policy {min(missing)} is missing: hand it to audit(), too")
+
+
+class SameState:
+    """Recognises a state by its tensor objects, without keeping any of them alive.
+
+    Equal bits in other objects count as another state: that costs time, never a wrong answer.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._tensors = {name: weakref.ref(tensor) for name, tensor in state.items()}
+
+    def matches(self, state: State) -> bool:
+        """Whether `state` holds exactly these objects, all still alive."""
+        seen = self._tensors
+        return seen.keys() == state.keys() and all(seen[name]() is state[name] for name in state)
+
+
+# -- from a rollout to items, and from measurements to evidence ------------------------------------
+# The trainer and validators build the same items from the same bundle, so neither has to believe the other.
+
+
+def plan_of(
+    submission: Submission, *, run: bytes, trainer: bytes, node: bytes
+) -> PipelinePlan | None:
+    """Open the pipeline plan that a submission of `node` names; None if it names none.
+
+    Raises:
+        RemoteProtocolError: the trainer did not sign it, or `node` is not its first stage.
+    """
+    if not submission.plan:
+        return None
+    # However old the plan is: work made under it may come late.
+    plan = unseal(
+        submission.plan, Purpose.PIPELINE, PipelinePlan, now=0, run=run, signer=trainer
+    ).body
+    check_plan(plan)
+    if plan.rank_of(node) != 0:
+        raise RemoteProtocolError(Reason.WRONG_SIGNER, "a plan whose first stage is another node")
+    return plan
+
+
+def plain_turns(branches: Sequence[Branch]) -> Sequence[Sequence[int]] | None:
+    """Number the turns of a rollout of one branch; None for several, where only the environment can."""
+    if len(branches) != 1:
+        return None
+    return [range(len(sampled_runs(branches[0].sampled)))]
+
+
+def audit_items(
+    rollout: CheckedRollout,
+    turns: Sequence[Sequence[int]],
+    *,
+    lease: Lease,
+    run: bytes,
+    node: bytes,
+    plan: PipelinePlan | None = None,
+) -> list[AuditItem]:
+    """Make one item per branch.
+
+    `turns` holds, per branch, the turn number of each reply; `run` is the run id, `node` the worker, `plan`
+    that of its pipeline.
+    """
+    task = lease.tasks[rollout.group].digest
+    crossed = rollout.crossed or [()] * len(rollout.branches)
+
+    def item(branch: Branch, numbers: Sequence[int], proofs: Sequence[bytes]) -> AuditItem:
+        seeds = (sample_seed(run, lease, node, task, rollout.index, turn) for turn in numbers)
+        spans = zip(sampled_runs(branch.sampled), seeds, strict=True)
+        return AuditItem(
+            token_ids=branch.token_ids,
+            replies=[SampledSpan(start, end, seed) for (start, end), seed in spans],
+            logprobs=list(compress(branch.logprobs, branch.sampled)),
+            versions=versions(branch),
+            proof=branch.proof,
+            boundaries=_boundaries(plan, proofs),
+        )
+
+    return [item(*parts) for parts in zip(rollout.branches, turns, crossed, strict=True)]
+
+
+def _boundaries(plan: PipelinePlan | None, proofs: Sequence[bytes]) -> list[BoundaryClaim]:
+    if plan is None or not proofs:
+        return []
+    stages = zip(plan.stages[:-1], proofs, strict=True)
+    return [BoundaryClaim(stage.end, plan.shape.encoding, proof) for stage, proof in stages]
+
+
+def versions(branch: Branch) -> list[int]:
+    """List the policy version of each sampled token."""
+    spans = branch.spans or ((0, branch.policy_first),)
+    ends = [start for start, _ in spans[1:]] + [sum(branch.sampled)]
+    found: list[int] = []
+    for (_, version), end in zip(spans, ends, strict=True):
+        found += [version] * (end - len(found))
+    return found
+
+
+def evidence(rollout: CheckedRollout, measured: Iterable[Measured]) -> Evidence:
+    """Take, of each measure, the worst of a rollout's branches."""
+    found = list(measured)
+    return Evidence(
+        rollout.group,
+        rollout.index,
+        sum(one.tokens for one in found),
+        *(max((getattr(one, name) for one in found), key=_nan_last) for name in MEASURES),
+    )
+
+
+def boundary_distances(measured: Iterable[Measured]) -> tuple[float, ...]:
+    """Take, at each boundary, the worst of a rollout's branches; nothing if some have none."""
+    found = [one.boundaries for one in measured]
+    if not all(found) or len({len(one) for one in found}) != 1:
+        return ()
+    return tuple(max(column, key=_nan_last) for column in zip(*found, strict=True))
+
+
+def _nan_last(value: float) -> float:
+    """NaN is worse than any number."""
+    return value if value == value else inf
+
+
+# -- audits of rollouts, wherever they are made ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AuditTarget:
+    """One rollout to audit, with its items: one per branch."""
+
+    rollout: CheckedRollout
+    items: Sequence[AuditItem]
+
+
+@dataclass(frozen=True)
+class AuditCall:
+    """Rollouts of one submission to audit."""
+
+    sealed: bytes
+    """The submission as the worker sealed it."""
+    digest: bytes
+    lease: Lease
+    node: bytes
+    challenge: bytes
+    """Drawn after the receipt; it decided which rollouts are audited."""
+    chosen: Sequence[AuditTarget]
+    states: Mapping[int, State]
+    """Every version that is claimed, and every one in `others`."""
+    others: Mapping[int, Sequence[int]]
+    """Claimed version -> versions that might have been used instead."""
+
+
+@dataclass(frozen=True)
+class AuditAnswer:
+    """`measured` holds one list per chosen rollout, one entry per branch."""
+
+    measured: Sequence[Sequence[Measured | Unreadable]]
+    validator: bytes = b""
+    """The validator that measured, if not this node."""
+
+
+class AuditService(Protocol):
+    """Has rollouts audited."""
+
+    async def audit(self, call: AuditCall) -> AuditAnswer:
+        """Measure every chosen rollout. Raises EngineError when that is not possible."""
+        ...
+
+
+class LocalAudits:
+    """An AuditService by this node's own auditor."""
+
+    def __init__(self, auditor: Auditor) -> None:
+        self._auditor = auditor
+
+    async def audit(self, call: AuditCall) -> AuditAnswer:
+        """See AuditService."""
+        items = [item for one in call.chosen for item in one.items]
+        measured = iter(await self._auditor.audit(items, call.states, call.others))
+        return AuditAnswer([[next(measured) for _ in one.items] for one in call.chosen])

@@ -1,7 +1,7 @@
-"""The cheap checks on a submission: pure functions of bytes, cheapest first, each with a reason code.
+"""Check a submission without computing anything: pure functions of bytes, cheapest first, with reason codes.
 
-Limits come from the run manifest and the lease, never from the submission. A rollout's fault is data: it is
-returned as a Rejection and costs that rollout; a fault of the bundle raises and costs the bundle.
+Limits come from the run manifest and the lease, never from the submission. A fault of a rollout is returned as
+a Rejection and costs that rollout; a fault of the bundle raises and costs the bundle.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,29 +25,28 @@ from ...protocol.rollouts import (
 from ..environments.environment import Branch
 from ..inference.fingerprint import TOKEN_BYTES, BadProof, Projection, split
 
+ORDER_SLACK = 2
+"""Tokens by which an honest sample may trail a later one: micro-batches of a pipeline take turns."""
+
 
 @dataclass
 class CheckedRollout:
-    """A rollout that passed so far."""
+    """A rollout that passed the cheap checks."""
 
     group: int
     index: int
     branches: list[Branch]
     claimed_reward: float
     crossed: list[tuple[bytes, ...]] = field(default_factory=list[tuple[bytes, ...]])
-    """Of each branch, what the stages of a pipeline said that they sent; empty unless of all branches."""
+    """Per branch, the fingerprints that a pipeline's stages state of what they sent; empty unless complete."""
 
 
 @dataclass
 class CheckedSubmission:
-    """What is left of a submission after the cheap checks."""
+    """The rollouts that passed, and the rejections."""
 
     rollouts: list[CheckedRollout] = field(default_factory=list[CheckedRollout])
     rejections: list[Rejection] = field(default_factory=list[Rejection])
-
-
-ORDER_SLACK = 2
-"""Tokens by which an honest sample may trail a later one: micro-batches of a pipeline take turns."""
 
 
 class Rejected(Exception):
@@ -68,7 +67,7 @@ def check_submission(
 ) -> CheckedSubmission:
     """Compare a submission with its lease and the run's contract; `version` is the newest published.
 
-    `plan` is what plan_of() made of it.
+    `plan` is plan_of() of it.
 
     Raises:
         RemoteProtocolError: WRONG_TASK, TOO_LARGE: the bundle is not the work of this lease; MALFORMED: it
@@ -89,9 +88,9 @@ def check_submission(
 
 
 def _attach(submission: Submission, plan: PipelinePlan, checked: CheckedSubmission) -> None:
-    """Give what crossed between stages to its branches; a rollout that lacks some of it has none.
+    """Attach the statements of stages to their branches; a rollout that lacks some of them gets none.
 
-    Only sizes count: whether the bytes are fingerprints at all is for an audit, as others wrote them.
+    Only sizes are checked: other stages wrote the bytes, so an audit has to tell whether they are fingerprints.
     """
     of = {(one.group, one.rollout, one.branch): one.boundaries for one in submission.crossed}
     if len(of) != len(submission.crossed):
@@ -133,7 +132,7 @@ def _check_group(
     if not late:
         checked.rollouts += passed
         return
-    # The whole group: which of its samples had two tries cannot be told.
+    # The whole group: it cannot be told which of its samples had two tries.
     index, why = min(late.items())
     detail = clipped(f"sample {index} {why}")
     checked.rejections += [
@@ -145,14 +144,14 @@ def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
     """Find the samples of one group that were drawn out of order: index to evidence in words.
 
     `samples`: the branches of each sample by its index. Samples begin in the order of their indices, in one
-    engine, and those under way draw in step. So whenever the policy changed, a sample whose first reply still
-    went on had drawn at least as much of it as every later sample, up to ORDER_SLACK. A worker that generates
-    with two versions and sends the better one, sample by sample, breaks this (docs/proofs.md).
+    engine, and those under way draw in step. So whenever the policy changed, a sample whose first reply was
+    not finished had drawn at least as much of it as every later sample, up to ORDER_SLACK. A worker that
+    generates with two versions and sends the better one, sample by sample, breaks this (docs/proofs.md).
     Without the samples that are found the others are in order.
     """
     firsts = {index: branches[0] for index, branches in samples.items() if branches}
     if len({version for first in firsts.values() for _, version in _spans(first)}) < 2:
-        return {}  # most groups: no policy came meanwhile
+        return {}  # most groups: the policy did not change meanwhile
     replies = {index: _first_reply(first) for index, first in firsts.items()}
     late: dict[int, str] = {}
     for version in sorted({version for _, spans in replies.values() for _, version in spans}):
@@ -171,7 +170,7 @@ def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
 
 
 def _first_reply(branch: Branch) -> tuple[int, list[tuple[int, int]]]:
-    """The length of a branch's first reply, and its spans; of later turns the environment sets the pace."""
+    """Return the length and spans of a branch's first reply; the environment sets the pace of later turns."""
     start = branch.sampled.index(True)
     try:
         end = branch.sampled.index(False, start)
@@ -247,7 +246,7 @@ def _check_lengths(branch: Branch, run: RunManifest) -> None:
 
 
 def check_termination(branch: Branch, run: RunManifest) -> None:
-    """Every reply must end by a stop token or by its full length, and hold no stop token before its end."""
+    """Check that every reply ends by a stop token or its full length, with no stop token before its end."""
     stops = frozenset(run.model.stop_token_ids)
     runs = sampled_runs(branch.sampled)
     if len(runs) > run.limits.max_turns:
@@ -264,7 +263,7 @@ def check_termination(branch: Branch, run: RunManifest) -> None:
 
 
 def _check_spans(branch: Branch) -> None:
-    """One version, or a list of spans that starts with the first, ends with the last and only rises."""
+    """Check for one version, or spans that begin with the first version, end with the last and rise."""
     if not branch.spans:
         if branch.policy_first != branch.policy_last:
             raise Rejected(Reason.MALFORMED, "several policy versions and no spans")
@@ -283,7 +282,7 @@ def _rising(numbers: Sequence[int]) -> bool:
 
 
 def _check_proof(branch: Branch, run: RunManifest) -> None:
-    """A proof of exactly these replies, well formed; what it proves is for an audit to say."""
+    """Check that a proof is well formed and as long as the replies; an audit tells what it proves."""
     fingerprint = Projection()
     try:
         lengths = [end - start for start, end in sampled_runs(branch.sampled)]
@@ -294,7 +293,7 @@ def _check_proof(branch: Branch, run: RunManifest) -> None:
 
 
 def sampled_runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:
-    """Half-open index ranges of the runs of sampled tokens: one per reply."""
+    """Find the half-open index ranges of runs of sampled tokens: one per reply."""
     runs: list[tuple[int, int]] = []
     start = -1
     for position, flag in enumerate([*sampled, False]):

@@ -1,6 +1,6 @@
-"""The auditor of a node: prefills in a process that is killed when it hangs, dies or runs out of memory.
+"""An Auditor that prefills in a child process, which is killed when it hangs, dies or runs out of memory.
 
-What happens in there costs at most the item that made it happen: the others are measured all the same.
+A fault in there costs at most the item that caused it: the others are measured all the same.
 """
 
 import asyncio
@@ -21,30 +21,42 @@ from ..process.child_process import ChildProcess
 from ..process.frames import Message
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import State
-from .auditor import AuditItem, Measured, Unreadable
-from .messages import (
+from .audit_process import (
     MAX_FRAME,
-    Answer,
-    Failed,
-    Hold,
-    Measure,
-    Request,
-    Results,
-    Setup,
-    read_answer,
+    AuditError,
+    AuditProcessReply,
+    AuditProcessRequest,
+    AuditSetUp,
+    HoldState,
+    MeasuredItems,
+    MeasureItems,
+    read_reply,
 )
-from .portions import Pace, check_versions, cost, first_portion, wanted_versions
-from .sameness import SameState
+from .auditor import (
+    AuditItem,
+    Measured,
+    SameState,
+    Unreadable,
+    audit_terms,
+    check_versions,
+    wanted_versions,
+)
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.process")
+PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.audit_process")
 START_TIMEOUT_S = 120.0
 """For loading torch, and a device's first use."""
 MOST_DEADLY = 4
-"""After so many items of a portion that end the process alone, the rest is not tried."""
+"""After this many items of a portion that each end the process alone, the rest is not tried."""
 
-Answers = list[Measured | Unreadable]
+LARGEST_PORTION = 2**17
+"""Tokens times versions to prefill in one go; one longer item is still a portion."""
+FIRST_PORTION = 2**13
+"""The same for the first portion, before the device's speed is known."""
+SMALLEST_PORTION = 2**10
+PORTION_TIME_SHARE = 4
+"""A portion should take this fraction (1/4) of the time that it has."""
 
 
 class AuditFailed(NodeError):
@@ -52,7 +64,7 @@ class AuditFailed(NodeError):
 
 
 class AuditChild(ChildProcess):
-    """The process that audits (process.py): start(), ask(), kill().
+    """The process that audits (audit_process.py): start(), ask(), kill().
 
     After AuditFailed, or where an answer is waited for no more, kill() it: it may be busy still.
     """
@@ -67,7 +79,7 @@ class AuditChild(ChildProcess):
         super().__init__("audit process", "the process that audits", program, environment)
         self._numbers = itertools.count(1)
 
-    async def ask(self, request: Request, timeout_s: float) -> Answer:
+    async def ask(self, request: AuditProcessRequest, timeout_s: float) -> AuditProcessReply:
         """Return its answer.
 
         Raises AuditFailed, also after `timeout_s`, and EngineError if it can never answer.
@@ -76,16 +88,16 @@ class AuditChild(ChildProcess):
             answer = await self._answer(Message(next(self._numbers), request), timeout_s)
         except ValueError as error:
             raise AuditFailed(f"too much for one audit ({error})") from error
-        if isinstance(answer.body, Failed):
+        if isinstance(answer.body, AuditError):
             raise (EngineError if answer.body.always else AuditFailed)(answer.body.detail)
         return answer.body
 
-    def _decode(self, body: bytes) -> Message[Answer]:
-        return read_answer(body)
+    def _decode(self, body: bytes) -> Message[AuditProcessReply]:
+        return read_reply(body)
 
 
 class HeldStates:
-    """Which states a process holds, by number; the one used last is at the end."""
+    """The states that a process holds, by number; the last one used is at the end."""
 
     def __init__(self, child: AuditChild, most: int) -> None:
         """`most` states are held, or as many as one audit needs.
@@ -96,7 +108,7 @@ class HeldStates:
         self._most = most
         self._held: dict[int, tuple[int, SameState]] = {}
         self._evict: list[int] = []
-        self._next = 0
+        self._numbers = itertools.count()
 
     async def provide(self, states: Mapping[int, State], timeout_s: float) -> dict[int, int]:
         """Hand over the states that the process lacks; return the number of each version.
@@ -117,11 +129,49 @@ class HeldStates:
         spare = [version for version in self._held if version not in needed]
         for version in spare[: max(0, len(self._held) - self._most + 1)]:
             self._evict.append(self._held.pop(version)[0])
-        number, self._next = self._next, self._next + 1
+        number = next(self._numbers)
         async with shared_file(state) as path:
-            await self._child.ask(Hold(number, path, self._evict), timeout_s)
+            await self._child.ask(HoldState(number, path, self._evict), timeout_s)
         self._evict = []
         return number, SameState(state)
+
+
+class Pace:
+    """Sizes portions so that the device prefills each in a quarter of the time that it has."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.limit = FIRST_PORTION
+
+    def done(self, cost: int, took_s: float) -> None:
+        """Learn from a finished portion; a small one says little of larger ones."""
+        share_s = self._timeout_s / PORTION_TIME_SHARE
+        if cost >= FIRST_PORTION // 2 or took_s > share_s:
+            fair = int(cost / max(took_s, 1e-3) * share_s)
+            self.limit = min(LARGEST_PORTION, max(SMALLEST_PORTION, fair))
+
+    def failed(self) -> None:
+        """Learn from a portion that may have been too large."""
+        self.limit = max(SMALLEST_PORTION, self.limit // PORTION_TIME_SHARE)
+
+
+def portion_size(
+    items: Sequence[AuditItem],
+    others: Mapping[int, Sequence[int]],
+    limit: int = LARGEST_PORTION,
+) -> int:
+    """Count the items to take next: about `limit` tokens times versions, but one at least."""
+    room = limit
+    for number, item in enumerate(items):
+        room -= _cost(item, others)
+        if room < 0:
+            return max(1, number)
+    return len(items)
+
+
+def _cost(item: AuditItem, others: Mapping[int, Sequence[int]]) -> int:
+    """Tokens times versions to prefill."""
+    return len(item.token_ids) * max(1, len(wanted_versions(item, others)))
 
 
 class HfAuditor:
@@ -140,33 +190,24 @@ class HfAuditor:
         self._timeout_s = timeout_s
         self._threads = threads
         self._program = program
-        self._setup: Setup | None = None
+        self._setup: AuditSetUp | None = None
         self._most_states = 0
-        self._child: AuditChild | None = None
-        self._held: HeldStates | None = None
+        self._running: tuple[AuditChild, HeldStates] | None = None
         self._busy = asyncio.Lock()
         self._pace = Pace(timeout_s)
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """Of the process that audits; None while there is none."""
-        return self._child.pid if self._child else None
+        """The process that audits; None while there is none."""
+        return self._running[0].pid if self._running else None
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """See Auditor. The process starts with the first audit."""
         if self._setup is not None:
             raise EngineError("the auditor was started before: make another one")
         await asyncio.to_thread(vocab_size, model_dir)
-        self._setup = Setup(
-            model_dir=str(model_dir),
-            temperature=run.sampling.temperature,
-            dtype=run.proofs.dtype,
-            device=self._config.device,
-            threads=self._threads,
-            adapters=run.adapters,
-            base_state=run.model.base_state,
-        )
+        self._setup = AuditSetUp(audit_terms(model_dir, run, self._config.device), self._threads)
         # every version that may be claimed, and the one before
         self._most_states = run.limits.max_off_policy_steps + 2
 
@@ -175,22 +216,22 @@ class HfAuditor:
         items: Sequence[AuditItem],
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> Answers:
+    ) -> list[Measured | Unreadable]:
         """See Auditor. One audit runs at a time, the others wait."""
         check_versions(items, states, others)
         async with self._busy:
-            found: Answers = []
+            found: list[Measured | Unreadable] = []
             while len(found) < len(items):
                 rest = items[len(found) :]
-                portion = rest[: first_portion(rest, others, self._pace.limit)]
+                portion = rest[: portion_size(rest, others, self._pace.limit)]
                 found += await self._measure(portion, states, others)
             return found
 
     async def close(self) -> None:
         """See Auditor. An audit that runs ends with an EngineError."""
         self._closed = True
-        if self._child is not None:
-            await self._child.kill()
+        if self._running is not None:
+            await self._running[0].kill()
         async with self._busy:
             await self._drop()
 
@@ -201,16 +242,17 @@ class HfAuditor:
         items: Sequence[AuditItem],
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> Answers:
+    ) -> list[Measured | Unreadable]:
+        """Measure a portion at once or, where that fails, item by item."""
         began = time.monotonic()
         try:
             answers = await self._attempt(items, states, others)
-            self._pace.done(sum(cost(one, others) for one in items), time.monotonic() - began)
+            self._pace.done(sum(_cost(one, others) for one in items), time.monotonic() - began)
             return answers
         except AuditFailed as error:
             self._pace.failed()
             logger.warning("%s; its %d branches are tried one by one", error, len(items))
-        found: Answers = []
+        found: list[Measured | Unreadable] = []
         faults: list[str] = []
         answered = False
         for item in items:
@@ -234,40 +276,42 @@ class HfAuditor:
         items: Sequence[AuditItem],
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> Answers:
+    ) -> list[Measured | Unreadable]:
         """Ask a process; kill it if it fails or if the caller is cancelled."""
         needed = sorted({v for item in items for v in wanted_versions(item, others)})
         compared = {version: list(others.get(version, ())) for version in needed}
-        child, held = await self._running()
+        child, held = await self._process()
         try:
             numbers = await held.provide({v: states[v] for v in needed}, self._timeout_s)
-            answer = await child.ask(Measure(list(items), numbers, compared), self._timeout_s)
-            return _joined(answer, len(items))
+            reply = await child.ask(MeasureItems(list(items), numbers, compared), self._timeout_s)
+            if not isinstance(reply, MeasuredItems) or len(reply.answers) != len(items):
+                raise AuditFailed(f"the process that audits does not answer {len(items)} items")
+            return reply.answers
         except EngineError:
-            raise  # it is well, and says that this can never be done
+            raise  # the process is well, and says that this can never be done
         except BaseException:  # also when cancelled: it would measure on
             await self._drop()
             raise
 
-    async def _running(self) -> tuple[AuditChild, HeldStates]:
+    async def _process(self) -> tuple[AuditChild, HeldStates]:
         """Return a process that is set up. Raises EngineError if there can be none."""
         setup = self._setup
         if setup is None or self._closed:
             raise EngineError("the auditor is not running: start() it, and do not close it before")
-        if self._child is not None and self._child.lost.is_set():
+        if self._running is not None and self._running[0].lost.is_set():
             logger.warning("the process that audits has ended, another one is started")
             await self._drop()
-        if self._child is None or self._held is None:
-            self._child = AuditChild(self._program)
-            self._held = HeldStates(self._child, self._most_states)
+        if self._running is None:
+            child = AuditChild(self._program)
+            self._running = child, HeldStates(child, self._most_states)
             try:
-                await self._set_up(self._child, setup)
+                await self._set_up(child, setup)
             except BaseException:  # also when cancelled: half set up, it is of no use
                 await self._drop()
                 raise
-        return self._child, self._held
+        return self._running
 
-    async def _set_up(self, child: AuditChild, setup: Setup) -> None:
+    async def _set_up(self, child: AuditChild, setup: AuditSetUp) -> None:
         await child.spawn()
         if self._closed:
             raise EngineError("the auditor was closed while it started")
@@ -277,15 +321,6 @@ class HfAuditor:
             raise EngineError(f"no audit is possible: {error}") from error
 
     async def _drop(self) -> None:
-        child, self._child, self._held = self._child, None, None
-        if child is not None:
-            await child.kill()
-
-
-def _joined(answer: Answer, count: int) -> Answers:
-    if not isinstance(answer, Results):
-        raise AuditFailed("the process that audits answers another question")
-    try:
-        return answer.joined(count)
-    except ValueError as error:
-        raise AuditFailed(f"the process that audits miscounts: {error}") from error
+        running, self._running = self._running, None
+        if running is not None:
+            await running[0].kill()

@@ -1,118 +1,19 @@
-"""From what was measured to a judgement: pure, the same on every machine, every bound from the manifest."""
+"""Judge measurements by the bounds of the manifest, and find the pipeline stage that a fault can be of.
 
+Pure, and the same on every machine. The bounds themselves are made in bounds.py.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
-
-import msgspec
+from math import inf
 
 from ...protocol.errors import Reason
 from ...protocol.manifests import ProofContract, Thresholds
+from ...protocol.reputation import Outcome
 from ...protocol.rollouts import Evidence
-from ..config.run import RunConfig
-from ..ops.errors import UsageError
 
-FIELDS = tuple(field.name for field in msgspec.structs.fields(Thresholds))
-
-BUILT_IN: dict[str, tuple[Thresholds, Thresholds]] = {
-    "float32": (
-        Thresholds(
-            fingerprint=0.005,
-            sampling=2e-4,
-            sampling_max=0.01,
-            logprob=2e-4,
-            logprob_max=0.01,
-            other_policy=12.0,
-        ),
-        Thresholds(
-            fingerprint=0.002,
-            sampling=5e-5,
-            sampling_max=0.003,
-            logprob=5e-5,
-            logprob_max=0.003,
-            other_policy=4.6,
-        ),
-    ),
-    "bfloat16": (
-        Thresholds(
-            fingerprint=0.05,
-            sampling=0.03,
-            sampling_max=1.0,
-            logprob=0.12,
-            logprob_max=1.0,
-            other_policy=100.0,
-        ),
-        Thresholds(
-            fingerprint=0.027,
-            sampling=0.012,
-            sampling_max=0.4,
-            logprob=0.08,
-            logprob_max=0.5,
-            other_policy=41.0,
-        ),
-    ),
-}
-"""dtype -> (reject, suspect): wide enough for other kernels and batch sizes, see docs/proofs.md."""
-BUILT_IN_SCALE = {"float32": 1.0, "bfloat16": 0.0}
-"""In bfloat16 only a calibration can tell how other_policy is distributed among honest workers."""
-
-
-class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `primerl-node calibrate` found for one model, as JSON."""
-
-    model: str
-    """Digest (hex) of the config.json that it holds for."""
-    fingerprint: Literal["projection"]
-    dtype: Literal["float32", "bfloat16"]
-    reject: Thresholds
-    suspect: Thresholds
-    other_scale: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    honest_rollouts: Annotated[int, msgspec.Meta(ge=1)]
-    honest_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    source: Annotated[str, msgspec.Meta(max_length=200)]
-    """Executors, devices and date."""
-
-
-def read_calibration(path: Path) -> Calibration:
-    """Read what `calibrate` wrote. Raises UsageError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Calibration)
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(
-            f"verification.calibration: {path} cannot be used ({error}): run primerl-node calibrate"
-        ) from error
-
-
-def proof_contract(config: RunConfig, model: str) -> ProofContract:
-    """The run's proof contract; `model` is the digest (hex) of its config.json. Raises UsageError."""
-    verification, dtype = config.verification, config.engine.dtype
-    reject, suspect = BUILT_IN[dtype]
-    other_scale, rollouts, tokens = BUILT_IN_SCALE[dtype], 0, 0
-    source = f"built in for {dtype}"
-    if verification.calibration is not None:
-        found = read_calibration(verification.calibration)
-        wanted = (model, verification.fingerprint, dtype)
-        if (found.model, found.fingerprint, found.dtype) != wanted:
-            raise UsageError(
-                f"verification.calibration: {verification.calibration} is of another model, "
-                "fingerprint or engine.dtype: run primerl-node calibrate for this one"
-            )
-        reject, suspect, source = found.reject, found.suspect, found.source
-        other_scale = found.other_scale
-        rollouts, tokens = found.honest_rollouts, found.honest_tokens
-    return ProofContract(
-        fingerprint=verification.fingerprint,
-        dtype=dtype,
-        reject=reject,
-        suspect=suspect,
-        other_scale=other_scale,
-        audit_rate=verification.audit_rate,
-        false_bans=verification.false_bans,
-        honest_rollouts=rollouts,
-        honest_tokens=tokens,
-        source=source,
-    )
-
+CLEAR = 0.5
+"""Share of the suspect bound below which an input is surely right, where an output is only suspect."""
 
 REASONS: dict[str, Reason] = {
     "fingerprint": Reason.WRONG_MODEL,
@@ -122,7 +23,7 @@ REASONS: dict[str, Reason] = {
     "logprob_max": Reason.BAD_LOGPROBS,
     "logprob": Reason.BAD_LOGPROBS,
 }
-"""What is measured, in the order in which it is blamed: the model first, for it moves all the others."""
+"""Measures in the order in which they are blamed: the model first, for it moves all the others."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +47,102 @@ def judge(evidence: Evidence, contract: ProofContract) -> Judgement:
 
 
 def _first_above(evidence: Evidence, bounds: Thresholds) -> str:
+    """Find the first measure above its bound; an empty string if none is."""
     for name in REASONS:
         # written so that NaN is above every bound
         if not getattr(evidence, name) <= getattr(bounds, name):
             return name
     return ""
+
+
+@dataclass(frozen=True)
+class StageAttribution:
+    """The stages that may have caused what an audit found on a rollout."""
+
+    group: int
+    rollout: int
+    distances: tuple[float, ...]
+    outcome: Outcome
+    stages: tuple[int, ...]
+    """One of these caused it; empty if nothing is wrong, or no boundaries were stated."""
+    other_policy: float = 0.0
+    """As in the evidence: it cannot be told which stage stayed on another version."""
+
+    @property
+    def named(self) -> int | None:
+        """The only stage that can have caused it."""
+        return self.stages[0] if len(self.stages) == 1 else None
+
+
+def blame(
+    evidence: Evidence, judgement: Judgement, distances: Sequence[float], contract: ProofContract
+) -> StageAttribution:
+    """Attribute a judgement to stages by the `distances` at a rollout's boundaries.
+
+    A stage whose input is right and whose output is wrong computed something else than it should have. Where
+    several stages can have caused a fault all of them are given: no honest one is named for a quick answer.
+    Without distances it cannot be told: stages that have left may have made some of it.
+    The last output feeds the head; `evidence` measures it. Boundaries have the same bounds: honest noise
+    grows with every layer, and at the last boundary is about as large as at the end (docs/proofs.md).
+    """
+    outputs = (*distances, evidence.fingerprint)
+    outcome: Outcome = "clean"
+    stages: tuple[int, ...] = ()
+    if not distances:
+        outcome = "rejected" if judgement.reason else "suspect" if judgement.suspect else "clean"
+    elif judgement.reason is not None:
+        outcome = "rejected"
+        stages = _rejected(judgement.reason, outputs, contract)
+    elif judgement.suspect:
+        outcome = "suspect"
+        stages = _suspect(evidence, outputs, contract.suspect)
+    elif off := _first_off(distances, contract.reject.fingerprint, inf):
+        # The output is right, so all states were: any stage that passed the statement on may have changed it.
+        outcome = "suspect"
+        stages = (0, *range(max(1, off[0]), len(outputs)))
+    return StageAttribution(
+        evidence.group,
+        evidence.rollout,
+        tuple(distances),
+        outcome,
+        stages,
+        evidence.other_policy,
+    )
+
+
+def name_stages(one: StageAttribution, nodes: Sequence[bytes]) -> str:
+    """Name the stages for a rejection's detail; `nodes` are those of all stages."""
+    last = len(nodes) - 1
+    who = [f"{stage} of 0..{last} ({nodes[stage].hex()[:8]})" for stage in one.stages]
+    return f"stage {' or '.join(who)}" if who else ""
+
+
+def _rejected(reason: Reason, outputs: Sequence[float], contract: ProofContract) -> tuple[int, ...]:
+    if reason is Reason.WRONG_POLICY:
+        return tuple(range(len(outputs)))  # any of them can have stayed on another version
+    found = _first_off(outputs, contract.reject.fingerprint, contract.suspect.fingerprint)
+    return found or _drawing(outputs)
+
+
+def _suspect(evidence: Evidence, outputs: Sequence[float], bounds: Thresholds) -> tuple[int, ...]:
+    if not evidence.other_policy <= bounds.other_policy:
+        return tuple(range(len(outputs)))
+    bound = bounds.fingerprint
+    return _first_off(outputs, bound, CLEAR * bound) or _drawing(outputs)
+
+
+def _first_off(outputs: Sequence[float], bound: float, clear: float) -> tuple[int, ...]:
+    """Find the first stage whose output is above `bound`, and those right before it not below `clear`."""
+    # written so that NaN is above every bound
+    off = next((stage for stage, out in enumerate(outputs) if not out <= bound), None)
+    if off is None:
+        return ()
+    first = off
+    while first > 0 and not outputs[first - 1] <= clear:
+        first -= 1
+    return tuple(range(first, off + 1))
+
+
+def _drawing(outputs: Sequence[float]) -> tuple[int, ...]:
+    """Blame the drawing, where states are right: the last stage draws, the first states the tokens."""
+    return (0, len(outputs) - 1)

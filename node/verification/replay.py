@@ -1,54 +1,85 @@
-"""Measures claimed branches against a prefill: one forward pass a version, then tokens, logprobs and proofs.
+"""Prefill claimed branches and compare: tokens, logprobs and proofs under each policy version.
 
-A GPU is never waited for before it has its next batch: what a batch gave is summed up meanwhile.
-Items are foreign: each is checked by itself, and none of them may spoil what is measured on its neighbours.
-What is not a number is never fine: it counts as infinitely far off.
+Invariants:
+- one forward pass per version; a GPU has its next batch before the last one is summed up;
+- items are foreign: each is checked by itself, and none of them can spoil the measurements of its neighbours;
+- a number that is not finite counts as infinitely far off.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf, isfinite, log, sqrt
+from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.pipelines import Encoding
+from ..inference.boundary_states import project
 from ..inference.device import Mark, download, upload
-from ..inference.fingerprint import Projection, signs
+from ..inference.fingerprint import (
+    COLUMNS,
+    TOKEN_BYTES,
+    BadProof,
+    Compared,
+    Hidden,
+    Projection,
+    signs,
+    split,
+    token_distances,
+)
 from ..inference.model import LanguageModel, build_network
 from ..inference.sampler import draw, gumbel_at
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
 from ..ops.errors import EngineError
+from ..pipeline.activations import rounded
 from ..weights.adapters import merge
 from ..weights.state import State, state_bytes
-from .auditor import AuditItem, Measured, Unreadable
-from .crossings import BoundaryChecker, distances, key_of
-from .portions import check_versions, other_versions, wanted_versions
-from .reading import check_item, split_proof
-from .sameness import SameState
-from .summing import summarize
-from .terms import AuditTerms
+from .auditor import (
+    AuditItem,
+    AuditTerms,
+    Measured,
+    SameState,
+    Unreadable,
+    check_versions,
+    other_versions,
+    wanted_versions,
+)
+
+Integers = NDArray[np.int64]
+Numbers = NDArray[np.float64]
 
 BATCH_TOKENS = {"cpu": 2**11, "cuda": 2**14}
-"""Tokens of a forward pass: what a cache holds, and what keeps a GPU busy."""
+"""Tokens of a forward pass: as many as a cache holds, or keep a GPU busy."""
 AHEAD = 1
 """Batches that a device is given before the one before them is summed up."""
 LOGITS = 2**26
 """Logits at a time, as if all were fp32 (256 MiB): rows enough that a GPU reads the head's weights for many."""
 TILE = 128
-"""Rows that a GPU multiplies at once: a few more would cost as much as so many."""
+"""Rows that a GPU multiplies at once: a few more would cost as much as a whole tile."""
 KEEP_BYTES = 2**30
 """Networks are kept for the next audit while their states are smaller than this together; one always is."""
+BOUNDARY_NUMBERS = 2**24
+"""Numbers of boundary states that are compared at a time: some copies of them are made, in fp32."""
+FEWEST = 64
+"""Tokens over which a mean is taken at least, so that one near tie in a short branch is no fault."""
+CLIP = 1.0
+"""Nats; most that one token adds to the mean margin."""
+FLOOR = 2.0**-20
+"""Mean squared relative difference that is below the resolution of a proof (a quarter of a bf16's last bit)."""
 
-
-Integers = NDArray[np.int64]
+_PROJECTION = Projection()
 
 
 @dataclass
 class _Branch:
-    """One item on its way; `at` is where its sampled tokens are among those of all."""
+    """One item; `at` is the place of its sampled tokens among those of all."""
 
     number: int
     """Among the sound items."""
@@ -57,7 +88,7 @@ class _Branch:
     others: list[int]
     at: slice
     waits: int
-    """Versions whose pass is still to come."""
+    """Versions whose pass is not done yet."""
     found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """version -> projected states [S, 7], on the CPU."""
     crossed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -80,7 +111,7 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A batch that a device works on; nothing of it may be read before `mark`."""
+    """A batch that a device works on; its tensors may not be read before `mark`."""
 
     version: int
     branches: Sequence[_Branch]
@@ -88,9 +119,9 @@ class _Flight:
     led: Tensor
     """Projected states [S, 7] of the sampled tokens of all `branches`."""
     crossed: Tensor
-    """And at their boundaries [S, boundaries, 8]."""
+    """The same at their boundaries [S, boundaries, 8]."""
     drawn: Integers
-    """Which tokens of all claim this version [N]."""
+    """The tokens, among all, that claim this version [N]."""
     numbers: Tensor
     """Their margins and logprobs [2, N] fp32."""
     mark: Mark
@@ -104,7 +135,7 @@ class _Kept:
 
 
 class Replay:
-    """Measures; keeps the networks that it used last. For one thread."""
+    """Measures items, and keeps the networks that it used last. For one thread."""
 
     def __init__(
         self,
@@ -114,25 +145,25 @@ class Replay:
         logits: int = LOGITS,
         keep_bytes: int = KEEP_BYTES,
     ) -> None:
-        """`batch_tokens` of a forward pass, 0 for what suits the device."""
+        """`batch_tokens` of a forward pass, 0 for the default of the device."""
         self._terms = terms
+        self._model_dir = Path(terms.model_dir)
         self._batch_tokens = batch_tokens
         self._logits = logits
         self._keep_bytes = keep_bytes
-        self._fingerprint = Projection()
         self._kept: dict[int, _Kept] = {}  # the last one used is the last one
         self._base: State | None = None
 
     def prepare(self, *, threads: int = 0) -> None:
-        """Have torch use so many threads, 0 leaves its choice; look whether this can be done at all.
+        """Check that audits are possible; `threads` of torch, 0 leaves its choice.
 
         Raises EngineError if the architecture, or a base, cannot be read, or the device is not there.
         """
         if threads:
             torch.set_num_threads(threads)
-        huggingface.load_config(self._terms.model_dir)
+        huggingface.load_config(self._model_dir)
         if self._terms.adapters is not None:
-            self._base = read_base(self._terms.model_dir, self._terms.base_state)
+            self._base = read_base(self._model_dir, self._terms.base_state)
         device = self._terms.device
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise EngineError(f"there is no {device}: set engine.device to auto or cpu")
@@ -143,15 +174,15 @@ class Replay:
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
     ) -> list[Measured | Unreadable]:
-        """See Auditor.audit(). Memory grows with the items: see portions().
+        """See Auditor.audit(). Memory grows with the items.
 
-        Raises EngineError for a state that is missing or does not fit the model, RuntimeError for torch's
-        own troubles.
+        Raises EngineError for a state that is missing or does not fit the model, RuntimeError for errors of
+        torch.
         """
         check_versions(items, states, others)
-        vocabulary = huggingface.vocab_size(self._terms.model_dir)
-        layers = layer_count(self._terms.model_dir)
-        faults = [check_item(item, vocabulary, layers, self._fingerprint) for item in items]
+        vocabulary = huggingface.vocab_size(self._model_dir)
+        layers = layer_count(self._model_dir)
+        faults = [check_item(item, vocabulary, layers) for item in items]
         sound = [item for item, fault in zip(items, faults, strict=True) if fault is None]
         branches, tokens = _flatten(sound, others)
         done: dict[int, Measured] = {}
@@ -168,7 +199,7 @@ class Replay:
 
     @staticmethod
     def free_spare_memory() -> None:
-        """Give back what torch keeps for itself on a GPU: a trainer may want it."""
+        """Give back the memory that torch caches on a GPU: a trainer may want it."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -185,7 +216,7 @@ class Replay:
         for branch in branches:
             for version in wanted_versions(branch.item, others):
                 wanting[version].append(branch)
-        # those at hand first: fetching another one may cost one of them its place
+        # networks that are kept first: fetching another one may cost one of them its place
         for version in sorted(wanting, key=lambda one: (one not in self._kept, one)):
             network = self._network(version, states[version])
             limit = self._batch_tokens or BATCH_TOKENS.get(network.device.type, BATCH_TOKENS["cpu"])
@@ -209,14 +240,14 @@ class Replay:
         there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
-        lookout = BoundaryChecker(key_of(batch[0].item), leading, led)
-        hidden = network.packed(ids, lengths, lookout if lookout.layers else None)[led]
+        checker = BoundaryChecker(boundary_key(batch[0].item), leading, led)
+        hidden = network.packed(ids, lengths, checker if checker.layers else None)[led]
         return _Flight(
             version=version,
             branches=batch,
             counts=counts,
             led=download(self._projected(hidden)),
-            crossed=download(lookout.led()),
+            crossed=download(checker.led()),
             drawn=drawn,
             numbers=download(self._draw(network, hidden[rows], *claims)),
             mark=Mark(network.device),
@@ -271,11 +302,11 @@ class Replay:
         while self._kept and size + sum(one.size for one in self._kept.values()) > self._keep_bytes:
             del self._kept[next(iter(self._kept))]
         terms = self._terms
-        network = build_network(terms.model_dir, whole, dtype=terms.dtype, device=terms.device)
+        network = build_network(self._model_dir, whole, dtype=terms.dtype, device=terms.device)
         return _Kept(network, SameState(state), size)
 
     def _merged(self, state: State) -> State:
-        """The weights to compute with: `state`, or what it makes of the base."""
+        """Return the weights to compute with: `state`, or the base with these adapters."""
         adapters = self._terms.adapters
         if adapters is None:
             return state
@@ -283,10 +314,10 @@ class Replay:
             raise EngineError("the base model was not read: call prepare() first")
         return merge(self._base, state, adapters, threads=torch.get_num_threads())
 
-    # -- what was found ----------------------------------------------------------------------------
+    # -- measurements ----------------------------------------------------------------------------
 
     def _land(self, flight: _Flight, tokens: _Tokens) -> dict[int, Measured]:
-        """Wait for `flight`: the branches that wait for no other one now."""
+        """Wait for `flight`; return the branches that are complete with it."""
         flight.mark.wait()
         margins, logprobs = flight.numbers.numpy()
         tokens.margins[flight.drawn] = margins
@@ -305,16 +336,15 @@ class Replay:
 
     def _summarize(self, branch: _Branch, tokens: _Tokens) -> Measured:
         versions = tokens.versions[branch.at]
-        found = summarize(
-            margins=tokens.margins[branch.at],
-            apart=tokens.logprobs[branch.at] - np.array(branch.item.logprobs),
-            fingerprint=self._fingerprint,
-            proofs=split_proof(branch.item, self._fingerprint),
-            projected=_own_states(branch.found, versions).float().numpy(),
-            others=[branch.found[version].float().numpy() for version in branch.others],
+        compared = compare_replies(
+            _split_proof(branch.item),
+            _own_states(branch.found, versions).float().numpy(),
+            [branch.found[version].float().numpy() for version in branch.others],
         )
+        apart = tokens.logprobs[branch.at] - np.array(branch.item.logprobs)
+        found = summarize(tokens.margins[branch.at], apart, compared)
         crossed = _own_states(branch.crossed, versions).numpy()
-        return replace(found, boundaries=distances(branch.item, crossed))
+        return structs.replace(found, boundaries=distances(branch.item, crossed))
 
 
 def _flatten(
@@ -341,7 +371,7 @@ def _flatten(
 
 
 def _own_states(found: Mapping[int, Tensor], versions: Integers) -> Tensor:
-    """[S, ...]: what was found under the version that each token claims, `versions` [S]."""
+    """Pick for each token the row found under the version that it claims, `versions` [S]: [S, ...]."""
     first, *later = sorted(set(versions.tolist()))
     own = found[first]
     for version in later:
@@ -351,17 +381,215 @@ def _own_states(found: Mapping[int, Tensor], versions: Integers) -> Tensor:
 
 
 def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
-    """Branches of like length together, the longest first, each batch within `limit` tokens.
-
-    All of a batch crossed the same boundaries.
-    """
+    """Group branches of like length and the same boundaries, the longest first, within `limit` tokens."""
     batches: list[list[_Branch]] = []
     room, key = 0, None
-    for branch in sorted(branches, key=lambda one: (key_of(one.item), -len(one.item.token_ids))):
+    for branch in sorted(
+        branches, key=lambda one: (boundary_key(one.item), -len(one.item.token_ids))
+    ):
         length = len(branch.item.token_ids)
-        if length > room or key_of(branch.item) != key:
+        if length > room or boundary_key(branch.item) != key:
             batches.append([])
-            room, key = max(limit, length), key_of(branch.item)
+            room, key = max(limit, length), boundary_key(branch.item)
         batches[-1].append(branch)
         room -= length
     return batches
+
+
+# -- checks of an item -----------------------------------------------------------------------------
+
+
+def check_item(item: AuditItem, vocabulary: int, layers: int) -> Unreadable | None:
+    """Explain why `item` cannot be measured by a model of `layers` layers; None if it can."""
+    detail = _fault(item, vocabulary) or _boundary_fault(item, layers)
+    if detail:
+        return Unreadable(detail, proof=False)
+    try:
+        for proof, tokens in _split_proof(item):
+            _PROJECTION.check(proof, tokens)
+    except BadProof as error:
+        return Unreadable(str(error), proof=True)
+    return None
+
+
+def _split_proof(item: AuditItem) -> list[tuple[bytes, int]]:
+    """Split a proof into (bytes, tokens) of each reply. Raises BadProof if the sizes do not add up."""
+    return split(item.proof, [reply.end - reply.start for reply in item.replies], _PROJECTION)
+
+
+def _fault(item: AuditItem, vocabulary: int) -> str:
+    tokens = item.token_ids
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        return f"tokens outside 0..{vocabulary - 1}"
+    if not item.replies or not _in_order(item):
+        return "its replies are empty, overlap or lie outside the branch"
+    if any(not 0 <= reply.seed < 2**63 for reply in item.replies):
+        return "a seed outside 0..2**63-1"
+    sampled = sum(reply.end - reply.start for reply in item.replies)
+    if not sampled == len(item.logprobs) == len(item.versions):
+        return (
+            f"{len(item.logprobs)} logprobs for {sampled} tokens of {len(item.versions)} versions"
+        )
+    if sorted(item.versions) != list(item.versions):
+        return "its policy versions go back"
+    return ""
+
+
+def _boundary_fault(item: AuditItem, layers: int) -> str:
+    if not item.boundaries:
+        return ""
+    heights = [0, *(one.layers for one in item.boundaries), layers]
+    if any(low >= high for low, high in pairwise(heights)):
+        return f"boundaries behind layers that the model has not, or out of order: {heights[1:-1]}"
+    if any(len(one.proof) != TOKEN_BYTES * len(item.versions) for one in item.boundaries):
+        return "boundaries of another number of tokens"
+    return ""
+
+
+def _in_order(item: AuditItem) -> bool:
+    """Whether replies follow each other, each after a token that led to it."""
+    end = 1
+    for reply in item.replies:
+        if not end <= reply.start < reply.end:
+            return False
+        end = reply.end
+    return end <= len(item.token_ids)
+
+
+# -- boundaries of a pipeline ----------------------------------------------------------------------
+
+
+def boundary_key(item: AuditItem) -> tuple[tuple[int, Encoding], ...]:
+    """List (layers below, encoding) of each boundary, ascending. Items of one key can share a pass."""
+    return tuple((one.layers, one.encoding) for one in item.boundaries)
+
+
+class BoundaryChecker:
+    """Hooks of one forward pass that project the states of some tokens at each boundary.
+
+    Where stages rounded the states that they sent, so does the prefill: what follows is then comparable.
+    """
+
+    def __init__(
+        self, key: tuple[tuple[int, Encoding], ...], places: Integers, rows: Tensor
+    ) -> None:
+        """`places` [S], ascending, are tokens of the pass, and `rows` the same on the network's device."""
+        self._encodings = dict(key)
+        self._places = places
+        self._rows = rows
+        self._passed = dict.fromkeys(self._encodings, 0)
+        self._found: dict[int, list[Tensor]] = {layer: [] for layer in self._encodings}
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """See Taps."""
+        return frozenset(self._encodings)
+
+    def take(self, layer: int, x: Tensor) -> Tensor:
+        """See Taps."""
+        encoding = self._encodings[layer]
+        seen = x if encoding == "raw" else rounded(x, encoding)
+        start = self._passed[layer]
+        self._passed[layer] = end = start + len(x)
+        first, last = np.searchsorted(self._places, [start, end]).tolist()
+        rows = self._rows[first:last] - start
+        for part in rows.split(max(1, BOUNDARY_NUMBERS // x.shape[1])):
+            states = seen[part]
+            length = states.float().square().mean(1, keepdim=True).sqrt()
+            self._found[layer].append(torch.cat([project(states), length], 1))
+        return seen
+
+    def led(self) -> Tensor:
+        """Return the projected states and lengths of the tokens, in order [S, boundaries, 8]."""
+        if not self._found:
+            return torch.empty(len(self._places), 0, COLUMNS)
+        return torch.stack([torch.cat(parts) for parts in self._found.values()], 1)
+
+
+def distances(item: AuditItem, own: NDArray[np.float32]) -> tuple[float, ...]:
+    """Measure, at each boundary, how far the claimed states are from `own` [S, boundaries, 8].
+
+    Root mean square over tokens, FEWEST at least; infinitely far where the own states are not finite.
+    """
+    if not np.isfinite(own).all():
+        return (inf,) * len(item.boundaries)
+    apart = (token_distances(one.proof, own[:, at]) for at, one in enumerate(item.boundaries))
+    return tuple(sqrt(float((one**2).sum()) / max(len(one), FEWEST)) for one in apart)
+
+
+# -- from the numbers of each token to those of a branch -------------------------------------------
+
+
+def summarize(
+    margins: Numbers, apart: Numbers, compared: Sequence[tuple[int, Compared]]
+) -> Measured:
+    """Sum up one branch of S sampled tokens.
+
+    `margins` and `apart` (differences of logprobs) are [S]; `compared` is compare_replies() of its proof.
+    """
+    margins, apart = _infinite(margins), _infinite(np.abs(apart))
+    tokens = len(margins)
+    return Measured(
+        tokens=tokens,
+        fingerprint=_distance(compared),
+        sampling=float(np.minimum(margins, CLIP).sum()) / max(tokens, FEWEST),
+        sampling_max=float(margins.max()),
+        logprob=float(apart.sum()) / max(tokens, FEWEST),
+        logprob_max=float(apart.max()),
+        other_policy=_other_policy([one for _, one in compared]),
+    )
+
+
+def compare_replies(
+    proofs: Sequence[tuple[bytes, int]], projected: Hidden, others: Sequence[Hidden]
+) -> list[tuple[int, Compared]]:
+    """Compare the proof of each reply (bytes, tokens) with projected states: (tokens, comparison) of each.
+
+    `projected` states and each of `others` are [S, 7]. Empty if the own states are not finite; other policies
+    with states that are not finite are left out. The proofs must have been checked.
+    """
+    if not np.isfinite(projected).all():
+        return []
+    finite = [one for one in others if np.isfinite(one).all()]
+    found: list[tuple[int, Compared]] = []
+    start = 0
+    for proof, tokens in proofs:
+        rows = slice(start, start := start + tokens)
+        rest = [one[rows] for one in finite]
+        found.append((tokens, _PROJECTION.compare_projected(proof, projected[rows], rest)))
+    return found
+
+
+def _infinite(values: Numbers) -> Numbers:
+    """Replace what is not finite by infinity."""
+    return np.where(np.isfinite(values), values, inf)
+
+
+def _distance(compared: Sequence[tuple[int, Compared]]) -> float:
+    """Take the root mean square over tokens, FEWEST at least.
+
+    Over fewer tokens it scatters, and the honest extremes of short replies would set the bound that other
+    weights have to exceed.
+    """
+    if not compared:
+        return inf
+    squares = sum(tokens * one.distance**2 for tokens, one in compared)
+    distance = sqrt(squares / max(sum(tokens for tokens, _ in compared), FEWEST))
+    return distance if isfinite(distance) else inf
+
+
+def _other_policy(compared: Sequence[Compared]) -> float:
+    """Compute by how many nats the likeliest other policy explains the proof better than the claimed one.
+
+    The generalised likelihood ratio of two normal models whose variance is estimated from the same
+    `samples` residuals: (samples / 2) ln(own / other), summed over replies.
+    """
+    if not compared or not compared[0].others:
+        return 0.0
+    totals = [0.0] * len(compared[0].others)
+    for one in compared:
+        floor = one.samples * FLOOR
+        for place, other in enumerate(one.others):
+            if one.samples:
+                totals[place] += one.samples / 2 * log((one.own + floor) / (other + floor))
+    return max(totals) if all(map(isfinite, totals)) else inf

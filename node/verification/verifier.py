@@ -1,10 +1,10 @@
-"""From a submission to a verdict and the groups that may be learned from, cheap checks first.
+"""Verify submissions: from a bundle to a verdict and the groups that may be learned from, cheap checks first.
 
-Rewards are recomputed, never taken; what is audited follows from randomness drawn after the upload. A
-verdict always comes out: bad input costs the rollout, never the trainer.
-
-Nothing is accepted that the lot could not have picked for an audit: a rollout whose policy is not held any more
-is stale, whether it is picked or not.
+Invariants:
+- rewards are recomputed, never taken from the worker;
+- the rollouts to audit follow from randomness drawn after the upload;
+- a rollout is accepted only if it could have been audited: one whose policy is not held any more is stale;
+- there is always a verdict: bad input costs the rollout, never the trainer.
 """
 
 import asyncio
@@ -44,43 +44,43 @@ from ..environments.environment import (
 from ..ops.errors import EngineError
 from ..training.buffer import BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
-from .auditor import Measured, Unreadable
-from .blame import StageAttribution, blame, words
-from .calls import AuditCall, AuditService, AuditTarget
+from .auditor import (
+    AuditCall,
+    AuditService,
+    AuditTarget,
+    Measured,
+    Unreadable,
+    audit_items,
+    boundary_distances,
+    evidence,
+    plain_turns,
+    plan_of,
+)
 from .checks import CheckedRollout, Rejected, check_submission
 from .duplicates import CopyDetector
-from .items import audit_items, boundary_distances, evidence, plain_turns, plan_of
-from .judge import Judgement, judge
+from .judge import Judgement, StageAttribution, blame, judge, name_stages
 
 logger = logging.getLogger(__name__)
 
 REWARD_TOLERANCE = 1e-6
 SCORED_AT_ONCE = 32
-"""Rollouts of one submission that are scored at a time: a reward may wait for a judge."""
+"""Rollouts of one submission that are scored at a time: a reward may wait for a judge model."""
 SCORED_AGAIN = 3
-"""Times that a rollout whose reward differs from the claim is scored again, before its worker is blamed."""
+"""Times that a rollout with a reward other than claimed is scored again, before its worker is blamed."""
 STUCK_MOST = 2
-"""Rollouts of one submission on which the environment may fail to return; no more of it are scored then."""
+"""Rollouts of one submission on which the environment may fail to return; the others are not scored then."""
 
 
 @dataclass(frozen=True)
 class ReceivedSubmission:
-    """A submission as it came: who sent it, in which order, and what was drawn after its receipt."""
+    """A submission as it arrived: its sender, its number in the order of receipt, and the challenge."""
 
     number: int
     digest: bytes
     node: bytes
     sealed: bytes
     challenge: bytes
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """By what a submission came to be."""
-
-    lease: Lease
-    arrival: ReceivedSubmission
-    plan: PipelinePlan | None
+    """Drawn after the receipt."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,19 @@ class RescoredRollout:
 
 @dataclass
 class AuditResults:
-    """What audits of a submission led to."""
+    """The results of the audits of a submission."""
 
     evidence: list[Evidence] = field(default_factory=list[Evidence])
     judgements: list[Judgement] = field(default_factory=list[Judgement])
     """One per evidence."""
     blames: list[StageAttribution] = field(default_factory=list[StageAttribution])
-    """Of those evidences that tell of the boundaries of a pipeline."""
-    faults: list[Rejection] = field(default_factory=list[Rejection])
+    """One per evidence, if a pipeline made the submission."""
     validator: bytes = b""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A verdict, and the groups made of what was accepted."""
+    """A verdict, and the groups made of the accepted rollouts."""
 
     verdict: Verdict
     rejections: list[Rejection]
@@ -122,8 +121,26 @@ class Verified:
     """Of the pipeline that made it, if it says so."""
 
     def reasons(self) -> Counter[Reason]:
-        """Rejected rollouts by reason."""
+        """Count rejected rollouts by reason."""
         return Counter(rejection.reason for rejection in self.rejections)
+
+
+@dataclass
+class _Work:
+    """A submission on its way to a verdict."""
+
+    lease: Lease
+    arrival: ReceivedSubmission
+    plan: PipelinePlan | None
+    rejections: list[Rejection]
+    audited: AuditResults = field(default_factory=AuditResults)
+
+    def reject(self, rollout: CheckedRollout, reason: Reason, detail: str) -> None:
+        self.rejections.append(Rejection(rollout.group, rollout.index, reason, clipped(detail)))
+
+    def without_rejected(self, passed: Sequence[RescoredRollout]) -> list[RescoredRollout]:
+        rejected = {(one.group, one.rollout) for one in self.rejections}
+        return [one for one in passed if one.place not in rejected]
 
 
 class Verifier:
@@ -146,9 +163,9 @@ class Verifier:
         self._states = states
         self._copies = copies
         self._varies = ""
-        """How a reward that was said to be recomputable turned out not to be."""
+        """The evidence that a reward which was said to be recomputable is not."""
         self._earlier: asyncio.Future[None] | None = None
-        """Done when the submission before has been looked for copies: of two the first that came is the
+        """Done when the submission before has been looked for copies: of two, the first received is the
         original."""
 
     @property
@@ -168,48 +185,52 @@ class Verifier:
     ) -> Verified:
         """Verify one submission against policy `version`, the newest one published.
 
-        A share `rate` of what passes the cheap checks is audited, and all of it once one is guilty. Several
-        may be verified at a time; their cheap checks are made in the order of the calls.
-        `before` is a verdict that a trainer that was killed told of it: it stands, and nothing is audited.
+        A share `rate` of the rollouts that pass the cheap checks is audited, and all of them once one is
+        guilty. Several submissions may be verified at a time; their cheap checks are made in the order of the
+        calls. `before` is the verdict that a trainer gave before it was killed: it stands, and nothing is
+        audited.
 
         Raises:
             RemoteProtocolError: the bundle as a whole is not the work of its lease, or the environment has
-                changed since the lease was signed, which is nobody's fault but ours.
+                changed since the lease was signed, which is not the worker's fault.
         """
         earlier, done = self._earlier, asyncio.get_running_loop().create_future()
         self._earlier = done
         try:
             await self._check_lease(lease)
-            trainer = self._run.trainer
-            plan = plan_of(submission, run=self._run_id, trainer=trainer, node=arrival.node)
+            plan = plan_of(
+                submission, run=self._run_id, trainer=self._run.trainer, node=arrival.node
+            )
             checked = check_submission(submission, lease, self._run, version, plan)
-            rejections = list(checked.rejections)
-            fit = checked.rollouts
+            work = _Work(lease, arrival, plan, checked.rejections)
+            rollouts = checked.rollouts
             if before is None:
-                fit = [one for one in fit if self._check_held(one, rejections)]
-            scored = await self._score_all(fit, lease, rejections)
+                rollouts = [one for one in rollouts if self._check_held(one, work)]
+            passed = await self._score_all(rollouts, work)
             if earlier is not None:
                 await asyncio.wait([earlier])
-            # While they were scored the publisher may have let go of an old version; what is stale leaves no
+            # While they were scored the publisher may have dropped an old version; a stale rollout leaves no
             # trace among the copies.
             if before is None:
-                scored = [one for one in scored if self._check_held(one.rollout, rejections)]
-            passed = self._without_copies(scored, arrival, rejections)
+                passed = [one for one in passed if self._check_held(one.rollout, work)]
+            passed = [one for one in passed if self._check_copy(one.rollout, work)]
         finally:
             done.set_result(None)
         if before is not None:
-            audited = AuditResults(faults=_rejected_before(passed, before))
+            _reject_as_before(passed, before, work)
         else:
-            audited = await self._audit(passed, Provenance(lease, arrival, plan), rate)
-        rejections += audited.faults
-        guilty = {(one.group, one.rollout) for one in audited.faults}
-        honest = [one for one in passed if one.place not in guilty]
-        verdict = make_verdict(arrival, lease, len(honest), rejections, audited, rate, plan)
-        groups = self._groups(lease, arrival.node, honest)
-        return Verified(verdict, rejections, groups, audited, plan)
+            await self._audit(passed, work, rate)
+        passed = work.without_rejected(passed)
+        verdict = make_verdict(
+            arrival, lease, len(passed), work.rejections, work.audited, rate, plan
+        )
+        groups = self._groups(lease, arrival.node, passed)
+        return Verified(verdict, work.rejections, groups, work.audited, plan)
+
+    # -- cheap checks ------------------------------------------------------------------------------
 
     async def _check_lease(self, lease: Lease) -> None:
-        """The tasks that we signed must be those that the environment makes of their numbers."""
+        """Check that the tasks of a lease are those that the environment makes of their numbers."""
         try:
             tasks = [await self._environment.task(one.index) for one in lease.tasks]
             digests = {task.index: task.digest for task in tasks}
@@ -219,52 +240,49 @@ class Verifier:
             detail = "the trainer's environment is another one than when it signed the lease"
             raise RemoteProtocolError(Reason.ENVIRONMENT_ERROR, detail) from error
 
+    def _check_held(self, rollout: CheckedRollout, work: _Work) -> bool:
+        """Whether every policy that a rollout claims is in memory; it is rejected as stale if not."""
+        lost = sorted(_claims(rollout) - self._states.keys())
+        if lost:
+            detail = f"policy {lost[0]} is not held any more, so this could not be audited"
+            work.reject(rollout, Reason.STALE, detail)
+        return not lost
+
+    def _check_copy(self, rollout: CheckedRollout, work: _Work) -> bool:
+        try:
+            self._copies.check(work.arrival.number, work.arrival.node, rollout)
+        except Rejected as fault:
+            work.reject(rollout, fault.reason, fault.detail)
+            return False
+        return True
+
     async def _score_all(
-        self,
-        rollouts: Sequence[CheckedRollout],
-        lease: Lease,
-        rejections: list[Rejection],
+        self, rollouts: Sequence[CheckedRollout], work: _Work
     ) -> list[RescoredRollout]:
-        """What the trainer's own score agrees with, several at a time; the others go to `rejections`."""
+        """Score rollouts, several at a time, and reject those with another reward than claimed."""
         stuck = 0
         room = asyncio.Semaphore(SCORED_AT_ONCE)
 
-        async def score(rollout: CheckedRollout) -> RescoredRollout | Rejection:
+        async def score(rollout: CheckedRollout) -> RescoredRollout | None:
             nonlocal stuck
             async with room:
                 try:
                     if stuck >= STUCK_MOST:
                         detail = "the environment did not return on others of this submission"
                         raise Rejected(Reason.ENVIRONMENT_ERROR, detail)
-                    return RescoredRollout(rollout, await self._score(lease, rollout))
+                    return RescoredRollout(rollout, await self._score(work.lease, rollout))
                 except EnvironmentStuck as error:
                     stuck += 1
-                    return _rejection(rollout, Reason.ENVIRONMENT_ERROR, str(error))
+                    work.reject(rollout, Reason.ENVIRONMENT_ERROR, str(error))
                 except Rejected as fault:
-                    return _rejection(rollout, fault.reason, fault.detail)
+                    work.reject(rollout, fault.reason, fault.detail)
+                return None
 
         found = await asyncio.gather(*map(score, rollouts))
-        rejections += [one for one in found if isinstance(one, Rejection)]
-        return [one for one in found if isinstance(one, RescoredRollout)]
-
-    def _without_copies(
-        self,
-        scored: Sequence[RescoredRollout],
-        arrival: ReceivedSubmission,
-        rejections: list[Rejection],
-    ) -> list[RescoredRollout]:
-        """Those that nobody sent before; the others go to `rejections`."""
-        passed: list[RescoredRollout] = []
-        for one in scored:
-            try:
-                self._copies.check(arrival.number, arrival.node, one.rollout)
-                passed.append(one)
-            except Rejected as fault:
-                rejections.append(_rejection(one.rollout, fault.reason, fault.detail))
-        return passed
+        return [one for one in found if one is not None]
 
     async def _score(self, lease: Lease, rollout: CheckedRollout) -> Score:
-        """The trainer's own score. Raises Rejected, EnvironmentStuck."""
+        """Compute the trainer's own score. Raises Rejected, EnvironmentStuck."""
         score = await self._recompute(lease, rollout)
         if self._run.environment.rewards == "sampled":
             return score
@@ -292,7 +310,7 @@ class Verifier:
             raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
 
     def _note_variation(self, task: int, first: Score, second: Score) -> None:
-        """From now on nobody is blamed for a reward that differs."""
+        """Blame no worker for a reward that differs, from now on."""
         self._varies = (
             f"the reward of {self._environment.name!r} is not deterministic (the trainer scored one rollout of "
             f"task {task} twice: {first.reward:.6g} and {second.reward:.6g}): set "
@@ -302,104 +320,94 @@ class Verifier:
 
     # -- audits ------------------------------------------------------------------------------------
 
-    async def _audit(
-        self, passed: Sequence[RescoredRollout], made: Provenance, rate: float
-    ) -> AuditResults:
-        """Audit what the challenge picks, and all of it where something of that cannot be accepted.
+    async def _audit(self, passed: Sequence[RescoredRollout], work: _Work, rate: float) -> None:
+        """Audit the rollouts that the challenge picks, and all others once one of these is rejected.
 
         Does not wait before it has taken the states that `passed` claims.
         """
         states = self._claimed_states(passed)
-        drawn = [one for one in passed if is_audited(made.arrival.challenge, *one.place, rate)]
-        audited = AuditResults()
-        await self._audit_these(drawn, states, made, audited)
-        # Also where an audit failed: who can make audits fail must not be paid for what was not picked.
-        if audited.faults:
+        drawn = [one for one in passed if is_audited(work.arrival.challenge, *one.place, rate)]
+        await self._audit_these(drawn, states, work)
+        # Also where an audit failed: a worker that can make audits fail must not be paid for the others.
+        if len(work.without_rejected(drawn)) < len(drawn):
             places = {one.place for one in drawn}
             rest = [one for one in passed if one.place not in places]
-            await self._audit_these(rest, states, made, audited)
-        return audited
+            await self._audit_these(rest, states, work)
 
     async def _audit_these(
-        self,
-        passed: Sequence[RescoredRollout],
-        states: Mapping[int, State],
-        made: Provenance,
-        audited: AuditResults,
+        self, passed: Sequence[RescoredRollout], states: Mapping[int, State], work: _Work
     ) -> None:
         if not passed:
             return
-        call = _call([self._chosen(one, made) for one in passed], states, made)
         try:
-            answer = await self._audits.audit(call)
+            answer = await self._audits.audit(self._call(passed, states, work))
         except EngineError as error:
-            # Nothing is learned unaudited that was to be audited, and nobody is blamed for it.
+            # A rollout that was to be audited is not learned from unaudited, and its worker is not blamed.
             logger.error("no audit is possible: %s", error)
-            audited.faults += [
-                _rejection(one.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
-                for one in passed
-            ]
+            for one in passed:
+                work.reject(one.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
             return
-        audited.validator = answer.validator
+        work.audited.validator = answer.validator
         for one, measured in zip(passed, answer.measured, strict=True):
-            self._judge(one.rollout, measured, audited, made.plan)
+            self._judge(one.rollout, measured, work)
+
+    def _call(
+        self, passed: Sequence[RescoredRollout], held: Mapping[int, State], work: _Work
+    ) -> AuditCall:
+        """Make the call; `held` has at least the states of the versions that are claimed."""
+        arrival, lease = work.arrival, work.lease
+        chosen: list[AuditTarget] = []
+        for one in passed:
+            turns = plain_turns(one.rollout.branches) or one.score.turns
+            items = audit_items(
+                one.rollout, turns, lease=lease, run=self._run_id, node=arrival.node, plan=work.plan
+            )
+            chosen.append(AuditTarget(one.rollout, items))
+        claimed = {v for one in chosen for item in one.items for v in item.versions}
+        others = {v: [v - 1] for v in sorted(claimed) if v - 1 in held}
+        wanted = claimed.union(*others.values())
+        return AuditCall(
+            sealed=arrival.sealed,
+            digest=arrival.digest,
+            lease=lease,
+            node=arrival.node,
+            challenge=arrival.challenge,
+            chosen=chosen,
+            states={version: held[version] for version in sorted(wanted)},
+            others=others,
+        )
 
     def _judge(
-        self,
-        rollout: CheckedRollout,
-        measured: Sequence[Measured | Unreadable],
-        audited: AuditResults,
-        plan: PipelinePlan | None,
+        self, rollout: CheckedRollout, measured: Sequence[Measured | Unreadable], work: _Work
     ) -> None:
         numbers = [one for one in measured if isinstance(one, Measured)]
         unreadable = [one for one in measured if isinstance(one, Unreadable)]
         if unreadable:
             worst = max(unreadable, key=lambda one: one.proof)
-            reason = Reason.BAD_PROOF if worst.proof else Reason.AUDIT_FAILED
-            audited.faults.append(_rejection(rollout, reason, worst.detail))
+            work.reject(
+                rollout, Reason.BAD_PROOF if worst.proof else Reason.AUDIT_FAILED, worst.detail
+            )
             return
         found = evidence(rollout, numbers)
         judgement = judge(found, self._run.proofs)
-        audited.evidence.append(found)
-        audited.judgements.append(judgement)
+        work.audited.evidence.append(found)
+        work.audited.judgements.append(judgement)
         detail = judgement.detail
-        if plan is not None:
-            distances = boundary_distances(numbers)
-            found_of = blame(found, judgement, distances, self._run.proofs)
-            audited.blames.append(found_of)
-            who = words(found_of, [stage.node for stage in plan.stages])
-            detail = f"{who}: {detail}" if who else detail
+        if work.plan is not None:
+            attribution = blame(found, judgement, boundary_distances(numbers), self._run.proofs)
+            work.audited.blames.append(attribution)
+            stages = name_stages(attribution, [stage.node for stage in work.plan.stages])
+            detail = f"{stages}: {detail}" if stages else detail
         if judgement.reason is not None:
-            audited.faults.append(_rejection(rollout, judgement.reason, detail))
-
-    def _chosen(self, passed: RescoredRollout, made: Provenance) -> AuditTarget:
-        rollout = passed.rollout
-        turns = plain_turns(rollout.branches) or passed.score.turns
-        items = audit_items(
-            rollout,
-            turns,
-            lease=made.lease,
-            run=self._run_id,
-            node=made.arrival.node,
-            plan=made.plan,
-        )
-        return AuditTarget(rollout, items)
-
-    def _check_held(self, rollout: CheckedRollout, rejections: list[Rejection]) -> bool:
-        """Whether every policy that a rollout claims is in memory; else it goes to `rejections` as stale."""
-        lost = sorted(_claims(rollout) - self._states.keys())
-        if lost:
-            detail = f"policy {lost[0]} is not held any more, so that nobody could audit this"
-            rejections.append(_rejection(rollout, Reason.STALE, detail))
-        return not lost
+            work.reject(rollout, judgement.reason, detail)
 
     def _claimed_states(self, passed: Sequence[RescoredRollout]) -> dict[int, State]:
-        """The states of all claimed versions and, where they are held, of those before."""
+        """Take the states of all claimed versions and, where they are held, of those before."""
         claimed = {version for one in passed for version in _claims(one.rollout)}
         before = {version - 1 for version in claimed} & self._states.keys()
         return {version: self._states[version] for version in sorted(claimed | before)}
 
-    # -- what may be learned from --------------------------------------------------------------------
+    # -- accepted rollouts -------------------------------------------------------------------------
 
     def _groups(
         self, lease: Lease, node: bytes, passed: Sequence[RescoredRollout]
@@ -414,7 +422,16 @@ class Verifier:
                 RolloutGroup(
                     task=task.digest,
                     environment=self._environment.name,
-                    rollouts=[_scored(one) for one in members],
+                    rollouts=[
+                        ScoredRollout(
+                            [
+                                BranchTokens(b.token_ids, b.sampled, b.logprobs)
+                                for b in one.rollout.branches
+                            ],
+                            one.score.reward,
+                        )
+                        for one in members
+                    ],
                     policy_oldest=min(branch.policy_first for branch in branches),
                     node=node,
                     lease=lease.lease_id.to_bytes(8, "big"),
@@ -424,7 +441,7 @@ class Verifier:
 
 
 def refuse_all(arrival: ReceivedSubmission, lease: Lease, error: RemoteProtocolError) -> Verified:
-    """The verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
+    """Make the verdict on a bundle that is not the work of its lease: every rollout of it is lost."""
     rejections = [
         Rejection(group, index, error.reason, clipped(error.detail))
         for group in range(len(lease.tasks))
@@ -444,7 +461,7 @@ def make_verdict(
     rate: float,
     plan: PipelinePlan | None = None,
 ) -> Verdict:
-    """A verdict that fits a message, whatever was rejected and measured."""
+    """Make a verdict that fits a message, however much was rejected and measured."""
     return Verdict(
         submission=arrival.digest,
         lease_id=lease.lease_id,
@@ -456,11 +473,11 @@ def make_verdict(
         rate=rate,
         evidence=tuple(audited.evidence[:MAX_EVIDENCE]),
         validator=audited.validator,
-        pipeline=msgspec.UNSET if plan is None else _about_stages(plan, audited.blames),
+        pipeline=msgspec.UNSET if plan is None else _stages_verdict(plan, audited.blames),
     )
 
 
-def _about_stages(plan: PipelinePlan, blames: Sequence[StageAttribution]) -> PipelineVerdict:
+def _stages_verdict(plan: PipelinePlan, blames: Sequence[StageAttribution]) -> PipelineVerdict:
     told = (
         Blamed(one.group, one.rollout, one.distances, one.stages)
         for one in blames
@@ -470,21 +487,20 @@ def _about_stages(plan: PipelinePlan, blames: Sequence[StageAttribution]) -> Pip
     return PipelineVerdict(plan.group, plan.generation, nodes, tuple(islice(told, MAX_BLAMED)))
 
 
-def _rejected_before(passed: Sequence[RescoredRollout], before: Verdict) -> list[Rejection]:
-    """What of `passed` a verdict rejected; all of it where the verdict had no room for all rejections."""
+def _reject_as_before(passed: Sequence[RescoredRollout], before: Verdict, work: _Work) -> None:
+    """Reject the rollouts that a verdict rejected; all of them where it had no room for its rejections."""
     listed = {(one.group, one.rollout): one for one in before.rejections}
-    found = [listed[one.place] for one in passed if one.place in listed]
-    if before.rejected > len(before.rejections):
-        detail = "a restart took the list of what was rejected beside it"
-        reason = before.rejections[-1].reason
-        found += [
-            _rejection(one.rollout, reason, detail) for one in passed if one.place not in listed
-        ]
-    return found
+    complete = before.rejected <= len(before.rejections)
+    for one in passed:
+        if one.place in listed:
+            work.rejections.append(listed[one.place])
+        elif not complete:
+            reason = before.rejections[-1].reason
+            work.reject(one.rollout, reason, "a restart lost the list of the other rejections")
 
 
 def _claims(rollout: CheckedRollout) -> set[int]:
-    """The policy versions that a rollout says it was made by."""
+    """List the policy versions that a rollout claims."""
     return {
         version
         for branch in rollout.branches
@@ -492,35 +508,5 @@ def _claims(rollout: CheckedRollout) -> set[int]:
     }
 
 
-def _call(chosen: Sequence[AuditTarget], held: Mapping[int, State], made: Provenance) -> AuditCall:
-    """`held` has at least the states of the versions that are claimed."""
-    arrival = made.arrival
-    claimed = {v for one in chosen for item in one.items for v in item.versions}
-    others = {v: [v - 1] for v in sorted(claimed) if v - 1 in held}
-    wanted = claimed.union(*others.values())
-    return AuditCall(
-        sealed=arrival.sealed,
-        digest=arrival.digest,
-        lease=made.lease,
-        node=arrival.node,
-        challenge=arrival.challenge,
-        chosen=chosen,
-        states={version: held[version] for version in sorted(wanted)},
-        others=others,
-    )
-
-
-def _scored(passed: RescoredRollout) -> ScoredRollout:
-    branches = passed.rollout.branches
-    return ScoredRollout(
-        [BranchTokens(b.token_ids, b.sampled, b.logprobs) for b in branches],
-        passed.score.reward,
-    )
-
-
 def _differ(one: float, other: float) -> bool:
     return abs(one - other) > REWARD_TOLERANCE
-
-
-def _rejection(rollout: CheckedRollout, reason: Reason, detail: str) -> Rejection:
-    return Rejection(rollout.group, rollout.index, reason, clipped(detail))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ops.errors import EngineError
-from .moves import where
+from .blocks import where
 from .state import BITS, Changed, State, Tensor
 
 PREFIX = "base_model.model."
@@ -24,7 +24,7 @@ WEIGHT = ".weight"
 BLOCK = 1 << 18
 """Elements merged at once: what a processor's cache holds of 14 bytes each."""
 DENSE = 8
-"""Of a tensor of which more than one element in so many changed, no positions are told."""
+"""No positions are given of a tensor with more than one changed element in this many."""
 
 
 class LowRank(Protocol):
@@ -48,7 +48,7 @@ class LowRank(Protocol):
 
 @dataclass(frozen=True)
 class MergedAdapters:
-    """A merged state, and what it is made of: whatever is the same object next time is not merged again."""
+    """A merged state, and what it is made of: the same objects are not merged again."""
 
     adapters: State
     state: State

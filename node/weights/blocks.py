@@ -5,22 +5,71 @@ sparse   positions of the changed elements and how far each moved, in plain bits
 dense    how far every element moved, a byte each, larger moves apart
 raw      the new bits, in byte planes; needs no base
 
+A move is counted in an order in which neighbouring floats differ by one, so that the typical change of one
+unit in the last place is a 1 or a 2. All arithmetic is on bits and wraps: lossless, and additive.
+
 Sparse costs within a few percent of the entropy of gaps and moves at any density. Positions are Rice-coded
-(R. F. Rice, JPL 79-22, 1979): of each gap the `shift` low bits stand as they are, the rest is as many zeros
-before a one. Moves are a sign each, and for those above one in magnitude their positions and then the bits of
-the magnitude from the lowest up, each after a bit that says whether there are more (P. Elias, 1975), level
-by level.
+(R. F. Rice, JPL 79-22, 1979): of each gap the `shift` low bits are stored unchanged, the rest as that many
+zeros before a one. Of each move the sign is stored; of those above one in magnitude the positions too, and
+then the bits of the magnitude from the lowest up, each after a bit that tells whether more follow (P. Elias,
+1975), level by level.
+
+The size of every stream is known before it is read; a zstd frame that announces another one is refused before
+anything is allocated. (python-zstandard ignores max_output_size when a frame announces its size.)
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
-from .errors import CodecError
-from .moves import Bits, Changes, apply, find, find_few, measure, move, where
-from .streams import MAX_STREAM, Flags, StreamReader, StreamWriter
+from .state import CodecError
+
+MAX_STREAM = 1 << 20
+"""Bytes of the longest stream: one byte plane of a full block. Also bounds the zstd window."""
+
+HUFFMAN = zstandard.ZstdCompressionParameters(
+    format=zstandard.FORMAT_ZSTD1_MAGICLESS,
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    target_length=0,
+    window_log=MAX_STREAM.bit_length() - 1,
+)
+"""Nearly no search for repetitions: a delta has none, and those that zstd finds cost 5 to 15 % of size and
+half of the speed. A target_length above 0 would switch Huffman off."""
+
+SHORTEST = 48
+"""Bytes below which a Huffman table costs more than it saves."""
+STORED, ZEROS = 0, 1
+"""In place of a coded length, as no frame is so short: stored bytes, and only zeros."""
+
+Bytes = NDArray[np.uint8]
+Flags = NDArray[np.bool_]
+Positions = NDArray[np.int64]
+Bits = NDArray[Any]
+"""A flat array of unsigned integers: the storage bits of elements."""
+
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+
+FEW_FLAGS = 8192
+"""Flags below which the calls cost more than the work."""
+
+PIECE = 1 << 17
+"""Elements that are worked on at once: intermediate arrays stay in the cache and their memory is reused,
+where larger ones would go back to the kernel and come again, zeroed, page by page."""
+
+RARE_ONES = 0.1
+"""Share of ones up to which np.flatnonzero() is slow: its branches are mispredicted."""
+
+RARE = 8
+"""Comparing words of eight bytes is faster where at most one in eight has a change."""
 
 BLOCK = MAX_STREAM
 """Elements of a block. 128 Ki costs 8 % in ratio, 4 Mi gains nothing and streams worse."""
@@ -30,162 +79,278 @@ SMALL = 4096
 """Elements below which comparing all at once gains nothing."""
 DENSE_FROM = 0.68
 """Share of changed elements from which dense is shorter, from measurement."""
-FEW = 1 << 16
-"""Changes below which the work on them is so many short calls that two threads only wait for each
+FEW_CHANGES = 1 << 16
+"""Changes below which the work on them is short calls, for which two threads only wait for each
 other's interpreter lock: half the speed of one thread after the other."""
 BITMAP_FROM = 6
-"""With one change in so many elements or fewer, a bitmap in Huffman code is as short, and faster."""
+"""With one change in this many elements or fewer, a bitmap in Huffman code is as short, and faster."""
 MAX_SHIFT = 20
 ESCAPE = 255
 """A dense move that is this or more stands apart."""
 
-Positions = NDArray[np.int64]
 Turn = AbstractContextManager[Any]
 """Held while working on few changes: one lock for all threads of a payload."""
 ALONE: Turn = nullcontext()
 
 
-def max_body(numel: int, width: int) -> int:
-    """The most bytes that any method makes of a block; a decoder refuses more."""
-    return 3 * numel * width + 64
+# -- byte streams ------------------------------------------------------------------------------------
 
 
-def encode_block(
-    base: Bits | None,
-    new: Bits,
-    dtype: str,
-    hint: Positions | None = None,
-    turn: Turn = ALONE,
-) -> tuple[int, bytes]:
-    """Code what turns `base` into `new` as (method, body); without a base always raw.
+def varint(value: int) -> bytes:
+    """Write `value` in groups of seven bits, lowest first; all but the last have the high bit set."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
 
-    Both are flat arrays of bits, at most BLOCK elements long. `hint` holds every position that changed,
-    sorted, and perhaps others; without it all are compared.
+
+def read_varint(next_byte: Callable[[], int], most: int, what: str) -> int:
+    """Read what varint() wrote; CodecError if it is above `most` or does not end."""
+    value = 0
+    for shift in range(0, most.bit_length() + 7, 7):
+        byte = next_byte()
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80 and value <= most:
+            return value
+        if byte < 0x80:
+            break
+    raise CodecError(f"{value} or more {what}, at most {most} are possible")
+
+
+def plane(values: NDArray[Any], at: int) -> Bytes:
+    """Take byte `at` of unsigned `values`, 0 being the lowest, as an array of its own."""
+    return (values >> (8 * at)).astype(np.uint8) if at else values.astype(np.uint8)
+
+
+def join_planes(parts: list[Bytes], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Make unsigned integers from their byte planes, lowest first."""
+    out = parts[-1].astype(dtype)
+    for part in reversed(parts[:-1]):
+        out <<= 8
+        out |= part
+    return out
+
+
+class StreamWriter:
+    """Collects the streams of one block. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self._zstd = zstandard.ZstdCompressor(compression_params=HUFFMAN)
+        self._parts: list[bytes] = []
+
+    def number(self, value: int) -> None:
+        """Append one number."""
+        self._parts.append(varint(value))
+
+    def bits(self, flags: Flags) -> None:
+        """Append bits as they are, eight to a byte."""
+        self._parts.append(np.packbits(flags).tobytes())
+
+    def stream(self, values: Bytes) -> None:
+        """Append bytes: nothing when empty, else a coded length and the shortest coding."""
+        if not values.size:
+            return
+        if not values.any():
+            self.number(ZEROS)
+            return
+        frame = b"" if values.size < SHORTEST else self._zstd.compress(values.data)
+        if frame and len(frame) < values.size:
+            self.number(len(frame))
+            self._parts.append(frame)
+        else:
+            self.number(STORED)
+            self._parts.append(values.tobytes())
+
+    def planes(self, values: NDArray[Any]) -> None:
+        """Append all byte planes of unsigned values."""
+        for at in range(values.itemsize):
+            self.stream(plane(values, at))
+
+    def finish(self) -> bytes:
+        """Join all that was appended."""
+        return b"".join(self._parts)
+
+
+class StreamReader:
+    """Reads what StreamWriter wrote, from untrusted bytes; every fault is a CodecError."""
+
+    def __init__(self, body: bytes | memoryview) -> None:
+        self._body = memoryview(body)
+        self._at = 0
+
+    def number(self, most: int, what: str) -> int:
+        """Read a number; CodecError above `most`."""
+        return read_varint(lambda: self._take(1)[0], most, what)
+
+    def bits(self, count: int) -> Flags:
+        """Read `count` bits."""
+        packed = np.frombuffer(self._take((count + 7) // 8), np.uint8)
+        return np.unpackbits(packed, count=count).view(np.bool_)
+
+    def stream(self, size: int) -> Bytes:
+        """Read a stream of exactly `size` bytes, at most MAX_STREAM."""
+        if not size:
+            return np.empty(0, np.uint8)
+        coded = self.number(size - 1 or ZEROS, f"coded bytes of a stream of {size}")
+        if coded == ZEROS:
+            return np.zeros(size, np.uint8)
+        if coded == STORED:
+            return np.frombuffer(self._take(size), np.uint8)
+        return np.frombuffer(inflate(self._take(coded), size), np.uint8)
+
+    def planes(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Read `count` unsigned values from their byte planes."""
+        return join_planes([self.stream(count) for _ in range(dtype.itemsize)], dtype)
+
+    def finish(self) -> None:
+        """Refuse bytes after the last stream."""
+        if self._at != len(self._body):
+            raise CodecError(f"{len(self._body) - self._at} bytes after the end of a block")
+
+    def _take(self, size: int) -> memoryview:
+        if size > len(self._body) - self._at:
+            raise CodecError("block ends inside a stream")
+        self._at += size
+        return self._body[self._at - size : self._at]
+
+
+def inflate(frame: memoryview, size: int) -> bytes:
+    """Decompress one zstd frame without magic of exactly `size` bytes, which it must announce itself."""
+    magicless = zstandard.FORMAT_ZSTD1_MAGICLESS
+    try:
+        announced = zstandard.get_frame_parameters(frame, format=magicless)
+        if announced.content_size != size or announced.dict_id:
+            raise CodecError(f"zstd frame does not announce the {size} bytes that are due")
+        if announced.window_size > MAX_STREAM:
+            raise CodecError(f"zstd window of {announced.window_size} bytes exceeds {MAX_STREAM}")
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_STREAM, format=magicless)
+        plain = decompressor.decompress(
+            frame, max_output_size=size, read_across_frames=False, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise CodecError(f"zstd: {error}") from error
+    if len(plain) != size:
+        raise CodecError(f"zstd frame holds {len(plain)} bytes, {size} are due")
+    return plain
+
+
+# -- changes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Which elements of a block changed, and how far each moved."""
+
+    index: NDArray[np.int64]
+    """Positions in the block, strictly increasing."""
+    moves: Bits
+    """Zig-zag of the wrapped difference, never 0: -1, 1, -2, ... are 1, 2, 3, ..."""
+
+
+def find(base: Bits, new: Bits, dtype: str, hint: Positions | None = None) -> Changes | Bits:
+    """Find what turns `base` into `new`; the moves of all elements, as for encode_dense(), where most changed.
+
+    Only positions in `hint` are compared, if it is given: sorted, unique, with every change in it.
     """
-    if base is None:
-        return RAW, _encode_raw(new)
-    if hint is None and new.size > SMALL:
-        found = compare(base, new, dtype)
+    if hint is not None:
+        index = hint[base[hint] != new[hint]]
     else:
-        found = find(base, new, dtype, hint)
-    if isinstance(found, Changes):
-        method, body = encode_changes(found, new.size, turn)
-    else:
-        method, body = DENSE, encode_dense(found)
-    if is_large(body, new):
-        raw = _encode_raw(new)
-        if len(raw) < len(body):
-            return RAW, raw
-    return method, body
-
-
-def compare(base: Bits, new: Bits, dtype: str) -> Changes | Bits:
-    """Find what changed in a block; the moves of all elements, as for encode_dense(), where most did."""
-    changes = find_few(base, new, dtype)
-    if changes is not None:
-        return changes
-    differ = base != new
-    if np.count_nonzero(differ) >= DENSE_FROM * new.size:
-        return measure(base, new, dtype)
-    index = where(differ)
+        if new.size > SMALL and (few := _find_few(base, new, dtype)) is not None:
+            return few
+        differ = base != new
+        if new.size > SMALL and np.count_nonzero(differ) >= DENSE_FROM * new.size:
+            return measure(base, new, dtype)
+        index = where(differ)
     return Changes(index, measure(base.take(index), new.take(index), dtype))
 
 
-def encode_changes(changes: Changes, size: int, turn: Turn = ALONE) -> tuple[int, bytes]:
-    """Code `changes` of a block of `size` elements as (method, body): skip, sparse or dense, never raw."""
-    count = changes.index.size
-    if not count:
-        return SKIP, b""
-    if count < DENSE_FROM * size:
-        writer = StreamWriter()
-        with _turn(count, turn):
-            write_positions(writer, changes.index, size)
-            write_moves(writer, changes.moves)
-            return SPARSE, writer.finish()
-    moves = np.zeros(size, changes.moves.dtype)
-    moves[changes.index] = changes.moves
-    return DENSE, encode_dense(moves)
+def _find_few(base: Bits, new: Bits, dtype: str) -> Changes | None:
+    """Compare words of eight bytes; None if changes are many or the arrays do not divide."""
+    lanes = 8 // base.itemsize
+    if base.size % lanes or base.size < FEW_FLAGS:
+        return None
+    if (
+        np.count_nonzero(base[:FEW_FLAGS] != new[:FEW_FLAGS]) * RARE > FEW_FLAGS
+    ):  # most likely so all over
+        return None
+    before, after = base.view("<u8"), new.view("<u8")
+    flags = before != after
+    if np.count_nonzero(flags) * RARE > flags.size:
+        return None
+    words = where(flags)
+    old, now = before.take(words).view(base.dtype), after.take(words).view(new.dtype)
+    found = np.flatnonzero(old != now)
+    index = words.take(found // lanes)
+    index *= lanes
+    index += found % lanes
+    return Changes(index, measure(old.take(found), now.take(found), dtype))
 
 
-def encode_dense(moves: Bits) -> bytes:
-    """Code the moves of all elements, 0 for those that stay, as the body of a dense block."""
-    writer = StreamWriter()
-    index = where(moves >= ESCAPE)
-    short = moves.astype(np.uint8)
-    short[index] = ESCAPE
-    writer.stream(short)
-    if index.size:
-        writer.planes(moves[index] - np.array(ESCAPE, moves.dtype))
-    return writer.finish()
+def where(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Positions of the ones; where they are rare, in half the time of np.flatnonzero().
 
-
-def is_large(body: bytes, bits: Bits) -> bool:
-    """Whether raw may be shorter: moves fill their width, or the bits have little entropy."""
-    return len(body) * 2 > bits.nbytes
-
-
-def decode_block(
-    method: int,
-    body: memoryview,
-    base: Bits | None,
-    out: Bits,
-    dtype: str,
-    turn: Turn = ALONE,
-) -> Positions | None:
-    """Write the block into `out`, reading `base` where the method needs it; return the changed positions.
-
-    None where any may have changed. Raises CodecError.
+    That is slow below RARE_ONES. In the bytes that have a one at least one bit in eight is set, so among
+    these it is fast.
     """
-    if method == RAW:
-        reader = StreamReader(body)
-        out[:] = reader.planes(out.size, out.dtype)
-        reader.finish()
-    elif base is None:
-        raise CodecError(f"method {method} needs a base, a full state has none")
-    elif method == SKIP:
-        out[:] = base
-        return np.empty(0, np.int64)
-    elif method == SPARSE:
-        with _turn(len(body), turn):
-            changes = _decode_sparse(body, out.size, out.dtype)
-        apply(base, changes, dtype, out)
-        return changes.index
-    elif method == DENSE:
-        out[:] = move(base, _decode_dense(body, out.size, out.dtype), dtype)
-    else:
-        raise CodecError(f"method {method} is unknown, update this node")
-    return None
+    if flags.size < FEW_FLAGS or np.count_nonzero(flags) > RARE_ONES * flags.size:
+        return np.flatnonzero(flags)
+    packed = np.packbits(flags, bitorder="little")
+    eights = np.flatnonzero(packed != 0)
+    bits = np.flatnonzero(np.unpackbits(packed[eights], bitorder="little").view(np.bool_))
+    index = eights[bits >> 3] << 3
+    index += bits & 7
+    return index
 
 
-def _turn(work: int, turn: Turn) -> Turn:
-    return turn if work < FEW else ALONE
+def apply(base: Bits, changes: Changes, dtype: str, out: Bits) -> None:
+    """Apply `changes` to `base` and write the result into `out`; positions have been checked."""
+    out[:] = base
+    out[changes.index] = move(base[changes.index], changes.moves, dtype)
 
 
-def _encode_raw(new: Bits) -> bytes:
-    writer = StreamWriter()
-    writer.planes(new)
-    return writer.finish()
+def measure(base: Bits, new: Bits, dtype: str) -> Bits:
+    """Moves from `base` to `new`, zig-zag: differences 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    out = np.empty_like(new)
+    for at in range(0, new.size, PIECE):
+        part = slice(at, at + PIECE)
+        moved = _order(new[part], dtype)
+        moved -= _order(base[part], dtype)
+        sign = moved >> (8 * moved.itemsize - 1)
+        moved <<= 1
+        np.bitwise_xor(moved, sign, out=out[part].view(moved.dtype))
+    return out
 
 
-def _decode_dense(body: memoryview, size: int, dtype: np.dtype[Any]) -> Bits:
-    reader = StreamReader(body)
-    short = reader.stream(size)
-    moves = short.astype(dtype)
-    index = where(short == ESCAPE)
-    if index.size:
-        moves[index] += reader.planes(index.size, dtype)
-    reader.finish()
-    return moves
+def move(base: Bits, moves: Bits, dtype: str) -> Bits:
+    """Move `base` by `moves`; the inverse of measure()."""
+    ordered = _unzigzag(moves).view(f"<i{base.itemsize}")
+    ordered += _order(base, dtype)
+    return _order(ordered, dtype).view(base.dtype)
 
 
-def _decode_sparse(body: memoryview, size: int, dtype: np.dtype[Any]) -> Changes:
-    reader = StreamReader(body)
-    index = read_positions(reader, size)
-    if not index.size:
-        raise CodecError("a sparse block without a change")
-    moves = read_moves(reader, index.size, dtype)
-    reader.finish()
-    return Changes(index, moves)
+def _unzigzag(moves: Bits) -> Bits:
+    """The wrapped differences, as unsigned integers."""
+    sign = moves & 1
+    np.negative(sign, out=sign)
+    sign ^= moves >> 1
+    return sign
+
+
+def _order(bits: Bits, dtype: str) -> Bits:
+    """Bits as signed integers that compare like the floats they hold, a new array; its own inverse.
+
+    A negative float has sign-magnitude bits, so all but the sign are flipped. Integers stay.
+    """
+    signed = bits.view(f"<i{bits.itemsize}")
+    if dtype not in FLOATS:
+        return signed.copy()
+    width = 8 * bits.itemsize
+    flip = signed >> (width - 1)
+    flip &= np.array((1 << (width - 1)) - 1, signed.dtype)
+    flip ^= signed
+    return flip
 
 
 # -- positions -------------------------------------------------------------------------------------
@@ -269,7 +434,7 @@ def _shift(count: int, size: int) -> int:
 
 
 def write_moves(writer: StreamWriter, moves: Bits) -> None:
-    """Append moves, none of which is 0."""
+    """Append moves; none is 0."""
     negative = moves & 1
     writer.bits(negative != 0)
     left = (moves >> 1) + negative
@@ -329,3 +494,134 @@ def _read_magnitudes(reader: StreamReader, count: int, dtype: np.dtype[Any]) -> 
         magnitudes <<= 1
         magnitudes |= low[at : at + level.size]
     return magnitudes
+
+
+# -- blocks ------------------------------------------------------------------------------------------
+
+
+def max_body(numel: int, width: int) -> int:
+    """The most bytes that any method makes of a block; a decoder refuses more."""
+    return 3 * numel * width + 64
+
+
+def encode_block(
+    base: Bits | None,
+    new: Bits,
+    dtype: str,
+    hint: Positions | None = None,
+    turn: Turn = ALONE,
+) -> tuple[int, bytes]:
+    """Code what turns `base` into `new` as (method, body); without a base always raw.
+
+    Both are flat arrays of bits, at most BLOCK elements long. `hint` holds every position that changed,
+    sorted, and perhaps others; without it all are compared.
+    """
+    if base is None:
+        return RAW, _encode_raw(new)
+    found = find(base, new, dtype, hint)
+    if isinstance(found, Changes):
+        method, body = encode_changes(found, new.size, turn)
+    else:
+        method, body = DENSE, encode_dense(found)
+    if is_large(body, new):
+        raw = _encode_raw(new)
+        if len(raw) < len(body):
+            return RAW, raw
+    return method, body
+
+
+def encode_changes(changes: Changes, size: int, turn: Turn = ALONE) -> tuple[int, bytes]:
+    """Code `changes` of a block of `size` elements as (method, body): skip, sparse or dense, never raw."""
+    count = changes.index.size
+    if not count:
+        return SKIP, b""
+    if count < DENSE_FROM * size:
+        writer = StreamWriter()
+        with _turn(count, turn):
+            write_positions(writer, changes.index, size)
+            write_moves(writer, changes.moves)
+            return SPARSE, writer.finish()
+    moves = np.zeros(size, changes.moves.dtype)
+    moves[changes.index] = changes.moves
+    return DENSE, encode_dense(moves)
+
+
+def encode_dense(moves: Bits) -> bytes:
+    """Code the moves of all elements, 0 for those that stay, as the body of a dense block."""
+    writer = StreamWriter()
+    index = where(moves >= ESCAPE)
+    short = moves.astype(np.uint8)
+    short[index] = ESCAPE
+    writer.stream(short)
+    if index.size:
+        writer.planes(moves[index] - np.array(ESCAPE, moves.dtype))
+    return writer.finish()
+
+
+def is_large(body: bytes, bits: Bits) -> bool:
+    """Whether raw may be shorter: moves fill their width, or the bits have little entropy."""
+    return len(body) * 2 > bits.nbytes
+
+
+def decode_block(
+    method: int,
+    body: memoryview,
+    base: Bits | None,
+    out: Bits,
+    dtype: str,
+    turn: Turn = ALONE,
+) -> Positions | None:
+    """Write the block into `out`, reading `base` where the method needs it; return the changed positions.
+
+    None where any may have changed. Raises CodecError.
+    """
+    if method == RAW:
+        reader = StreamReader(body)
+        out[:] = reader.planes(out.size, out.dtype)
+        reader.finish()
+    elif base is None:
+        raise CodecError(f"method {method} needs a base, a full state has none")
+    elif method == SKIP:
+        out[:] = base
+        return np.empty(0, np.int64)
+    elif method == SPARSE:
+        with _turn(len(body), turn):
+            changes = _decode_sparse(body, out.size, out.dtype)
+        apply(base, changes, dtype, out)
+        return changes.index
+    elif method == DENSE:
+        out[:] = move(base, _decode_dense(body, out.size, out.dtype), dtype)
+    else:
+        raise CodecError(f"method {method} is unknown, update this node")
+    return None
+
+
+def _turn(work: int, turn: Turn) -> Turn:
+    return turn if work < FEW_CHANGES else ALONE
+
+
+def _encode_raw(new: Bits) -> bytes:
+    writer = StreamWriter()
+    writer.planes(new)
+    return writer.finish()
+
+
+def _decode_dense(body: memoryview, size: int, dtype: np.dtype[Any]) -> Bits:
+    reader = StreamReader(body)
+    short = reader.stream(size)
+    moves = short.astype(dtype)
+    index = where(short == ESCAPE)
+    if index.size:
+        moves[index] += reader.planes(index.size, dtype)
+    reader.finish()
+    return moves
+
+
+def _decode_sparse(body: memoryview, size: int, dtype: np.dtype[Any]) -> Changes:
+    reader = StreamReader(body)
+    index = read_positions(reader, size)
+    if not index.size:
+        raise CodecError("a sparse block without a change")
+    moves = read_moves(reader, index.size, dtype)
+    reader.finish()
+    return Changes(index, moves)

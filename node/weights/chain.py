@@ -1,4 +1,4 @@
-"""Planning over policy versions: what to fetch, what to keep, when to publish an anchor. No I/O.
+"""Plan over policy versions: which artifacts to fetch, which to keep, when to publish a snapshot. No I/O.
 
 A delta is only ever planned onto the exact state that it names; a version number alone proves nothing.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
-from .errors import NoPath, WeightsError
+from .state import NoPath, WeightsError
 
 NOTHING = -1
 """The version held by a node that holds no weights."""
@@ -21,7 +21,7 @@ _Route = tuple[int, int, tuple[Step, ...]]
 
 
 def whole(_manifest: PolicyManifest, artifact: Artifact) -> Sequence[ChunkRef]:
-    """What is needed by who holds all weights."""
+    """Every chunk: what a node needs that holds all weights."""
     return artifact.chunks
 
 
@@ -66,7 +66,7 @@ class VersionChain:
     ) -> list[Step]:
         """The steps to `target_version` that fetch the fewest bytes, then the fewest steps.
 
-        They start from the state that is held (`have_version` NOTHING: none is) or from an anchor.
+        They start from the state that is held (`have_version` NOTHING: none is) or from a snapshot.
         Empty if the target is held. Only what it `needs` of an artifact costs anything, and of that no
         chunk whose digest is in `stored`. Raises NoPath, and what `needs` raises.
         """
@@ -75,64 +75,65 @@ class VersionChain:
         if route is None:
             raise NoPath(
                 f"nothing known leads from version {have_version} to {target_version}: "
-                "wait for an anchor or ask for older manifests"
+                "wait for a snapshot or ask for older manifests"
             )
         return list(route)
 
     def gap(self, held: int, below: int) -> int | None:
         """The newest version before `below` that is known, or `held`, and whose successor is not known.
 
-        None if there is none: then no manifest is missing that could lead from what is held.
+        None if there is none: then no manifest is missing on the way from the held version.
         """
         known = {held, *self._manifests} - {NOTHING}
         return max((v for v in known if v < below and v + 1 not in self._manifests), default=None)
 
     def live(self, keep: int) -> list[Step]:
-        """What must stay so that every one of the `keep` newest versions can be reached.
+        """List the artifacts that must stay so that each of the `keep` newest versions can be reached.
 
-        For each of them the chain from the newest anchor at or before it, for nodes that hold
+        For each of them the chain from the newest snapshot at or before it, for nodes that hold
         nothing, and its own artifacts, for nodes that follow; thus deltas stay even where the
-        anchor before them is not known.
+        snapshot before them is not known.
         """
         if keep < 1:
             raise ValueError("keep at least the newest version")
         kept = sorted(self._manifests)[-keep:]
         steps: dict[tuple[int, int], Step] = {}
         for version in kept:
-            chain = self._from_newest_anchor(version)
+            chain = self._from_newest_snapshot(version)
             own = [(version, a) for a in self._manifests[version].artifacts]
             for reached, artifact in [*chain, *own]:
                 steps[reached, artifact.base_version] = (reached, artifact)
         return [steps[key] for key in sorted(steps)]
 
     def live_chunks(self, keep: int) -> set[bytes]:
-        """Digests of the chunks of live(); everything else may be collected."""
+        """Digests of the chunks of live(); all others may be collected."""
         return {chunk.digest for _, artifact in self.live(keep) for chunk in artifact.chunks}
 
-    def forget(self, keep: int) -> None:
-        """Drop the manifests that live() does not need."""
+    def forget(self, keep: int) -> int:
+        """Drop the manifests that live() does not need; returns the oldest version that stays."""
         live = {version for version, _ in self.live(keep)}
         self._manifests = {v: m for v, m in self._manifests.items() if v in live}
+        return min(live)
 
-    def needs_anchor(self, version: int, interval: int, *, outweigh: float = 1.0) -> bool:
-        """Whether `version`, about to be published, must come with an anchor.
+    def needs_snapshot(self, version: int, interval: int, *, outweigh: float = 1.0) -> bool:
+        """Whether `version`, about to be published, must come with a snapshot.
 
-        So if no anchor leads to the version before it, if the newest one is `interval` versions
-        old, or if the deltas since then together exceed `outweigh` times its size: then a late
-        joiner fetches less when there is a new one.
+        True if no snapshot leads to the version before it, if the newest one is `interval` versions
+        old, or if the deltas since then together exceed `outweigh` times its size, so that a late
+        joiner fetches less with a new one.
         """
-        chain = self._from_newest_anchor(version - 1)
+        chain = self._from_newest_snapshot(version - 1)
         if not chain:
             return True
-        anchored, anchor = chain[0]
+        newest, snapshot = chain[0]
         deltas = sum(artifact.size for _, artifact in chain[1:])
-        return version - anchored >= interval or deltas > outweigh * anchor.size
+        return version - newest >= interval or deltas > outweigh * snapshot.size
 
-    def _from_newest_anchor(self, version: int) -> list[Step]:
-        """The cheapest chain to `version` from the newest anchor that has one; empty if none."""
-        for anchored in sorted(self._manifests, reverse=True):
-            if anchored <= version and _has_anchor(self._manifests[anchored]):
-                route = self._cheapest(None, version, {anchored}, frozenset())
+    def _from_newest_snapshot(self, version: int) -> list[Step]:
+        """The cheapest chain to `version` from the newest snapshot that has one; empty if none."""
+        for start in sorted(self._manifests, reverse=True):
+            if start <= version and _has_snapshot(self._manifests[start]):
+                route = self._cheapest(None, version, {start}, frozenset())
                 if route is not None:
                     return list(route)
         return []
@@ -141,11 +142,11 @@ class VersionChain:
         self,
         held: tuple[int, bytes] | None,
         target: int,
-        anchors: Collection[int],
+        snapshots: Collection[int],
         stored: AbstractSet[bytes],
         needs: Needs = whole,
     ) -> tuple[Step, ...] | None:
-        """Shortest path from (version, state) `held` or from an anchor at a version in `anchors`.
+        """Shortest path from (version, state) `held` or from a snapshot at a version in `snapshots`.
 
         Deltas only go up, so one pass in version order settles every version.
         """
@@ -155,7 +156,7 @@ class VersionChain:
             here = (version, manifest.state)
             ways = [routes[here]] if here in routes else []
             for artifact in manifest.artifacts:
-                before = _before(artifact, version, routes, version in anchors)
+                before = _before(artifact, version, routes, version in snapshots)
                 if before is not None:
                     spent, count, steps = before
                     cost = sum(c.size for c in needs(manifest, artifact) if c.digest not in stored)
@@ -167,7 +168,7 @@ class VersionChain:
         return found[2] if found else None
 
 
-def _has_anchor(manifest: PolicyManifest) -> bool:
+def _has_snapshot(manifest: PolicyManifest) -> bool:
     return any(artifact.kind == "anchor" for artifact in manifest.artifacts)
 
 
@@ -175,11 +176,11 @@ def _before(
     artifact: Artifact,
     version: int,
     routes: dict[tuple[int, bytes], _Route],
-    anchor_counts: bool,
+    allowed: bool,
 ) -> _Route | None:
     """The route to where `artifact` may be applied, or None."""
     if artifact.kind == "anchor":
-        return (0, 0, ()) if anchor_counts else None
+        return (0, 0, ()) if allowed else None
     if artifact.base_version >= version:
         return None
     return routes.get((artifact.base_version, artifact.base_state))

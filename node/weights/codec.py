@@ -1,19 +1,16 @@
 """Encode a policy version without loss as a full state, or as the difference to a base; and decode it.
 
-Whatever bytes come in, decoding ends in a state laid out as the manifest says, or in CodecError and in
-nothing else. Equal input gives equal bytes, with any number of threads, with or without a hint.
+Decoding any bytes ends in a state laid out as the manifest says or in CodecError, never in another error.
+Equal input gives equal bytes, with any number of threads, with or without a hint.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...protocol.manifests import TensorInfo
-from .blocks import ALONE, BLOCK, SKIP, Turn, decode_block, encode_block
-from .errors import CodecError
-from .moves import Bits
+from .blocks import ALONE, BLOCK, SKIP, Bits, Positions, Turn, decode_block, encode_block
 from .payload import (
     DELTA,
     FULL,
@@ -27,7 +24,7 @@ from .payload import (
     layout_of,
     ordered,
 )
-from .state import BITS, Changed, State, Tensor, numel
+from .state import BITS, Changed, CodecError, State, Tensor, numel
 
 CODEC = "planes/3"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""
@@ -37,15 +34,10 @@ HUGE_PAGE = 1 << 21
 decoding a few changes; the memory before it is never touched and takes none."""
 
 MANY_CHANGED = 8
-"""A tensor of which more than one element in so many changed counts as changed all over."""
+"""A tensor with more than one changed element in this many counts as changed everywhere."""
 
-Positions = NDArray[np.int64]
 Done = Callable[[str, Tensor], None]
 """Called with each tensor, and its name, that will not be written to again."""
-
-
-def ignore(_name: str, _tensor: Tensor) -> None:
-    """A `done` that does nothing."""
 
 
 def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
@@ -67,16 +59,16 @@ def encode_delta(
 
     With `changed` only those positions are compared: it must name every change, as sorted unique
     positions, and may name more; the bytes do not depend on it. Raises CodecError at once if the two
-    states differ in names, types or shapes: publish an anchor then.
+    states differ in names, types or shapes: publish a snapshot then.
     """
     layout = layout_of(base)
     if layout != layout_of(new):
-        raise CodecError("base and new state differ in names, types or shapes: publish an anchor")
+        raise CodecError("base and new state differ in names, types or shapes: publish a snapshot")
     return _encode_delta(layout, base, new, changed, threads)
 
 
 def decode_full(
-    payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1, done: Done = ignore
+    payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1, done: Done | None = None
 ) -> State:
     """Decode the state in `payload`, laid out as `tensors`; digests are not checked here.
 
@@ -87,19 +79,12 @@ def decode_full(
 
 
 def apply_delta(
-    base: State, payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
-) -> State:
-    """Apply `payload` to `base`; see apply_delta_changed()."""
-    return apply_delta_changed(base, payload, tensors, threads=threads)[0]
-
-
-def apply_delta_changed(
     base: State,
     payload: Payload,
     tensors: Sequence[TensorInfo],
     *,
     threads: int = 1,
-    done: Done = ignore,
+    done: Done | None = None,
 ) -> tuple[State, Changed]:
     """Apply `payload` to `base`: the new state, and where it changed; digests are not checked here.
 
@@ -117,9 +102,9 @@ def _encode_delta(
     layout: Sequence[Layout], base: State, new: State, changed: Changed | None, threads: int
 ) -> Iterator[bytes]:
     yield header(DELTA, layout)
-    turn = _turns(threads)
+    turn = Lock() if threads > 1 else ALONE
     jobs = (
-        (base[name].data[part], new[name].data[part], dtype, hint_of(changed, name, part), turn)
+        (base[name].data[part], new[name].data[part], dtype, _hint_of(changed, name, part), turn)
         for name, dtype, shape in layout
         for part in blocks_of(shape)
     )
@@ -127,11 +112,7 @@ def _encode_delta(
         yield framed(method, body)
 
 
-def _turns(threads: int) -> Turn:
-    return Lock() if threads > 1 else ALONE
-
-
-def hint_of(changed: Changed | None, name: str, part: slice) -> Positions | None:
+def _hint_of(changed: Changed | None, name: str, part: slice) -> Positions | None:
     """Select the positions of `changed` in a block, counted from its start; None to compare all of it."""
     if changed is None:
         return None
@@ -148,17 +129,18 @@ def _decode(
     payload: Payload,
     layout: Sequence[Layout],
     threads: int,
-    done: Done,
+    done: Done | None,
 ) -> tuple[State, Changed]:
     reader = PayloadReader(payload)
     reader.header(kind, layout)
     state: dict[str, Tensor] = {}
     found = _ChangedPositions()
-    jobs = _decode_jobs(base, reader, layout, state, _turns(threads))
+    turn = Lock() if threads > 1 else ALONE
+    jobs = _decode_jobs(base, reader, layout, state, turn)
     for name, start, index in ordered(_decode_named, jobs, threads):
         tensor = state[name]
         found.add(name, start, index, tensor.data.size)
-        if start + BLOCK >= tensor.data.size:
+        if done is not None and start + BLOCK >= tensor.data.size:
             done(name, tensor)
     reader.finish()
     return state, found.changed()

@@ -20,10 +20,8 @@ import msgspec
 from ...crypto.hashing import digest
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest, TensorInfo
 from ...protocol.version import KIB, MAX_CHUNK
-from .blocks import BLOCK, SKIP, max_body
-from .errors import CodecError
-from .state import BITS, State, numel
-from .streams import read_varint, varint
+from .blocks import BLOCK, SKIP, max_body, read_varint, varint
+from .state import BITS, CodecError, State, numel
 
 MAGIC = b"PRLW"
 FULL, DELTA = 0, 1
@@ -42,7 +40,7 @@ HEADER_BYTES = _HEADER.size
 Payload = bytes | bytearray | memoryview | Iterable[bytes]
 Layout = tuple[str, str, tuple[int, ...]]
 """Name, dtype, shape."""
-Share = Callable[[Collection[str]], AbstractSet[str]]
+TensorShare = Callable[[Collection[str]], AbstractSet[str]]
 """Names of all tensors of a manifest -> those that this node wants."""
 T = TypeVar("T")
 
@@ -227,7 +225,7 @@ def everything(names: Collection[str]) -> AbstractSet[str]:
     return frozenset(names)
 
 
-def wanted_of(tensors: Sequence[TensorInfo], share: Share) -> AbstractSet[str]:
+def wanted_of(tensors: Sequence[TensorInfo], share: TensorShare) -> AbstractSet[str]:
     """Names of the manifest's tensors that `share` wants."""
     names = [info.name for info in tensors]
     return share(names) & frozenset(names)
@@ -236,7 +234,7 @@ def wanted_of(tensors: Sequence[TensorInfo], share: Share) -> AbstractSet[str]:
 class NeededChunks:
     """Remembers chunks_for() of one share, which planning asks for again and again."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: TensorShare) -> None:
         self._share = share
         self._known: dict[tuple[bytes, Artifact], tuple[ChunkRef, ...]] = {}
 

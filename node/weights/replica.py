@@ -4,17 +4,26 @@ A state becomes the held one only after every tensor in it was hashed and found 
 manifest promises; until commit() nothing that is held changes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ...crypto.hashing import NO_DIGEST, short
-from ...protocol.manifests import Artifact, PolicyManifest, TensorInfo
+from ...protocol.manifests import Artifact, PolicyManifest
 from .chain import NOTHING
-from .codec import CODEC, apply_delta_changed, decode_full
-from .errors import CodecError, DigestMismatch, WrongBase
-from .payload import Share, chunks_for, everything, part_of, wanted_of
-from .state import Changed, State, Tensor, state_bytes, state_digest, tensor_digest
+from .codec import CODEC, apply_delta, decode_full
+from .payload import TensorShare, chunks_for, everything, part_of, wanted_of
+from .state import (
+    Changed,
+    CodecError,
+    DigestMismatch,
+    State,
+    Tensor,
+    WrongBase,
+    state_bytes,
+    state_digest,
+    tensor_digest,
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class Policy:
 
     version: int
     state: State
-    """Of who holds a share: these tensors only."""
+    """Only the tensors of the share that is held."""
     digests: Mapping[str, bytes]
     digest: bytes
     """Of all tensors of the version, held or not: the manifest's digests of those that are not lead to it."""
@@ -36,15 +45,15 @@ class PreparedPolicy:
     policy: Policy
     base: bytes = field(repr=False)
     changed: Changed | None = field(default=None, repr=False)
-    """Where `policy` differs from its base; None for an anchor."""
+    """Where `policy` differs from its base; None for a snapshot."""
 
 
 SMALL_SHARE = 16
-"""A delta of less than one byte in so many of the state is decoded by one thread, while others hash: it
+"""A delta of less than one byte in this many of the state is decoded by one thread, while others hash: it
 is short calls, for which two threads only wait for each other's interpreter lock."""
 
 EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
-"""What a node holds before its first anchor."""
+"""What a node holds before its first snapshot."""
 
 
 def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1) -> Policy:
@@ -61,7 +70,7 @@ class WeightReplica:
     """Holds one policy; prepare() the next beside it, commit() to swap."""
 
     def __init__(
-        self, policy: Policy = EMPTY, *, threads: int = 1, share: Share = everything
+        self, policy: Policy = EMPTY, *, threads: int = 1, share: TensorShare = everything
     ) -> None:
         """Only the tensors of `share` are decoded, proved and held."""
         self._policy = policy
@@ -70,7 +79,7 @@ class WeightReplica:
 
     @property
     def policy(self) -> Policy:
-        """What is held."""
+        """The policy that is held."""
         return self._policy
 
     def prepare(
@@ -123,7 +132,7 @@ class WeightReplica:
             return decode_full(payload, infos, threads=threads, done=done), None
         if size * SMALL_SHARE < state_bytes(self._policy.state):
             threads = 1
-        return apply_delta_changed(self._policy.state, payload, infos, threads=threads, done=done)
+        return apply_delta(self._policy.state, payload, infos, threads=threads, done=done)
 
 
 class _Hashing:
@@ -140,7 +149,7 @@ class _Hashing:
         self._pool.shutdown(cancel_futures=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Begin with `tensor`, which nobody writes to any more."""
+        """Begin with `tensor`, which is complete."""
         self._hashes[name] = self._pool.submit(tensor_digest, tensor)
 
     def of(self, state: State, held: Policy) -> dict[str, bytes]:
@@ -161,17 +170,13 @@ def _proved(manifest: PolicyManifest, state: State, hashes: Mapping[str, bytes])
                 f"version {manifest.version}: tensor {info.name} is "
                 f"{short(hashes[info.name])}, the manifest says {short(info.digest)}"
             )
-    whole = state_digest(_digests(manifest.tensors))
+    whole = state_digest({info.name: info.digest for info in manifest.tensors})
     if whole != manifest.state:
         raise DigestMismatch(
             f"version {manifest.version}: state is {short(whole)}, "
             f"the manifest says {short(manifest.state)}"
         )
     return Policy(manifest.version, state, hashes, whole)
-
-
-def _digests(tensors: Sequence[TensorInfo]) -> dict[str, bytes]:
-    return {info.name: info.digest for info in tensors}
 
 
 def _check_base(held: Policy, artifact: Artifact) -> None:

@@ -94,15 +94,15 @@ def state_bytes(state: State) -> int:
 class PendingChanges:
     """Sums up over several steps where a state differs from the one that an engine holds.
 
-    Too much is safe (the values are taken from the new state), too little never is: what is not known to be
-    unchanged counts as changed. Starts with everything.
+    Too much is safe (the values are taken from the new state), too little never is: elements not known to be
+    unchanged count as changed. Starts with everything.
     """
 
     def __init__(self) -> None:
         self._changed: Changed | None = None
 
     def all(self) -> None:
-        """Count everything as changed: after an anchor, or a load that failed."""
+        """Count everything as changed: after a snapshot, or a load that failed."""
         self._changed = None
 
     def none(self) -> None:
@@ -138,3 +138,23 @@ def _merge(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.in
     both = np.concatenate((first, second))
     both.sort(kind="stable")
     return both[np.concatenate(([True], both[1:] != both[:-1]))] if both.size else both
+
+
+class WeightsError(Exception):
+    """Base of everything that makes a policy version unusable here."""
+
+
+class CodecError(WeightsError):
+    """The payload cannot be encoded or decoded; the message names the tensor and the reason."""
+
+
+class WrongBase(WeightsError):
+    """The delta belongs on another state; fetch a snapshot or the missing deltas."""
+
+
+class DigestMismatch(WeightsError):
+    """A decoded tensor is not the one in the signed manifest."""
+
+
+class NoPath(WeightsError):
+    """Wait for a snapshot, or ask another peer for older manifests."""

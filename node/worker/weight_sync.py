@@ -29,11 +29,9 @@ from ..p2p.transport import TransportError
 from ..storage.chunk_store import Store, read_chunk
 from ..storage.ledger import Ledger
 from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, whole
-from ..weights.errors import WeightsError
-from ..weights.payload import NeededChunks, Share, everything
+from ..weights.payload import NeededChunks, TensorShare, everything
 from ..weights.replica import Policy, WeightReplica
-from ..weights.retention import retain
-from ..weights.state import PendingChanges
+from ..weights.state import PendingChanges, WeightsError
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +303,7 @@ class WeightSync:
         announce: Callable[[int, int, bool], None],
         on_fraud: Callable[[RemoteProtocolError], None],
         on_policy: Callable[[Policy], None] = lambda policy: None,
-        share: Share = everything,
+        share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
     ) -> None:
         """`announce` tells others (term, version, complete): what we hold, or else begin to fetch;
@@ -581,7 +579,8 @@ class WeightSync:
         if self._way.chain.newest == NOTHING:
             return
         keep = self._config.keep_versions
-        await retain(self._way.chain, self._book, self._store, keep, self._keep_chunks)
+        live = self._way.chain.live_chunks(keep) | self._keep_chunks
+        await self._book.retain(self._store, self._way.chain.forget(keep), live)
 
 
 def _threads() -> int:

@@ -30,11 +30,16 @@ from primerl.node.inference.model import LayerHooks, pick_device
 from primerl.node.inference.qwen3 import Attend, Qwen3Network
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch, to_torch
-from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Measured, SampledSpan
-from primerl.node.verification.blame import StageAttribution, blame
-from primerl.node.verification.judge import BUILT_IN, judge
+from primerl.node.verification.auditor import (
+    AuditItem,
+    AuditTerms,
+    BoundaryClaim,
+    Measured,
+    SampledSpan,
+)
+from primerl.node.verification.bounds import BUILT_IN
+from primerl.node.verification.judge import StageAttribution, blame, judge
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import AuditTerms
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
@@ -196,7 +201,7 @@ def _play(
 
 def measure(setting: Setting, items: Sequence[AuditItem]) -> list[Measured]:
     """As the trainer measures them."""
-    replay = Replay(AuditTerms(setting.model_dir, TEMPERATURE, setting.dtype, setting.device))
+    replay = Replay(AuditTerms(str(setting.model_dir), TEMPERATURE, setting.dtype, setting.device))
     found = replay.measure(items, {OWN: setting.state}, {})
     return [one for one in found if isinstance(one, Measured)]
 

@@ -16,9 +16,14 @@ import torch
 from boundaries import PROMPT, REPLY, TEMPERATURE, contract, laid, outputs, shares
 
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Measured, SampledSpan
+from primerl.node.verification.auditor import (
+    AuditItem,
+    AuditTerms,
+    BoundaryClaim,
+    Measured,
+    SampledSpan,
+)
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import AuditTerms
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -72,7 +77,7 @@ async def measure(asked: argparse.Namespace) -> None:
     """Everything, printed on the way."""
     made = trained_model(recipe("tiny", num_hidden_layers=ENDS[-1]))
     shape = shape_of(96, dtype=asked.dtype, fingerprint="projection")
-    replay = Replay(AuditTerms(made.directory, TEMPERATURE, asked.dtype, "cpu"))
+    replay = Replay(AuditTerms(str(made.directory), TEMPERATURE, asked.dtype, "cpu"))
     bounds = contract(asked.dtype)
     todo = requests(made, asked.rollouts)
     async with pipeline(

@@ -5,7 +5,7 @@
 Production parts end to end (Verifier, auditor, reputation), judged by the bounds that are built in and by
 bounds that are calibrated with the same honest rollouts; tests/attacks/cheat_book.py says what each cheat
 does. Models are trained a little (trained_model.py). Honest workers generate alone, a few at a time and in
-large batches; with --engine vllm by vLLM. On a GPU: tests/gpu/measure_cheats.sh.
+large batches; with --engine vllm by vLLM. On a GPU: scripts/bench/gpu.sh gpu_cheats.
 """
 
 import argparse
@@ -23,8 +23,7 @@ from primerl.node.inference.engine import Engine, build_engine
 from primerl.node.inference.fingerprint import Projection
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 from primerl.tests.attacks.cheat_book import BOOK, Cheat
-from primerl.tests.attacks.cheat_run import learning_material, new_world, with_updates
-from primerl.tests.attacks.cheat_world import World
+from primerl.tests.attacks.cheat_world import World, learning_material, new_world, with_updates
 
 COMPANY = ((1, 0.01), (8, 0.09), (256, 0.9))
 """Rollouts at once, and the share of the honest blocks."""

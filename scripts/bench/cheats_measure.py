@@ -7,18 +7,15 @@ from pathlib import Path
 
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.hf import ComputeThread
-from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable, audit_terms
 from primerl.node.verification.judge import judge
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import terms
 from primerl.node.weights.state import State
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import ProofContract, RunManifest
 from primerl.protocol.rollouts import Evidence
 from primerl.tests.attacks.cheat_book import Cheat, Work, honest_work
-from primerl.tests.attacks.cheat_court import Court, Outcome
-from primerl.tests.attacks.cheat_run import GROUP_SIZE
-from primerl.tests.attacks.cheat_world import Groups, Workshop, World
+from primerl.tests.attacks.cheat_world import GROUP_SIZE, Court, Groups, Outcome, Workshop, World
 
 Say = Callable[[str], None]
 
@@ -75,7 +72,7 @@ class BenchAuditor:
 
     def __init__(self, world: World, dtype: str) -> None:
         """`dtype`: "" is that of the run."""
-        common = terms(world.model_dir, world.run, world.engine.device)
+        common = audit_terms(world.model_dir, world.run, world.engine.device)
         self._terms = replace(common, dtype=dtype) if dtype else common
         self._thread = ComputeThread("bench auditor")
         self._replay: Replay | None = None

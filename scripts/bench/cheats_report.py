@@ -12,11 +12,11 @@ from cheats_measure import Sample, evidence_of, rejudged
 from cheats_store import Setting
 from cheats_trust import Stopped, caught_within, false_bans, until_ban
 
-from primerl.node.verification.bands import FalsePositives, bands, false_positives, upper_bound
-from primerl.node.verification.judge import FIELDS
+from primerl.node.verification.auditor import MEASURES
+from primerl.node.verification.bounds import FalsePositives, bands, false_positives, upper_bound
 from primerl.protocol.manifests import ProofContract
 from primerl.tests.attacks.cheat_book import BOOK
-from primerl.tests.attacks.cheat_court import Outcome
+from primerl.tests.attacks.cheat_world import Outcome
 
 SHARES = (0.5, 0.99, 0.999, 0.9999, 1.0)
 FALSE_POSITIVES = 1e-4
@@ -108,7 +108,7 @@ def honest_row(setting: Setting) -> HonestRow:
         bans=_bans(setting, outcomes),
         quantiles={
             field: np.quantile([getattr(one, field) for one in evidence], SHARES).tolist()
-            for field in FIELDS
+            for field in MEASURES
         },
         generated_per_s=tokens / max(1e-9, sum(one.generating for one in samples)),
         verified_per_s=tokens / max(1e-9, sum(one.verifying for one in samples)),
@@ -173,7 +173,9 @@ def medians(sample: Sample) -> dict[str, float]:
     evidence = evidence_of(sample.outcomes)
     if not evidence:
         return {}
-    return {field: float(np.median([getattr(one, field) for one in evidence])) for field in FIELDS}
+    return {
+        field: float(np.median([getattr(one, field) for one in evidence])) for field in MEASURES
+    }
 
 
 def show(settings: Sequence[Setting]) -> None:
@@ -207,17 +209,17 @@ def show_honest(rows: Sequence[HonestRow]) -> None:
             f"| {row.bans[0]}, {row.bans[1]} "
             f"| {row.generated_per_s:,.0f} drawn, {row.verified_per_s:,.0f} verified |"
         )
-    print("\n| honest, 50 / 99 / 99.9 / 99.99 % / max | " + " | ".join(FIELDS) + " |")
-    print("|---" * (len(FIELDS) + 1) + "|")
+    print("\n| honest, 50 / 99 / 99.9 / 99.99 % / max | " + " | ".join(MEASURES) + " |")
+    print("|---" * (len(MEASURES) + 1) + "|")
     for row in rows:
-        cells = (" / ".join(f"{value:.3g}" for value in row.quantiles[f]) for f in FIELDS)
+        cells = (" / ".join(f"{value:.3g}" for value in row.quantiles[f]) for f in MEASURES)
         print(f"| {row.name} | " + " | ".join(cells) + " |", flush=True)
 
 
 def show_bounds(name: str, contract: ProofContract) -> None:
     """The bounds that were judged by."""
     for kind, bounds in (("reject", contract.reject), ("suspect", contract.suspect)):
-        values = ", ".join(f"{field} {getattr(bounds, field):g}" for field in FIELDS)
+        values = ", ".join(f"{field} {getattr(bounds, field):g}" for field in MEASURES)
         print(f"{name}, {kind}: {values}")
 
 

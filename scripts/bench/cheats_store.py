@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from cheats_measure import Sample
 
-from primerl.node.verification.judge import BUILT_IN, BUILT_IN_SCALE
+from primerl.node.verification.bounds import BUILT_IN, BUILT_IN_SCALE
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
-from primerl.tests.attacks.cheat_court import Outcome
+from primerl.tests.attacks.cheat_world import Outcome
 
 
 @dataclass(frozen=True)

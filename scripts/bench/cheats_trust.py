@@ -12,7 +12,7 @@ from statistics import median
 from primerl.protocol.audits import audit_rate
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.reputation import Audited, BanTest, Reputation, ban_test, outcome_of
-from primerl.tests.attacks.cheat_court import Outcome
+from primerl.tests.attacks.cheat_world import Outcome
 
 EXPECTED_AUDITS = 200_000
 """Of the run that the bars are made for: 800 steps of 16 x 8 rollouts, twice."""
@@ -59,7 +59,7 @@ def _banned(drawn: Sequence[Outcome], test: BanTest) -> bool:
 
 
 def false_bans(honest: Sequence[Outcome], contract: ProofContract, chance: random.Random) -> int:
-    """Bans of honest workers among AUDITS audited rollouts; whoever is banned starts anew.
+    """Bans of honest workers among AUDITS audited rollouts; a banned worker starts anew.
 
     The contract promises false_bans of them in EXPECTED_AUDITS.
     """
@@ -69,7 +69,7 @@ def false_bans(honest: Sequence[Outcome], contract: ProofContract, chance: rando
         reputation.observe([one], test)
         if reputation.banned:
             bans += 1
-            reputation.pardon()
+            reputation = Reputation()
     return bans
 
 

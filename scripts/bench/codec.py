@@ -24,9 +24,8 @@ from codec_deltas import Pair, optimizer_steps, synthetic
 from codec_formats import ANCHOR, FULL, SPARSE, XOR, Format, ours
 from codec_report import judge, show
 
-from primerl.node.weights.blocks import BLOCK
+from primerl.node.weights.blocks import BLOCK, measure
 from primerl.node.weights.encoders import Encoders
-from primerl.node.weights.moves import find
 from primerl.node.weights.payload import ordered
 from primerl.node.weights.replica import Policy, prove
 from primerl.node.weights.state import State, state_bytes
@@ -85,10 +84,11 @@ def measure_bound(pair: Pair) -> tuple[int, float]:
     moves: list[Any] = []
     changed = 0
     for name, tensor in pair.base.items():
-        changes = find(tensor.data, pair.new[name].data, tensor.dtype)
-        changed += changes.index.size
-        gaps.append(np.bincount(np.diff(changes.index, prepend=-1) - 1))
-        moves.append(np.bincount(changes.moves))
+        old, new = tensor.data, pair.new[name].data
+        index = np.flatnonzero(old != new)
+        changed += index.size
+        gaps.append(np.bincount(np.diff(index, prepend=-1) - 1))
+        moves.append(np.bincount(measure(old[index], new[index], tensor.dtype)))
     return changed, entropy_bits(gaps) + entropy_bits(moves)
 
 

@@ -17,7 +17,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 
 from primerl.node.config.run import EnvironmentConfig, ModelCreateConfig
 from primerl.node.environments.environment import Branch, Environment
-from primerl.node.environments.hosted import build_environment
+from primerl.node.environments.hosted import HostedEnvironment
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 from primerl.node.models import huggingface
@@ -37,7 +37,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         huggingface.create(Path(directory), ModelCreateConfig(), 0)
         environments: dict[str, Environment] = {}
-        for name, make in (("in process", VerifiersEnvironment), ("hosted", build_environment)):
+        for name, make in (("in process", VerifiersEnvironment), ("hosted", HostedEnvironment)):
             environments[name] = make(
                 EnvironmentConfig(id="reverse-text"),
                 model_dir=Path(directory),

@@ -16,19 +16,17 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
+from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import ChunkArrivals
 from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.download import BlobFetcher
 from primerl.node.p2p.iroh import IrohTransport
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.serve import BlobServer
-from primerl.node.storage.chunk_store import MemoryStore
+from primerl.node.p2p.serve import BlobServer, ChunkArrivals
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import ALPN_BLOBS
 
-STORE_BYTES = 2**32
 LINE_BYTES = 2**24
 CONNECT_S = 10.0
 MAX_STREAMS = 64
@@ -41,45 +39,46 @@ class LyingStore:
     """A store in memory that gives out wrong bytes once told to lie."""
 
     def __init__(self) -> None:
-        self._true = MemoryStore(max_bytes=STORE_BYTES)
+        self._blobs: dict[bytes, bytes] = {}
         self.lies = False
 
     def put(self, data: bytes) -> bytes:
         """Keep `data`."""
-        return self._true.put(data)
-
-    def put_as(self, name: bytes, data: bytes) -> None:
-        """Keep `data` under its own name."""
-        self._true.put_as(name, data)
+        name = digest(data)
+        self._blobs[name] = data
+        return name
 
     def get(self, name: bytes) -> bytes | None:
         """The bytes of `name`; of a liar the first one is flipped."""
-        data = self._true.get(name)
+        data = self._blobs.get(name)
         return data if data is None or not self.lies else bytes([data[0] ^ 1]) + data[1:]
 
     def has(self, name: bytes) -> bool:
         """Whether `name` is kept."""
-        return self._true.has(name)
+        return name in self._blobs
 
     def size(self, name: bytes) -> int | None:
         """Bytes of `name`."""
-        return self._true.size(name)
+        data = self._blobs.get(name)
+        return None if data is None else len(data)
 
     def delete(self, name: bytes) -> None:
         """Drop `name`."""
-        self._true.delete(name)
+        self._blobs.pop(name, None)
 
     def names(self) -> set[bytes]:
         """All digests that are kept."""
-        return self._true.names()
+        return set(self._blobs)
 
     def total_bytes(self) -> int:
         """Bytes of everything that is kept."""
-        return self._true.total_bytes()
+        return sum(map(len, self._blobs.values()))
 
     def collect(self, keep: AbstractSet[bytes]) -> int:
         """Delete everything but `keep`."""
-        return self._true.collect(keep)
+        before = self.total_bytes()
+        self._blobs = {name: data for name, data in self._blobs.items() if name in keep}
+        return before - self.total_bytes()
 
 
 class Node:
@@ -161,7 +160,7 @@ async def serve(node: Node) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
-    handlers = {"meet": node.meet, "hold": node.hold, "report": node.ops.report}
+    handlers = {"meet": node.meet, "hold": node.hold, "report": node.report}
     while line := await reader.readline():
         command = json.loads(line)
         name = command["do"]

@@ -1,29 +1,135 @@
-"""What honest and dishonest workers have in hand: a run, its policies, and engines that generate for leases.
+"""A run to cheat in: tasks, policies, engines of honest workers, and the trainer that judges.
 
-Everything here is honest by default and made of production parts; a cheat (cheat_book.py) replaces one.
+All is honest by default and made of production parts; a cheat (cheat_book.py) replaces one of them.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primerl.crypto.hashing import derive
-from primerl.node.config.run import EngineConfig
-from primerl.node.environments.environment import Environment, Task
+from primerl.node.config.run import EngineConfig, RunConfig
+from primerl.node.environments.environment import (
+    Branch,
+    Environment,
+    Episode,
+    Policy,
+    Score,
+    ScoreMismatch,
+    Split,
+    Task,
+)
+from primerl.node.environments.policies import Exchange, PlayFailed, RecordedRollout
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
+from primerl.node.models import huggingface
+from primerl.node.training.backend import Sample
+from primerl.node.verification.auditor import Auditor, LocalAudits
+from primerl.node.verification.calibration import trial_run
+from primerl.node.verification.duplicates import CopyDetector
+from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from primerl.node.weights.state import State
 from primerl.node.worker.rollouts import rollout_record
+from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
 from primerl.protocol.manifests import RunManifest, encode, run_id
-from primerl.protocol.rollouts import GroupRecord, RolloutRecord
+from primerl.protocol.rollouts import (
+    Evidence,
+    GroupRecord,
+    RolloutRecord,
+    Submission,
+    unpack_f32,
+    unpack_u32,
+)
+from primerl.scripts.bench.trained_model import Corpus, Trained, policy_updates, stop_token
 
 if TYPE_CHECKING:
     from primerl.node.inference.model import LanguageModel, NetworkBuilder
+
+
+SHORTEST, LONGEST = 16, 48
+"""Tokens of a prompt."""
+
+
+class CorpusEnvironment:
+    """Single turn, deterministic, no start-up cost."""
+
+    def __init__(self, corpus: Corpus, *, max_tokens: int, stops: tuple[int, ...]) -> None:
+        self._corpus = corpus
+        self._max_tokens = max_tokens
+        self._stops = stops
+
+    @property
+    def name(self) -> str:
+        """Its id."""
+        return "corpus"
+
+    @property
+    def status(self) -> str:
+        """Nothing can go wrong."""
+        return ""
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    async def task(self, index: int, split: Split = "train") -> Task:
+        """Task number `index`."""
+        parts = (split.encode(), index.to_bytes(8, "little"))
+        return Task(index=index, digest=derive("corpus task", *parts), split=split)
+
+    async def prompt(self, task: Task) -> list[int]:
+        """The beginning of a text."""
+        if task != await self.task(task.index, task.split):
+            raise ScoreMismatch(f"task {task.index} has other content here")
+        tokens = SHORTEST + task.digest[0] % (LONGEST - SHORTEST)
+        text = self._corpus.text([1, *task.digest[:8]], tokens)
+        return [token for token in text if token not in self._stops]
+
+    async def demonstration(self, task: Task) -> list[int] | None:
+        """Nothing is right here."""
+        return None
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """One turn."""
+        exchange = Exchange(
+            policy, max_tokens=self._max_tokens, stop_token_ids=self._stops, deadline=60.0
+        )
+        try:
+            prompt = await self.prompt(task)
+            async with exchange.bounded():
+                completion = await exchange.sample(prompt)
+        except (PlayFailed, ScoreMismatch) as error:
+            return Episode(branches=[], score=Score(reward=0.0), error=str(error))
+        reply = completion.token_ids
+        sequence = Branch.of_turns(
+            [*prompt, *reply],
+            [False] * len(prompt) + [True] * len(reply),
+            [0.0] * len(prompt) + completion.logprobs,
+            [completion],
+        )
+        return Episode(branches=[sequence], score=Score(reward=worth(reply)))
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        """Play again with the recorded turn."""
+        recording = RecordedRollout(branches, stop_token_ids=self._stops)
+        episode = await self.run(task, recording)
+        if episode.error:
+            raise ScoreMismatch(episode.error)
+        recording.check(episode.branches)
+        return replace(episode.score, turns=recording.turns())
+
+
+def worth(reply: Sequence[int]) -> float:
+    """The reward: the share of even tokens."""
+    return sum(token % 2 == 0 for token in reply) / len(reply)
+
 
 Sampler = Callable[[GenerateRequest], Awaitable[Completion]]
 Groups = list[GroupRecord]
@@ -215,3 +321,146 @@ class Workshop:
                 world.model_dir, state, dtype=config.dtype, device=config.device
             )
         return self._network
+
+
+GROUP_SIZE = 8
+ROOM = 64
+"""For the longest prompt."""
+
+
+def new_world(trained: Trained, small: Trained, engine: EngineConfig, *, max_tokens: int) -> World:
+    """The run before its first step, with production's bounds for engine.dtype."""
+    stops = (stop_token(trained.directory),)
+    environment = CorpusEnvironment(trained.corpus, max_tokens=max_tokens, stops=stops)
+    return World(
+        model_dir=trained.directory,
+        run=manifest(trained.directory, engine, max_tokens),
+        environment=environment,
+        states={0: trained.state},
+        engine=engine,
+        small=(small.directory, small.state),
+    )
+
+
+def manifest(model_dir: Path, engine: EngineConfig, max_tokens: int) -> RunManifest:
+    """As a trainer would sign it."""
+    config = RunConfig.model_validate(
+        {
+            "name": "cheats",
+            "engine": engine.model_dump(),
+            "sampling": {"max_tokens": max_tokens},
+            "rollouts": {"group_size": GROUP_SIZE},
+            "training": {"seq_len": max_tokens + ROOM},
+        }
+    )
+    return trial_run(
+        config,
+        config_file=(model_dir / "config.json").read_bytes(),
+        vocab_size=huggingface.vocab_size(model_dir),
+        stop_token_ids=(stop_token(model_dir),),
+    )
+
+
+async def learning_material(world: World, groups: int) -> list[Sample]:
+    """What a trainer learns from: honest groups of the base model."""
+    shop = Workshop(world, bytes(32))
+    try:
+        lease = await world.lease(groups, GROUP_SIZE, first_task=1 << 24)
+        return samples(await shop.play(lease, await shop.honest()))
+    finally:
+        await shop.close()
+
+
+def with_updates(world: World, material: Sequence[Sample], *, lr: float, updates: int) -> World:
+    """The run after `updates` steps over equal shares of `material`."""
+    device = world.engine.device
+    states = policy_updates(world.model_dir, material, lr=lr, updates=updates, device=device)
+    return replace(world, states=dict(enumerate(states)))
+
+
+def samples(groups: Sequence[GroupRecord]) -> list[Sample]:
+    """What a trainer would learn from these groups, with advantages as GRPO has them."""
+    found: list[Sample] = []
+    for group in groups:
+        mean = sum(one.reward for one in group.rollouts) / len(group.rollouts)
+        for one in group.rollouts:
+            (branch,) = one.branches
+            logprobs = iter(unpack_f32(branch.logprobs))
+            found.append(
+                Sample(
+                    token_ids=unpack_u32(branch.tokens),
+                    mask=[flag == 1 for flag in branch.sampled],
+                    logprobs=[next(logprobs) if flag else 0.0 for flag in branch.sampled],
+                    advantage=one.reward - mean,
+                )
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rollout; `evidence` is None where it was not audited."""
+
+    reason: Reason | None
+    suspect: bool
+    evidence: Evidence | None
+
+    @property
+    def caught(self) -> bool:
+        """Whether it was rejected, by an audit or before."""
+        return self.reason is not None
+
+
+class Court:
+    """A verifier that has seen nothing yet, with every rollout audited."""
+
+    def __init__(self, world: World, auditor: Auditor) -> None:
+        """`auditor` is started."""
+        self._world = world
+        self._verifier = Verifier(
+            world.run_id,
+            world.run,
+            world.environment,
+            LocalAudits(auditor),
+            world.states,
+            CopyDetector(),
+        )
+        self._arrivals = 0
+
+    async def judge(self, shop: Workshop, lease: Lease, groups: Groups) -> list[Outcome]:
+        """The outcome of every rollout of a lease, after what was sent before it."""
+        for sent in shop.sent_before:
+            await self.verify(sent)
+        verified = await self.verify(Sent(shop.node, lease, groups))
+        return outcomes(verified, len(lease.tasks), lease.group_size)
+
+    async def verify(self, sent: Sent) -> Verified:
+        """The verdict on a submission."""
+        self._arrivals += 1
+        name = derive("cheat submission", self._arrivals.to_bytes(8, "big"))
+        arrival = ReceivedSubmission(self._arrivals, name, sent.node, b"", name)
+        submission = Submission(b"", tuple(sent.groups), "hf")
+        try:
+            return await self._verifier.verify(
+                submission, sent.lease, arrival, version=self._world.version, rate=1.0
+            )
+        except RemoteProtocolError as error:
+            return refuse_all(arrival, sent.lease, error)
+
+
+def outcomes(verified: Verified, groups: int, group_size: int) -> list[Outcome]:
+    """Rollout by rollout, in order."""
+    reasons = {(one.group, one.rollout): one.reason for one in verified.rejections}
+    seen = {(one.group, one.rollout): one for one in verified.audited.evidence}
+    suspects = {
+        (one.group, one.rollout)
+        for one, judged in zip(verified.audited.evidence, verified.audited.judgements, strict=True)
+        if judged.suspect
+    }
+    places = [(group, index) for group in range(groups) for index in range(group_size)]
+    return [Outcome(reasons.get(p), p in suspects, seen.get(p)) for p in places]
+
+
+def reasons_of(found: Sequence[Outcome]) -> set[Reason]:
+    """Why rollouts were rejected."""
+    return {one.reason for one in found if one.reason is not None}

@@ -28,13 +28,27 @@ from primerl.scripts.bench.trained_model import (
     stop_token,
     trained_model,
 )
-from primerl.tests.attacks.cheat_book import BOOK, honest_work
-from primerl.tests.attacks.cheat_court import Court, Outcome, reasons_of
-from primerl.tests.attacks.cheat_groups import sampled
-from primerl.tests.attacks.cheat_run import learning_material, new_world, with_updates
-from primerl.tests.attacks.cheat_samplers import nucleus, shifted_logprobs, telling, temperature
-from primerl.tests.attacks.cheat_world import Workshop, World
-from primerl.tests.attacks.corpus_environment import CorpusEnvironment
+from primerl.tests.attacks.cheat_book import (
+    BOOK,
+    Nucleus,
+    honest_work,
+    narrowed,
+    sampled,
+    shifted_logprobs,
+    telling,
+    temperature,
+)
+from primerl.tests.attacks.cheat_world import (
+    CorpusEnvironment,
+    Court,
+    Outcome,
+    Workshop,
+    World,
+    learning_material,
+    new_world,
+    reasons_of,
+    with_updates,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -124,7 +138,7 @@ async def test_a_cheat_is_caught_within_one_group(stage: Stage, name: str) -> No
 
 FAINT = {
     "temperature 1.03": sampled(temperature(1.03)),
-    "top-p 0.98": sampled(nucleus),
+    "top-p 0.98": sampled(narrowed(Nucleus)),
     "logprobs off by 0.00018 nats": sampled(telling(shifted_logprobs(1.8e-4))),
 }
 """So little that single rollouts may pass."""
@@ -209,7 +223,7 @@ class RealSwarm(Swarm):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_worker_that_samples_otherwise_is_banned_and_an_honest_one_is_not(
     world: World, tmp_path: Path, quiet_registry: None
 ) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import struct
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from primerl.protocol.rollouts import (
     BranchRecord,
     GroupRecord,
     Span,
+    Verdict,
     pack_f32,
     unpack_f32,
     unpack_u32,
@@ -81,14 +81,8 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         lambda b, h: replace(b, logprobs=b.logprobs[4:]),
         Reason.MALFORMED,
     ),
-    "an array that is cut short": (
-        lambda b, h: replace(b, tokens=b.tokens[:-1]),
-        Reason.MALFORMED,
-    ),
-    "a mask that is too short": (
-        lambda b, h: replace(b, sampled=b.sampled[:-1]),
-        Reason.MALFORMED,
-    ),
+    "an array that is cut short": (lambda b, h: replace(b, tokens=b.tokens[:-1]), Reason.MALFORMED),
+    "a mask that is too short": (lambda b, h: replace(b, sampled=b.sampled[:-1]), Reason.MALFORMED),
     "a mask of other values": (
         lambda b, h: replace(b, sampled=b.sampled[:-1] + b"\x02"),
         Reason.MALFORMED,
@@ -101,18 +95,12 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         lambda b, h: replace(b, policy_first=h.version + 1, policy_last=h.version + 1),
         Reason.FUTURE_POLICY,
     ),
-    "a policy older than the lease allows": (
-        lambda b, h: replace(b, policy_first=0),
-        Reason.STALE,
-    ),
+    "a policy older than the lease allows": (lambda b, h: replace(b, policy_first=0), Reason.STALE),
     "policies in the wrong order": (
         lambda b, h: replace(b, policy_first=h.version, policy_last=h.version - 1),
         Reason.MALFORMED,
     ),
-    "a policy that was not the one that drew": (
-        of_another_policy,
-        Reason.BAD_LOGPROBS,
-    ),
+    "a policy that was not the one that drew": (of_another_policy, Reason.BAD_LOGPROBS),
     "the prompt of another task": (
         lambda b, h: say([ASK, number(b) ^ 2], [number(b), STOP], h),
         Reason.BAD_PROMPT,
@@ -137,18 +125,9 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         lambda b, h: retold(b, [5, 5, 5, 5, STOP], h),
         Reason.BAD_TERMINATION,
     ),
-    "another way of ending": (
-        lambda b, h: replace(b, finish="length"),
-        Reason.BAD_TERMINATION,
-    ),
-    "more tokens than the model takes": (
-        lambda b, h: retold(b, [5] * 100, h),
-        Reason.TOO_LARGE,
-    ),
-    "no tokens": (
-        lambda b, h: replace(b, tokens=b"", sampled=b"", logprobs=b""),
-        Reason.TOO_LARGE,
-    ),
+    "another way of ending": (lambda b, h: replace(b, finish="length"), Reason.BAD_TERMINATION),
+    "more tokens than the model takes": (lambda b, h: retold(b, [5] * 100, h), Reason.TOO_LARGE),
+    "no tokens": (lambda b, h: replace(b, tokens=b"", sampled=b"", logprobs=b""), Reason.TOO_LARGE),
     "several policies and no word where": (
         lambda b, h: replace(
             b, policy_last=h.version, spans=(Span(0, h.version), Span(0, h.version))
@@ -159,18 +138,12 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
         lambda b, h: replace(b, spans=(Span(0, h.version), Span(9, h.version + 1))),
         Reason.MALFORMED,
     ),
-    "no proof": (
-        lambda b, h: replace(b, proof=b""),
-        Reason.BAD_PROOF,
-    ),
+    "no proof": (lambda b, h: replace(b, proof=b""), Reason.BAD_PROOF),
     "a proof of a longer text": (
         lambda b, h: replace(b, proof=b.proof + b.proof[:8]),
         Reason.BAD_PROOF,
     ),
-    "a proof of nothing": (
-        lambda b, h: replace(b, proof=bytes(len(b.proof))),
-        Reason.WRONG_MODEL,
-    ),
+    "a proof of nothing": (lambda b, h: replace(b, proof=bytes(len(b.proof))), Reason.WRONG_MODEL),
     "the proof of another policy": (
         lambda b, h: replace(b, proof=retold_by(b, replace(h, state=bytes(32))).proof),
         Reason.WRONG_MODEL,
@@ -182,19 +155,33 @@ FORGERIES: dict[str, tuple[Forge, Reason]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGERIES)
-async def test_a_forged_branch_costs_its_rollout_alone(siege: Swarm, name: str) -> None:
-    forge, reason = FORGERIES[name]
-    async with Rogue(siege, name) as rogue:
+async def verdict_on(
+    swarm: Swarm, name: str, forge: Callable[[GroupRecord, PolicyHead], list[GroupRecord]]
+) -> Verdict:
+    """The verdict on a lease of four rollouts whose group was honest until `forge`."""
+    async with Rogue(swarm, name) as rogue:
         await rogue.hello()
         lease, sealed = await rogue.lease()
         (group,) = await rogue.play(lease)
-        branch = forge(group.rollouts[1].branches[0], await rogue.head())
-        forged = altered(group, 1, branches=(branch,))
-        await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
-        verdict = await rogue.verdict(lease.lease_id)
-    assert [(one.group, one.rollout, one.reason) for one in verdict.rejections] == [(0, 1, reason)]
-    assert verdict.accepted == lease.group_size - 1
+        forged = forge(group, await rogue.head())
+        await rogue.submit(rogue.bundle(sealed, forged), lease.lease_id)
+        return await rogue.verdict(lease.lease_id)
+
+
+def rejected(verdict: Verdict) -> list[tuple[int, Reason]]:
+    """(rollout, reason) of each; all four are judged."""
+    assert verdict.accepted + len(verdict.rejections) == 4
+    return [(one.rollout, one.reason) for one in verdict.rejections]
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+async def test_a_forged_branch_costs_its_rollout_alone(siege: Swarm, name: str) -> None:
+    forge, reason = FORGERIES[name]
+
+    def forged(group: GroupRecord, head: PolicyHead) -> list[GroupRecord]:
+        return [altered(group, 1, branches=(forge(group.rollouts[1].branches[0], head),))]
+
+    assert rejected(await verdict_on(siege, name, forged)) == [(1, reason)]
 
 
 async def test_words_that_the_seed_does_not_draw_cost_their_rollout(siege: Swarm) -> None:
@@ -218,47 +205,29 @@ async def test_words_that_the_seed_does_not_draw_cost_their_rollout(siege: Swarm
 
 @pytest.mark.parametrize("reward", [1.5, -1.0, float("nan"), float("inf"), 1e300])
 async def test_a_forged_reward_is_recomputed_and_refused(siege: Swarm, reward: float) -> None:
-    async with Rogue(siege, f"reward {reward}") as rogue:
-        await rogue.hello()
-        lease, sealed = await rogue.lease()
-        (group,) = await rogue.play(lease)
-        forged = altered(group, 2, reward=reward)
-        await rogue.submit(rogue.bundle(sealed, [forged]), lease.lease_id)
-        verdict = await rogue.verdict(lease.lease_id)
-    assert [(one.rollout, one.reason) for one in verdict.rejections] == [(2, Reason.BAD_REWARD)]
-    assert verdict.accepted == lease.group_size - 1
+    verdict = await verdict_on(
+        siege, f"reward {reward}", lambda group, head: [altered(group, 2, reward=reward)]
+    )
+    assert rejected(verdict) == [(2, Reason.BAD_REWARD)]
 
 
 async def test_honest_work_is_accepted(siege: Swarm) -> None:
-    async with Rogue(siege, "honest hand") as hand:
-        await hand.hello()
-        receipt = await hand.work()
-        verdict = await hand.verdict(receipt.lease_id)
-    assert (verdict.accepted, verdict.rejections) == (4, ())
-    assert verdict.audited == 4
+    verdict = await verdict_on(siege, "honest hand", lambda group, head: [group])
+    assert (verdict.accepted, verdict.rejections, verdict.audited) == (4, (), 4)
 
 
 async def test_an_index_that_is_missing_counts_as_failed(siege: Swarm) -> None:
-    async with Rogue(siege, "cherry picker") as rogue:
-        await rogue.hello()
-        lease, sealed = await rogue.lease()
-        (group,) = await rogue.play(lease)
-        picked = replace(group, rollouts=group.rollouts[:2])
-        await rogue.submit(rogue.bundle(sealed, [picked]), lease.lease_id)
-        verdict = await rogue.verdict(lease.lease_id)
-    assert Counter(one.reason for one in verdict.rejections) == {Reason.MISSING_INDEX: 2}
-    assert verdict.accepted == 2
+    verdict = await verdict_on(
+        siege, "picker", lambda group, head: [replace(group, rollouts=group.rollouts[:2])]
+    )
+    assert rejected(verdict) == [(2, Reason.MISSING_INDEX), (3, Reason.MISSING_INDEX)]
 
 
 async def test_a_rollout_without_branches_or_error_counts_as_missing(siege: Swarm) -> None:
-    async with Rogue(siege, "hollow") as rogue:
-        await rogue.hello()
-        lease, sealed = await rogue.lease()
-        (group,) = await rogue.play(lease)
-        hollow = altered(group, 0, branches=())
-        await rogue.submit(rogue.bundle(sealed, [hollow]), lease.lease_id)
-        verdict = await rogue.verdict(lease.lease_id)
-    assert [one.reason for one in verdict.rejections] == [Reason.MISSING_INDEX]
+    verdict = await verdict_on(
+        siege, "hollow", lambda group, head: [altered(group, 0, branches=())]
+    )
+    assert rejected(verdict) == [(0, Reason.MISSING_INDEX)]
 
 
 WHOLE: dict[str, tuple[Callable[[GroupRecord], list[GroupRecord]], Reason]] = {
@@ -284,14 +253,8 @@ async def test_a_bundle_that_is_not_the_work_of_its_lease_is_refused_whole(
     siege: Swarm, name: str
 ) -> None:
     forge, reason = WHOLE[name]
-    async with Rogue(siege, name) as rogue:
-        await rogue.hello()
-        lease, sealed = await rogue.lease()
-        (group,) = await rogue.play(lease)
-        await rogue.submit(rogue.bundle(sealed, forge(group)), lease.lease_id)
-        verdict = await rogue.verdict(lease.lease_id)
-    assert verdict.accepted == 0
-    assert Counter(one.reason for one in verdict.rejections) == {reason: lease.group_size}
+    verdict = await verdict_on(siege, name, lambda group, head: forge(group))
+    assert rejected(verdict) == [(index, reason) for index in range(4)]
 
 
 async def test_a_liar_is_banned_and_others_are_not(siege: Swarm) -> None:

@@ -13,11 +13,10 @@ from support.pipeline_cases import LAYERS, LocalPipeline, plan_of, shape_of
 from support.scripted_stages import ScriptedAuditor
 
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Measured
-from primerl.node.verification.blame import StageAttribution, blame
+from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Measured, evidence
+from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.items import evidence
-from primerl.node.verification.judge import BUILT_IN, judge
+from primerl.node.verification.judge import StageAttribution, blame, judge
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.pipelines import Encoding, PipelinePlan
 

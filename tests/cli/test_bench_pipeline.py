@@ -21,7 +21,7 @@ def test_without_vllm_the_bench_of_pipelines_says_what_it_needs() -> None:
     assert "pipelines run vLLM: vLLM is not installed" in found.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not is_installed(), reason="vLLM is not installed")
 @pytest.mark.timeout(900)
 def test_the_bench_of_pipelines_runs_at_toy_size_and_every_way_draws_the_same_tokens(

@@ -56,7 +56,7 @@ def test_without_bare_vllm_there_is_no_ratio() -> None:
     assert found == {"accepted of what was generated, 256": (1.0, True)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_bench_of_the_worker_runs_at_toy_size_and_all_that_it_made_is_accepted(
     tmp_path: Path,

@@ -7,10 +7,14 @@ import pytest
 
 from primerl.cli import calibrate
 from primerl.node.config.run import RunConfig
-from primerl.node.verification.bands import FalsePositives
-from primerl.node.verification.calibrator import CalibrationReport, CalibrationRequest, EngineNoise
-from primerl.node.verification.judge import BUILT_IN, FIELDS, read_calibration
-from primerl.node.verification.separation import Separated
+from primerl.node.verification.auditor import MEASURES
+from primerl.node.verification.bounds import BUILT_IN, FalsePositives, read_calibration
+from primerl.node.verification.calibration import (
+    CalibrationReport,
+    CalibrationRequest,
+    EngineNoise,
+)
+from primerl.node.verification.cheats import Separated
 
 from .conftest import Ran
 
@@ -25,7 +29,7 @@ def report(caught: float) -> CalibrationReport:
         dtype="float32",
         device="cpu",
         noise=[
-            EngineNoise("hf", 64, 640, {name: [0.0, 1e-7, 2e-7, 3e-7, 4e-7] for name in FIELDS})
+            EngineNoise("hf", 64, 640, {name: [0.0, 1e-7, 2e-7, 3e-7, 4e-7] for name in MEASURES})
         ],
         rollouts=64,
         tokens=640,
@@ -119,7 +123,7 @@ def test_a_disk_that_takes_no_file_is_a_storage_error(
     assert "name another --out" in ran.err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_before_its_warm_up_is_refused_and_can_be_forced(cli: Cli, home: Path) -> None:
     command = ("calibrate", "@", "demo", "--quick", "--out", "c.json", "--engine.device", "cpu")
     ran = cli(*command)

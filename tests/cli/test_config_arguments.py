@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic_config import BaseConfig
 
-from primerl.cli.keys import model_in
+from primerl.cli.command import model_in
 from primerl.cli.main import CONFIGURED, PLAIN
 from primerl.node.config import toml
 from primerl.node.config.common import ResumeConfig

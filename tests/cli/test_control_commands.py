@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from primerl.cli.tables import peers_table
-from primerl.node.ops.control import ControlServer, EngineRow, PeerRow, Status
+from primerl.node.ops.control import ControlServer, EngineRow, PeerRow, Status, register
 from primerl.node.ops.errors import NodeError
-from primerl.node.ops.registry import register
 
 from .conftest import Ran
 

@@ -42,7 +42,7 @@ def test_a_plan_for_another_machine_says_what_to_give(cli: Callable[..., Ran], m
     ran = cli("doctor", "--model.name", model, "--gpu-memory", "24", *WORKER)
     assert "WORKER: vllm, bfloat16, on the GPU, 24.0 GiB" in ran.out
     assert "gpu_memory_utilization 0.92" in ran.out
-    assert "--engine.max-batch 40" in ran.out
+    assert "only 40 of 256 sequences may reach 1024 tokens" in ran.out
     assert "TRAINER: 2048 tokens a row" in ran.out
 
 
@@ -52,7 +52,6 @@ def test_what_does_not_fit_is_an_exit_code_and_names_what_does(
     ran = cli("doctor", "--model.name", model, "--gpu-memory", "16", *WORKER)
     assert ran.code == 1
     assert "short of one sequence of 1024 tokens" in ran.out
-    assert "--engine.tp 2" in ran.out
 
 
 def test_programs_get_the_same(cli: Callable[..., Ran], model: str) -> None:

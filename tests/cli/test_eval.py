@@ -1,6 +1,7 @@
 """`primerl-node eval` with real models on this machine."""
 
 import json
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,15 @@ import pytest
 import torch
 from support.engine_cases import make_qwen3
 
-from primerl.cli.evaluate import EvalView, estimate, remarks, results_table
-from primerl.cli.screen import console
-from primerl.cli.summary import summary_lines
-from primerl.cli.tables import status_lines
+from primerl.cli.evaluate import estimate, progress_line, remarks, results_table
+from primerl.cli.live import summary_lines
+from primerl.cli.tables import ProgressView, console, status_lines
 from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.loader import load
 from primerl.node.config.run import ModelCreateConfig
 from primerl.node.config.training import LoraConfig
 from primerl.node.evaluation.candidates import Candidate, contract, identity, read
-from primerl.node.evaluation.eval_suite import Cell, Progress
+from primerl.node.evaluation.eval_suite import Cell, EvalProgress
 from primerl.node.evaluation.evaluator import Rollout
 from primerl.node.evaluation.statistics import Estimate, summarize
 from primerl.node.models import huggingface, model_files
@@ -211,13 +211,13 @@ def test_a_mean_without_an_interval_says_none() -> None:
 
 
 def test_progress_in_a_pipe_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    with EvalView() as view:
+    with ProgressView("eval", 5.0, sys.stderr) as view:
         for done in range(5):
-            view.show(Progress(1, 2, "m", "env", done, 4, 0.5, 1))
+            view.update(*progress_line(EvalProgress(1, 2, "m", "env", done, 4, 0.5, 1)))
     captured = capsys.readouterr()
     assert captured.out == ""
     lines = captured.err.splitlines()
-    assert lines[-1] == "1/2 m on env | 4/4 | reward 0.500 | 1 failed"
+    assert lines[-1] == "1/2 m on env 4/4 | reward 0.500 | 1 failed"
     assert len(lines) <= 3
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from primerl.cli.keys import keys_help
+from primerl.cli.command import keys_help
 from primerl.node.config.loader import COMMANDS as COMMANDS_WITH_CONFIG
 
 from .conftest import Ran

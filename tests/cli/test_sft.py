@@ -1,11 +1,12 @@
-import json
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from primerl.cli.sft import SftView, figures, print_summary
+from primerl.cli.sft import figures, summary_lines
+from primerl.cli.tables import ProgressView
 from primerl.node.config.loader import load
 from primerl.node.config.sft import SftConfig
 from primerl.node.sft.loop import SftProgress
@@ -65,9 +66,9 @@ def test_no_data_is_one_line(cli: Callable[..., Ran], home: Path) -> None:
 
 
 def test_a_pipe_gets_a_line_now_and_then_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    with SftView("title") as view:
+    with ProgressView("title", 2.0, sys.stdout) as view:
         for step in range(1, 10):
-            view.show(SftProgress(step, 9, 0.5, 0.75, 0.1, 100.0))
+            view.update("step", step, 9, figures(SftProgress(step, 9, 0.5, 0.75, 0.1, 100.0)))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 1/9 | loss 0.5000 | validation 0.7500 | epoch 0.10 | 100 tokens/s"
     assert lines[-1].startswith("step 9/9")
@@ -77,9 +78,7 @@ def test_figures_leave_out_what_was_not_measured() -> None:
     assert figures(PROGRESS) == "loss 0.5000 | epoch 0.25 | 12,346 tokens/s"
 
 
-def test_the_summary_is_what_summary_json_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_summary_is_what_summary_json_says() -> None:
     summary = {
         "run": "x",
         "seed": 0,
@@ -92,9 +91,10 @@ def test_the_summary_is_what_summary_json_says(
         "skipped_rows": {"too_long": 2},
         "weights": "here",
     }
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    print_summary(tmp_path / "summary.json")
-    out = capsys.readouterr().out
-    assert "0.2500" in out
-    assert "2 too_long (rows)" in out
-    assert "validation" not in out
+    assert dict(summary_lines(summary)) == {
+        "run": "x  seed 0, 5 steps",
+        "loss": "0.2500",
+        "data": "10 samples, 100 tokens",
+        "left out": "2 too_long (rows)",
+        "weights": "here",
+    }

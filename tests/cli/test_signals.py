@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import asyncio, sys
 from primerl.cli.main import execute
-from primerl.cli import init, signals
+from primerl.cli.command import run_to_end
 import primerl.cli.main as program
 
 async def work():
@@ -21,7 +21,7 @@ async def work():
         {last}
 
 def run():
-    signals.run(work())
+    run_to_end(work())
 
 program.app.command("work")(run)
 sys.exit(execute(["work"]))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from primerl.cli.summary import print_summary
+from primerl.cli.live import print_summary
 
 SUMMARY: dict[str, Any] = {
     "run": "demo",
@@ -32,7 +32,7 @@ SUMMARY: dict[str, Any] = {
 
 def test_a_summary_tells_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
-    assert print_summary(tmp_path / "summary.json")
+    print_summary(tmp_path)
     out = capsys.readouterr().out
     for part in (
         *("0.310 before, 0.860 after", "2560 accepted, 3 rejected (stale 3)", "0.1% of rollouts"),
@@ -50,7 +50,7 @@ def test_a_worker_that_told_of_no_chunks_has_no_line_about_them(
     (tmp_path / "summary.json").write_text(
         json.dumps({**SUMMARY, "chunk_bytes_by_source": sources})
     )
-    assert print_summary(tmp_path / "summary.json")
+    print_summary(tmp_path)
     out = capsys.readouterr().out
     assert "aaaaaaaaaa" in out
     assert "cccccccccc" not in out
@@ -58,12 +58,15 @@ def test_a_worker_that_told_of_no_chunks_has_no_line_about_them(
 
 def test_what_is_missing_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "summary.json").write_text('{"run": "[demo]", "exact_match_before": null}')
-    assert print_summary(tmp_path / "summary.json")
+    print_summary(tmp_path)
     out = capsys.readouterr().out
     assert "[demo]" in out
     for absent in ("exact match", "Mean reward", "rollouts", "deltas"):
         assert absent not in out
 
 
-def test_a_run_that_was_stopped_has_no_summary(tmp_path: Path) -> None:
-    assert not print_summary(tmp_path / "summary.json")
+def test_a_run_that_was_stopped_has_no_summary_and_can_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_summary(tmp_path)
+    assert "go on with --resume" in capsys.readouterr().out

@@ -10,21 +10,19 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from support.memory_store import MemoryStore
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.chunk_client import ChunkSource, PeerPaths, TcpChunks
 from primerl.node.p2p.discovery import Discovery
-from primerl.node.p2p.download_state import ChunkSource, PeerPaths
 from primerl.node.p2p.libp2p import Libp2pDiscovery
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.seeds import open_seeds
-from primerl.node.p2p.serve import BlobServer
-from primerl.node.p2p.tcp_chunks import TcpChunks, TcpChunkServer, serving
+from primerl.node.p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
 from primerl.node.p2p.transport import Stream
-from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.messages import ChunkFollows, GetChunk
 

@@ -10,7 +10,7 @@ from support.counting_environment import STOP, CountingEnvironment
 
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import Branch, Environment, Policy, ScoreMismatch
-from primerl.node.environments.hosted import build_environment
+from primerl.node.environments.hosted import HostedEnvironment
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 
@@ -27,7 +27,7 @@ async def environment(
 ) -> AsyncGenerator[Environment]:
     made: Environment = CountingEnvironment()
     if request.param != "counting":
-        make = build_environment if request.param == "hosted" else VerifiersEnvironment
+        make = HostedEnvironment if request.param == "hosted" else VerifiersEnvironment
         made = make(
             EnvironmentConfig(id="reverse-text" if request.param == "hosted" else request.param),
             model_dir=make_chat_model(tmp_path_factory.mktemp("chat")),

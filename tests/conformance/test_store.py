@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.memory_store import MemoryStore
 
 from primerl.crypto.hashing import digest
 from primerl.node.ops.errors import StorageError
@@ -13,10 +14,8 @@ from primerl.node.storage.chunk_store import (
     TEMPORARY,
     Disk,
     FileStore,
-    MemoryStore,
     QuotaExceeded,
     Store,
-    WrongBytes,
     write_atomic,
 )
 
@@ -57,17 +56,6 @@ def test_absent_names_are_absent_whatever_they_look_like(make: Maker) -> None:
 def test_empty_blob_is_a_blob(make: Maker) -> None:
     store = make(0)
     assert store.get(store.put(b"")) == b""
-
-
-def test_bytes_under_a_foreign_name_are_refused(make: Maker) -> None:
-    store = make(1000)
-    with pytest.raises(WrongBytes, match="hash to"):
-        store.put_as(digest(b"good"), b"evil")
-    with pytest.raises(WrongBytes):
-        store.put_as(b"../../evil", b"evil")
-    assert store.names() == set()
-    store.put_as(digest(b"good"), b"good")
-    assert store.get(digest(b"good")) == b"good"
 
 
 def test_putting_twice_keeps_one(make: Maker) -> None:

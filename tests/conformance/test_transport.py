@@ -5,13 +5,14 @@ import gc
 from collections.abc import AsyncIterator
 
 import pytest
-from conformance.transport_factories import FACTORIES, World
-from conformance.transport_pairs import (
+from conformance.transport_factories import (
     ALPN,
     DEADLINE_S,
+    FACTORIES,
     MIB,
     OTHER_ALPN,
     Pair,
+    World,
     connected,
     soon,
     streams,

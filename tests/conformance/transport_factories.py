@@ -1,23 +1,25 @@
-"""Every implementation of the transport seam, by name, for the suite test_transport*.py.
+"""Every implementation of the transport seam, by name, and connected pairs, for the suite test_transport*.py.
 
 To add one: write an async context manager that takes the ALPNs and yields a World, and name it in
 FACTORIES.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.iroh import IrohTransport
-from primerl.node.p2p.transport import Transport
+from primerl.node.p2p.transport import Connection, Stream, Transport
 
 
 @dataclass(frozen=True)
 class World:
-    """Makes transports that can reach each other, and knows an address where nobody listens."""
+    """Makes transports that can reach each other, and knows an address without a listener."""
 
     make: Callable[[], Awaitable[Transport]]
     dead_address: str
@@ -56,3 +58,47 @@ async def iroh(alpns: Sequence[bytes]) -> AsyncGenerator[World, None]:
 
 
 FACTORIES: dict[str, Factory] = {"memory": memory, "iroh": iroh}
+
+
+ALPN = b"primerl-test/1"
+OTHER_ALPN = b"primerl-test-bulk/1"
+DEADLINE_S = 60.0
+MIB = 1 << 20
+
+T = TypeVar("T")
+
+
+async def soon(work: Awaitable[T]) -> T:
+    """No wait of this suite is without a deadline."""
+    async with asyncio.timeout(DEADLINE_S):
+        return await work
+
+
+async def connect(source: Transport, target: Transport, alpn: bytes = ALPN) -> Connection:
+    return await source.connect(target.node_id, target.addresses(), alpn, deadline=DEADLINE_S)
+
+
+@dataclass
+class Pair:
+    """Two transports and both ends of a connection between them."""
+
+    client: Transport
+    server: Transport
+    near: Connection
+    far: Connection
+
+
+@asynccontextmanager
+async def connected(world: World, alpn: bytes = ALPN) -> AsyncGenerator[Pair, None]:
+    client, server = await world.make(), await world.make()
+    near, far = await soon(asyncio.gather(connect(client, server, alpn), server.accept()))
+    yield Pair(client, server, near, far)
+
+
+async def streams(pair: Pair) -> tuple[Stream, Stream]:
+    """Both ends of a stream, opened by the client; one byte has crossed it."""
+    near = await soon(pair.near.open_stream())
+    await soon(near.write(b"!"))
+    far = await soon(pair.far.accept_stream())
+    assert await soon(far.read_exact(1)) == b"!"
+    return near, far

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from fuzz.targets import LAYOUT, TARGETS, full, mirror, seeds, step
 
-from primerl.node.weights.errors import CodecError
 from primerl.node.weights.payload import DELTA, FULL, PayloadReader, blocks_of, framed, header
+from primerl.node.weights.state import CodecError
 
 Mangle = Callable[[bytes], bytes]
 """Changes a few bytes anyhow."""

@@ -11,7 +11,7 @@ CASES = 20_000
 SEED = 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_atheris_finds_nothing_in_twenty_thousand_cases(tmp_path: Path) -> None:
     pytest.importorskip(

@@ -8,11 +8,11 @@ from fuzz import targets
 from fuzz.mutating import SEEDS, mangled, mutated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import weights_cases as cases
 
 from primerl.node.weights.blocks import max_body
-from primerl.node.weights.codec import apply_delta, decode_full
-from primerl.node.weights.errors import CodecError
-from primerl.node.weights.state import state_bytes
+from primerl.node.weights.codec import decode_full
+from primerl.node.weights.state import CodecError, state_bytes
 
 RANDOM = st.randoms(use_true_random=False)
 BOUNDED = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -58,7 +58,7 @@ def test_mutations_reach_behind_the_first_check() -> None:
             data = relative(rng, bytes([decoder]) + seed)[1:]
             try:
                 if decoder:
-                    apply_delta(targets.BASE, data, targets.INFOS)
+                    cases.applied(targets.BASE, data, targets.INFOS)
                 else:
                     decode_full(data, targets.INFOS)
                 accepted += 1
@@ -80,7 +80,7 @@ def peak(decoder: str, data: bytes) -> int:
         if decoder == "full":
             decode_full(data, targets.INFOS)
         else:
-            apply_delta(targets.BASE, data, targets.INFOS)
+            cases.applied(targets.BASE, data, targets.INFOS)
     except CodecError:
         pass
     finally:

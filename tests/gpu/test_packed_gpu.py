@@ -58,7 +58,7 @@ def test_kernels_give_what_plain_operations_give(network: Qwen3Network) -> None:
     assert isinstance(inside._kernels, Kernels)
     with torch.inference_mode():
         assert differ(kernels, plain, layer, heads) == ""
-        assert "off" in differ(Kernels(1.0, kv_heads), plain, layer, heads, kv_heads)
+        assert "off" in differ(Kernels(1.0, kv_heads), plain, layer, heads)
         with_kernels = network.packed(some_tokens(), LENGTHS)
         inside._kernels = inside._plain
         assert apart(with_kernels, network.packed(some_tokens(), LENGTHS)) < near(network)

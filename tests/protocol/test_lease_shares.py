@@ -3,7 +3,7 @@ from support.lease_cases import STRANGER, A, B, C, grant, granted, policy
 from support.protocol_cases import NOW
 
 from primerl.node.config.run import RolloutsConfig
-from primerl.protocol.leases import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, Share
+from primerl.protocol.leases import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, LeaseShare
 from primerl.protocol.reputation import Reputation
 
 # -- nodes that do not honour their leases -----------------------------------------------------------
@@ -140,8 +140,8 @@ def test_a_newcomer_starts_with_one_lease() -> None:
     book.settle(first.lease_id, A, NOW + 1)
     known = Reputation(good=12.0)  # its first lease was verified
     for _ in range(2):
-        granted(book, A, now=NOW + 1, share=Share(known.trust_low))
-    assert grant(book, A, now=NOW + 1, share=Share(known.trust_low)) is None
+        granted(book, A, now=NOW + 1, share=LeaseShare(known.trust_low))
+    assert grant(book, A, now=NOW + 1, share=LeaseShare(known.trust_low)) is None
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_two_leases_worked_off_one_after_the_other_are_not_counted_as_slow() -> 
 def test_a_lease_for_everybody_comes_before_a_second_for_anybody() -> None:
     book = LeaseBook(policy())
     granted(book, A)
-    waiting = Share(waiting=frozenset({A, B, C}))
+    waiting = LeaseShare(waiting=frozenset({A, B, C}))
     assert grant(book, A, capacity=6, share=waiting) is None
     assert len(granted(book, A, capacity=7, share=waiting).tasks) == 1
     assert len(granted(book, B, capacity=6, share=waiting).tasks) == 3
 
 
 def test_those_that_hold_nothing_divide_what_there_is() -> None:
-    waiting = Share(waiting=frozenset({A, B, C}))
+    waiting = LeaseShare(waiting=frozenset({A, B, C}))
     for capacity, size in ((9, 3), (6, 2), (3, 1), (2, 1), (1, 1)):
         assert len(granted(LeaseBook(policy()), A, capacity=capacity, share=waiting).tasks) == size
 
@@ -207,7 +207,7 @@ def test_nobody_waits_for_a_node_that_rests() -> None:
     book = LeaseBook(policy())
     now = expire_one(book, B, NOW)
     granted(book, A, now=now)
-    waiting = Share(waiting=frozenset({A, B}))
+    waiting = LeaseShare(waiting=frozenset({A, B}))
     lease = grant(book, A, capacity=3, now=now, share=waiting)
     assert lease is not None
 
@@ -225,7 +225,7 @@ def test_a_fast_node_does_not_starve_slow_ones() -> None:
         idle = frozenset(node for node in (B, C) if not book.leased()[node])
         for node in (A, A, B, C):
             room = book.capacity(waiting_groups=0, training=True) // 2
-            lease = grant(book, node, capacity=room, now=now, share=Share(waiting=idle | {A}))
+            lease = grant(book, node, capacity=room, now=now, share=LeaseShare(waiting=idle | {A}))
             if lease is not None:
                 got[node] += 1
                 busy[node] = now + (0.1 if node == A else 2.0)

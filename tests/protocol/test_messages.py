@@ -17,12 +17,12 @@ from support.protocol_cases import (
 )
 
 from primerl.protocol import messages as m
+from primerl.protocol.audits import MAX_CHOSEN, MAX_REPORT, AuditReport, Place
 from primerl.protocol.envelope import Envelope
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import PeerRecord, PolicyHead, PolicyManifest, RunManifest, Ticket
 from primerl.protocol.messages import Message
-from primerl.protocol.reports import MAX_CHOSEN, MAX_REPORT, AuditReport, Place
 from primerl.protocol.rollouts import Receipt, Submission, Verdict
 from primerl.protocol.session import decode
 from primerl.protocol.trust import EquivocationProof

@@ -4,8 +4,17 @@ from support.lease_cases import A, B, C, D, granted, policy, task_digest
 from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
-from primerl.protocol.leases import Lease, LeaseBook, Share
-from primerl.protocol.newcomers import FAILING, FORGET_S, MAX_PLACES, SLOT_SHARE, Origin, pool
+from primerl.protocol.leases import (
+    FAILING,
+    FORGET_S,
+    MAX_PLACES,
+    SLOT_SHARE,
+    Lease,
+    LeaseBook,
+    LeaseShare,
+    Origin,
+    pool,
+)
 from primerl.protocol.reputation import Reputation
 
 ONE, TWO = Origin(b"one"), Origin(b"two")
@@ -55,7 +64,7 @@ class Line:
                 digest_of=task_digest,
                 seed=digest(b"seed"),
                 now=now,
-                share=Share(0.05, newcomer=self.origins[node]),
+                share=LeaseShare(0.05, newcomer=self.origins[node]),
             )
             assert lease is not None
             served.append((node, lease))
@@ -216,7 +225,7 @@ def test_a_node_holds_at_most_twice_the_groups_that_were_accepted_of_it() -> Non
 
 def test_groups_that_were_dropped_are_paid_for_before_as_many_are_held_again() -> None:
     book = LeaseBook(policy(leases_per_worker=16))
-    earned = Share(1.0, earned=6.0)
+    earned = LeaseShare(1.0, earned=6.0)
     held = [granted(book, A, share=earned) for _ in range(4)]
     assert sum(len(lease.tasks) for lease in held) == 12
     book.expire(NOW + 61)

@@ -10,7 +10,7 @@ import pytest
 
 from .processes import CONFIG, HERE
 
-pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.net, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 SLURM = HERE.parents[1] / "scripts" / "slurm"
 SCONTROL = "#!/bin/bash\necho localhost\necho localhost\n"

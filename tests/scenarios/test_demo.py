@@ -36,7 +36,7 @@ def check(summary: dict[str, object], directory: Path) -> None:
     assert (directory / "demo" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_demo_ends_with_everything_that_it_promises(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

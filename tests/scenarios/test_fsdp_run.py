@@ -19,7 +19,7 @@ from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.ranks.group import RankGroup
 from primerl.node.weights.state import digests, state_digest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 class RealBackend(FsdpBackend):

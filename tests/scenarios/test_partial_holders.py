@@ -16,12 +16,12 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.app.peer_node import JoinedRun, PeerNode
 from primerl.node.config.run import JoinConfig, WeightsConfig
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.serve import ChunkArrivals
 from primerl.node.p2p.transport import Stream
 from primerl.node.pipeline.layers import share_of
 from primerl.node.trainer.publisher import Publisher
 from primerl.node.training.backend import Snapshot
-from primerl.node.weights.payload import Share, everything
+from primerl.node.weights.payload import TensorShare, everything
 from primerl.node.weights.state import Changed, State, Tensor
 from primerl.node.worker.weight_sync import WeightSync, stand
 from primerl.protocol.messages import ControlRequest, Hello
@@ -61,7 +61,7 @@ def moved(tensor: Tensor, seed: int, rate: float) -> Tensor:
     return Tensor(tensor.dtype, tensor.shape, data)
 
 
-def stage(rank: int, stages: int) -> Share:
+def stage(rank: int, stages: int) -> TensorShare:
     """What one of so many equal stages needs."""
     each = LAYERS // stages
     shape = PipelineShape("vllm", "1", "float32", 8, 64, 4, 64, 16, 256, 2)
@@ -112,7 +112,7 @@ class Holder(PeerNode):
     """A node that does nothing but hold weights."""
 
     def __init__(
-        self, config: JoinConfig, running: Running, swarm: Swarm, share: Share, goal: Goal
+        self, config: JoinConfig, running: Running, swarm: Swarm, share: TensorShare, goal: Goal
     ) -> None:
         super().__init__(config, running.key, running.data_dir, swarm._parts(running))  # pyright: ignore[reportPrivateUsage]
         self.engine = PartEngine()
@@ -185,7 +185,7 @@ class Model(HostileTrainer):
         assert manifest is not None
         return sum(one.size for one in manifest.artifacts if one.kind == kind)
 
-    def held(self, node: Holder, version: int, share: Share) -> bool:
+    def held(self, node: Holder, version: int, share: TensorShare) -> bool:
         """Whether the engine of `node` has its share of a version, and nothing else."""
         whole = weights(version, self.rate)
         return node.engine.policy_version == version and cases.same(
@@ -199,7 +199,7 @@ class Model(HostileTrainer):
         await super().reply(peer, stream, request)
 
 
-def add(swarm: Swarm, name: str, share: Share = everything, *, goal: Goal = None) -> Holder:
+def add(swarm: Swarm, name: str, share: TensorShare = everything, *, goal: Goal = None) -> Holder:
     """Start a node."""
     running = Running(SecretKey.from_seed(name.encode().rjust(32, b"\0")), swarm.directory / name)
     settings = {"ticket": swarm.ticket, "network": CONFIG["network"], "fsync": False}

@@ -89,7 +89,7 @@ async def test_a_spare_takes_the_place_of_a_stage_that_dies(
         await ended_well(swarm, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_the_first_of_three_stages_may_die(tmp_path: Path, tiny: Path) -> None:
     """Somebody else takes its place, and its leases go to others though they would not run out for an hour."""
     rollouts = {"lease_timeout_s": 3600.0, "batch_timeout_s": 300.0}

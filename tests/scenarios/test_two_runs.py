@@ -8,7 +8,7 @@ import pytest
 
 from .processes import CONFIG, Nodes, nodes
 
-pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.net, pytest.mark.nightly, pytest.mark.timeout(1200)]
 STEPS = 6
 
 

@@ -1,30 +1,28 @@
 """A trainer, a worker and a validator: who audits, and what a validator's failures cost the run."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.rogue import Rogue, altered_branch, reason_of
 from support.swarm import until
 from support.validation import VALIDATOR, AuditedSwarm, BentAuditor, Found
 from support.witness import Fakes
 
-from primerl.node.verification.auditor import Measured
+from primerl.node.verification.auditor import MEASURES, Measured
+from primerl.protocol.audits import AuditReport
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import Accepted, AuditDone, AuditRequest, AuditWait, WorkerStats
-from primerl.protocol.reports import AuditReport
 from primerl.protocol.rollouts import pack_f32
-
-FIELDS = ("fingerprint", "sampling", "sampling_max", "logprob", "logprob_max", "other_policy")
 
 
 def praise(found: Found) -> Found:
     """Nothing is wrong with anything."""
-    clean: dict[str, Any] = dict.fromkeys(FIELDS, 0.0)
-    return [replace(one, **clean) if isinstance(one, Measured) else one for one in found]
+    clean: dict[str, Any] = dict.fromkeys(MEASURES, 0.0)
+    return [structs.replace(one, **clean) if isinstance(one, Measured) else one for one in found]
 
 
 async def test_a_validator_audits_for_the_trainer(tmp_path: Path, model_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,12 +14,18 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.environments.environment import Branch
 from primerl.node.ops.errors import EngineError
 from primerl.node.trainer.audits import AuditQueue
-from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.calls import AuditAnswer, AuditCall, AuditTarget
+from primerl.node.verification.auditor import (
+    AuditAnswer,
+    AuditCall,
+    AuditItem,
+    AuditTarget,
+    Measured,
+    Unreadable,
+)
 from primerl.node.verification.checks import CheckedRollout
+from primerl.protocol.audits import AuditReport, MeasuredRow, UnreadableRow
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.messages import AuditDone, AuditJob, AuditRequest, AuditWait, WorkerStats
-from primerl.protocol.reports import AuditReport, MeasuredRow, UnreadableRow
 from primerl.protocol.session import HEADER_BYTES, decode, payload_size
 
 VALIDATOR = SecretKey.from_seed(bytes([4]) * 32)
@@ -27,9 +33,9 @@ SECOND = SecretKey.from_seed(bytes([5]) * 32)
 NEVER = 2**40
 """An expiry."""
 CLEAN = Measured(64, 0.0, 0.0, 0.0, 0.0, 0.0, -10.0)
-ODD = replace(CLEAN, logprob=0.04)
+ODD = msgspec.structs.replace(CLEAN, logprob=0.04)
 """Suspect by the bounds of protocol_cases, not guilty."""
-GUILTY = replace(CLEAN, fingerprint=1.4)
+GUILTY = msgspec.structs.replace(CLEAN, fingerprint=1.4)
 
 
 def branch(length: int = 4) -> Branch:
@@ -170,7 +176,7 @@ async def serve(desk: AuditQueue, key: SecretKey, *found: Measured | Unreadable)
 async def present(desk: AuditQueue, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
     """The request of a validator that waits for a job, once the desk knows of it."""
     waiting = asyncio.create_task(request(desk, key))
-    await until(lambda: desk.seats[key.node_id].waiting > 0)
+    await until(lambda: desk.validators[key.node_id].waiting > 0)
     return waiting
 
 

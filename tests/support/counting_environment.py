@@ -16,9 +16,7 @@ from primerl.node.environments.environment import (
     Split,
     Task,
 )
-from primerl.node.environments.exchange import Exchange
-from primerl.node.environments.playing import branch
-from primerl.node.environments.replay import PlayFailed, RecordedRollout
+from primerl.node.environments.policies import Exchange, PlayFailed, RecordedRollout
 
 STOP = 1
 ASK = 2
@@ -76,7 +74,7 @@ class CountingEnvironment:
         except (PlayFailed, ScoreMismatch) as error:
             return Episode(branches=[], score=Score(reward=0.0), error=str(error))
         reply = completion.token_ids
-        sequence = branch(
+        sequence = Branch.of_turns(
             [*prompt, *reply],
             [False] * len(prompt) + [True] * len(reply),
             [0.0] * len(prompt) + completion.logprobs,

@@ -11,16 +11,16 @@ import time
 
 import msgspec
 
-from primerl.node.process.frames import HEAD_BYTES, Message
+from primerl.node.process.frames import HEAD_BYTES, ProcessMessage
 from primerl.node.process.serve import Outbox, ParentGone, ParentSocket, serve_parent
 
 MAX_FRAME = 4096
 CONNECT_S = 30.0
 
 
-def read(body: bytes) -> Message[str]:
+def read(body: bytes) -> ProcessMessage[str]:
     """Decode a message of either end."""
-    return msgspec.msgpack.decode(body, type=Message[str])
+    return msgspec.msgpack.decode(body, type=ProcessMessage[str])
 
 
 class Echo:
@@ -31,7 +31,7 @@ class Echo:
         self._write = outbox._write  # pyright: ignore[reportPrivateUsage]
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, request: Message[str]) -> None:
+    def take(self, request: ProcessMessage[str]) -> None:
         """Begin to answer a request."""
         self._tasks[request.number] = asyncio.create_task(self._answer(request))
 
@@ -39,7 +39,7 @@ class Echo:
         """Say that the end was seen."""
         print("closed in peace", file=sys.stderr, flush=True)
 
-    async def _answer(self, request: Message[str]) -> None:
+    async def _answer(self, request: ProcessMessage[str]) -> None:
         command, _, argument = request.body.partition(" ")
         match command:
             case "wait":  # others are answered meanwhile
@@ -55,7 +55,7 @@ class Echo:
                 print(argument, flush=True)
             case "descend":
                 process = await asyncio.create_subprocess_exec("sleep", "600")
-                self._outbox.put(Message(request.number, str(process.pid)))
+                self._outbox.put(ProcessMessage(request.number, str(process.pid)))
                 await process.wait()
             case "garbage":
                 self._write((5).to_bytes(HEAD_BYTES, "little") + b"hello")
@@ -63,7 +63,7 @@ class Echo:
                 self._write(b"\xff" * HEAD_BYTES)
             case _:
                 pass
-        self._outbox.put(Message(request.number, request.body))
+        self._outbox.put(ProcessMessage(request.number, request.body))
 
 
 def answer_at_socket() -> None:

@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 
+from support.memory_store import MemoryStore
 from support.memory_transport import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.arrivals import ChunkArrivals
+from primerl.node.p2p.chunk_client import ChunkSource, PeerPaths
 from primerl.node.p2p.connections import ConnectionPool, Handler, Router
 from primerl.node.p2p.download import BlobFetcher
-from primerl.node.p2p.download_state import ChunkSource, PeerPaths
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.p2p.serve import BlobServer
-from primerl.node.storage.chunk_store import MemoryStore, Store
+from primerl.node.p2p.serve import BlobServer, ChunkArrivals
+from primerl.node.storage.chunk_store import Store
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import ALPN_BLOBS
 

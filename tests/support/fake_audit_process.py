@@ -1,7 +1,6 @@
 """A process that measures nothing and does what the first token of an item says: to hang, to die, to lie.
 
-Run as a program; all but what measures is that of the real one (verification/process.py). Without torch it is
-up at once.
+Run as a program; only the measurer differs from the real one (verification/audit_process.py).
 """
 
 import os
@@ -10,9 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from primerl.node.ops.errors import EngineError
+from primerl.node.verification.audit_process import AuditSetUp, main
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.messages import Setup
-from primerl.node.verification.process import main
 from primerl.node.weights.state import State
 
 FINE, HANGS, DIES, TIRED, BUGGY, MISCOUNTS, BROKEN, COUNTS = range(8)
@@ -23,7 +21,7 @@ error that nobody expects; BROKEN: this state can never be measured; COUNTS says
 class Fake:
     """Implements Measurer."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: AuditSetUp) -> None:
         self._states: list[State] = []
 
     def measure(

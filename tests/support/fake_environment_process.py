@@ -23,11 +23,8 @@ from primerl.node.environments.environment import (
     Split,
     Task,
 )
-from primerl.node.environments.exchange import Exchange, Stuck
-from primerl.node.environments.host import main
-from primerl.node.environments.host_frames import SetUp
-from primerl.node.environments.playing import branch
-from primerl.node.environments.replay import RecordedRollout
+from primerl.node.environments.host import EnvironmentSetUp, main
+from primerl.node.environments.policies import EpisodeStuck, Exchange, RecordedRollout
 
 PROMPT = [ASK, 40]
 """Of every task."""
@@ -36,7 +33,7 @@ PROMPT = [ASK, 40]
 class Moody:
     """Single turns; every reply earns 1, if its task lets it."""
 
-    def __init__(self, set_up: SetUp) -> None:
+    def __init__(self, set_up: EnvironmentSetUp) -> None:
         self._config = EnvironmentConfig.model_validate_json(set_up.config)
         self._moods: list[str] = self._config.args["moods"].split()
 
@@ -81,11 +78,13 @@ class Moody:
             async with exchange.bounded():
                 said = await exchange.sample(prompt)
                 await behave(self._mood(task.index))
-        except Stuck as error:
+        except EpisodeStuck as error:
             raise EnvironmentStuck(str(error)) from error
         mask = [False] * len(prompt) + [True] * len(said.token_ids)
         logprobs = [0.0] * len(prompt) + said.logprobs
-        return Episode([branch([*prompt, *said.token_ids], mask, logprobs, [said])], Score(1.0))
+        return Episode(
+            [Branch.of_turns([*prompt, *said.token_ids], mask, logprobs, [said])], Score(1.0)
+        )
 
     def _mood(self, index: int) -> str:
         return self._moods[index % len(self._moods)]

@@ -10,20 +10,19 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from support.memory_store import MemoryStore
 from support.swarm import Swarm, at_home
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.app import rundir
 from primerl.node.config.run import RunConfig
-from primerl.node.p2p.arrivals import ChunkArrivals
 from primerl.node.p2p.connections import Router
 from primerl.node.p2p.heads import HeadServer, HeadStore
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive, send
-from primerl.node.p2p.serve import BlobServer
+from primerl.node.p2p.serve import BlobServer, ChunkArrivals
 from primerl.node.p2p.transport import Stream
-from primerl.node.storage.chunk_store import MemoryStore
 from primerl.node.storage.ledger import Ledger
 from primerl.node.weights.codec import CODEC, encode_full
 from primerl.node.weights.replica import prove

@@ -6,14 +6,14 @@ from typing import Any
 from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
-from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, Share
+from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, LeaseShare
 from primerl.protocol.reputation import Reputation
 
 A, B, C, D, E = (bytes([n]) * 32 for n in (10, 11, 12, 13, 14))
 SEED = digest(b"seed")
-ALONE = Share()
+ALONE = LeaseShare()
 """Fully trusted, nobody waits."""
-STRANGER = Share(Reputation().trust_low)
+STRANGER = LeaseShare(Reputation().trust_low)
 
 
 def task_digest(index: int) -> bytes:
@@ -40,7 +40,7 @@ def grant(
     capacity: int = 100,
     now: float = NOW,
     digest_of: Callable[[int], bytes] = task_digest,
-    share: Share = ALONE,
+    share: LeaseShare = ALONE,
 ) -> Lease | None:
     return book.grant(
         node,
@@ -54,7 +54,11 @@ def grant(
 
 
 def granted(
-    book: LeaseBook, node: bytes = A, now: float = NOW, share: Share = ALONE, capacity: int = 100
+    book: LeaseBook,
+    node: bytes = A,
+    now: float = NOW,
+    share: LeaseShare = ALONE,
+    capacity: int = 100,
 ) -> Lease:
     lease = grant(book, node, now=now, share=share, capacity=capacity)
     assert lease is not None

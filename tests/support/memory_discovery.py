@@ -8,12 +8,12 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from support.memory_streams import MemoryConnection, Uplink, connect_ends
+from support.memory_streams import AsyncQueue, MemoryConnection, Uplink, connect_ends
 
 from primerl.crypto.hashing import digest
 from primerl.node.p2p.discovery import GossipFact
 from primerl.node.p2p.transport import ConnectionLost, Stream, Unreachable
-from primerl.node.p2p.waiting import AsyncQueue, Notifier
+from primerl.node.p2p.waiting import Notifier
 from primerl.protocol.errors import LocalProtocolError
 from primerl.protocol.version import MAX_GOSSIP
 

@@ -5,9 +5,10 @@ Both ends live in one event loop; a change on one end is seen by the other at it
 
 import asyncio
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from primerl.node.p2p.transport import (
     ConnectionLost,
@@ -15,7 +16,7 @@ from primerl.node.p2p.transport import (
     StreamClosed,
     TransportError,
 )
-from primerl.node.p2p.waiting import AsyncQueue, Notifier
+from primerl.node.p2p.waiting import Notifier
 
 STREAM_BACKLOG = 256
 """Streams of one connection that may wait for accept_stream()."""
@@ -25,6 +26,44 @@ Travel = Callable[[bytes, bytes, Callable[[], bool]], Coroutine[Any, Any, None]]
 Uplink = Callable[[bytes, int], Awaitable[None]]
 """(from, bytes): returns when the line of a node has sent so much."""
 Broken = Callable[[], TransportError]
+
+
+T = TypeVar("T")
+
+
+class AsyncQueue(Generic[T]):
+    """A bounded queue that can end: once closed, whatever it still held is dropped."""
+
+    def __init__(self, limit: int, ended: Callable[[], Exception]) -> None:
+        self._items: deque[T] = deque()
+        self._limit = limit
+        self._ended = ended
+        self._closed = False
+        self._changed = Notifier()
+
+    def offer(self, item: T) -> bool:
+        """Add `item`; False when the inbox is full or closed."""
+        if self._closed or len(self._items) >= self._limit:
+            return False
+        self._items.append(item)
+        self._changed.fire()
+        return True
+
+    async def take(self) -> T:
+        """The next item in order. Raises what `ended` makes once the inbox is closed."""
+        while not self._closed:
+            if self._items:
+                return self._items.popleft()
+            await self._changed.wait()
+        raise self._ended()
+
+    def close(self) -> list[T]:
+        """End the inbox and hand back what nobody took."""
+        self._closed = True
+        left = list(self._items)
+        self._items.clear()
+        self._changed.fire()
+        return left
 
 
 class Pipe:

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 
 from support.memory_discovery import MemoryDiscovery
-from support.memory_streams import MemoryConnection, Uplink, connect_ends
+from support.memory_streams import AsyncQueue, MemoryConnection, Uplink, connect_ends
 
 from primerl.crypto.hashing import short
 from primerl.node.p2p.transport import Connection, ConnectionLost, Unreachable
-from primerl.node.p2p.waiting import AsyncQueue, Notifier
+from primerl.node.p2p.waiting import Notifier
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KIB
 
 DEFAULT_ALPNS = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)

@@ -11,7 +11,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hf import ComputeThread
 from primerl.node.ops.errors import EngineError, one_line
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.portions import first_portion
+from primerl.node.verification.hf_auditor import portion_size
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest
 
@@ -47,7 +47,7 @@ class PrefillCore:
         try:
             while len(found) < len(items):
                 rest = items[len(found) :]
-                portion = rest[: first_portion(rest, others)]
+                portion = rest[: portion_size(rest, others)]
                 found += await self._thread.run(self._replay.measure, portion, states, others)
         except RuntimeError as error:  # torch's own: no memory, no such device
             raise EngineError(
@@ -62,9 +62,9 @@ class PrefillCore:
             await self._thread.close()
 
     def _open(self, model_dir: Path, run: RunManifest) -> "Replay":
+        from primerl.node.verification.auditor import audit_terms
         from primerl.node.verification.replay import Replay
-        from primerl.node.verification.terms import terms
 
-        replay = Replay(terms(model_dir, run, self._config.device))
+        replay = Replay(audit_terms(model_dir, run, self._config.device))
         replay.prepare()
         return replay

@@ -9,6 +9,13 @@ from msgspec import Struct, structs
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.keys import SecretKey
 from primerl.protocol import messages as m
+from primerl.protocol.audits import (
+    AuditReport,
+    CrossedRow,
+    MeasuredRow,
+    Place,
+    UnreadableRow,
+)
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, TaskRef
@@ -34,13 +41,6 @@ from primerl.protocol.manifests import (
     run_id,
 )
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, StageOffer
-from primerl.protocol.reports import (
-    AuditReport,
-    CrossedRow,
-    MeasuredRow,
-    Place,
-    UnreadableRow,
-)
 from primerl.protocol.rollouts import (
     Blamed,
     BranchRecord,

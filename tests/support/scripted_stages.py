@@ -43,7 +43,7 @@ from primerl.node.pipeline.port import Port, PortClosed
 from primerl.node.pipeline.socket_port import SocketPort
 from primerl.node.pipeline.stage_loop import LoopStats, serve
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.crossings import distances
+from primerl.node.verification.replay import distances
 from primerl.node.weights.state import Changed, State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding, PipelineShape, Stage

@@ -15,7 +15,7 @@ TINY = ModelCreateConfig(
     hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
 )
 DEVICE = os.environ.get("PRIMERL_TEST_DEVICE", "cpu")
-"""With `cuda` the conformance suite of backends runs on GPUs (tests/gpu/measure_training.sh)."""
+"""With `cuda` the conformance suite of backends runs on GPUs (scripts/bench/gpu.sh)."""
 FAST = TrainingConfig(
     lr=1e-2,
     weight_decay=0.0,

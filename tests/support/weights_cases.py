@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from primerl.crypto.hashing import NO_DIGEST, digest
-from primerl.node.weights.codec import CODEC
+from primerl.node.weights.codec import CODEC, apply_delta
+from primerl.node.weights.payload import Payload
 from primerl.node.weights.state import BITS, State, Tensor, digests, numel, state_digest
 from primerl.protocol.manifests import Artifact, ChunkRef, PolicyManifest, TensorInfo
 
@@ -150,3 +151,10 @@ def neighbours(draw: st.DrawFn) -> tuple[State, State]:
             data = ~data
         new[name] = Tensor(held.dtype, held.shape, data)
     return base, new
+
+
+def applied(
+    base: State, payload: Payload, tensors: Sequence[TensorInfo], *, threads: int = 1
+) -> State:
+    """Apply a delta, and forget where it changed."""
+    return apply_delta(base, payload, tensors, threads=threads)[0]

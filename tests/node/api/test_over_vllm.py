@@ -25,7 +25,7 @@ from primerl.node.weights.state import State
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),

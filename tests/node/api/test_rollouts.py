@@ -12,7 +12,7 @@ from support.engine_cases import FP32, make_qwen3, reference_logprobs, started
 from primerl.node.inference.hf import HfEngine
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

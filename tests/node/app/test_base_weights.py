@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.memory_store import MemoryStore
 from support.protocol_cases import ADAPTED
 from support.training_cases import make_model
 
@@ -14,7 +15,6 @@ from primerl.node.config.training import LoraConfig
 from primerl.node.models import huggingface
 from primerl.node.models.model_files import read_base
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.storage.chunk_store import MemoryStore
 from primerl.node.weights.state import digests, state_digest
 from primerl.protocol.errors import RemoteProtocolError
 from primerl.protocol.manifests import ChunkRef, PolicyManifest, RunManifest, TensorInfo, encode

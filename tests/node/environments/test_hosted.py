@@ -12,7 +12,7 @@ from support.chat_model import IM_END, make_chat_model
 from primerl.node.app.startup import demonstrations
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import Environment
-from primerl.node.environments.hosted import PROGRAM, build_environment
+from primerl.node.environments.hosted import PROGRAM, HostedEnvironment
 from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"
@@ -38,7 +38,7 @@ async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
 ) -> None:
     """Without task_at, a warm-up on it once read five million tasks and ended in a traceback."""
     monkeypatch.syspath_prepend(TASKSETS)
-    environment = build_environment(
+    environment = HostedEnvironment(
         EnvironmentConfig(id="sort-digits", args={"digits": 6}, timeout_s=3.0),
         model_dir=make_chat_model(tmp_path),
         seed=0,

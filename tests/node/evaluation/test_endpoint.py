@@ -14,11 +14,11 @@ from support.openai_server import Answer, Server, openai_server, refused, said
 
 from primerl.node.app.eval import evaluate
 from primerl.node.config.evaluation import EndpointConfig, EvalConfig, EvalSamplingConfig
+from primerl.node.environments.chat import CUT, END, Transcript
 from primerl.node.environments.environment import EnvironmentFailed
-from primerl.node.environments.replay import PlayFailed
-from primerl.node.environments.transcript import CUT, END, Transcript
+from primerl.node.environments.policies import PlayFailed
 from primerl.node.evaluation.endpoint import MAX_BODY_BYTES, EndpointPolicy, open_endpoint
-from primerl.node.evaluation.eval_suite import Progress
+from primerl.node.evaluation.eval_suite import EvalProgress
 from primerl.node.evaluation.evaluator import TurnRequest
 from primerl.node.ops.errors import NetworkError, UsageError
 
@@ -249,7 +249,7 @@ def config(directory: Path, server: Server, **settings: Any) -> EvalConfig:
 
 
 async def test_an_api_is_evaluated_and_not_asked_twice(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[EvalProgress] = []
     async with openai_server(reversing) as server:
         wanted = config(tmp_path, server)
         (cell,) = await evaluate(wanted, watch=seen.append, environ={"MY_KEY": KEY})
@@ -334,7 +334,7 @@ async def test_a_key_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert server.bodies == []
 
 
-def _nothing(progress: Progress) -> None:
+def _nothing(progress: EvalProgress) -> None:
     pass
 
 

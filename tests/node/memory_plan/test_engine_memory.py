@@ -10,7 +10,6 @@ from primerl.node.memory_plan.memory import (
     Device,
     MemoryBreakdown,
     MemoryItem,
-    engine_flag,
     gib,
     plan_engine,
     sequence_bytes,
@@ -146,54 +145,12 @@ def test_auto_has_to_be_a_number_first() -> None:
         plan_engine(vllm(tp="auto"), Q8B, CARD)
 
 
-# -- advice ----------------------------------------------------------------------------------------
-
-
-def test_what_fits_needs_no_flag() -> None:
-    plan = plan_engine(vllm(max_batch=5), Q8B, CARD)
-    assert plan.verdict == "fits: 5 sequences of 8192 tokens at once"
-    assert engine_flag(vllm(max_batch=5), plan) == ""
-
-
-@pytest.mark.parametrize(
-    ("gpu", "config", "flag"),
-    [
-        (24, vllm(), "--engine.max-batch 5"),
-        (24, vllm(dtype="float32"), "--engine.dtype bfloat16"),
-        (20, vllm(max_model_len=32768), "--engine.max-model-len 15120"),
-        (16, vllm(), "--engine.tp 2"),
-        (
-            24,
-            vllm(vllm={"gpu_memory_utilization": 1.1}),
-            "--engine.vllm.gpu-memory-utilization 0.98",
-        ),
-    ],
-)
-def test_the_flag_that_helps_is_named(gpu: int, config: EngineConfig, flag: str) -> None:
-    assert engine_flag(config, plan_engine(config, Q8B, Device("cuda", gpu * GIB))) == flag
-
-
-def test_following_the_flags_ends_in_an_engine_that_holds_its_sequences() -> None:
-    for gpu in (8, 12, 16, 20, 24, 40, 80):
-        for dtype in ("float32", "bfloat16"):
-            config = vllm(dtype=dtype, max_model_len=32768)
-            for _ in range(6):
-                plan = plan_engine(config, Q8B, Device("cuda", gpu * GIB))
-                if not (flag := engine_flag(config, plan)):
-                    break
-                name, value = flag.removeprefix("--engine.").replace("-", "_").split()
-                value = value if name == "dtype" else int(value)
-                config = config.model_copy(update={name: value})
-            assert plan_engine(config, Q8B, Device("cuda", gpu * GIB)).holds_all, (gpu, dtype)
-
-
-def test_the_length_that_is_named_is_the_longest_that_fits() -> None:
-    device = Device("cuda", 20 * GIB)
-    config = vllm(max_model_len=32768)
-    plan = plan_engine(config, Q8B, device)
-    length = int(engine_flag(config, plan).split()[1])
-    assert sequence_bytes(config, Q8B, length, "cuda") <= plan.cache
-    assert sequence_bytes(config, Q8B, length + 16, "cuda") > plan.cache
+def test_a_plan_says_by_how_much_it_fits() -> None:
+    assert plan_engine(vllm(max_batch=5), Q8B, CARD).verdict == (
+        "fits: 5 sequences of 8192 tokens at once"
+    )
+    assert "only 5 of 256 sequences" in plan_engine(vllm(), Q8B, CARD).verdict
+    assert "short of one" in plan_engine(vllm(), Q8B, Device("cuda", 16 * GIB)).verdict
 
 
 # -- the embedded engine ---------------------------------------------------------------------------

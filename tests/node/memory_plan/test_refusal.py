@@ -43,7 +43,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_what_cannot_hold_a_sequence_is_refused_with_what_can(model: Path) -> None:
-    with pytest.raises(UsageError, match=r"does not fit: .* short .* give --engine\.") as refused:
+    with pytest.raises(
+        UsageError, match=r"does not fit: .* short .* lower engine\.max_model_len"
+    ) as refused:
         refuse_what_cannot_fit(engine(max_model_len=40960), model, [card(6)])
     assert "primerl-node doctor" in str(refused.value)
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import pytest
 from msgspec import structs
+from support.memory_store import MemoryStore
 from support.protocol_cases import MANIFEST
 
 from primerl.crypto.hashing import digest
@@ -22,7 +23,6 @@ from primerl.node.memory_plan.stages import (
 from primerl.node.ops.errors import EngineError
 from primerl.node.ops.gpus import GpuMemory
 from primerl.node.pipeline.planner import Offered, PlanLimits, make_plan
-from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.manifests import ChunkRef, FileRef
 from primerl.protocol.pipelines import StageOffer
 

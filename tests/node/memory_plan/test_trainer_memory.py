@@ -10,7 +10,6 @@ from primerl.node.config.training import LoraConfig, TrainingConfig
 from primerl.node.memory_plan.memory import (
     GIB,
     LearnerMemory,
-    learner_flag,
     plan_learner,
     plan_trainer,
     worker_share,
@@ -186,20 +185,6 @@ def test_what_saves_memory_is_planned_to(more: dict[str, Any]) -> None:
         plan_learner(config(**more), SMALL, gpu=True).total
         < plan_learner(config(), SMALL, gpu=True).total
     )
-
-
-def test_the_flag_that_helps_a_learner_follows_what_is_too_large() -> None:
-    def flag(shape: ModelShape, room: int, **more: Any) -> str:
-        asked = config(**more)
-        return learner_flag(asked, plan_learner(asked, shape, gpu=True), room)
-
-    assert flag(SMALL, 80 * GIB) == ""
-    assert flag(SMALL, 24 * GIB) == "--training.activation-checkpointing full"
-    full = {"activation_checkpointing": "full", "head_chunk": 8192}
-    assert plan_learner(config(**full), SMALL, gpu=True).total <= 24 * GIB
-    assert flag(SMALL, 16 * GIB, **full) == "--training.head-chunk 1024"
-    assert flag(LARGE, 24 * GIB).startswith("--training.lora.rank 16, or more GPUs")
-    assert flag(LARGE, 8 * GIB, lora={"rank": 16}).startswith("more GPUs: --training.backend fsdp")
 
 
 # -- beside a worker -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import time
 
 from support.swarm import until
 
-from primerl.node.ops.event_loop_monitor import (
+from primerl.node.ops.metrics import (
     EVERY_S,
     LOOK_S,
     STILL_S,

@@ -5,7 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from primerl.node.ops.registry import RunningEntry, directory, register, running, unregister
+from primerl.node.ops.control import (
+    RunningEntry,
+    register,
+    registry_directory,
+    running,
+    unregister,
+)
 
 
 def test_a_registered_node_is_found_until_it_unregisters(tmp_path: Path) -> None:
@@ -62,9 +68,9 @@ def test_a_directory_that_cannot_be_written_costs_only_the_entry(tmp_path: Path)
 
 
 def test_the_runtime_directory_goes_before_the_home(tmp_path: Path) -> None:
-    assert directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "primerl"
+    assert registry_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "primerl"
     for environ in ({}, {"XDG_RUNTIME_DIR": str(tmp_path / "absent")}):
-        assert directory(environ) == Path.home() / ".primerl" / "running"
+        assert registry_directory(environ) == Path.home() / ".primerl" / "running"
 
 
 def test_an_entry_is_plain_data() -> None:

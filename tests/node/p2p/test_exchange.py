@@ -17,12 +17,13 @@ from support.exchange_world import (
     until,
 )
 from support.exchange_world import references as refs
+from support.memory_store import MemoryStore
 from support.memory_transport import MemoryNetwork
 
 from primerl.node.ops.errors import NetworkError, StorageError
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import TransportError, Unreachable
-from primerl.node.storage.chunk_store import FileStore, MemoryStore
+from primerl.node.storage.chunk_store import FileStore
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import ChunkRef
 

@@ -9,24 +9,15 @@ import pytest
 from support.exchange_world import payload, until
 from support.exchange_world import references as refs
 
-from primerl.node.p2p.arrivals import ChunkArrivals
-from primerl.node.p2p.download_state import (
-    DETOUR_S,
-    IN_LINE_S,
-    NO_DETOUR_S,
-    REST_S,
-    SHUN_S,
-    SILENT_S,
-    ChunkDownload,
-    DownloadState,
-    PeerScores,
-)
+from primerl.node.p2p.download_state import IN_LINE_S, SILENT_S, ChunkDownload, DownloadState
+from primerl.node.p2p.peers import DETOUR_S, NO_DETOUR_S, REST_S, SHUN_S, PeerScores
 from primerl.node.p2p.serve import (
     EPOCH,
     HALF_LIFE_S,
     MOST,
     OVERDUE_S,
     RELAY_S,
+    ChunkArrivals,
     UploadCounts,
     UploadLimit,
     UploadSlots,

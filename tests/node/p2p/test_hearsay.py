@@ -6,12 +6,12 @@ from collections.abc import Collection
 
 from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload, until
 from support.exchange_world import references as refs
+from support.memory_store import MemoryStore
 from support.memory_transport import MemoryNetwork
 
 from primerl.node.p2p.connections import Handler
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.transport import Stream
-from primerl.node.storage.chunk_store import MemoryStore
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.messages import BlobRequest, ChunkFollows, GetAnyChunk

@@ -322,7 +322,7 @@ async def test_a_peer_that_was_killed_is_noticed_without_a_word_from_it() -> Non
             await child.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_living_peer_with_nothing_to_say_is_kept() -> None:
     async with running() as server, running() as client:
         near, far = await asyncio.gather(connect(client, server), server.accept())

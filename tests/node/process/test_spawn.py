@@ -1,4 +1,4 @@
-"""Processes that are started to run by themselves, their logs, and a child that is left alone."""
+"""Logged processes, the rotation of their logs, and children whose parent ends."""
 
 import asyncio
 import os
@@ -10,19 +10,9 @@ from pathlib import Path
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support.disks import fill, small_disk
+from support.processes import DEADLINE_S, gone
 
 from primerl.node.process.spawn import LoggedProcess, kill_group, signal_process
-
-DEADLINE_S = 60.0
-
-
-async def gone(pid: int) -> None:
-    """Wait until nothing runs under this id; an orphan's zombie is for init to reap."""
-    async with asyncio.timeout(DEADLINE_S):
-        while psutil.pid_exists(pid):
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return
-            await asyncio.sleep(0.02)
 
 
 async def test_stopping_a_child_ends_its_own_children(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sockets at paths that no kernel takes."""
+"""Sockets at paths longer than a kernel accepts."""
 
 import asyncio
 import os

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.counting_backend import CountingBackend
+from support.memory_store import MemoryStore
 from support.sft_cases import pairs, write_rows
 from support.training_cases import FAST, TINY
 
@@ -19,7 +20,6 @@ from primerl.node.config.sft import SftConfig, SftTrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
 from primerl.node.sft.loop import SftProgress
-from primerl.node.storage.chunk_store import MemoryStore
 from primerl.node.storage.ledger import Ledger
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.local_backend import LocalBackend

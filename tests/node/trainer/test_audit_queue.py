@@ -32,10 +32,10 @@ from primerl.node.ops.errors import UsageError
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.trainer.audits import BENCH_S, AuditQueue, RemoteAuditors, read_validators
 from primerl.node.verification.auditor import Measured, Unreadable
+from primerl.protocol.audits import MeasuredRow, UnreadableRow
 from primerl.protocol.envelope import Purpose
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import AuditJob, AuditWait
-from primerl.protocol.reports import MeasuredRow, UnreadableRow
 
 CUT_SHORT = Unreadable("cut short", proof=True)
 NO_END = Unreadable("no end", proof=False)
@@ -45,7 +45,7 @@ def remote(own: Own, audits: AuditQueue, **settings: Any) -> RemoteAuditors:
     """Audits by validators; nothing is measured again unless the test says so."""
     base: dict[str, Any] = {"overlap": 0.0, "first_jobs": 0, **settings}
     chance = random.Random(1)
-    return RemoteAuditors(own, audits, PROOFS, term=lambda: 0, chance=chance, **base)
+    return RemoteAuditors(own, audits, PROOFS, epoch=lambda: 0, chance=chance, **base)
 
 
 async def job_of(audits: AuditQueue) -> tuple[AuditJob, "asyncio.Task[Any]"]:
@@ -176,19 +176,19 @@ async def test_a_validator_that_never_answers_costs_one_deadline_and_then_nothin
     with refuses(Reason.REPLAYED):
         await audits.take_in(VALIDATOR.node_id, sealed(report(job)))  # too late
     await request(audits)
-    assert not audits.anybody(frozenset({2, 3}), 0)
+    assert not audits.available(frozenset({2, 3}), 0)
     assert (await remote(own, audits).audit(call())).validator == b""
     assert len(own.calls) == 2
     now[0] += BENCH_S + 1
     await request(audits)
-    assert audits.anybody(frozenset({2, 3}), 0)
+    assert audits.available(frozenset({2, 3}), 0)
 
 
 async def test_a_job_that_does_not_reach_its_validator_is_the_trainers() -> None:
     own, audits = Own(), desk()
     stream = Told(broken=StreamClosed("gone"))
     asked = asyncio.create_task(request(audits, stream=stream))
-    await until(lambda: audits.seats[VALIDATOR.node_id].waiting > 0)
+    await until(lambda: audits.validators[VALIDATOR.node_id].waiting > 0)
     assert (await remote(own, audits).audit(call())).validator == b""
     with pytest.raises(StreamClosed):
         await asked
@@ -201,7 +201,7 @@ async def test_a_validator_that_cannot_audit_says_so_and_the_trainer_does() -> N
     await audits.take_in(VALIDATOR.node_id, sealed(failed))
     assert await waiting is None
     await request(audits)
-    assert not audits.anybody(frozenset({2, 3}), 0)
+    assert not audits.available(frozenset({2, 3}), 0)
 
 
 async def test_rollouts_of_several_branches_stay_with_the_trainer_and_keep_their_place() -> None:
@@ -265,7 +265,7 @@ async def test_honest_noise_disqualifies_nobody() -> None:
     for _ in range(40):
         assert (await auditors.audit(call())).validator == VALIDATOR.node_id
     validator.cancel()
-    record = audits.seats[VALIDATOR.node_id].record
+    record = audits.validators[VALIDATOR.node_id].record
     assert (record.compared, record.differing, record.disqualified) == (86, 3, "")
 
 
@@ -276,7 +276,7 @@ async def test_a_validator_that_suspects_everybody_is_found_in_time() -> None:
     auditors = remote(own, audits, overlap=1.0)
     for _ in range(16):
         await auditors.audit(call())
-    assert "32 of 32" in audits.seats[VALIDATOR.node_id].record.disqualified
+    assert "32 of 32" in audits.validators[VALIDATOR.node_id].record.disqualified
     with refuses(Reason.BANNED):
         await validator
 

@@ -139,7 +139,7 @@ def compiled(directory: Path) -> list[float]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mixture_is_one_graph_that_computes_what_it_does_uncompiled(directory: Path) -> None:
     """Sharded, in bf16 and computed again in backward."""
     ((loss, load, skipped, *graph),) = ranks.on_ranks(1, compiled, directory)

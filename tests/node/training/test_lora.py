@@ -307,7 +307,7 @@ def test_fused_experts_are_refused_and_attention_beside_them_is_not() -> None:
 # -- many ranks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.asyncio
 async def test_two_ranks_train_the_adapters_that_one_does(model_dir: Path, tmp_path: Path) -> None:
     one = trained(model_dir)

@@ -64,7 +64,7 @@ async def test_a_rank_alone_is_the_process_itself_and_its_end_is_seen() -> None:
     await fails(rank, fake.HANGS, "rank 0 of 1 failed: killed by SIGKILL")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "match", "timeout_s"),
     [
@@ -79,7 +79,7 @@ async def test_a_rank_alone_that_breaks_or_hangs_says_why(
     await fails(await started(), kind, match, timeout_s)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_rank_alone_that_is_asked_to_end_ends_in_peace() -> None:
     rank = await started()
     directory, pid = rank.directory, rank.pids[0]

@@ -165,7 +165,7 @@ async def test_a_rank_that_is_stopped_while_nobody_asks_is_noticed() -> None:
     await ranks.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
@@ -178,7 +178,7 @@ async def test_a_rank_that_hangs_or_differs_ends_all(kind: int, match: str) -> N
     await fails(await group(TIMEOUT_S), kind, match)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1, -1], ids=["rank0", "rank1", "torchrun"])
 async def test_whoever_dies_while_nobody_asks_no_process_is_left(
@@ -210,7 +210,7 @@ async def test_ranks_that_cannot_start_are_an_error_that_says_why() -> None:
         await ranks.ask(Step(told(1, fake.FINE)), 5.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_world_that_cannot_be_divided_is_a_mistake_of_the_config() -> None:
     fsdp = FsdpConfig(replicas=3, start_timeout_s=60.0)
     ranks = RankGroup(config().model_copy(update={"fsdp": fsdp}), 2, FAKE)

@@ -57,7 +57,7 @@ def step(number: int, kind: int) -> Step:
     return Step(TrainBatch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_ranks_of_two_machines_train_together_and_end_together() -> None:
     settings = config(free_port())
     ranks = RankGroup(settings, 1, FAKE)
@@ -72,7 +72,7 @@ async def test_ranks_of_two_machines_train_together_and_end_together() -> None:
             assert await other.wait() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_machine_that_dies_ends_all() -> None:
     settings = config(free_port())
     ranks = RankGroup(settings, 1, FAKE)
@@ -85,7 +85,7 @@ async def test_a_machine_that_dies_ends_all() -> None:
         await ranks.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_where_nobody_comes_the_error_has_the_command() -> None:
     ranks = RankGroup(config(free_port(), start_timeout_s=4.0), 1, FAKE)
     with pytest.raises(RankFailed, match=r"with NODE 1 to 1, run `python -m torch.distributed.run"):

@@ -1,9 +1,8 @@
-"""The validator's side: what it makes of a job, whom it believes, and what it keeps on its shelf."""
+"""The validator's side: what it makes of a job, whom it believes, and what it keeps on its cache."""
 
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from primerl.node.validator.loop import (
 )
 from primerl.node.verification.auditor import Measured, SampledSpan, Unreadable
 from primerl.node.weights.replica import Policy
+from primerl.protocol.audits import MAX_UNREADABLE_DETAIL, AuditReport, Place, check_rows
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import sample_seed
@@ -56,9 +56,7 @@ from primerl.protocol.messages import (
     AuditWait,
     Message,
     OtherPolicies,
-    SyncRecords,
 )
-from primerl.protocol.reports import MAX_UNREADABLE_DETAIL, AuditReport, Place, check_rows
 from primerl.protocol.rollouts import BranchRecord, RolloutRecord, Submission
 from primerl.protocol.session import decode, frame
 from primerl.protocol.trust import TrustedRun
@@ -119,24 +117,11 @@ def test_what_is_audited_follows_from_the_bundle_and_its_lease() -> None:
     assert item.proof == PROVED.proof
 
 
-FOREIGN_LEASE = seal(
-    STRANGER,
-    Purpose.LEASE,
-    RUN,
-    LEASE,
-    recipient=WORKER.node_id,
-    sequence=LEASE.lease_id,
-    expires=NOW + 180,
-)
-ANOTHERS_LEASE = seal(
-    TRAINER,
-    Purpose.LEASE,
-    RUN,
-    LEASE,
-    recipient=STRANGER.node_id,
-    sequence=LEASE.lease_id,
-    expires=NOW + 180,
-)
+def leased(key: SecretKey = TRAINER, to: SecretKey = WORKER) -> Submission:
+    """The work with a lease of this key to that node."""
+    where = {"recipient": to.node_id, "sequence": LEASE.lease_id, "expires": NOW + 180}
+    sealed = seal(key, Purpose.LEASE, RUN, LEASE, **where)  # type: ignore[arg-type]
+    return msgspec.structs.replace(WORK, lease=sealed)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +130,8 @@ ANOTHERS_LEASE = seal(
         (bundle(key=STRANGER), Reason.WRONG_SIGNER),
         (bundle(recipient=STRANGER.node_id), Reason.WRONG_RECIPIENT),
         (with_another_end(bundle()), Reason.BAD_SIGNATURE),
-        (bundle(msgspec.structs.replace(WORK, lease=FOREIGN_LEASE)), Reason.WRONG_SIGNER),
-        (bundle(msgspec.structs.replace(WORK, lease=ANOTHERS_LEASE)), Reason.WRONG_RECIPIENT),
+        (bundle(leased(STRANGER)), Reason.WRONG_SIGNER),
+        (bundle(leased(to=STRANGER)), Reason.WRONG_RECIPIENT),
         (bundle(msgspec.structs.replace(WORK, groups=())), Reason.WRONG_TASK),
         (SEALED_LEASE, Reason.WRONG_PURPOSE),
     ],
@@ -217,7 +202,9 @@ async def test_what_a_job_promises_takes_no_memory_before_it_comes() -> None:
 
 
 def test_a_report_holds_numbers_whatever_was_measured() -> None:
-    wild = replace(CLEAN, fingerprint=math.nan, sampling=math.inf, other_policy=-math.inf)
+    wild = msgspec.structs.replace(
+        CLEAN, fingerprint=math.nan, sampling=math.inf, other_policy=-math.inf
+    )
     data = bundle()
     asked = job(data, Place(0, 0), Place(1, 1), Place(0, 1))
     made = make_report(asked, [wild, CLEAN, Unreadable("\u20ac" * 500, proof=True)])
@@ -229,7 +216,7 @@ def test_a_report_holds_numbers_whatever_was_measured() -> None:
     assert len(row.detail.encode()) == MAX_UNREADABLE_DETAIL
 
 
-# -- the shelf -----------------------------------------------------------------------------------
+# -- the cache -----------------------------------------------------------------------------------
 
 
 def policy(version: int, name: bytes = b"state") -> Policy:
@@ -247,44 +234,44 @@ def heads(*orders: tuple[int, int]) -> TrustedRun:
     return trusted
 
 
-def test_a_shelf_keeps_the_newest_policies() -> None:
-    shelf = StateCache(2)
+def test_a_cache_keeps_the_newest_policies() -> None:
+    cache = StateCache(2)
     for version in (0, 1, 2):
-        shelf.put(policy(version))
+        cache.put(policy(version))
     trusted = heads((0, 0), (0, 1), (0, 2))
-    assert shelf.held(trusted.heads, 0) == (1, 2)
-    assert shelf.states((0, 1)) is None
-    assert shelf.states((1, 2)) == {1: {}, 2: {}}
+    assert cache.held(trusted.heads, 0) == (1, 2)
+    assert cache.states((0, 1)) is None
+    assert cache.states((1, 2)) == {1: {}, 2: {}}
 
 
-def test_a_shelf_offers_nothing_of_a_term_that_was_left() -> None:
+def test_a_cache_offers_nothing_of_an_epoch_that_was_left() -> None:
     """The trainer went back, and its version 2 is another one now: the old one would convict the honest."""
-    shelf = StateCache(8)
-    shelf.put(policy(1))
-    shelf.put(policy(2, b"left"))
+    cache = StateCache(8)
+    cache.put(policy(1))
+    cache.put(policy(2, b"left"))
     trusted = heads((0, 1), (1, 2))
-    assert shelf.held(trusted.heads, 1) == ()
-    shelf.put(policy(2))
-    assert shelf.held(trusted.heads, 1) == (2,)
-    assert shelf.held(trusted.heads, 0) == (1,)
+    assert cache.held(trusted.heads, 1) == ()
+    cache.put(policy(2))
+    assert cache.held(trusted.heads, 1) == (2,)
+    assert cache.held(trusted.heads, 0) == (1,)
 
 
-async def test_a_shelf_is_an_engine_that_generates_nothing() -> None:
-    shelf = StateCache(2)
-    assert shelf.policy_version == -1
-    await shelf.load(3, {})
-    assert shelf.policy_version == 3
-    await shelf.update(4, {}, {})
-    assert shelf.policy_version == 4
+async def test_a_cache_is_an_engine_that_generates_nothing() -> None:
+    cache = StateCache(2)
+    assert cache.policy_version == -1
+    await cache.load(3, {})
+    assert cache.policy_version == 3
+    await cache.update(4, {}, {})
+    assert cache.policy_version == 4
     with pytest.raises(EngineError, match="--role inference"):
-        await shelf.generate(GenerateRequest((1,), 4, 1.0, 0, ()))
+        await cache.generate(GenerateRequest((1,), 4, 1.0, 0, ()))
 
 
 # -- the loop ------------------------------------------------------------------------------------
 
 
-class Desk:
-    """The trainer's desk as a Links: the same job at every request, until there were enough reports."""
+class Trainer:
+    """The trainer as a ConnectionPool: the same job at every request, until there were enough reports."""
 
     def __init__(self, data: bytes, until: int, **changes: Any) -> None:
         self._data = data
@@ -293,8 +280,8 @@ class Desk:
         self.reports: list[AuditReport] = []
         self.ended = asyncio.Event()
 
-    async def get(self, peer: bytes, alpn: bytes) -> "Desk":
-        """See Links."""
+    async def get(self, peer: bytes, alpn: bytes) -> "Trainer":
+        """See ConnectionPool."""
         return self
 
     async def open_stream(self) -> Told:
@@ -304,15 +291,13 @@ class Desk:
         return answer
 
     async def drop(self, peer: bytes, alpn: bytes) -> None:
-        """See Links."""
+        """See ConnectionPool."""
 
     async def request(
         self, peer: bytes, alpn: bytes, message: Message, kind: type[Any], *, deadline: float
     ) -> Message:
-        """See Links."""
+        """See ConnectionPool."""
         await asyncio.sleep(0)  # as every real one does
-        if isinstance(message, SyncRecords):
-            return SyncRecords(())
         assert isinstance(message, AuditDone)
         opened = unseal(
             message.report,
@@ -356,58 +341,39 @@ class Measuring:
 
 
 class Caught:
-    """A CatchUp that is where it should be."""
+    """A WeightSync that has version 4."""
 
     version = 4
 
-    async def run(self) -> None:
-        """See CatchUp."""
-
     async def wait_order(self, order: tuple[int, int], timeout: float) -> bool:
-        """See CatchUp."""
+        """See WeightSync."""
         return True
 
 
 class Idle:
-    """A fetcher and an Upstreams that have nothing to do."""
+    """A fetcher that has nothing to do."""
 
     def by_source(self, trainer: bytes) -> dict[str, int]:
         """See BlobFetcher."""
         return {}
 
-    async def keep_asking(self, links: Any, trainer: bytes, record: Any) -> None:
-        """See Upstreams."""
 
-
-def validator(links: Desk, tmp_path: Path, *, dead: bool = False) -> tuple[Any, HeadStore, Ledger]:
+def validator(
+    links: Trainer, tmp_path: Path, *, dead: bool = False
+) -> tuple[Any, HeadStore, Ledger]:
     """A validator that holds versions 2 to 4, its head book, and the ledger to close."""
-    shelf = StateCache(5)
+    cache = StateCache(5)
     for version in (2, 3, 4):
-        shelf.put(policy(version))
+        cache.put(policy(version))
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     book = HeadStore(heads(), ledger)
-    fakes: dict[str, Any] = {
-        "links": links,
-        "catchup": Caught(),
-        "auditor": Measuring(dead),
-        "fetcher": Idle(),
-        "upstreams": Idle(),
-    }
-    role = ValidatorRole(
-        key=VALIDATOR,
-        run_id=RUN,
-        run=MANIFEST,
-        book=book,
-        shelf=shelf,
-        record=lambda: b"",
-        **fakes,
-    )
-    return role, book, ledger
+    fakes: list[Any] = [links, book, Idle(), Caught(), cache, Measuring(dead)]
+    return ValidatorRole(VALIDATOR, MANIFEST, *fakes), book, ledger
 
 
 async def reports_of(tmp_path: Path, count: int, data: bytes, **changes: Any) -> list[AuditReport]:
     """What a validator reports of the same job, `count` times."""
-    links = Desk(data, count, **changes)
+    links = Trainer(data, count, **changes)
     role, book, ledger = validator(links, tmp_path)
     running = asyncio.create_task(role.run())
     async with asyncio.timeout(60.0):
@@ -436,11 +402,10 @@ async def test_a_validator_says_what_it_cannot_audit_and_goes_on(tmp_path: Path)
 
 
 async def test_a_validator_whose_auditor_fails_thrice_ends(tmp_path: Path) -> None:
-    links = Desk(bundle(), 99)
+    links = Trainer(bundle(), 99)
     role, _, ledger = validator(links, tmp_path, dead=True)
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(EngineError, match="start this node again"):
         async with asyncio.timeout(60.0):
             await role.run()
     ledger.close()
     assert [made.failed for made in links.reports] == ["no memory left"] * MAX_FAILURES
-    assert caught.group_contains(EngineError, match="start this node again")

@@ -12,20 +12,25 @@ import torch
 from support.engine_cases import make_qwen3
 
 from primerl.crypto.hashing import digest
-from primerl.node.config.run import EngineConfig, RunConfig
+from primerl.node.config.run import RunConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Split, Task
-from primerl.node.environments.playing import branch
 from primerl.node.inference.engine import Completion
 from primerl.node.ops.errors import EngineError, NodeError, UsageError
-from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.calibrator import CalibrationReport, CalibrationRequest, Calibrator
-from primerl.node.verification.honest import company, entropy_share, trial_run
-from primerl.node.verification.judge import FIELDS, proof_contract, read_calibration
+from primerl.node.verification.auditor import MEASURES, AuditItem, Measured, Unreadable, audit_terms
+from primerl.node.verification.bounds import proof_contract, read_calibration
+from primerl.node.verification.calibration import (
+    CalibrationReport,
+    CalibrationRequest,
+    Calibrator,
+    batch_sizes,
+    entropy_share,
+    trial_run,
+)
 from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import terms
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, encode
 
+Answer = Measured | Unreadable
 TOKENS = 24
 WANTED = CalibrationRequest(rollouts=48, cheats=16)
 
@@ -61,52 +66,37 @@ class Letters:
         count = len(said.token_ids)
         mask = [False] * len(prompt) + [True] * count
         logprobs = [0.0] * len(prompt) + said.logprobs
-        return branch([*prompt, *said.token_ids], mask, logprobs, [said])
+        return Branch.of_turns([*prompt, *said.token_ids], mask, logprobs, [said])
 
 
 class HereAuditor:
-    """The auditor's core without its process."""
+    """The auditor's core without its process; what it found can be changed by `bend`."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, bend: Callable[[list[Answer]], list[Answer]] = list) -> None:
+        self._bend = bend
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        self._replay = Replay(terms(model_dir, run, self._config.device))
+        self._replay = Replay(audit_terms(model_dir, run, "cpu"))
 
     async def audit(
         self,
         items: Sequence[AuditItem],
         states: Mapping[int, State],
         others: Mapping[int, Sequence[int]],
-    ) -> list[Measured | Unreadable]:
-        return self._replay.measure(items, states, others)
+    ) -> list[Answer]:
+        return self._bend(self._replay.measure(items, states, others))
 
     async def close(self) -> None: ...
 
 
-class BlindAuditor(HereAuditor):
-    """Measures nothing, whatever it is shown."""
-
-    async def audit(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
-    ) -> list[Measured | Unreadable]:
-        return [Measured(len(item.logprobs), 0, 0, 0, 0, 0, 0) for item in items]
+def blind(found: list[Answer]) -> list[Answer]:
+    """Nothing is measured, whatever there was to see."""
+    return [Measured(64, 0, 0, 0, 0, 0, 0) for _ in found]
 
 
-class LostAuditor(HereAuditor):
-    """Cannot read one proof."""
-
-    async def audit(
-        self,
-        items: Sequence[AuditItem],
-        states: Mapping[int, State],
-        others: Mapping[int, Sequence[int]],
-    ) -> list[Measured | Unreadable]:
-        found = await super().audit(items, states, others)
-        return [*found[:-1], Unreadable("out of memory", proof=False)]
+def lost(found: list[Answer]) -> list[Answer]:
+    """One proof cannot be read."""
+    return [*found[:-1], Unreadable("out of memory", proof=False)]
 
 
 def config(**verification: object) -> RunConfig:
@@ -115,6 +105,7 @@ def config(**verification: object) -> RunConfig:
             "engine": {"device": "cpu", "max_batch": 64, "max_model_len": 64},
             "sampling": {"max_tokens": TOKENS},
             "rollouts": {"group_size": 4},
+            "seed": 3,
             "training": {"lr": 1e-4},
             "verification": verification,
         }
@@ -135,7 +126,7 @@ Calibrate = Callable[..., CalibrationReport]
 def calibrate(model: tuple[Path, State]) -> Calibrate:
     def run(
         wanted: CalibrationRequest = WANTED,
-        auditor: type[HereAuditor] = HereAuditor,
+        auditor: HereAuditor | None = None,
         state: State | None = None,
     ) -> CalibrationReport:
         return asyncio.run(
@@ -144,9 +135,8 @@ def calibrate(model: tuple[Path, State]) -> Calibrate:
                 model[0],
                 state or model[1],
                 Letters(),
+                auditor or HereAuditor(),
                 wanted,
-                make_auditor=auditor,
-                seed=3,
                 say=lambda line: None,
             ).run()
         )
@@ -163,7 +153,7 @@ def test_honest_rollouts_of_every_batch_size_are_measured(report: CalibrationRep
     assert report.rollouts == 48
     assert [noise.engine for noise in report.noise] == ["hf"]
     assert report.tokens == report.noise[0].tokens > 48
-    assert set(report.noise[0].quantiles) == set(FIELDS)
+    assert set(report.noise[0].quantiles) == set(MEASURES)
     assert 0 < report.noise[0].quantiles["logprob"][-1] < 1e-4  # float32: not equal, but nearly
     assert (report.false_positives.rollouts, report.false_positives.rejected) == (48, 0)
 
@@ -192,7 +182,7 @@ def test_equal_seeds_measure_the_same(calibrate: Calibrate, report: CalibrationR
 
 
 def test_what_cannot_tell_cheats_from_honest_workers_is_refused(calibrate: Calibrate) -> None:
-    found = calibrate(auditor=BlindAuditor)
+    found = calibrate(auditor=HereAuditor(blind))
     assert {"int8 weights", "foreign text", "one token edited"} <= set(found.inseparable)
     with pytest.raises(NodeError, match=r"cannot be told from int8 weights.*nothing was written"):
         found.check()
@@ -202,7 +192,7 @@ def test_an_honest_rollout_that_cannot_be_audited_ends_the_calibration(
     calibrate: Calibrate,
 ) -> None:
     with pytest.raises(EngineError, match="out of memory"):
-        calibrate(auditor=LostAuditor)
+        calibrate(auditor=HereAuditor(lost))
 
 
 def flat(state: State) -> State:
@@ -219,14 +209,17 @@ def test_a_model_that_knows_nothing_is_refused(
         calibrate(state=flat(model[1]))
 
 
-def test_a_calibration_goes_into_the_run_manifest(
-    report: CalibrationReport, model: tuple[Path, State], tmp_path: Path
-) -> None:
+@pytest.fixture
+def written(report: CalibrationReport, tmp_path: Path) -> Path:
     path = tmp_path / "calibration.json"
-    path.write_bytes(msgspec.json.encode(report.calibration("2026-11-21")))
-    name = digest((model[0] / "config.json").read_bytes())
-    settings = config(calibration=path)
-    proofs = proof_contract(settings, name.hex())
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report.calibration("2026-11-21"))))
+    return path
+
+
+def test_a_calibration_goes_into_the_run_manifest(report: CalibrationReport, written: Path) -> None:
+    assert read_calibration(written) == report.calibration("2026-11-21")
+    settings = config(calibration=written)
+    proofs = proof_contract(settings, report.model)
     assert (proofs.reject, proofs.suspect) == (report.reject, report.suspect)
     assert (proofs.honest_rollouts, proofs.honest_tokens) == (48, report.tokens)
     assert proofs.source == "hf against hf on cpu, 2026-11-21"
@@ -235,52 +228,31 @@ def test_a_calibration_goes_into_the_run_manifest(
     assert msgspec.msgpack.decode(manifest, type=RunManifest).proofs == proofs
 
 
-@pytest.mark.parametrize(
-    ("model_name", "settings"),
-    [
-        ("00" * 32, {}),
-        ("", {"engine": {"dtype": "bfloat16"}}),
-    ],
-)
 def test_a_calibration_of_something_else_is_refused(
-    report: CalibrationReport,
-    tmp_path: Path,
-    model_name: str,
-    settings: dict[str, dict[str, object]],
+    report: CalibrationReport, written: Path
 ) -> None:
-    path = tmp_path / "calibration.json"
-    path.write_bytes(msgspec.json.encode(report.calibration("2026-11-21")))
-    settings.setdefault("verification", {})["calibration"] = path
-    with pytest.raises(UsageError, match=r"another model, fingerprint or engine\.dtype"):
-        proof_contract(RunConfig.model_validate(settings), model_name or report.model)
+    settings: dict[str, dict[str, object]] = {"verification": {"calibration": written}}
+    other: dict[str, dict[str, object]] = {**settings, "engine": {"dtype": "bfloat16"}}
+    for model, wrong in (("00" * 32, settings), (report.model, other)):
+        with pytest.raises(UsageError, match=r"another model, fingerprint or engine\.dtype"):
+            proof_contract(RunConfig.model_validate(wrong), model)
 
 
-def test_a_calibration_of_a_fingerprint_that_was_removed_is_refused(
-    report: CalibrationReport, tmp_path: Path
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"projection"', b'"toploc"'), (b"}", b"")], ids=["removed", "cut short"]
+)
+def test_a_calibration_that_cannot_be_read_is_refused(
+    written: Path, old: bytes, new: bytes
 ) -> None:
-    path = tmp_path / "calibration.json"
-    written = msgspec.json.encode(report.calibration("2026-11-21"))
-    path.write_bytes(written.replace(b'"projection"', b'"toploc"'))
+    written.write_bytes(written.read_bytes().replace(old, new))
     with pytest.raises(UsageError, match="run primerl-node calibrate"):
-        read_calibration(path)
-
-
-def test_a_calibration_reads_back_as_it_was_written(
-    report: CalibrationReport, tmp_path: Path
-) -> None:
-    path = tmp_path / "calibration.json"
-    written = report.calibration("2026-11-21")
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=2))
-    assert read_calibration(path) == written
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UsageError, match="run primerl-node calibrate"):
-        read_calibration(path)
+        read_calibration(written)
 
 
 def test_rollouts_are_made_alone_and_in_company() -> None:
-    assert company(512, 256) == [(64, 1), (192, 8), (256, 256)]
-    assert company(16, 4) == [(2, 1), (14, 4)]
-    assert [count for count, _ in company(1, 256)] == [1]
+    assert batch_sizes(512, 256) == [(64, 1), (192, 8), (256, 256)]
+    assert batch_sizes(16, 4) == [(2, 1), (14, 4)]
+    assert [count for count, _ in batch_sizes(1, 256)] == [1]
 
 
 def test_entropy_is_that_of_an_even_distribution() -> None:

@@ -16,7 +16,15 @@ from support.engine_cases import FP32
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
-from primerl.node.verification.hf_auditor import MOST_DEADLY, HfAuditor
+from primerl.node.verification.hf_auditor import (
+    FIRST_PORTION,
+    LARGEST_PORTION,
+    MOST_DEADLY,
+    SMALLEST_PORTION,
+    HfAuditor,
+    Pace,
+    portion_size,
+)
 from primerl.node.weights.state import State, Tensor
 
 PROGRAM = (sys.executable, "-P", fake.__file__)
@@ -35,19 +43,11 @@ def item(kind: int, mark: int = 0) -> AuditItem:
     return AuditItem([kind, mark], [SampledSpan(1, 2, 0)], [0.0], [1], b"")
 
 
-@pytest.fixture
-async def auditor(tmp_path: Path) -> AsyncIterator[HfAuditor]:
+@pytest.fixture(params=[DEADLINE_S])
+async def auditor(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HfAuditor]:
+    """Its parameter is the deadline of a portion."""
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
-    auditor = HfAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM)
-    await auditor.start(tmp_path, make_run("float32"))
-    yield auditor
-    await auditor.close()
-
-
-@pytest.fixture
-async def hasty(tmp_path: Path) -> AsyncIterator[HfAuditor]:
-    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
-    auditor = HfAuditor(FP32, timeout_s=2.0, program=PROGRAM)
+    auditor = HfAuditor(FP32, timeout_s=request.param, program=PROGRAM)
     await auditor.start(tmp_path, make_run("float32"))
     yield auditor
     await auditor.close()
@@ -85,11 +85,12 @@ async def test_items_that_end_the_process_cost_nobody_else(
     assert all(one.detail and not one.proof for one in lost)
 
 
-async def test_an_item_that_hangs_meets_the_deadline(hasty: HfAuditor) -> None:
-    await hasty.audit([item(fake.FINE)], STATES, {})
-    pid = hasty.pid
+@pytest.mark.parametrize("auditor", [2.0], indirect=True)
+async def test_an_item_that_hangs_meets_the_deadline(auditor: HfAuditor) -> None:
+    await auditor.audit([item(fake.FINE)], STATES, {})
+    pid = auditor.pid
     async with asyncio.timeout(DEADLINE_S):
-        found = await hasty.audit([item(fake.HANGS), item(fake.FINE, 2)], STATES, {})
+        found = await auditor.audit([item(fake.HANGS), item(fake.FINE, 2)], STATES, {})
     assert marks(found) == [None, 2.0]
     assert pid is not None
     assert not alive(pid)
@@ -171,7 +172,36 @@ async def test_a_state_is_handed_over_once(auditor: HfAuditor) -> None:
     assert [await handed(version) for version in (5, 6, 6, 1)] == [6, 7, 7, 8]
 
 
-@pytest.mark.slow
+def test_a_portion_is_within_its_limit_unless_one_item_alone_is_not() -> None:
+    items = [
+        replace(item(fake.FINE), token_ids=[0] * size) for size in (10, 20, 500, 30, 60, 20, 90)
+    ]
+    taken: list[int] = []
+    while sum(taken) < len(items):
+        taken.append(portion_size(items[sum(taken) :], {}, limit=100))
+    assert taken == [2, 1, 2, 1, 1]
+    assert portion_size(items[4:], {}, limit=170) == 3
+    assert portion_size(items[4:], {1: [0]}, limit=170) == 2, "each version costs as much"
+    assert portion_size([], {}, limit=100) == 0
+
+
+def test_portions_take_a_quarter_of_the_time_that_there_is() -> None:
+    pace = Pace(100.0)
+    assert pace.limit == FIRST_PORTION
+    pace.done(FIRST_PORTION, 8.192)  # a thousand a second
+    assert pace.limit == 25_000
+    pace.done(10, 1.0)  # a network was loaded
+    assert pace.limit == 25_000
+    pace.done(25_000, 0.0)
+    assert pace.limit == LARGEST_PORTION
+    for _ in range(9):
+        pace.failed()
+    assert pace.limit == SMALLEST_PORTION
+    pace.done(SMALLEST_PORTION, 50.0)
+    assert pace.limit == SMALLEST_PORTION
+
+
+@pytest.mark.nightly
 async def test_a_real_process_that_is_killed_at_work_costs_time_only(tmp_path: Path) -> None:
     case = await make_case(tmp_path, "float32")
     auditor = HfAuditor(FP32, timeout_s=60.0, threads=1)

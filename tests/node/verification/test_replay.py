@@ -1,8 +1,8 @@
-"""The measuring itself: its limits change nothing of what is found, and broken weights are never fine."""
+"""Measuring by a prefill: limits change nothing, broken weights are never fine, liars among stages show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +10,31 @@ import pytest
 import pytest_asyncio
 import torch
 from support.auditor_cases import NEAR, OWN, Case, make_case, measured
+from support.crossing_cases import CUTS, coarse, garbage, make_deep, staged
 from support.engine_cases import SHAPE, make_llama, make_qwen3
 
+from primerl.node.inference.boundary_states import crossing
+from primerl.node.inference.fingerprint import FURTHEST, Compared, Projection
+from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
-from primerl.node.verification.replay import Replay
-from primerl.node.verification.terms import AuditTerms, terms
+from primerl.node.verification.auditor import (
+    AuditItem,
+    BoundaryClaim,
+    Measured,
+    SampledSpan,
+    Unreadable,
+    audit_terms,
+)
+from primerl.node.verification.bounds import BUILT_IN
+from primerl.node.verification.replay import (
+    FLOOR,
+    Replay,
+    check_item,
+    compare_replies,
+    distances,
+    summarize,
+)
 from primerl.node.weights.state import State, Tensor
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -25,38 +42,35 @@ async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return await make_case(tmp_path_factory.mktemp("replay"), "float32")
 
 
-def replay_of(case: Case) -> AuditTerms:
-    return terms(case.model_dir, case.run, "cpu")
+def replay_of(case: Case, **limits: int) -> Replay:
+    return Replay(audit_terms(case.model_dir, case.run, "cpu"), **limits)
 
 
-async def test_logits_and_branches_a_few_at_a_time_measure_the_same(case: Case) -> None:
-    others = {OWN: [NEAR]}
-    whole = measured(Replay(replay_of(case)).measure(case.honest, case.states, others))
-    small = Replay(replay_of(case), logits=7 * 272, batch_tokens=200, keep_bytes=0)
-    for one, other in zip(
-        measured(small.measure(case.honest, case.states, others)), whole, strict=True
-    ):
-        assert one.tokens == other.tokens
-        assert one.fingerprint == pytest.approx(other.fingerprint, abs=1e-3)
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
-        assert one.sampling == pytest.approx(other.sampling, abs=1e-5)
-        assert one.other_policy == pytest.approx(other.other_policy, rel=0.01)
+def alike(one: Measured, other: Measured) -> None:
+    """The same but for rounding."""
+    assert one.tokens == other.tokens
+    assert one.fingerprint == pytest.approx(other.fingerprint, abs=1e-3)
+    assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert one.sampling == pytest.approx(other.sampling, abs=1e-5)
+    assert one.other_policy == pytest.approx(other.other_policy, rel=0.01)
+    assert one.boundaries == pytest.approx(other.boundaries, abs=1e-3)
 
 
-async def test_batches_overlap_without_mixing_versions(case: Case) -> None:
+@pytest.mark.parametrize(
+    "limits", [{"logits": 7 * 272, "batch_tokens": 200, "keep_bytes": 0}, {"batch_tokens": 1}]
+)
+def test_logits_and_branches_a_few_at_a_time_measure_the_same(
+    case: Case, limits: dict[str, int]
+) -> None:
     """A branch of two versions is summed up when the last of its passes is done, whatever came between."""
     count = len(case.item.versions)
     mixed = replace(case.item, versions=[OWN] * (count // 2) + [NEAR] * (count - count // 2))
-    items = [mixed, *case.honest]
-    whole = Replay(replay_of(case)).measure(items, case.states, {OWN: [NEAR]})
-    single = Replay(replay_of(case), batch_tokens=1)
-    apart = [single.measure([item], case.states, {OWN: [NEAR]})[0] for item in items]
-    for one, other in zip(measured(whole), measured(apart), strict=True):
-        assert one.tokens == other.tokens
-        assert one.fingerprint == pytest.approx(other.fingerprint, abs=1e-3)
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
-        assert one.other_policy == pytest.approx(other.other_policy, rel=0.01)
-    assert measured(whole)[0].fingerprint > measured(whole)[1].fingerprint
+    items, others = [mixed, *case.honest], {OWN: [NEAR]}
+    whole = measured(replay_of(case).measure(items, case.states, others))
+    parts = measured(replay_of(case, **limits).measure(items, case.states, others))
+    for one, other in zip(parts, whole, strict=True):
+        alike(one, other)
+    assert whole[0].fingerprint > whole[1].fingerprint
 
 
 def make_experts(directory: Path, seed: int) -> State:
@@ -69,42 +83,42 @@ async def test_models_of_the_general_network_are_measured_too(
     tmp_path: Path, make: Callable[[Path, int], State]
 ) -> None:
     case = await make_case(tmp_path, "float32", make)
-    for one in measured(Replay(replay_of(case)).measure(case.honest, case.states, {OWN: [NEAR]})):
+    for one in measured(replay_of(case).measure(case.honest, case.states, {OWN: [NEAR]})):
         assert one.fingerprint < 0.01
         assert one.sampling_max < 1e-4
         assert one.logprob_max < 1e-4
         assert one.other_policy < 0
 
 
-async def test_a_policy_that_is_not_numbers_makes_everything_infinitely_far_off(case: Case) -> None:
+def test_a_policy_that_is_not_numbers_makes_everything_infinitely_far_off(case: Case) -> None:
     broken = spoilt(case.states[OWN])
-    [found] = measured(Replay(replay_of(case)).measure([case.item], {OWN: broken}, {}))
+    [found] = measured(replay_of(case).measure([case.item], {OWN: broken}, {}))
     far = (found.fingerprint, found.sampling_max, found.logprob, found.logprob_max)
     assert far == (inf, inf, inf, inf)
     assert found.sampling == 1.0
     assert found.other_policy == 0.0
 
 
-async def test_another_policy_that_is_not_numbers_is_left_out(case: Case) -> None:
+def test_another_policy_that_is_not_numbers_is_left_out(case: Case) -> None:
     states = {OWN: case.states[OWN], NEAR: spoilt(case.states[NEAR])}
-    [found] = measured(Replay(replay_of(case)).measure([case.item], states, {OWN: [NEAR]}))
+    [found] = measured(replay_of(case).measure([case.item], states, {OWN: [NEAR]}))
     assert found.other_policy == 0.0
     assert found.fingerprint < 0.01
 
 
-async def test_a_state_under_a_known_version_is_looked_at(case: Case) -> None:
-    replay = Replay(replay_of(case))
+def test_a_state_under_a_known_version_is_looked_at(case: Case) -> None:
+    replay = replay_of(case)
     [fine] = measured(replay.measure([case.item], case.states, {}))
     [found] = measured(replay.measure([case.item], {OWN: case.states[NEAR]}, {}))
     assert found.fingerprint > 0.02 > fine.fingerprint
 
 
-async def test_what_is_not_there_is_said_at_once(case: Case, tmp_path: Path) -> None:
+def test_what_is_not_there_is_said_at_once(case: Case, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"config\.json"):
-        Replay(terms(tmp_path, case.run, "cpu")).prepare()
+        Replay(audit_terms(tmp_path, case.run, "cpu")).prepare()
     if not torch.cuda.is_available():
         with pytest.raises(EngineError, match="no cuda"):
-            Replay(terms(case.model_dir, case.run, "cuda")).prepare()
+            Replay(audit_terms(case.model_dir, case.run, "cuda")).prepare()
 
 
 def spoilt(state: State) -> State:
@@ -114,3 +128,217 @@ def spoilt(state: State) -> State:
     data[0] = 0x7FC0
     assert data.dtype == np.uint16
     return {**state, name: Tensor("BF16", state[name].shape, data)}
+
+
+# -- boundaries of a pipeline ----------------------------------------------------------------------
+
+NEAREST, BOUND = (BUILT_IN["float32"][level].fingerprint for level in (1, 0))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deep(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return await make_case(tmp_path_factory.mktemp("deep"), "float32", make_deep)
+
+
+def stages(deep: Case, liar: int = -1, count: int = len(CUTS) + 1, bits: int = 5) -> list[State]:
+    """The weights of every stage; those of the liar are coarse."""
+    own = deep.states[OWN]
+    return [coarse(own, bits) if stage == liar else own for stage in range(count)]
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 3), (1, 2, 3)], ids=str)
+def test_what_honest_stages_sent_is_what_a_prefill_finds(deep: Case, cuts: tuple[int, ...]) -> None:
+    count = len(cuts) + 1
+    items = [staged(deep, item, stages(deep, count=count), cuts) for item in deep.honest]
+    for one in measured(replay_of(deep).measure(items, deep.states, {OWN: [NEAR]})):
+        assert len(one.boundaries) == len(cuts)
+        assert max(one.boundaries) < NEAREST
+        assert one.fingerprint < NEAREST
+
+
+@pytest.mark.parametrize("liar", [0, 1, 2])
+def test_the_first_boundary_that_is_off_is_that_of_the_stage_with_other_weights(
+    deep: Case, liar: int
+) -> None:
+    items = [staged(deep, item, stages(deep, liar)) for item in deep.honest]
+    for one in measured(replay_of(deep).measure(items, deep.states, {})):
+        outputs = [*one.boundaries, one.fingerprint]
+        assert all(output < NEAREST for output in outputs[:liar])
+        assert all(output > BOUND for output in outputs[liar:])
+
+
+@pytest.mark.parametrize("encoding", ["fp8", "int8"])
+def test_what_was_rounded_on_its_way_is_rounded_by_the_auditor_too(
+    deep: Case, encoding: str
+) -> None:
+    items = [staged(deep, item, stages(deep), encoding=encoding) for item in deep.honest]  # type: ignore[arg-type]
+    wrong = [
+        replace(item, boundaries=[replace(one, encoding="raw") for one in item.boundaries])
+        for item in items
+    ]
+    for one in measured(replay_of(deep).measure(items, deep.states, {})):
+        assert max(one.boundaries) < NEAREST
+        assert one.fingerprint < NEAREST
+        assert one.logprob_max < 1e-3
+    for one in measured(replay_of(deep).measure(wrong, deep.states, {})):
+        assert one.fingerprint > BOUND
+
+
+def test_bytes_that_are_no_fingerprints_are_as_far_off_as_can_be_and_nothing_else_is(
+    deep: Case,
+) -> None:
+    honest = staged(deep, deep.item, stages(deep))
+    one = measured(replay_of(deep).measure([garbage(honest, 1)], deep.states, {}))[0]
+    assert one.boundaries[0] < NEAREST
+    assert one.boundaries[1] > 0.75 * FURTHEST
+    assert one.fingerprint < NEAREST
+
+
+def test_branches_of_other_pipelines_and_of_none_do_not_mix(deep: Case) -> None:
+    one, other, plain, lying = deep.honest[:4]
+    items = [
+        staged(deep, one, stages(deep)),
+        staged(deep, other, stages(deep, count=2), (2,)),
+        plain,
+        staged(deep, lying, stages(deep, 1)),
+    ]
+    found = measured(replay_of(deep).measure(items, deep.states, {OWN: [NEAR]}))
+    alone = [replay_of(deep).measure([item], deep.states, {OWN: [NEAR]})[0] for item in items]
+    assert [len(answer.boundaries) for answer in found] == [2, 1, 0, 2]
+    for answer, by_itself in zip(found, measured(alone), strict=True):
+        alike(answer, by_itself)
+
+
+def test_a_token_is_compared_under_the_version_that_it_claims(deep: Case) -> None:
+    item = deep.item
+    count = len(item.versions)
+    old = staged(deep, item, [deep.states[OWN]] * 3)
+    new = staged(deep, item, [deep.states[NEAR]] * 3)
+    half = count // 2
+    boundaries = [
+        replace(one, proof=one.proof[: 8 * half] + other.proof[8 * half :])
+        for one, other in zip(old.boundaries, new.boundaries, strict=True)
+    ]
+    mixed = replace(item, boundaries=boundaries, versions=[OWN] * half + [NEAR] * (count - half))
+    right, wrong = measured(
+        replay_of(deep).measure([mixed, replace(mixed, versions=item.versions)], deep.states, {})
+    )
+    assert max(right.boundaries) < NEAREST
+    assert min(wrong.boundaries) > NEAREST
+
+
+@pytest.mark.parametrize("layers", [(3, 1), (0, 1), (1, 4), (2, 2)], ids=str)
+def test_boundaries_where_the_model_has_none_spoil_their_branch_only(
+    deep: Case, layers: tuple[int, int]
+) -> None:
+    honest = staged(deep, deep.item, stages(deep))
+    boundaries = [
+        replace(one, layers=layer) for one, layer in zip(honest.boundaries, layers, strict=True)
+    ]
+    strange, fine = replay_of(deep).measure(
+        [replace(honest, boundaries=boundaries), honest], deep.states, {}
+    )
+    assert isinstance(strange, Unreadable)
+    assert not strange.proof, "the plan is the trainer's: nobody is to blame"
+    assert measured([fine])[0].fingerprint < NEAREST
+
+
+async def test_any_architecture_can_be_looked_into(tmp_path: Path) -> None:
+    deep = await make_case(tmp_path, "float32", make_llama)
+    items: list[AuditItem] = []
+    for item in deep.honest[:3]:
+        model = huggingface.model_from_state(
+            deep.model_dir, deep.states[OWN], dtype="float32", device=torch.device("cpu")
+        )
+        with torch.inference_mode():
+            tokens = torch.tensor([item.token_ids])
+            states = model(input_ids=tokens, output_hidden_states=True).hidden_states[1][0]
+        led = [place - 1 for reply in item.replies for place in range(reply.start, reply.end)]
+        items.append(replace(item, boundaries=[BoundaryClaim(1, "raw", crossing(states[led]))]))
+    for one in measured(replay_of(deep).measure(items, deep.states, {})):
+        assert one.boundaries[0] < NEAREST
+
+
+def test_states_that_are_no_numbers_are_infinitely_far_off(deep: Case) -> None:
+    honest = staged(deep, deep.item, stages(deep))
+    own = np.full((len(honest.versions), 2, 8), np.nan, np.float32)
+    assert distances(honest, own) == (inf, inf)
+
+
+# -- from tokens to a branch -----------------------------------------------------------------------
+
+
+def reply(
+    own: float = 1.0, *others: float, tokens: int = 1, distance: float = 0.0
+) -> tuple[int, Compared]:
+    """The comparison of one reply, over ten samples."""
+    return tokens, Compared(distance, 10, own, others)
+
+
+def measure(
+    margins: Sequence[float] = (0.0,),
+    apart: Sequence[float] = (),
+    compared: Sequence[tuple[int, Compared]] = (),
+) -> Measured:
+    off = np.array(apart or [0.0] * len(margins))
+    return summarize(np.array(margins), off, compared or [reply(tokens=len(margins))])
+
+
+def test_a_mean_is_over_64_tokens_at_least() -> None:
+    assert measure([0.32]).sampling == pytest.approx(0.32 / 64)
+    assert measure([0.5] * 128).sampling == pytest.approx(0.5)
+    assert measure([0.0], apart=[-3.2]).logprob == pytest.approx(3.2 / 64)
+    assert measure([0.0] * 2, apart=[-1.5, 1.5]).logprob_max == 1.5
+
+
+def test_one_token_adds_at_most_a_nat_to_the_mean_margin() -> None:
+    found = measure([20.0, 0.0])
+    assert (found.sampling, found.sampling_max) == (1 / 64, 20.0)
+
+
+@pytest.mark.parametrize("odd", [nan, inf, -inf])
+def test_what_is_not_a_number_is_infinite(odd: float) -> None:
+    states = np.full((2, 7), odd, np.float32)
+    proof = Projection().make(np.ones((2, 8), np.float32))
+    compared = compare_replies([(proof, 2)], states, [])
+    found = summarize(np.array([0.0, odd]), np.array([odd, 0.0]), compared)
+    assert (found.sampling_max, found.logprob_max, found.logprob) == (inf, inf, inf)
+    assert found.sampling == 1 / 64
+    assert found.fingerprint == inf
+    [(_, rest)] = compare_replies([(proof, 2)], np.ones((2, 7), np.float32), [states])
+    assert rest.others == ()
+
+
+def test_the_distance_is_the_root_mean_square_over_64_tokens_at_least() -> None:
+    found = measure(
+        [0.0] * 4, compared=[reply(tokens=1, distance=3.0), reply(tokens=3, distance=1.0)]
+    )
+    assert found.fingerprint == pytest.approx(((9 + 3) / 64) ** 0.5)
+    assert measure(compared=[reply(distance=nan)]).fingerprint == inf
+
+
+def test_the_likeliest_other_policy_counts_over_all_replies() -> None:
+    found = measure([0.0] * 2, compared=[reply(1.0, 2.0, 0.5)] * 2)
+    assert found.other_policy == pytest.approx(2 * 5 * np.log(2), rel=1e-4)
+    assert measure(compared=[reply(1.0, 2.0)]).other_policy < 0
+    assert measure(compared=[reply(1.0)]).other_policy == 0.0
+
+
+def test_residuals_below_all_resolution_tell_no_policies_apart() -> None:
+    assert measure(compared=[reply(0.0, 0.0)]).other_policy == 0.0
+    assert 0 < measure(compared=[reply(FLOOR, 0.0)]).other_policy < 1
+    assert measure(compared=[reply(nan, 1.0)]).other_policy == inf
+
+
+def test_a_proof_has_the_lengths_of_the_replies() -> None:
+    replies = [SampledSpan(1, 3, 0), SampledSpan(4, 5, 0)]
+    make = Projection().make
+    proof = make(np.ones((2, 8), np.float32)) + make(np.ones((1, 8), np.float32))
+
+    def checked(proof: bytes) -> bool | None:
+        fault = check_item(AuditItem([0] * 5, replies, [0.0] * 3, [1] * 3, proof), 1, 0)
+        return fault and fault.proof
+
+    assert checked(proof) is None
+    assert checked(proof[:-1])
+    assert checked(b"\xff" * len(proof))

@@ -18,18 +18,21 @@ from primerl.node.weights.blocks import (
     SKIP,
     SMALL,
     SPARSE,
+    StreamReader,
+    StreamWriter,
     decode_block,
     encode_block,
     encode_changes,
     encode_dense,
+    find,
     max_body,
+    measure,
     read_moves,
     read_positions,
+    where,
     write_moves,
     write_positions,
 )
-from primerl.node.weights.moves import find, measure, where
-from primerl.node.weights.streams import StreamReader, StreamWriter
 
 WIDTHS = st.sampled_from([np.dtype(f"<u{width}") for width in (1, 2, 4, 8)])
 
@@ -135,7 +138,7 @@ def trained(share: float) -> tuple[NDArray[Any], NDArray[Any]]:
 def test_delta_is_within_5_percent_of_the_entropy_of_gaps_and_moves(share: float) -> None:
     base, new = trained(share)
     method, body = encode_block(base, new, "BF16")
-    changes = find(base, new, "BF16")
+    changes = find(base, new, "BF16", np.arange(base.size))
     bound = entropy(np.diff(changes.index, prepend=-1)) + entropy(changes.moves)
     # The gaps of a thousand changes have more values than changes: their frequencies say too little.
     assert 8 * len(body) < (1.05 if changes.index.size > 5000 else 1.15) * bound
@@ -147,7 +150,7 @@ def test_delta_is_within_5_percent_of_the_entropy_of_gaps_and_moves(share: float
 @pytest.mark.parametrize(("share", "method"), [(0.2, SPARSE), (1.0, SPARSE), (40.0, DENSE)])
 def test_changes_are_coded_as_the_block_is(share: float, method: int) -> None:
     base, new = trained(share)
-    changes = find(base, new, "BF16")
+    changes = find(base, new, "BF16", np.arange(base.size))
     coded = encode_block(base, new, "BF16")
     assert coded == encode_changes(changes, BLOCK)
     assert coded == encode_block(base, new, "BF16", changes.index)
@@ -184,7 +187,7 @@ def test_no_body_is_longer_than_a_decoder_accepts(dtype: str, size: int) -> None
     new = np.full(size, np.iinfo(bits).max // 3, bits)
     new[:: max(1, size // (1 << 12))] = 1
     for part in (new, np.where(np.arange(size) % 7 < 4, new, base)):
-        method, body = encode_changes(find(base, part, dtype), size)
+        method, body = encode_changes(find(base, part, dtype, np.arange(size)), size)
         assert len(body) <= max_body(size, bits.itemsize)
         out = np.empty_like(base)
         decode_block(method, memoryview(body), base, out, dtype)

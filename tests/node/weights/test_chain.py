@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.chain import NOTHING, VersionChain
 from primerl.node.weights.codec import CODEC
-from primerl.node.weights.errors import NoPath, WeightsError
+from primerl.node.weights.state import NoPath, WeightsError
 from primerl.protocol.manifests import Artifact, ChunkRef, PolicyManifest
 
 
@@ -100,7 +100,7 @@ def test_unknown_target_and_missing_link_have_no_path() -> None:
         (chain_of(gap), 1, 3),
         (VersionChain(), 0, 0),
     ):
-        with pytest.raises(NoPath, match="wait for an anchor"):
+        with pytest.raises(NoPath, match="wait for a snapshot"):
             plan(chain, have, target)
 
 
@@ -127,14 +127,14 @@ def test_a_gap_is_where_known_versions_break_off_below_a_version() -> None:
 
 
 def test_anchor_is_due_at_first_by_age_and_by_weight() -> None:
-    assert VersionChain().needs_anchor(0, 10)
+    assert VersionChain().needs_snapshot(0, 10)
     chain = chain_of(LINE)
-    assert not chain.needs_anchor(4, 10)
-    assert chain.needs_anchor(4, 4)
-    assert not chain.needs_anchor(4, 10, outweigh=0.3)
-    assert chain.needs_anchor(4, 10, outweigh=0.29)
-    assert chain_of(LINE | {(3, 2): 81}).needs_anchor(4, 10)
-    assert chain.needs_anchor(9, 10)  # version 8 is unknown
+    assert not chain.needs_snapshot(4, 10)
+    assert chain.needs_snapshot(4, 4)
+    assert not chain.needs_snapshot(4, 10, outweigh=0.3)
+    assert chain.needs_snapshot(4, 10, outweigh=0.29)
+    assert chain_of(LINE | {(3, 2): 81}).needs_snapshot(4, 10)
+    assert chain.needs_snapshot(9, 10)  # version 8 is unknown
 
 
 def test_old_anchors_go_when_a_new_one_carries_every_kept_version() -> None:

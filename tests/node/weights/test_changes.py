@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support import weights_cases as cases
 
 from primerl.node.weights.blocks import BLOCK
-from primerl.node.weights.codec import apply_delta_changed, encode_delta
+from primerl.node.weights.codec import apply_delta, encode_delta
 from primerl.node.weights.state import Changed, PendingChanges, State, Tensor
 
 
@@ -71,7 +71,7 @@ def test_only_hinted_positions_are_compared() -> None:
 @given(cases.neighbours())
 def test_receiver_learns_a_superset_of_what_changed(pair: tuple[State, State]) -> None:
     base, new = pair
-    state, changed = apply_delta_changed(base, delta(base, new), cases.infos(new))
+    state, changed = apply_delta(base, delta(base, new), cases.infos(new))
     assert cases.same(state, new)
     for name, index in positions(base, new).items():
         told = changed[name]
@@ -84,7 +84,7 @@ def test_receiver_learns_a_superset_of_what_changed(pair: tuple[State, State]) -
 def test_few_changes_are_told_exactly_and_many_as_all(threads: int) -> None:
     base, new = model()
     payload = delta(base, new)
-    _, changed = apply_delta_changed(base, payload, cases.infos(new), threads=threads)
+    _, changed = apply_delta(base, payload, cases.infos(new), threads=threads)
     assert sorted(changed) == ["dense", "some"]
     assert changed["dense"] is None
     told = changed["some"]

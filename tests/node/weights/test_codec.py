@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import weights_cases as cases
 
 from primerl.node.weights.blocks import BLOCK
-from primerl.node.weights.codec import apply_delta, decode_full, encode_delta, encode_full
+from primerl.node.weights.codec import decode_full, encode_delta, encode_full
 from primerl.node.weights.state import State, Tensor
 
 VECTORS = Path(__file__).parents[2] / "vectors"
@@ -31,7 +31,7 @@ def delta(base: State, new: State) -> bytes:
 def test_delta_gives_back_every_bit(pair: tuple[State, State]) -> None:
     base, new = pair
     before = {name: t.data.tobytes() for name, t in base.items()}
-    assert cases.same(apply_delta(base, delta(base, new), cases.infos(new)), new)
+    assert cases.same(cases.applied(base, delta(base, new), cases.infos(new)), new)
     assert {name: t.data.tobytes() for name, t in base.items()} == before
 
 
@@ -45,7 +45,7 @@ def test_delta_is_lossless_at_every_density_and_across_blocks(share: float) -> N
     base = {"w": cases.like_a_model(1, BLOCK + 4321)}
     new = {"w": cases.stepped(base["w"], 2, share)}
     payload = delta(base, new)
-    assert cases.same(apply_delta(base, payload, cases.infos(new)), new)
+    assert cases.same(cases.applied(base, payload, cases.infos(new)), new)
     assert len(payload) < len(full(new))
 
 
@@ -59,7 +59,7 @@ def test_wide_elements_survive_in_every_method(dtype: str, every: int) -> None:
     moved[::every] += np.array(3, bits)
     base = {"w": Tensor(dtype, (20_000,), data)}
     new = {"w": Tensor(dtype, (20_000,), moved)}
-    assert cases.same(apply_delta(base, delta(base, new), cases.infos(new)), new)
+    assert cases.same(cases.applied(base, delta(base, new), cases.infos(new)), new)
 
 
 def test_one_far_change_at_the_end_of_a_block_uses_escapes() -> None:
@@ -69,12 +69,12 @@ def test_one_far_change_at_the_end_of_a_block_uses_escapes() -> None:
     new = {"w": Tensor("BF16", (60_000,), data)}
     payload = delta(base, new)
     assert len(payload) < 80
-    assert cases.same(apply_delta(base, payload, cases.infos(new)), new)
+    assert cases.same(cases.applied(base, payload, cases.infos(new)), new)
 
 
 def test_unchanged_tensors_are_the_objects_of_the_base() -> None:
     base, new = cases.small_pair()
-    result = apply_delta(base, delta(base, new), cases.infos(new))
+    result = cases.applied(base, delta(base, new), cases.infos(new))
     assert result["c.skip"] is base["c.skip"]
     assert not np.shares_memory(result["b.sparse"].data, base["b.sparse"].data)
 
@@ -84,7 +84,7 @@ def test_changes_in_the_second_block_only_keep_the_first() -> None:
     data = base["w"].data.copy()
     data[BLOCK + 50] ^= 1
     new = {"w": Tensor("BF16", (BLOCK + 100,), data)}
-    assert cases.same(apply_delta(base, delta(base, new), cases.infos(new)), new)
+    assert cases.same(cases.applied(base, delta(base, new), cases.infos(new)), new)
 
 
 # -- bytes -------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_equal_states_give_equal_bytes_in_any_order_and_with_any_threads() -> No
     payload = delta(base, new)
     assert delta(base, backwards) == payload
     assert b"".join(encode_delta(base, new, threads=3)) == payload
-    assert cases.same(apply_delta(base, payload, cases.infos(backwards), threads=3), new)
+    assert cases.same(cases.applied(base, payload, cases.infos(backwards), threads=3), new)
     assert b"".join(encode_full(new, threads=3)) == full(new)
 
 
@@ -106,14 +106,14 @@ def test_payload_may_arrive_in_pieces_of_any_size() -> None:
     payload = delta(base, new)
     for size in (1, 7, 1000):
         pieces = [payload[at : at + size] for at in range(0, len(payload), size)]
-        assert cases.same(apply_delta(base, [b"", *pieces, b""], cases.infos(new)), new)
+        assert cases.same(cases.applied(base, [b"", *pieces, b""], cases.infos(new)), new)
 
 
 def test_golden_bytes_decode_for_ever() -> None:
     base, new = cases.golden_pair()
     info = cases.infos(new)
     assert cases.same(decode_full((VECTORS / "weights_full.bin").read_bytes(), info), new)
-    assert cases.same(apply_delta(base, (VECTORS / "weights_delta.bin").read_bytes(), info), new)
+    assert cases.same(cases.applied(base, (VECTORS / "weights_delta.bin").read_bytes(), info), new)
 
 
 @pytest.mark.skipif(zstandard.ZSTD_VERSION != (1, 5, 7), reason="frames differ between versions")

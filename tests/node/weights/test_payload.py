@@ -15,20 +15,26 @@ from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.chain import VersionChain
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.encoders import Encoders
-from primerl.node.weights.errors import CodecError, DigestMismatch, WeightsError
 from primerl.node.weights.payload import (
     CHUNK_SHARE,
     MIN_CHUNK,
     NeededChunks,
     Offsets,
-    Share,
+    TensorShare,
     chunks_for,
     cut,
     layout_of,
     part_of,
 )
 from primerl.node.weights.replica import WeightReplica
-from primerl.node.weights.state import State, digests, state_digest
+from primerl.node.weights.state import (
+    CodecError,
+    DigestMismatch,
+    State,
+    WeightsError,
+    digests,
+    state_digest,
+)
 from primerl.protocol.manifests import Artifact, ChunkRef
 
 V0 = {f"t{n}": cases.like_a_model(n, 3000 + 700 * n) for n in range(8)} | {
@@ -39,7 +45,7 @@ V1 = V0 | {f"t{n}": cases.stepped(V0[f"t{n}"], 20 + n, 0.1) for n in (0, 1, 4, 7
 V2 = V1 | {f"t{n}": cases.stepped(V1[f"t{n}"], 40 + n, 0.6) for n in (1, 2)}
 
 
-def only(*names: str) -> Share:
+def only(*names: str) -> TensorShare:
     """A share of these."""
     return lambda given: frozenset(names) & frozenset(given)
 
@@ -78,13 +84,13 @@ def part(state: State, names: Collection[str]) -> State:
     return {name: state[name] for name in names}
 
 
-def grown(share: Share, *line: Published) -> WeightReplica:
-    """A mirror of a share that went along `line`."""
-    mirror = WeightReplica(share=share)
+def grown(share: TensorShare, *line: Published) -> WeightReplica:
+    """A replica of a share that went along `line`."""
+    replica = WeightReplica(share=share)
     for one in line:
         wanted = share(list(V0))
-        mirror.commit(mirror.prepare(one.manifest, one.artifact, one.some(wanted)))
-    return mirror
+        replica.commit(replica.prepare(one.manifest, one.artifact, one.some(wanted)))
+    return replica
 
 
 ANCHOR, FIRST, SECOND = Published(0, V0), Published(1, V1, V0), Published(2, V2, V1)
@@ -96,11 +102,11 @@ def test_a_share_becomes_what_the_whole_would_have_become(
     names: tuple[str, ...], chunk: int
 ) -> None:
     line = [Published(0, V0, chunk=chunk), Published(1, V1, V0, chunk), Published(2, V2, V1, chunk)]
-    mirror = grown(only(*names), *line)
-    assert cases.same(mirror.policy.state, part(V2, names))
-    assert mirror.policy.digests == digests(part(V2, names))
-    assert mirror.policy.digest == state_digest(digests(V2))
-    assert mirror.policy.version == 2
+    replica = grown(only(*names), *line)
+    assert cases.same(replica.policy.state, part(V2, names))
+    assert replica.policy.digests == digests(part(V2, names))
+    assert replica.policy.digest == state_digest(digests(V2))
+    assert replica.policy.version == 2
 
 
 def test_only_chunks_that_hold_wanted_tensors_are_needed() -> None:
@@ -122,35 +128,35 @@ def test_only_chunks_that_hold_wanted_tensors_are_needed() -> None:
 
 
 def test_what_changed_is_told_of_the_share_alone() -> None:
-    mirror = grown(only("t1", "t4", "z"), ANCHOR)
+    replica = grown(only("t1", "t4", "z"), ANCHOR)
     wanted = frozenset({"t1", "t4", "z"})
-    prepared = mirror.prepare(FIRST.manifest, FIRST.artifact, FIRST.some(wanted))
+    prepared = replica.prepare(FIRST.manifest, FIRST.artifact, FIRST.some(wanted))
     assert prepared.changed is not None
     assert set(prepared.changed) == {"t1", "t4"}
-    assert prepared.policy.state["z"] is mirror.policy.state["z"]
+    assert prepared.policy.state["z"] is replica.policy.state["z"]
 
 
 def test_without_offsets_everything_is_needed_and_the_share_is_held_all_the_same() -> None:
     share = only("t1", "t6")
-    mirror = WeightReplica(share=share)
+    replica = WeightReplica(share=share)
     for one in (ANCHOR, FIRST, SECOND):
         plain = structs.replace(one.artifact, offsets=())
         assert chunks_for(plain, one.manifest.tensors, share(list(V0))) == plain.chunks
         pieces = [one.chunks[chunk.digest] for chunk in plain.chunks]
-        mirror.commit(mirror.prepare(one.manifest, plain, pieces))
-    assert cases.same(mirror.policy.state, part(V2, ["t1", "t6"]))
+        replica.commit(replica.prepare(one.manifest, plain, pieces))
+    assert cases.same(replica.policy.state, part(V2, ["t1", "t6"]))
 
 
 def test_a_tensor_that_differs_from_the_manifest_is_refused() -> None:
     """Also where the payload is right and another tensor is meant."""
-    mirror = grown(only("t1", "t4"), ANCHOR)
+    replica = grown(only("t1", "t4"), ANCHOR)
     forged = Published(1, V1 | {"t4": cases.stepped(V0["t4"], 99, 0.1)}, V0)
     with pytest.raises(DigestMismatch, match="tensor t4"):
-        mirror.prepare(FIRST.manifest, forged.artifact, forged.some({"t1", "t4"}))
+        replica.prepare(FIRST.manifest, forged.artifact, forged.some({"t1", "t4"}))
     unseen = structs.replace(FIRST.manifest, state=digest(b"other"))
     with pytest.raises(DigestMismatch, match="state is"):
-        mirror.prepare(unseen, FIRST.artifact, FIRST.some({"t1", "t4"}))
-    assert mirror.policy.version == 0
+        replica.prepare(unseen, FIRST.artifact, FIRST.some({"t1", "t4"}))
+    assert replica.policy.version == 0
 
 
 def test_a_lie_about_a_tensor_that_is_not_held_cannot_change_the_state_digest() -> None:
@@ -198,22 +204,22 @@ def test_offsets_that_lie_end_in_a_refusal_and_leave_what_is_held(data: st.DataO
     offsets = (FIRST.artifact.offsets[0], *sorted(data.draw(inner)))
     wanted = frozenset(data.draw(st.lists(st.sampled_from(sorted(V0)), min_size=1, max_size=3)))
     lying = structs.replace(FIRST.artifact, offsets=offsets)
-    mirror = grown(only(*wanted), ANCHOR)
+    replica = grown(only(*wanted), ANCHOR)
     pieces = [FIRST.chunks[c.digest] for c in chunks_for(lying, FIRST.manifest.tensors, wanted)]
     try:
-        policy = mirror.prepare(FIRST.manifest, lying, pieces).policy
+        policy = replica.prepare(FIRST.manifest, lying, pieces).policy
     except WeightsError:
-        assert cases.same(mirror.policy.state, part(V0, wanted))
+        assert cases.same(replica.policy.state, part(V0, wanted))
     else:
         assert cases.same(policy.state, part(V1, wanted))
 
 
 def test_chunks_that_are_missing_or_too_short_are_refused() -> None:
     pieces = FIRST.some({"t1", "t4"})
-    mirror = grown(only("t1", "t4"), ANCHOR)
+    replica = grown(only("t1", "t4"), ANCHOR)
     for wrong in ([], pieces[:-1], [piece[:-1] for piece in pieces], pieces[1:]):
         with pytest.raises(WeightsError):
-            mirror.prepare(FIRST.manifest, FIRST.artifact, wrong)
+            replica.prepare(FIRST.manifest, FIRST.artifact, wrong)
 
 
 def test_every_way_to_make_a_delta_finds_the_same_places() -> None:
@@ -282,8 +288,8 @@ def test_what_is_needed_is_remembered_for_one_artifact_and_not_for_another() -> 
 
 
 def test_a_share_may_name_what_a_manifest_does_not_have() -> None:
-    mirror = grown(lambda _: frozenset({"t1", "lm_head.weight"}), ANCHOR)
-    assert set(mirror.policy.state) == {"t1"}
+    replica = grown(lambda _: frozenset({"t1", "lm_head.weight"}), ANCHOR)
+    assert set(replica.policy.state) == {"t1"}
 
 
 # -- chunks ----------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import weights_cases as cases
 from support.drift_cases import drifted
+from support.memory_store import MemoryStore
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.run import WeightsConfig
-from primerl.node.p2p.arrivals import ChunkArrivals
 from primerl.node.p2p.heads import HeadStore
-from primerl.node.storage.chunk_store import MemoryStore, QuotaExceeded
+from primerl.node.p2p.serve import ChunkArrivals
+from primerl.node.storage.chunk_store import QuotaExceeded
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.publisher import Publisher
 from primerl.node.training.backend import Snapshot

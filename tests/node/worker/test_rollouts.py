@@ -249,13 +249,13 @@ def test_a_submission_names_one_plan_and_what_another_one_made_goes_without() ->
 
 
 def test_turns_of_one_plan_tell_what_crossed_and_turns_of_several_do_not() -> None:
-    from primerl.node.environments.playing import branch
+    from primerl.node.environments.environment import Branch
 
     def turn(plan: bytes, *parts: bytes) -> Completion:
         return Completion([7], [-0.5], "stop", 3, 3, boundaries=parts, plan=plan)
 
     def joined(*turns: Completion) -> tuple[tuple[bytes, ...], bytes]:
-        made = branch([5, 7, 6, 7], [False, True] * 2, [0.0, -0.5] * 2, turns)
+        made = Branch.of_turns([5, 7, 6, 7], [False, True] * 2, [0.0, -0.5] * 2, turns)
         return made.boundaries, made.plan
 
     first, second = turn(b"p", b"a" * 8, b"b" * 8), turn(b"p", b"c" * 8, b"d" * 8)

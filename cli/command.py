@@ -1,0 +1,332 @@
+"""What commands share: config arguments and their help, the running node to ask, and signals.
+
+Config arguments (`@ file`, `--a.b value`) pass through typer untouched, in their order; node/config/loader.py
+alone reads them. Nothing here may import pydantic or a config at the top: `--help` must stay fast.
+"""
+
+import ast
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import typer
+import typer.core
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic_config import BaseConfig
+
+    from ..node.config.evaluation import EvalConfig
+    from ..node.config.run import NodeConfig, RunConfig
+    from ..node.config.sft import SftConfig
+
+T = TypeVar("T")
+Config = TypeVar("Config", bound="BaseConfig")
+
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the resolved config as TOML, and do nothing.")
+]
+DryRunJson = Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")]
+Tp = Annotated[
+    str | None,
+    typer.Option(
+        "--tp", help="GPUs that share each layer of the model, or auto for all (vLLM, engine.tp)."
+    ),
+]
+Pp = Annotated[
+    str | None,
+    typer.Option("--pp", help="GPUs in a row that hold some layers each (vLLM, engine.pp)."),
+]
+Dp = Annotated[
+    str | None, typer.Option("--dp", help="Engines side by side, not with --pp (vLLM, engine.dp).")
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        "-d",
+        envvar="PRIMERL_DATA_DIR",
+        help="The node's data directory; without it, the node that runs on this machine.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Exactly the data, as JSON.")]
+
+
+# -- config arguments ------------------------------------------------------------------------------
+
+
+def arguments(ctx: typer.Context, options: Mapping[str, str | None]) -> list[str]:
+    """Join the config arguments that typer left over with its own options that set config keys."""
+    given = [(f"--{key}", value) for key, value in options.items() if value is not None]
+    return [*ctx.args, *(word for pair in given for word in pair)]
+
+
+def parallel(tp: str | None, pp: str | None, dp: str | None) -> dict[str, str | None]:
+    """Name the config keys that --tp, --pp and --dp set."""
+    return {"engine.tp": tp, "engine.pp": pp, "engine.dp": dp}
+
+
+def read_config(cls: type[Config], args: Sequence[str]) -> Config:
+    """Resolve a config from `args` and PRIMERL_ variables. Raises UsageError."""
+    from ..node.config.loader import load
+
+    return load(cls, args, os.environ)
+
+
+def show_config(config: "BaseConfig", *, as_json: bool) -> None:
+    """Print a config so that it can be read back. Raises UsageError for values that TOML cannot hold."""
+    from ..node.config import toml
+    from ..node.ops.errors import UsageError
+
+    values = config.model_dump(mode="json")
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+        return
+    try:
+        typer.echo(toml.dumps(values), nl=False)
+    except TypeError as error:
+        raise UsageError(f"{error}, such as null in a list: --dry-run --json shows it") from error
+
+
+def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> None:
+    """Raise UsageError for an engine that cannot be started like that, also before a dry run.
+
+    `proven` is False for a command whose completions are not audited.
+    """
+    from ..node.app.engine_check import check_config
+    from ..node.config.run import RunConfig
+
+    model = config.model if isinstance(config, RunConfig) else None
+    check_config(config.engine, model, proven=proven)
+
+
+def check_model(config: "RunConfig | SftConfig") -> None:
+    """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run."""
+    from ..node.models.architectures import check_trainable
+
+    check_trainable(config.model, config.training.seq_len)
+
+
+# -- the node to ask -------------------------------------------------------------------------------
+
+
+def default_data_dir() -> Path:
+    """Return the data directory of a node that is given none."""
+    return Path.home() / ".primerl"
+
+
+def find_node(data_dir: Path | None) -> Path:
+    """Find the data directory of the node to ask. Raises NetworkError when none runs."""
+    from ..node.ops.control import running, socket_path
+    from ..node.ops.errors import NetworkError
+
+    if data_dir is not None:
+        return data_dir.expanduser()
+    entries = running()
+    if not entries:
+        if socket_path(default_data_dir()).exists():
+            return default_data_dir()
+        raise NetworkError(
+            "no node of yours runs on this machine: start one (`primerl-node train @ demo`), or name its "
+            "--data-dir"
+        )
+    trainers = [entry for entry in entries if entry.role == "trainer"]
+    chosen = (trainers or entries)[0]
+    if len(entries) > 1:
+        print(
+            f"asking the {chosen.role} in {_shortened(Path(chosen.data_dir))} "
+            f"({len(entries)} nodes run here: --data-dir)",
+            file=sys.stderr,
+        )
+    return Path(chosen.data_dir)
+
+
+def _shortened(path: Path) -> Path:
+    """Write a path relative to the working directory or the home, if it is below one of them."""
+    for base, prefix in ((Path.cwd(), Path()), (Path.home(), Path("~"))):
+        if path.is_relative_to(base):
+            return prefix / path.relative_to(base)
+    return path
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM stopped the program in order."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def run_to_end(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` as the whole program; the first signal cancels it, the second one kills the process.
+
+    Raises Interrupted when SIGINT or SIGTERM ended it.
+    """
+    received: list[int] = []
+
+    async def supervised() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int) -> None:
+            if received:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            received.append(number)
+            print("stopping; once more to stop at once", file=sys.stderr, flush=True)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        return await main
+
+    try:
+        result = asyncio.run(supervised())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise Interrupted(received[0]) from None
+    if received:
+        raise Interrupted(received[0])
+    return result
+
+
+# -- help of config keys ---------------------------------------------------------------------------
+
+KEYS = """Config keys, with defaults in brackets. Each is a flag (--network.host 127.0.0.1), a variable
+(PRIMERL_NETWORK__HOST=127.0.0.1) and a line of a TOML file (`@ file.toml`, as many as you like):
+"""
+WIDTH = 100
+INDENT = " " * 8
+KINDS = {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+Docs = dict[tuple[str, str], str]
+"""(class, field) -> the docstring below the field."""
+
+
+class ConfigCommand(typer.core.TyperCommand):
+    """A command whose --help goes on with the keys of its config."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """[OPTIONS] [@ FILE]... [--KEY VALUE]..."""
+        return [*super().collect_usage_pieces(ctx), "[@ FILE]...", "[--KEY VALUE]..."]
+
+    def get_help(self, ctx: Any) -> str:
+        """Return typer's help and the keys."""
+        from ..node.config.evaluation import EvalConfig
+        from ..node.config.run import JoinConfig, RunConfig
+        from ..node.config.serving import ServeConfig
+        from ..node.config.sft import SftConfig
+
+        others = {
+            "join": JoinConfig,
+            "sft": SftConfig,
+            "eval": EvalConfig,
+            "inference": ServeConfig,
+        }
+        cls = others.get(self.name or "", RunConfig)
+        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls)}"
+
+
+def keys_help(cls: "type[BaseModel]") -> str:
+    """Describe every key of `cls`, section by section, by the docstrings below the fields."""
+    docs: Docs = {}
+    for source in _sources(cls):
+        tree = ast.parse(source.read_text())
+        for node in (one for one in tree.body if isinstance(one, ast.ClassDef)):
+            for field, below in pairwise(node.body):
+                match field, below:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        docs[node.name, name] = " ".join(text.split())
+                    case _:
+                        pass
+    return "\n".join(_section(cls, "", docs)).strip("\n")
+
+
+def _sources(cls: "type[BaseModel]") -> set[Path]:
+    """List the files that define `cls`, its sections and their base classes."""
+    package = __name__.partition(".")[0] + "."
+    found = {
+        Path(inspect.getfile(base)) for base in cls.__mro__ if base.__module__.startswith(package)
+    }
+    for field in cls.model_fields.values():
+        if (inner := model_in(field.annotation)) is not None:
+            found |= _sources(inner)
+    return found
+
+
+def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") -> Iterator[str]:
+    sections: list[tuple[str, str, type[BaseModel], str]] = []
+    for name, field in cls.model_fields.items():
+        path = f"{prefix}{name.replace('_', '-') if flag else name}"
+        inner = model_in(field.annotation)
+        about = (inner.__doc__ or "").strip().partition("\n")[0] if inner else ""
+        if inner is not None and get_origin(field.annotation) is not list:
+            off = f" Off unless set; --no-{path} switches it off." if field.default is None else ""
+            sections.append((f"\n{path}: {about}{off}", f"{path}.", inner, "--"))
+            continue
+        if inner is not None:
+            title = f"\n[[{path}]]: {about} A table of a TOML file for each, with these keys:"
+            sections.append((title, "", inner, ""))
+        meaning = next(
+            (docs[b.__name__, name] for b in cls.__mro__ if (b.__name__, name) in docs), ""
+        )
+        default = _default(field.get_default(call_default_factory=True))
+        yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"
+        text = f"{meaning} {default}".strip()
+        yield textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+    for title, prefix, inner, flag in sorted(sections, key=lambda one: not one[3]):
+        yield title
+        yield from _section(inner, prefix, docs, flag)
+
+
+def _default(value: Any) -> str:
+    from pydantic_core import PydanticUndefined
+
+    if value is PydanticUndefined or value is None:
+        return "[not set]"
+    if isinstance(value, bool):
+        return f"[{str(value).lower()}]"
+    return f"[{value}]" if value != "" else "[empty]"
+
+
+def model_in(annotation: Any) -> "type[BaseModel] | None":
+    """Return the section that a field holds, also an optional one; None for other fields."""
+    from pydantic import BaseModel
+
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def kind(annotation: Any) -> str:
+    """Say how a value of this type is written."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return "|".join(str(arg) for arg in args)
+    if origin is list:
+        return f"{kind(args[0])}..."
+    if origin is tuple:
+        return "JSON"
+    if origin is dict:
+        return "JSON, or --key.NAME VALUE"
+    if args:  # Annotated or Optional
+        return kind(next(arg for arg in args if arg is not NoneType))
+    return KINDS.get(annotation, "VALUE")

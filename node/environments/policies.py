@@ -1,0 +1,216 @@
+"""Policies as an episode meets them: the Exchange that samples its turns, and recorded turns as a policy.
+
+Invariants:
+- a failure of the policy is never the episode's: environment libraries swallow exceptions, so Exchange
+  remembers it and check() raises it again;
+- a recording answers only the exact prompts that it holds, so replaying it through the environment proves that
+  the environment would have asked the same.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+
+from ..inference.engine import Completion
+from .environment import Branch, Policy, ScoreMismatch
+
+episode_clock: ContextVar[Callable[[], float]] = ContextVar("episode_clock", default=time.monotonic)
+"""Clock for the deadline of an episode, in seconds; a host leaves out the time of other episodes' code."""
+
+
+class PlayFailed(Exception):
+    """The rollout has no score; the text is the reason. It is data, not a crash."""
+
+
+class BadCompletion(PlayFailed):
+    """The tokens are not one completion under the sampling contract."""
+
+
+class EpisodeStuck(PlayFailed):
+    """The environment's own code exceeded its deadline."""
+
+
+def check_completion(
+    completion: Completion, *, max_tokens: int, stop_token_ids: Sequence[int]
+) -> None:
+    """Raise BadCompletion unless it has 1..max_tokens tokens, and no stop token before the last."""
+    ids = completion.token_ids
+    if not 1 <= len(ids) <= max_tokens:
+        raise BadCompletion(f"{len(ids)} tokens in one completion: sample 1 to {max_tokens}")
+    if len(completion.logprobs) != len(ids):
+        raise BadCompletion(
+            f"{len(completion.logprobs)} logprobs for {len(ids)} tokens: send one each"
+        )
+    if any(stop in ids[:-1] for stop in stop_token_ids):
+        raise BadCompletion("tokens after a stop token: end the completion there")
+    if (completion.finish == "stop") != (ids[-1] in stop_token_ids):
+        raise BadCompletion(f"finish is {completion.finish!r} but the last token says otherwise")
+
+
+class Exchange:
+    """Samples the turns of one episode and bounds the time of the environment's code between them."""
+
+    def __init__(
+        self, policy: Policy, *, max_tokens: int, stop_token_ids: Sequence[int], deadline: float
+    ) -> None:
+        self._policy = policy
+        self._max_tokens = max_tokens
+        self._stops = stop_token_ids
+        self._deadline = deadline
+        self._clock = episode_clock.get()
+        self._timer: asyncio.Timeout | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._began: float | None = None
+        """Start of the environment's own code; None while the policy samples."""
+        self._sampling = 0
+        self._turn = 0
+        self._failure: Exception | None = None
+
+    async def sample(self, prompt: Sequence[int]) -> Completion:
+        """Sample a completion. Raises BadCompletion if it breaks the sampling contract."""
+        turn, self._turn = self._turn, self._turn + 1
+        self._count(+1)
+        try:
+            completion = await self._policy(prompt, turn)
+        except Exception as error:
+            self._failure = error  # see check(): the caller may swallow it
+            raise
+        finally:
+            self._count(-1)
+        check_completion(completion, max_tokens=self._max_tokens, stop_token_ids=self._stops)
+        return completion
+
+    def _count(self, change: int) -> None:
+        """Count samples under way: the deadline counts the environment's time only."""
+        self._sampling += change
+        self._began = None if self._sampling else self._clock()
+
+    def _check_time(self) -> None:
+        """End the episode if its code exceeded the deadline, else check again when it could have."""
+        assert self._timer is not None  # made before the first check
+        loop = asyncio.get_running_loop()
+        left = self._deadline
+        if self._began is not None:
+            left += self._began - self._clock()
+        if left > 0.0:
+            self._look = loop.call_later(left, self._check_time)
+        else:
+            self._timer.reschedule(loop.time())
+
+    @asynccontextmanager
+    async def bounded(self) -> AsyncGenerator[None]:
+        """Raise EpisodeStuck when the environment's code runs for `deadline` seconds between two turns.
+
+        A loop that never awaits cannot be interrupted from inside its own process (host.py).
+        """
+        try:
+            async with asyncio.timeout(None) as self._timer:
+                self._count(0)
+                self._check_time()
+                yield
+        except TimeoutError as error:
+            if self._timer is None or not self._timer.expired():
+                raise
+            raise EpisodeStuck(
+                f"the environment's code gave no result within {self._deadline:g} s: mend it, or raise "
+                "environment.timeout_s"
+            ) from error
+        finally:
+            if self._look is not None:
+                self._look.cancel()
+
+    def check(self) -> None:
+        """Raise the failure of the policy, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def turn_spans(branch: Branch) -> list[tuple[int, int]]:
+    """Find (start, end) of each turn, a run of sampled tokens. Raises ScoreMismatch on malformed branches."""
+    count = len(branch.token_ids)
+    if not count == len(branch.sampled) == len(branch.logprobs):
+        raise ScoreMismatch("token_ids, sampled and logprobs differ in length")
+    edges = [i for i in range(1, count) if branch.sampled[i] != branch.sampled[i - 1]]
+    if not edges or branch.sampled[0] or not branch.sampled[-1]:
+        raise ScoreMismatch("a branch starts with a prompt and ends with sampled tokens")
+    edges.append(count)
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+class RecordedRollout:
+    """Policy that repeats the turns of a finished rollout."""
+
+    def __init__(self, branches: Sequence[Branch], *, stop_token_ids: Sequence[int]) -> None:
+        if not branches:
+            raise ScoreMismatch("a rollout without branches has no score")
+        self._branches = branches
+        self._turns: dict[tuple[int, ...], list[Completion]] = {}
+        self._asked: dict[tuple[int, ...], list[int]] = {}
+        """Prompt and reply -> numbers of the turns that asked for it."""
+        for branch in branches:
+            for start, end in turn_spans(branch):
+                self._add(branch, start, end, stop_token_ids)
+
+    def _add(self, branch: Branch, start: int, end: int, stops: Sequence[int]) -> None:
+        ids = branch.token_ids[start:end]
+        completion = Completion(
+            token_ids=ids,
+            logprobs=branch.logprobs[start:end],
+            finish="stop" if ids[-1] in stops else "length",
+            policy_first=branch.policy_first,
+            policy_last=branch.policy_last,
+        )
+        held = self._turns.setdefault(tuple(branch.token_ids[:start]), [])
+        # Branches of one conversation share their first turns; each was sampled once.
+        if all(other.token_ids != ids for other in held):
+            held.append(completion)
+
+    async def __call__(self, prompt: Sequence[int], turn: int) -> Completion:
+        """Return the recorded completion of `prompt`. Raises ScoreMismatch if there is none."""
+        held = self._turns.get(tuple(prompt))
+        if not held:
+            raise ScoreMismatch(f"turn {turn} of the task has another prompt than the rollout")
+        completion = held.pop(0) if len(held) > 1 else held[0]
+        self._asked.setdefault((*prompt, *completion.token_ids), []).append(turn)
+        return completion
+
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """Return the turn numbers of each branch's replies, as the replay asked for them."""
+        asked = {said: list(numbers) for said, numbers in self._asked.items()}
+        return tuple(
+            tuple(_next(asked[tuple(branch.token_ids[:end])]) for _, end in turn_spans(branch))
+            for branch in self._branches
+        )
+
+    def check(self, replayed: Sequence[Branch]) -> None:
+        """Raise ScoreMismatch unless the replay led to exactly the recorded branches."""
+        if len(replayed) != len(self._branches):
+            raise ScoreMismatch(
+                f"{len(self._branches)} branches where the task gives {len(replayed)}"
+            )
+        for ours, theirs in zip(replayed, self._branches, strict=True):
+            same = ours.token_ids == theirs.token_ids and ours.sampled == theirs.sampled
+            if not same or ours.finish != theirs.finish:
+                raise ScoreMismatch("the environment's tokens or the ending were altered")
+
+
+def _next(numbers: list[int]) -> int:
+    """Take a turn number: branches that share a turn share it, a reply that occurs twice has two."""
+    return numbers.pop(0) if len(numbers) > 1 else numbers[0]
+
+
+class RememberedPolicy:
+    """Policy that samples each turn once, although its rollout may be started again."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._said: dict[tuple[int, tuple[int, ...]], Completion] = {}
+
+    async def __call__(self, prompt: Sequence[int], turn: int) -> Completion:
+        """See Policy."""
+        key = (turn, tuple(prompt))
+        if key not in self._said:
+            self._said[key] = await self._policy(prompt, turn)
+        return self._said[key]

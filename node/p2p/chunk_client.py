@@ -1,0 +1,333 @@
+"""Request chunks: over several iroh connections to each peer, or over the TCP connections of discovery.
+
+TCP is for peers that QUIC does not reach. The same messages are exchanged, and the handshake proves the same
+key, for a libp2p peer id is a node id. It is slower (one thread encrypts everything): never the first choice.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ...crypto.hashing import short
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import ChunkRef
+from ...protocol.messages import (
+    ChunkFollows,
+    Digests,
+    GetAnyChunk,
+    GetChunk,
+    HaveChunks,
+    InLine,
+    Message,
+    WatchChunks,
+)
+from ...protocol.version import ALPN_BLOBS, MIB
+from .connections import ConnectionPool
+from .discovery import StreamCarrier
+from .download_state import ChunkDownload
+from .peers import PeerTable
+from .rpc import TooSlow, receive_reply, send
+from .transport import Connection, Stream, StreamClosed, TransportError, Unreachable
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkSource(Protocol):
+    """Somewhere that may have chunks."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in tables and logs."""
+        ...
+
+    async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
+        """At most `chunk.size` + 1 bytes that claim to be this chunk, within `deadline` seconds.
+
+        Raises:
+            TransportError: it cannot be reached, or is too slow.
+            Refused: it says that it has none (NOT_FOUND) or will not give it.
+        """
+        ...
+
+
+class PeerPaths(Protocol):
+    """Another way to the peers that we know."""
+
+    async def get(self, peer: bytes, chunk: ChunkRef, *, deadline: float) -> bytes:
+        """As ChunkSource.get(), from this peer."""
+        ...
+
+
+FIRST_BYTE_S = 2.0
+"""A source that sends nothing for this long is passed over: dead peers cost seconds."""
+PIECE = 128 * 1024
+PIECE_S = 6.0
+"""For one piece of a chunk: a deadline for every size."""
+MAX_BEATS = 240
+"""InLine messages that one request may bring: two minutes of them."""
+LANES = 4
+BULK = 1 * MIB
+"""Smaller chunks do not gain from a connection of their own."""
+WATCH_S = 660.0
+"""The other end ends a watch some time before that."""
+IDLE_NEWS = 8
+"""Messages without news before a watch counts as a flood."""
+
+
+@dataclass(frozen=True)
+class ChunkOffer:
+    """A source's announcement: a chunk of `size` bytes, number `index` of those requested."""
+
+    size: int
+    index: int
+
+
+class ChunkClient:
+    """Requests for chunks, spread over several connections to each peer."""
+
+    def __init__(self, links: ConnectionPool) -> None:
+        self._links = links
+        self._busy: Counter[tuple[bytes, int]] = Counter()
+
+    async def one(
+        self, chunk: ChunkRef, download: ChunkDownload, *, start: Callable[[], bool]
+    ) -> bytes | None:
+        """Get `chunk` from download.source; `start` is called before its bytes come, and may decline them.
+
+        Raises:
+            Refused, RemoteProtocolError, TransportError.
+        """
+        request = GetChunk(chunk.digest)
+        bulk = chunk.size >= BULK
+        # A neighbour is one of several sources: it gets no more time to be reached than to answer.
+        async with self._ask(download, request, bulk, FIRST_BYTE_S) as (stream, answer):
+            if answer.size != chunk.size:
+                raise RemoteProtocolError(Reason.WRONG_DIGEST, "not the size that was signed")
+            if not start():
+                return None
+            return await self._read(stream, answer.size, download)
+
+    async def any(
+        self,
+        wanted: Sequence[ChunkRef],
+        download: ChunkDownload,
+        *,
+        urgent: bool,
+        take: Callable[[ChunkRef], bool],
+    ) -> bytes | None:
+        """Get the one of `wanted` that download.source chooses; `take` is told which, and may decline it.
+
+        Raises:
+            Refused, RemoteProtocolError, TransportError.
+        """
+        names: Digests = tuple(chunk.digest for chunk in wanted)
+        bulk = max(chunk.size for chunk in wanted) >= BULK
+        request = GetAnyChunk(names, urgent)
+        async with self._ask(download, request, bulk, None) as (stream, answer):
+            if answer.index >= len(wanted) or answer.size != wanted[answer.index].size:
+                raise RemoteProtocolError(Reason.WRONG_DIGEST, "none of the chunks requested")
+            if not take(wanted[answer.index]):
+                return None
+            return await self._read(stream, answer.size, download)
+
+    async def watch(self, peer: bytes, names: Sequence[bytes]) -> AsyncGenerator[list[bytes]]:
+        """Yield which of `names` the peer holds: first those that it has, then new ones, until it ends this.
+
+        Raises:
+            Refused, RemoteProtocolError (MALFORMED for an impossible bitmap, RATE_LIMITED for a flood),
+            TransportError.
+        """
+        connection = await self._links.get(peer, ALPN_BLOBS, patience=FIRST_BYTE_S)
+        stream: Stream | None = None
+        try:
+            stream = await self._open(connection, WatchChunks(tuple(names)))
+            async for fresh in _read_news(stream, names):
+                yield fresh
+        except TimeoutError as error:
+            await self._links.drop(peer, ALPN_BLOBS)
+            raise TooSlow("no news of chunks in time") from error
+        finally:
+            if stream is not None:
+                await stream.abort()
+
+    @asynccontextmanager
+    async def _ask(
+        self, download: ChunkDownload, request: Message, bulk: bool, patience: float | None
+    ) -> AsyncGenerator[tuple[Stream, ChunkOffer]]:
+        """Open a stream on which the bytes of a chunk come next."""
+        peer = download.source
+        lane = self._free_lane(peer) if bulk else 0
+        self._busy[peer, lane] += 1
+        stream: Stream | None = None
+        try:
+            connection, lane_used = await self._connect(peer, lane, patience)
+            try:
+                stream = await self._open(connection, request)
+                yield stream, await self._answer(stream, download)
+            except TimeoutError as error:
+                await self._links.drop(peer, ALPN_BLOBS, lane=lane_used)
+                raise TooSlow("the chunk did not come in time") from error
+        finally:
+            self._busy[peer, lane] -= 1
+            if stream is not None:
+                await stream.abort()
+
+    async def _connect(
+        self, peer: bytes, lane: int, patience: float | None
+    ) -> tuple[Connection, int]:
+        """Connect on this lane, or on the first if the peer accepts no more."""
+        if lane:
+            with suppress(TransportError):
+                found = await self._links.get(peer, ALPN_BLOBS, patience=patience, lane=lane)
+                return found, lane
+        return await self._links.get(peer, ALPN_BLOBS, patience=patience), 0
+
+    async def _open(self, connection: Connection, request: Message) -> Stream:
+        """Open a stream and send a request. Our direction stays open: its end tells that we need no more."""
+        async with asyncio.timeout(FIRST_BYTE_S):
+            stream = await connection.open_stream()
+            try:
+                with suppress(StreamClosed):  # refused before it was read: the reply says why
+                    await send(stream, request)
+            except BaseException:
+                await stream.abort()  # the caller does not know it yet
+                raise
+            return stream
+
+    async def _answer(self, stream: Stream, download: ChunkDownload) -> ChunkOffer:
+        for _ in range(MAX_BEATS):
+            async with asyncio.timeout(FIRST_BYTE_S):
+                reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
+            download.touched = time.monotonic()
+            if isinstance(reply, ChunkFollows):
+                return ChunkOffer(reply.size, reply.index)
+        raise TooSlow("too long in line for a chunk")
+
+    async def _read(self, stream: Stream, size: int, download: ChunkDownload) -> bytes:
+        pieces: list[bytes] = []
+        for start in range(0, size, PIECE):
+            async with asyncio.timeout(PIECE_S):
+                pieces.append(await stream.read_exact(min(PIECE, size - start)))
+            download.received += len(pieces[-1])
+            download.touched = time.monotonic()
+        with suppress(TransportError):
+            await stream.finish()  # the sender waits to hear that we have it
+        return b"".join(pieces)
+
+    def _free_lane(self, peer: bytes) -> int:
+        return min(range(LANES), key=lambda lane: (self._busy[peer, lane], lane))
+
+
+async def _read_news(stream: Stream, names: Sequence[bytes]) -> AsyncGenerator[list[bytes]]:
+    known = 0
+    limit = FIRST_BYTE_S
+    for _ in range(len(names) + IDLE_NEWS):
+        try:
+            async with asyncio.timeout(limit):
+                news = await receive_reply(stream, HaveChunks)
+        except StreamClosed:
+            if limit == FIRST_BYTE_S:
+                raise
+            return
+        held = read_bitmap(news.held, len(names))
+        fresh = held & ~known
+        known = held
+        yield [name for number, name in enumerate(names) if fresh >> number & 1]
+        limit = WATCH_S
+    raise RemoteProtocolError(Reason.RATE_LIMITED, "a watch that repeats the same news")
+
+
+def read_bitmap(held: bytes, size: int) -> int:
+    """A bitmap of `size` bits as an int. Raises RemoteProtocolError(MALFORMED) for any other length."""
+    bits = int.from_bytes(held, "little")
+    if len(held) != (size + 7) // 8 or bits >> size:
+        raise RemoteProtocolError(Reason.MALFORMED, f"a bitmap that is not one of {size} chunks")
+    return bits
+
+
+FETCHES = 4
+"""Chunks that are fetched at a time: more streams are slower, and each holds a chunk."""
+AGAIN_S = (0.0, 0.05, 0.2)
+"""Pauses before a peer whose connection broke is asked again."""
+BACKOFF_S = (1.0, 60.0)
+"""First and longest pause after a peer was not reached."""
+KNOWN_FAILURES = 1024
+
+
+class TcpChunks:
+    """Chunks from peers over TCP; a PeerPaths."""
+
+    def __init__(
+        self, carrier: StreamCarrier, peers: PeerTable, *, bootstrap: Sequence[str] = ()
+    ) -> None:
+        """`bootstrap`: discovery addresses from the ticket, of peers that may have sent no record yet."""
+        self._carrier = carrier
+        self._peers = peers
+        self._bootstrap = tuple(bootstrap)
+        self._slots = asyncio.Semaphore(FETCHES)
+        self._failures: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+
+    async def get(self, peer: bytes, chunk: ChunkRef, *, deadline: float) -> bytes:
+        """Exactly `chunk.size` bytes that claim to be this chunk, from `peer`, within `deadline` seconds.
+
+        Raises:
+            Refused: the peer said no (NOT_FOUND, BUSY, RATE_LIMITED).
+            RemoteProtocolError: it broke the protocol: blame it.
+            TransportError: it was not reached (at once while it backs off), hung up, or is too slow.
+        """
+        count, until = self._failures.get(peer, (0, 0.0))
+        if time.monotonic() < until:
+            raise Unreachable("backing off after it was not reached over TCP")
+        try:
+            async with asyncio.timeout(deadline), self._slots:
+                data = await self._converse(peer, chunk)
+        except TimeoutError as error:
+            raise TooSlow(f"no chunk over TCP within {deadline:.1f} s") from error
+        except Unreachable:
+            self._failed(peer, count)
+            raise
+        self._failures.pop(peer, None)
+        return data
+
+    async def _converse(self, peer: bytes, chunk: ChunkRef) -> bytes:
+        """Ask, and again if the stream broke: the next get meets the connection that a cancelled one cut."""
+        talk = partial(_fetch, chunk=chunk)
+        for pause in AGAIN_S:
+            try:
+                return await self._carrier.converse(peer, self._addresses(peer), talk)
+            except StreamClosed as error:
+                logger.debug("asking %s again over TCP in %g s: %s", short(peer), pause, error)
+                await asyncio.sleep(pause)
+        return await self._carrier.converse(peer, self._addresses(peer), talk)
+
+    def _addresses(self, peer: bytes) -> tuple[str, ...]:
+        record = self._peers.get(peer).record
+        return (*(record.discovery if record else ()), *self._bootstrap)
+
+    def _failed(self, peer: bytes, count: int) -> None:
+        first, longest = BACKOFF_S
+        pause = min(longest, first * 2 ** min(count, 10))
+        self._failures[peer] = (count + 1, time.monotonic() + pause)
+        if len(self._failures) > KNOWN_FAILURES:
+            self._failures.popitem(last=False)
+
+
+async def _fetch(stream: Stream, chunk: ChunkRef) -> bytes:
+    """One request and its chunk. Runs in the thread of the stream."""
+    with suppress(StreamClosed):  # refused before it was read: the reply says why
+        await send(stream, GetChunk(chunk.digest))
+    reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
+    while isinstance(reply, InLine):
+        reply = await receive_reply(stream, ChunkFollows | InLine)  # type: ignore[arg-type]
+    if reply.size != chunk.size:
+        raise RemoteProtocolError(Reason.WRONG_DIGEST, "not the size that was signed")
+    data = await stream.read_exact(chunk.size)
+    with suppress(TransportError):
+        await stream.finish()  # the sender waits to hear that we have it
+    return data

@@ -1,0 +1,174 @@
+"""The process that audits for a node, and the messages that it is sent (frames: node/process/frames.py).
+
+It holds states, measures items, and may be killed at any time. Requests are done one after the other in a
+thread, so that the end of the input is noticed meanwhile. An unexpected error ends the process: the node then
+tries the other items without that one.
+"""
+
+import asyncio
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ..ops.errors import EngineError, StorageError, one_line
+from ..process.frames import Message
+from ..process.serve import Outbox, serve_parent
+from ..weights.checkpoint import read_checkpoint
+from ..weights.state import State
+from .auditor import AuditItem, AuditTerms, Measured, Unreadable
+
+MAX_FRAME = 128 * 2**20
+"""Far above a portion of items, and above the longest branch that can be submitted."""
+
+
+class AuditSetUp(msgspec.Struct, frozen=True, tag="setup"):
+    """The first request: what all audits have in common."""
+
+    terms: AuditTerms
+    threads: int
+    """Of torch; 0 leaves its choice."""
+
+
+class HoldState(msgspec.Struct, frozen=True, tag="hold"):
+    """Read the state in the safetensors file `path`, drop those in `evict`."""
+
+    number: int
+    path: str
+    evict: list[int]
+
+
+class MeasureItems(msgspec.Struct, frozen=True, tag="measure"):
+    """Measure `items`; `states` maps each version to the number that its state is held under."""
+
+    items: list[AuditItem]
+    states: dict[int, int]
+    others: dict[int, list[int]]
+
+
+class AuditReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The setup, or a state, is there."""
+
+
+class MeasuredItems(msgspec.Struct, frozen=True, tag="measured"):
+    """One answer for each item, in order."""
+
+    answers: list[Measured | Unreadable]
+
+
+class AuditError(msgspec.Struct, frozen=True, tag="error"):
+    """The request cannot be done; `always`: with other items neither."""
+
+    detail: str
+    always: bool
+
+
+AuditProcessRequest = AuditSetUp | HoldState | MeasureItems
+AuditProcessReply = AuditReady | MeasuredItems | AuditError
+_REQUESTS = msgspec.msgpack.Decoder(Message[AuditProcessRequest])
+_REPLIES = msgspec.msgpack.Decoder(Message[AuditProcessReply])
+
+
+def read_reply(body: bytes) -> Message[AuditProcessReply]:
+    """Decode a reply. Raises ValueError."""
+    return _REPLIES.decode(body)
+
+
+class Measurer(Protocol):
+    """Measures items under states: replay.Replay, or a fake in tests."""
+
+    def measure(
+        self,
+        items: Sequence[AuditItem],
+        states: Mapping[int, State],
+        others: Mapping[int, Sequence[int]],
+    ) -> list[Measured | Unreadable]:
+        """See Auditor.audit()."""
+        ...
+
+    def free_spare_memory(self) -> None:
+        """Give back memory that the next audit may not need."""
+        ...
+
+
+class AuditServer:
+    """Answers requests; a setup is the first of them."""
+
+    def __init__(self, outbox: Outbox, build: Callable[[AuditSetUp], Measurer]) -> None:
+        self._outbox = outbox
+        self._build = build
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="audit")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._measurer: Measurer | None = None
+        self._states: dict[int, State] = {}
+
+    def take(self, request: Message[AuditProcessRequest]) -> None:
+        """Begin to answer a request, after those before it."""
+        task = asyncio.create_task(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Stop; a measurement under way ends with the process."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer(self, request: Message[AuditProcessRequest]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await loop.run_in_executor(self._worker, self._try, request.body)
+            self._outbox.put(Message(request.number, answer))
+        except Exception:  # a bug: an answer would never be sent, so the process ends
+            traceback.print_exc()
+            os._exit(1)
+
+    def _try(self, request: AuditProcessRequest) -> AuditProcessReply:
+        try:
+            return self._do(request)
+        except (EngineError, StorageError) as error:
+            return AuditError(str(error), always=True)
+        except RuntimeError as error:  # torch's own: no memory, no such device
+            return AuditError(one_line(error), always=isinstance(request, AuditSetUp))
+
+    def _do(self, request: AuditProcessRequest) -> AuditProcessReply:
+        match request:
+            case AuditSetUp():
+                self._measurer = self._build(request)
+            case HoldState():
+                for number in request.evict:
+                    self._states.pop(number, None)
+                self._states[request.number] = read_checkpoint(Path(request.path))
+            case MeasureItems():
+                return self._measure(request)
+        return AuditReady()
+
+    def _measure(self, request: MeasureItems) -> MeasuredItems:
+        if self._measurer is None:
+            raise EngineError("nothing was set up: send the setup first")
+        if lost := set(request.states.values()) - self._states.keys():
+            raise EngineError(f"state {min(lost)} was never held: hand it over first")
+        states = {version: self._states[number] for version, number in request.states.items()}
+        answers = self._measurer.measure(request.items, states, request.others)
+        self._measurer.free_spare_memory()
+        return MeasuredItems(answers)
+
+
+def build_replay(setup: AuditSetUp) -> Measurer:
+    """Load torch and prepare a Replay."""
+    from .replay import Replay
+
+    replay = Replay(setup.terms)
+    replay.prepare(threads=setup.threads)
+    return replay
+
+
+def main(build: Callable[[AuditSetUp], Measurer] = build_replay) -> None:
+    """Answer at the standard input and output; prints of libraries go to the standard error."""
+    serve_parent(_REQUESTS.decode, lambda outbox: AuditServer(outbox, build), max_frame=MAX_FRAME)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""The bounds of a run: built in, read from a calibration, or made of honest rollouts.
+
+Everything that turns measurements into bounds is in this file; judge.py applies them. A rejecting bound is
+never below a measurement of an honest rollout, and every error rate is stated with the number of rollouts
+behind it. No engine, no clock.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ...protocol.manifests import ProofContract, Thresholds
+from ...protocol.reputation import CLIP_NATS
+from ...protocol.rollouts import Evidence
+from ..config.run import RunConfig
+from ..ops.errors import UsageError
+from .auditor import MEASURES
+from .judge import judge
+
+Values = NDArray[np.float64]
+
+BUILT_IN = {
+    "float32": (
+        Thresholds(0.005, 2e-4, 0.01, 2e-4, 0.01, 12.0),
+        Thresholds(0.002, 5e-5, 0.003, 5e-5, 0.003, 4.6),
+    ),
+    "bfloat16": (
+        Thresholds(0.05, 0.03, 1.0, 0.12, 1.0, 100.0),
+        Thresholds(0.027, 0.012, 0.4, 0.08, 0.5, 41.0),
+    ),
+}
+"""dtype -> (reject, suspect), each in the order of MEASURES: wide enough for other kernels and batch sizes, see
+docs/proofs.md."""
+BUILT_IN_SCALE = {"float32": 1.0, "bfloat16": 0.0}
+"""In bfloat16 only a calibration can tell how other_policy is distributed among honest workers."""
+
+BEYOND = 1e-5
+"""Share of honest rollouts that a rejecting bound may cost, for each measure."""
+SUSPECT = 0.01
+"""Share of honest rollouts that may be above any suspecting bound: protocol/reputation.py counts on it."""
+SAFETY = 1.5
+"""Rejecting bounds are at least this x the 99.9 % quantile: other devices, other batches."""
+SEEN = 1.2
+"""... and this x the largest that was seen,"""
+SEEN_MAX = 2.0
+"""or this, for the largest difference in a rollout: one improbable token makes a long tail."""
+PRIOR = 10
+"""Likelihood ratios of 1 nat that are added to those that were seen."""
+FEWEST = 16
+"""Honest rollouts that bounds are made of, at least."""
+SHARES = (0.5, 0.9, 0.99, 0.999)
+"""Quantiles of the table; the largest value follows."""
+
+REJECT_FLOOR, _suspect_floor = BUILT_IN["float32"]
+SUSPECT_FLOOR = msgspec.structs.replace(_suspect_floor, other_policy=3.0)
+"""No bound is below these: in float32 honest noise is so small that another BLAS would be above it."""
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The bounds that `primerl-node calibrate` found for one model, as JSON."""
+
+    model: str
+    """Digest (hex) of the config.json that it holds for."""
+    fingerprint: Literal["projection"]
+    dtype: Literal["float32", "bfloat16"]
+    reject: Thresholds
+    suspect: Thresholds
+    other_scale: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    honest_rollouts: Annotated[int, msgspec.Meta(ge=1)]
+    honest_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    source: Annotated[str, msgspec.Meta(max_length=200)]
+    """Executors, devices and date."""
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read a file of `primerl-node calibrate`. Raises UsageError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Calibration)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(
+            f"verification.calibration: {path} cannot be used ({error}): run primerl-node calibrate"
+        ) from error
+
+
+def proof_contract(config: RunConfig, model: str) -> ProofContract:
+    """Make the run's proof contract; `model` is the digest (hex) of its config.json. Raises UsageError."""
+    verification, dtype = config.verification, config.engine.dtype
+    reject, suspect = BUILT_IN[dtype]
+    other_scale, rollouts, tokens = BUILT_IN_SCALE[dtype], 0, 0
+    source = f"built in for {dtype}"
+    if verification.calibration is not None:
+        found = read_calibration(verification.calibration)
+        wanted = (model, verification.fingerprint, dtype)
+        if (found.model, found.fingerprint, found.dtype) != wanted:
+            raise UsageError(
+                f"verification.calibration: {verification.calibration} is of another model, "
+                "fingerprint or engine.dtype: run primerl-node calibrate for this one"
+            )
+        reject, suspect, source = found.reject, found.suspect, found.source
+        other_scale = found.other_scale
+        rollouts, tokens = found.honest_rollouts, found.honest_tokens
+    return ProofContract(
+        fingerprint=verification.fingerprint,
+        dtype=dtype,
+        reject=reject,
+        suspect=suspect,
+        other_scale=other_scale,
+        audit_rate=verification.audit_rate,
+        false_bans=verification.false_bans,
+        honest_rollouts=rollouts,
+        honest_tokens=tokens,
+        source=source,
+    )
+
+
+# -- bounds made of honest rollouts ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Bounds in the form in which a run manifest holds them."""
+
+    reject: Thresholds
+    suspect: Thresholds
+    other_scale: float
+    """See other_scale()."""
+
+    def contract(self, contract: ProofContract) -> ProofContract:
+        """`contract` with these bounds."""
+        return msgspec.structs.replace(
+            contract, reject=self.reject, suspect=self.suspect, other_scale=self.other_scale
+        )
+
+
+@dataclass(frozen=True)
+class FalsePositives:
+    """Errors on honest rollouts that had no part in the bounds (two halves, each judged by the other)."""
+
+    rollouts: int
+    rejected: int
+    suspected: int
+    rejected_at_most: float
+    """95 % upper bound of the share, Clopper-Pearson."""
+    suspected_at_most: float
+
+
+def bands(honest: Sequence[Evidence]) -> Bands:
+    """Make bounds for rollouts like `honest`. Raises UsageError if they are too few or not numbers."""
+    if len(honest) < FEWEST:
+        raise UsageError(
+            f"{len(honest)} honest rollouts are too few for bounds: ask for {FEWEST} or more (--rollouts)"
+        )
+    columns = {name: column(honest, name) for name in MEASURES}
+    reject = {
+        name: max(_reject(name, values), getattr(REJECT_FLOOR, name))
+        for name, values in columns.items()
+    }
+    wanted = {
+        name: max(value, getattr(SUSPECT_FLOOR, name)) for name, value in _suspect(columns).items()
+    }
+    suspect = {name: min(value, reject[name]) for name, value in wanted.items()}
+    scale = other_scale(columns["other_policy"])
+    return Bands(Thresholds(**reject), Thresholds(**suspect), scale)
+
+
+def other_scale(nats: Values) -> float:
+    """Find the largest s <= 1 with a mean of e^(s x) over honest rollouts of surely at most 1; 0 if none.
+
+    The sequential test for another policy needs that (protocol/reputation.py: ban_test). A log-likelihood
+    ratio has it at s = 1; rounding that is common to auditor and workers spoils it. Surely: the mean and 1.64
+    of its standard errors; each x s counts up to the test's own clip.
+    """
+
+    def holds(scale: float) -> bool:
+        found = np.exp(np.clip(nats * scale, -CLIP_NATS, CLIP_NATS))
+        return float(found.mean() + 1.64 * found.std() / math.sqrt(len(found))) <= 1.0
+
+    return next((step / 64 for step in range(64, 0, -1) if holds(step / 64)), 0.0)
+
+
+def column(honest: Sequence[Evidence], name: str) -> Values:
+    """Collect one measure of all rollouts [N]. Raises UsageError if one of them is not a number."""
+    values = np.array([getattr(one, name) for one in honest], np.float64)
+    if not np.isfinite(values).all():
+        raise UsageError(
+            f"an honest rollout measured {name} = {values[~np.isfinite(values)][0]}: "
+            "this engine and the auditor do not compute the same model"
+        )
+    return values
+
+
+def tail(values: Values, beyond: float) -> float:
+    """Estimate the value that a share `beyond` of rollouts exceeds, also if rarer than one in len(values).
+
+    Peaks over a threshold with an exponential tail (Pickands 1975, shape 0): above the u that k of N
+    values exceed, with mean excess m, a share p lies above u + m ln(k / (N p)). k is the top 1 %, but
+    10 at least; m is its upper 95 % bound, mean / (1 - 1.64 / sqrt(k)).
+    """
+    ordered = np.sort(values)
+    count = len(ordered)
+    top = min(max(10, math.ceil(count / 100)), count - 1)
+    start = float(ordered[count - top - 1])
+    excess = float(np.mean(ordered[count - top :])) - start
+    excess /= 1 - 1.64 / math.sqrt(top)
+    return start + excess * max(0.0, math.log(top / (count * beyond)))
+
+
+def upper_bound(events: int, trials: int, confidence: float = 0.95) -> float:
+    """Find the largest probability under which `events` or fewer in `trials` are not rarer than 1 - confidence.
+
+    One-sided Clopper and Pearson (1934), by bisection; 3 / trials for no events ("rule of three").
+    """
+    if trials == 0 or events >= trials:
+        return 1.0
+    low, high = events / trials, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if 1 - at_least(events + 1, trials, middle) > 1 - confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def at_least(events: int, trials: int, probability: float) -> float:
+    """Compute P(X >= events) for X ~ Binomial(trials, probability), 0 < probability < 1."""
+    below = math.fsum(_exactly(count, trials, probability) for count in range(events))
+    return max(0.0, 1 - below)
+
+
+def _exactly(events: int, trials: int, probability: float) -> float:
+    ways = math.lgamma(trials + 1) - math.lgamma(events + 1) - math.lgamma(trials - events + 1)
+    log = ways + events * math.log(probability) + (trials - events) * math.log1p(-probability)
+    return math.exp(log)
+
+
+def surely_below(trials: int, share: float, confidence: float = 0.95) -> int:
+    """Find the most events for which upper_bound() is at most `share`; -1 if there are none."""
+    chance, events = 0.0, -1
+    while (chance := chance + _exactly(events + 1, trials, share)) <= 1 - confidence:
+        events += 1
+    return events
+
+
+def false_positives(honest: Sequence[Evidence], contract: ProofContract) -> FalsePositives:
+    """Count errors by judging each half of `honest` by bounds made of the other half."""
+    rejected = suspected = 0
+    for mine, other in ((honest[::2], honest[1::2]), (honest[1::2], honest[::2])):
+        if len(other) < FEWEST:
+            continue
+        bound = bands(other).contract(contract)
+        found = [judge(one, bound) for one in mine]
+        rejected += sum(one.reason is not None for one in found)
+        suspected += sum(one.suspect for one in found)
+    trials = len(honest) if len(honest) >= 2 * FEWEST else 0
+    return FalsePositives(
+        trials, rejected, suspected, upper_bound(rejected, trials), upper_bound(suspected, trials)
+    )
+
+
+def quantiles(honest: Sequence[Evidence]) -> dict[str, list[float]]:
+    """Compute, per measure, the quantiles SHARES and the largest value."""
+    found: dict[str, list[float]] = {}
+    for name in MEASURES:
+        values = column(honest, name)
+        found[name] = [*map(float, np.quantile(values, SHARES)), float(values.max())]
+    return found
+
+
+def d_prime(honest: Sequence[Evidence], others: Sequence[Evidence]) -> float:
+    """Measure the distance of two groups by their fingerprints, in (pooled) standard deviations."""
+    ours, theirs = column(honest, "fingerprint"), column(others, "fingerprint")
+    spread = math.sqrt((float(ours.var()) + float(theirs.var())) / 2)
+    return (float(theirs.mean()) - float(ours.mean())) / max(spread, 1e-12)
+
+
+def ratio_tail(values: Values, beyond: float) -> float:
+    """As tail(), for log-likelihood ratios, of which only those above 0 speak against a worker.
+
+    If the noise were as modelled, at most a share exp(-t) of honest ones would exceed t (Ville 1939). It is
+    not quite (neighbouring tokens share their noise), so the scale is fitted: the mean of those above 0,
+    with PRIOR more of 1 nat.
+    """
+    above = values[values > 0]
+    scale = max(1.0, (float(above.sum()) + PRIOR) / (len(above) + PRIOR))
+    share = (len(above) + 1) / (len(values) + 1)
+    return scale * max(0.0, math.log(share / beyond))
+
+
+def _reject(name: str, values: Values) -> float:
+    rare = float(np.quantile(values, 0.999, method="higher"))
+    seen = SEEN_MAX if name.endswith("_max") else SEEN
+    return max(SAFETY * rare, _tail(name, values, BEYOND), seen * float(values.max()))
+
+
+def _tail(name: str, values: Values, beyond: float) -> float:
+    return (ratio_tail if name == "other_policy" else tail)(values, beyond)
+
+
+def _suspect(columns: Mapping[str, Values]) -> dict[str, float]:
+    """Find bounds that at most a share SUSPECT of honest rollouts exceeds in any measure (95 % confident).
+
+    All at the same rank: a rank of its own for every measure would suspect six times as many. Where there are
+    too few rollouts for a rank that rare, it is extrapolated. No factor is put on top: other models start just
+    above, and a device that doubles the share drives no test upwards (that takes one suspect in five).
+    """
+    count = len(next(iter(columns.values())))
+    beyond = surely_below(count, SUSPECT)
+    level = _joint_rank(list(columns.values()), max(beyond, 0))
+    found = {name: float(np.sort(values)[level]) for name, values in columns.items()}
+    if beyond < 0:
+        rare = SUSPECT / len(columns)
+        found = {
+            name: max(value, _tail(name, columns[name], rare)) for name, value in found.items()
+        }
+    return found
+
+
+def _joint_rank(columns: Sequence[Values], beyond: int) -> int:
+    """Find the rank that at most `beyond` rollouts are above in any column."""
+    ranks = [np.searchsorted(np.sort(values), values, side="left") for values in columns]
+    worst = np.sort(np.max(np.stack(ranks), axis=0))
+    return int(worst[len(worst) - 1 - beyond])

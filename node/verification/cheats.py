@@ -1,0 +1,342 @@
+"""Cheats that a calibration plays: other weights, other draws, and whether bounds tell them from honest work.
+
+They are played as well as possible: a forger of tokens states the logprobs and the proof that the right model
+gives to his tokens, so that only the seeded sampling is left to tell.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...protocol.manifests import ProofContract, RunManifest
+from ...protocol.rollouts import Evidence
+from ..inference.fingerprint import Projection
+from ..ops.errors import EngineError
+from ..weights.state import State, Tensor
+from .auditor import AuditItem, AuditTarget, SampledSpan
+from .bounds import SUSPECT, at_least
+from .judge import judge
+
+if TYPE_CHECKING:
+    from torch import Tensor as TorchTensor
+
+    from ..inference.model import LanguageModel
+
+CLAIMED = 0
+"""The policy version that every forged rollout claims."""
+ROWS = 32
+"""Rollouts that are forged at once."""
+TOP_K = 20
+"""Tokens that a top-k cheat draws from."""
+COOLED = 0.9
+"""Factor on the temperature of a cheat that draws for better rewards."""
+
+UNTOUCHED = ("embed", "lm_head")
+"""Parts of names of matrices that quantised models keep as they are."""
+INT4_GROUP = 128
+"""Weights that share a scale in the usual int4 formats (GPTQ, AWQ)."""
+
+BATCH = 16
+"""Audited rollouts within which a cheat has to be caught."""
+WANTED = 0.99
+"""Probability with which it has to be."""
+COINCIDENCE = 1e-5
+"""A number of suspects that is less probable than this among honest rollouts is as good as a rejection."""
+
+
+# -- other weights ---------------------------------------------------------------------------------
+
+
+def int8(state: State) -> State:
+    """Round to weight-only int8, one scale an output channel."""
+    return _quantised(state, 8, 0)
+
+
+def int4(state: State) -> State:
+    """Round to weight-only int4, one scale for INT4_GROUP inputs."""
+    return _quantised(state, 4, INT4_GROUP)
+
+
+VARIANTS: dict[str, Callable[[State], State]] = {"int8 weights": int8, "int4 weights": int4}
+
+
+def nudged(state: State, step: float, seed: int) -> State:
+    """Make the next version of `state`: every BF16 weight moved by `step`, up or down at random.
+
+    Adam moves weights like this: nearly every element takes a step of about the learning rate. Rounding is
+    stochastic: the trainer keeps weights in fp32, anywhere within the reach of their bf16 value, and a step
+    that is small beside it flips a few of them.
+    """
+    chance = np.random.default_rng(seed)
+
+    def moved(tensor: Tensor) -> Tensor:
+        signs = chance.integers(0, 2, tensor.data.size, np.int8) * np.float32(2) - 1
+        bits = (_floats(tensor) + signs * np.float32(step)).view(np.uint32)
+        bits = bits + chance.integers(0, 1 << 16, bits.size, np.uint32)
+        return Tensor("BF16", tensor.shape, (bits >> 16).astype("<u2"))
+
+    return {
+        name: moved(tensor) if tensor.dtype == "BF16" else tensor for name, tensor in state.items()
+    }
+
+
+def _quantised(state: State, bits: int, group: int) -> State:
+    """Round the BF16 matrices to `bits` bits and back, embeddings and head apart.
+
+    Symmetric, to nearest, one scale for `group` inputs of an output (0, or where the width is no multiple: for
+    all of them): the weights of weight-only int8 and int4 inference.
+    """
+    return {
+        name: _rounded(tensor, bits, group)
+        if len(tensor.shape) >= 2
+        and tensor.dtype == "BF16"
+        and not any(part in name for part in UNTOUCHED)
+        else tensor
+        for name, tensor in state.items()
+    }
+
+
+def _rounded(tensor: Tensor, bits: int, group: int) -> Tensor:
+    width = tensor.shape[-1]
+    size = group if group and width % group == 0 else width
+    blocks = _floats(tensor).reshape(-1, size)
+    largest = 2 ** (bits - 1) - 1
+    scales = np.maximum(np.abs(blocks).max(1, keepdims=True), 1e-30) / largest
+    rounded = np.rint(blocks / scales).clip(-largest, largest) * scales
+    found = np.ascontiguousarray(rounded, np.float32).reshape(-1).view(np.uint32)
+    to_even = ((found >> 16) & 1) + 0x7FFF
+    return Tensor("BF16", tensor.shape, ((found + to_even) >> 16).astype("<u2"))
+
+
+def _floats(tensor: Tensor) -> NDArray[np.float32]:
+    """The numbers of a BF16 tensor, flat."""
+    return (tensor.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+# -- other draws -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForgedReply:
+    """The prompt of a reply to forge, the lease's seed, and tokens that it is forced to begin with."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    forced: tuple[int, ...] = ()
+
+
+Distort = Callable[["TorchTensor"], "TorchTensor"]
+"""Changes the logits [B, V] before the run's own sampling draws from them."""
+
+
+def honestly(logits: "TorchTensor") -> "TorchTensor":
+    """Draw as the run asks."""
+    return logits
+
+
+def cooler(logits: "TorchTensor") -> "TorchTensor":
+    """Draw at a lower temperature, for better rewards."""
+    return logits.float() / COOLED
+
+
+def top_k(logits: "TorchTensor") -> "TorchTensor":
+    """Draw from the most probable tokens only."""
+    top = logits.topk(min(TOP_K, logits.shape[-1]), -1)
+    kept = logits.new_full(logits.shape, -float("inf"))
+    return kept.scatter_(1, top.indices, top.values)
+
+
+def first_replies(
+    played: Sequence[AuditTarget], count: int
+) -> list[tuple[ForgedReply, tuple[int, ...]]]:
+    """Take (prompt and seed, honest reply) of the first replies of `count` rollouts."""
+    items = [one.items[0] for one in played[:count]]
+    return [
+        (
+            ForgedReply(tuple(item.token_ids[: item.replies[0].start]), item.replies[0].seed),
+            first_reply(item),
+        )
+        for item in items
+    ]
+
+
+def first_reply(item: AuditItem) -> tuple[int, ...]:
+    """Take the tokens of an item's first reply."""
+    return tuple(item.token_ids[item.replies[0].start : item.replies[0].end])
+
+
+def forgeries(
+    honest: Sequence[tuple[ForgedReply, tuple[int, ...]]], stops: Sequence[int]
+) -> dict[str, tuple[list[ForgedReply], Distort]]:
+    """Plan the cheats of a worker that runs the right model: name -> replies to forge, and how to draw."""
+    lines = [line for line, _ in honest]
+    half = len(honest) // 2
+    others = [reply for _, reply in [*honest[half:], *honest[:half]]]
+    said = sorted({token for _, reply in honest for token in reply} - set(stops))
+    return {
+        f"temperature x {COOLED}": (lines, cooler),
+        f"top-k {TOP_K}": (lines, top_k),
+        "foreign text": (_forced(lines, others), honestly),
+        "one token edited": (
+            _forced(lines, [_edited(reply, said) for _, reply in honest]),
+            honestly,
+        ),
+    }
+
+
+def _forced(lines: Sequence[ForgedReply], replies: Sequence[tuple[int, ...]]) -> list[ForgedReply]:
+    return [
+        ForgedReply(line.prompt, line.seed, reply)
+        for line, reply in zip(lines, replies, strict=True)
+    ]
+
+
+def _edited(reply: tuple[int, ...], said: Sequence[int]) -> tuple[int, ...]:
+    """Cut a reply at its middle and end it with another token that the model is known to say."""
+    middle = (len(reply) - 1) // 2
+    others = [token for token in said if token != reply[middle]] or [0]
+    return (*reply[:middle], others[sum(reply) % len(others)])
+
+
+def forge(
+    network: "LanguageModel",
+    lines: Sequence[ForgedReply],
+    run: RunManifest,
+    distort: Distort = honestly,
+) -> list[AuditItem]:
+    """Play rollouts of one reply, with the logprobs and proofs that `network` gives to their tokens.
+
+    All claim policy CLAIMED and the run's sampling, whatever `network` holds and `distort` does.
+    """
+    import torch
+
+    found: list[AuditItem] = []
+    with torch.inference_mode():
+        for start in range(0, len(lines), ROWS):
+            found += _forge(network, lines[start : start + ROWS], run, distort)
+    return found
+
+
+def _forge(
+    network: "LanguageModel", lines: Sequence[ForgedReply], run: RunManifest, distort: Distort
+) -> list[AuditItem]:
+    import torch
+
+    from ..inference.sampler import draw
+
+    device, most = network.device, run.sampling.max_tokens
+    lengths = torch.tensor([len(line.prompt) for line in lines], device=device)
+    width = int(lengths.max())
+    padded = [[*[0] * (width - len(line.prompt)), *line.prompt] for line in lines]
+    columns = torch.arange(width, device=device)
+    session, output = network.prefill(
+        torch.tensor(padded, device=device), columns >= width - lengths[:, None]
+    )
+    seeds = torch.tensor([line.seed for line in lines], device=device)
+    temperature = torch.full((len(lines),), run.sampling.temperature, device=device)
+    forced = torch.full((most, len(lines)), -1, device=device)
+    for row, line in enumerate(lines):
+        told = line.forced[:most]
+        forced[: len(told), row] = torch.tensor(told, dtype=torch.long, device=device)
+    stops = torch.tensor(run.model.stop_token_ids, dtype=torch.long, device=device)
+    counts = torch.zeros_like(lengths)
+    alive = torch.ones_like(lengths, dtype=torch.bool)
+    steps: list[tuple[TorchTensor, TorchTensor, TorchTensor]] = []
+    for step in range(most):
+        if output.hidden is None:
+            raise EngineError(
+                "this architecture does not show its hidden states: choose another model"
+            )
+        drawn = draw(distort(output.logits), temperature, seeds, lengths + step).tokens
+        tokens = torch.where(forced[step] >= 0, forced[step], drawn)
+        scaled = torch.log_softmax(output.logits.float() / temperature[:, None], -1)
+        steps.append((tokens, scaled.gather(1, tokens[:, None])[:, 0], output.hidden.float()))
+        counts += alive
+        alive &= ~torch.isin(tokens, stops) & (lengths + step + 1 < run.limits.max_model_len)
+        if not alive.any():
+            break
+        output = session.step(tokens)
+    columns_of = [torch.stack(column, 1).cpu() for column in zip(*steps, strict=True)]
+    rows = zip(lines, counts.tolist(), *columns_of, strict=True)
+    return [_item(line, *(part[:count] for part in parts)) for line, count, *parts in rows]
+
+
+def _item(
+    line: ForgedReply, tokens: "TorchTensor", logprobs: "TorchTensor", hidden: "TorchTensor"
+) -> AuditItem:
+    start, end = len(line.prompt), len(line.prompt) + len(tokens)
+    return AuditItem(
+        token_ids=[*line.prompt, *tokens.tolist()],
+        replies=[SampledSpan(start, end, line.seed)],
+        logprobs=logprobs.tolist(),
+        versions=[CLAIMED] * len(tokens),
+        proof=Projection().make(hidden.numpy()),
+    )
+
+
+def device_name(device: str) -> str:
+    """Look up the name that a device's maker gave it."""
+    import torch
+
+    from ..inference.model import pick_device
+
+    found = pick_device(device)
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
+
+
+# -- whether bounds tell a cheat from honest work --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Separated:
+    """The judgements of a cheat's rollouts."""
+
+    name: str
+    rollouts: int
+    rejected: int
+    suspected: int
+    """The rejected included."""
+    batches: float
+    """Share of batches of BATCH rollouts that are caught."""
+    required: bool
+    """Whether bounds that let it pass are worth nothing."""
+
+    @property
+    def separates(self) -> bool:
+        """Whether it is caught as often as wanted."""
+        return self.batches >= WANTED
+
+
+def separate(
+    name: str, found: Sequence[Evidence], contract: ProofContract, *, required: bool = True
+) -> Separated:
+    """Judge the rollouts of one cheat."""
+    judged = [judge(one, contract) for one in found]
+    rejected = sum(one.reason is not None for one in judged)
+    suspected = sum(one.suspect for one in judged)
+    share = batches_caught(len(found), rejected, suspected)
+    return Separated(name, len(found), rejected, suspected, share, required)
+
+
+def batches_caught(rollouts: int, rejected: int, suspected: int, size: int = BATCH) -> float:
+    """Compute the share of batches that hold a rejected rollout, or more suspects than honest batches do.
+
+    A batch is `size` of the `rollouts`, drawn with replacement; `suspected` includes the `rejected`.
+    """
+    if not rollouts:
+        return 0.0
+    odd, clean = (suspected - rejected) / rollouts, 1 - suspected / rollouts
+    few = range(most_suspects(size) + 1)
+    return 1 - sum(comb(size, count) * odd**count * clean ** (size - count) for count in few)
+
+
+def most_suspects(size: int, share: float = SUSPECT, coincidence: float = COINCIDENCE) -> int:
+    """Find the number of suspects among `size` honest rollouts that only `coincidence` exceeds."""
+    limit = 0
+    while at_least(limit + 1, size, share) > coincidence:
+        limit += 1
+    return limit

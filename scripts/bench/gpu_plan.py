@@ -1,0 +1,170 @@
+"""What `primerl-node doctor` plans beside what a GPU really gives: run by hand, on a machine with one.
+
+    bash scripts/bench/gpu.sh gpu_plan [--shapes 0.6b 4b] [--skip-trainer] [--json FILE]
+
+Engines: vLLM is started with a share of the GPU, and its cache in tokens is compared with the plan's; what
+nvidia-smi says is taken is compared with the whole plan. Learners: each row of scripts/bench/trainer.py in a
+process of its own (what an earlier row left behind would count), its peak beside the plan's. Nothing is
+judged by a plan that is a little careful: the goal is that it never promises more than there is, and wastes
+at most a tenth.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shapes import SHAPES  # pyright: ignore
+
+from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.training import TrainingConfig
+from primerl.node.inference.engine import build_engine
+from primerl.node.memory_plan.memory import GIB, Device, plan_engine, plan_learner, token_bytes
+from primerl.node.memory_plan.shape import ModelShape, read_shape
+from primerl.node.models import huggingface
+from primerl.node.models.json_files import read_json
+from primerl.node.ops import gpus
+
+BENCH = Path(__file__).resolve().parent
+ROWS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective recompute": {"activation_checkpointing": "selective"},
+    "full recompute": {"activation_checkpointing": "full"},
+    "optimizer offload": {"optimizer_offload": True},
+    "head chunk 1,024": {"head_chunk": 1024},
+}
+WASTE = 0.1
+TOKENS = 16384
+
+
+class Row(NamedTuple):
+    """One comparison; a plan is good if it is not below what was found, and not far above."""
+
+    what: str
+    planned: float
+    found: float
+    goal: str
+    good: bool
+
+
+def engines(shape_name: str, directory: Path, shape: ModelShape, device: Device) -> list[Row]:
+    """vLLM's cache, by CUDA graphs and proof."""
+    rows: list[Row] = []
+    for eager in (True, False):
+        fingerprint = "projection"
+        config = EngineConfig(
+            type="vllm",
+            dtype="bfloat16",
+            max_batch=256,
+            max_model_len=2048,
+            vllm={"gpu_memory_utilization": 0.5, "enforce_eager": eager},
+        )
+        plan = plan_engine(config, shape, device, fingerprint=fingerprint)
+        tokens, taken = asyncio.run(started(config, directory, fingerprint))
+        cache = tokens * token_bytes(config, shape) / GIB
+        name = f"{shape_name} vLLM, {'eager' if eager else 'graphs'}, {fingerprint}"
+        close = plan.cache / GIB <= cache * 1.001 and plan.cache / GIB >= cache * (1 - WASTE)
+        rows.append(Row(f"{name}: cache", plan.cache / GIB, cache, "<= found, 10 %", close))
+        # an update is not on its way
+        beside = [one.nbytes for one in plan.beside if "update" not in one.name]
+        most = (plan.budget + sum(beside)) / GIB
+        rows.append(Row(f"{name}: of the GPU", most, taken / GIB, ">= found", most >= taken / GIB))
+    return rows
+
+
+async def started(config: EngineConfig, directory: Path, fingerprint: str) -> tuple[int, int]:
+    """Tokens of the cache, and bytes of the GPU that it takes after a first load."""
+    before = gpus.visible_memory()[0].free
+    engine = build_engine(config)
+    try:
+        await engine.start(directory, fingerprint=fingerprint)
+        await engine.load(0, huggingface.policy_state(huggingface.load_model(directory)))
+        return engine.stats().kv_tokens, before - gpus.visible_memory()[0].free
+    finally:
+        await engine.close()
+
+
+def learners(shape_name: str, shape: ModelShape) -> list[Row]:
+    """The peak of each row, in a process of its own."""
+    rows: list[Row] = []
+    for name, options in ROWS.items():
+        found = peak(shape_name, name)
+        if found is None:
+            continue
+        plan = plan_learner(
+            TrainingConfig.model_validate({"seq_len": TOKENS, **options}),
+            shape,
+            gpu=True,
+            exports=False,
+        )
+        lines = {item.name: item.nbytes for item in plan.peak}
+        # torch's allocator does not see the context
+        planned = (plan.total - lines.get("CUDA context, libraries", 0)) / GIB
+        good = found <= planned <= found * (1 + WASTE)
+        rows.append(Row(f"{shape_name} learner, {name}", planned, found, ">= found, 10 %", good))
+    return rows
+
+
+def peak(shape_name: str, row: str) -> float | None:
+    """GiB, by scripts/bench/trainer.py; None where it says nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        report = Path(name, "row.json")
+        command = [
+            *(sys.executable, str(BENCH / "trainer.py"), "--shape", shape_name, "--steps", "2"),
+            *("--tokens", str(TOKENS), "--rows", row, "--json", str(report)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if not report.is_file():
+            print(f"{row}: no figures ({done.stderr.strip()[-300:]})")
+            return None
+        told: Any = json.loads(report.read_text())
+        rows = told["rows"] if isinstance(told, dict) else told
+        return next((one["peak_gib"] for one in rows if one.get("row") == row), None)
+
+
+def show(rows: list[Row]) -> None:
+    """The table."""
+    print("| | planned, GiB | found, GiB | goal | |\n|---|---|---|---|---|")
+    for row in rows:
+        verdict = "ok" if row.good else "MISSED"
+        print(f"| {row.what} | {row.planned:.2f} | {row.found:.2f} | {row.goal} | {verdict} |")
+
+
+def main() -> int:
+    """Exit code 1 if some plan was wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["0.6b"], choices=sorted(SHAPES))
+    parser.add_argument("--skip-trainer", action="store_true")
+    parser.add_argument("--skip-engines", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    there = gpus.visible_memory()
+    if not there:
+        print("no GPU: nothing to compare")
+        return 2
+    device = Device("cuda", there[0].total)
+    rows: list[Row] = []
+    for name in options.shapes:
+        with tempfile.TemporaryDirectory() as where:
+            directory = Path(where)
+            sizes: dict[str, Any] = {"max_position_embeddings": 131072, **SHAPES[name]}
+            huggingface.create(directory, ModelCreateConfig(**sizes), seed=0)
+            shape = read_shape(read_json(directory / "config.json"))
+            if not options.skip_engines:
+                rows += engines(name, directory, shape, device)
+        if not options.skip_trainer:
+            rows += learners(name, shape)
+        show(rows)
+    if options.json:
+        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=2))
+    return 0 if all(row.good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

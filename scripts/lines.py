@@ -1,0 +1,71 @@
+"""Print files and lines of each folder and of its tests, beside the budget of DESIGN.md section 1.
+
+python scripts/lines.py
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET = {
+    "crypto": 0.2,
+    "protocol": 2.3,
+    "node/app": 1.5,
+    "node/config": 1.1,
+    "node/trainer": 1.9,
+    "node/worker": 1.3,
+    "node/validator": 0.5,
+    "node/training": 5.0,
+    "node/inference": 4.2,
+    "node/pipeline": 6.0,
+    "node/weights": 1.8,
+    "node/p2p": 4.2,
+    "node/verification": 3.4,
+    "node/environments": 1.6,
+    "node/api": 0.5,
+    "node/evaluation": None,
+    "node/sft": None,
+    "node/launch": 2.7,
+    "node/process": 0.6,
+    "node/storage": 1.3,
+    "node/ops": 2.0,
+    "cli": 1.6,
+}
+"""Thousands of lines by folder; None where the folder shares the budget of the next one that has one."""
+
+
+def size(folder: Path) -> tuple[int, int]:
+    """Count the Python files with code below a folder, and their lines."""
+    texts = [path.read_text() for path in folder.rglob("*.py") if "__pycache__" not in path.parts]
+    return sum(len(text.splitlines()) > 1 for text in texts), sum(
+        len(text.splitlines()) for text in texts
+    )
+
+
+def folders() -> list[str]:
+    """List the product's folders: those of the budget, then others that exist."""
+    found = {f"node/{path.parent.name}" for path in (ROOT / "node").glob("*/__init__.py")}
+    return [*BUDGET, *sorted({*found, "configs"} - {*BUDGET})]
+
+
+def main() -> None:
+    """Print a row for each folder, then rows for what has no tests of its own."""
+    line = "{:<22}{:>7}{:>9}{:>10}{:>12}{:>9}".format
+    print(line("folder", "files", "lines", "budget", "test files", "lines"))
+    total = [0, 0, 0, 0]
+    for name in folders():
+        counts = *size(ROOT / name), *size(ROOT / "tests" / name)
+        total = [one + other for one, other in zip(total, counts, strict=True)]
+        budget = BUDGET.get(name)
+        print(line(name, counts[0], counts[1], f"{budget:.1f}k" if budget else "", *counts[2:]))
+    budget = sum(one for one in BUDGET.values() if one)
+    print(line("product", total[0], total[1], f"{budget:.1f}k", total[2], total[3]))
+    other = sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())
+    for path in other:
+        if path.name not in {"node", "cli", "crypto", "protocol", "__pycache__"}:
+            print(line(f"tests/{path.name}", "", "", "", *size(path)))
+    print(line("tests, all", "", "", "32.0k", *size(ROOT / "tests")))
+    print(line("scripts", *size(ROOT / "scripts"), "", "", ""))
+
+
+if __name__ == "__main__":
+    main()

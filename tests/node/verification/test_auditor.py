@@ -1,0 +1,295 @@
+"""Items of an audit, the versions that it needs, and what a submission says of its stages."""
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from support.protocol_cases import (
+    BRANCH,
+    LEASE,
+    MANIFEST,
+    NOW,
+    OTHER_RUN,
+    PLAN,
+    RUN,
+    STRANGER,
+    SUBMISSION,
+    TRAINER,
+    WORKER,
+    refuses,
+)
+
+from primerl.crypto.hashing import digest
+from primerl.crypto.keys import SecretKey
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.ops.errors import EngineError
+from primerl.node.trainer.audits import _measured as from_report  # pyright: ignore[reportPrivateUsage]
+from primerl.node.validator.loop import job_items, make_report
+from primerl.node.verification.auditor import (
+    AuditItem,
+    AuditTarget,
+    BoundaryClaim,
+    Measured,
+    SameState,
+    SampledSpan,
+    audit_items,
+    boundary_distances,
+    check_versions,
+    other_versions,
+    plain_turns,
+    plan_of,
+    wanted_versions,
+)
+from primerl.node.verification.checks import CheckedRollout, check_submission
+from primerl.node.weights.state import Tensor
+from primerl.protocol.audits import CrossedRow, Place, check_rows
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.errors import Reason
+from primerl.protocol.messages import AuditJob
+from primerl.protocol.pipelines import PipelinePlan, Stage
+from primerl.protocol.rollouts import (
+    MAX_BLAMED,
+    MAX_DETAIL,
+    MAX_EVIDENCE,
+    MAX_REJECTIONS,
+    Blamed,
+    Crossed,
+    Evidence,
+    PipelineVerdict,
+    Rejection,
+    RolloutRecord,
+    Submission,
+    Verdict,
+)
+
+PROVED = msgspec.structs.replace(
+    BRANCH, proof=Projection().make(np.arange(64, dtype=np.float32).reshape(2, 32))
+)
+STATED = (bytes(range(16)),)
+"""At the only boundary of PLAN, of two sampled tokens."""
+
+
+def sealed_plan(plan: PipelinePlan = PLAN, key: SecretKey = TRAINER, run: bytes = RUN) -> bytes:
+    """A plan as the trainer seals it."""
+    return seal(key, Purpose.PIPELINE, run, plan, expires=NOW)
+
+
+def work(*crossed: Crossed, branches: int = 1, **changes: Any) -> Submission:
+    """The example, whose first rollout was made by a pipeline."""
+    groups = list(SUBMISSION.groups)
+    first = (RolloutRecord((PROVED,) * branches, 1.0, ""), *groups[0].rollouts[1:])
+    groups[0] = msgspec.structs.replace(groups[0], rollouts=first)
+    made = {"plan": sealed_plan(), "crossed": crossed or (Crossed(0, 0, 0, STATED),), **changes}
+    return msgspec.structs.replace(SUBMISSION, groups=tuple(groups), **made)
+
+
+def checked(submission: Submission, plan: PipelinePlan | None = PLAN) -> CheckedRollout:
+    """Its first rollout."""
+    (one,) = check_submission(submission, LEASE, MANIFEST, 4, plan).rollouts
+    return one
+
+
+def plan_in(submission: Submission, node: bytes = WORKER.node_id) -> PipelinePlan | None:
+    """As the trainer finds it."""
+    return plan_of(submission, run=RUN, trainer=TRAINER.node_id, node=node)
+
+
+def test_what_one_node_made_has_the_bytes_that_it_always_had() -> None:
+    assert b"plan" not in msgspec.msgpack.encode(SUBMISSION)
+    assert b"crossed" not in msgspec.msgpack.encode(SUBMISSION)
+    assert plan_in(SUBMISSION) is None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(work()), type=Submission) == work()
+
+
+def test_an_auditor_is_asked_about_the_boundaries_of_the_plan() -> None:
+    rollout = checked(work())
+    assert rollout.crossed == [STATED]
+    turns = plain_turns(rollout.branches)
+    assert turns is not None
+    (item,) = audit_items(rollout, turns, lease=LEASE, run=RUN, node=WORKER.node_id, plan=PLAN)
+    assert item.boundaries == [BoundaryClaim(14, "fp8", STATED[0])]
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (sealed_plan(key=STRANGER), Reason.WRONG_SIGNER),
+        (sealed_plan(key=WORKER), Reason.WRONG_SIGNER),
+        (sealed_plan(run=OTHER_RUN), Reason.WRONG_RUN),
+        (sealed_plan()[:-1] + b"\x00\x00", Reason.MALFORMED),
+        (
+            sealed_plan(msgspec.structs.replace(PLAN, stages=PLAN.stages[::-1])),
+            Reason.MALFORMED,
+        ),
+        (
+            sealed_plan(
+                msgspec.structs.replace(
+                    PLAN, stages=(Stage(STRANGER.node_id, 0, 14), Stage(WORKER.node_id, 14, 28))
+                )
+            ),
+            Reason.WRONG_SIGNER,
+        ),
+        (b"no envelope", Reason.MALFORMED),
+    ],
+    ids=[
+        "a stranger's",
+        "its own",
+        "another run's",
+        "bent",
+        "of no sense",
+        "not its first",
+        "none",
+    ],
+)
+def test_only_a_plan_of_the_trainers_whose_first_stage_signed_counts(
+    plan: bytes, reason: Reason
+) -> None:
+    with refuses(reason):
+        plan_in(work(plan=plan))
+
+
+def test_a_rollout_that_lacks_boundaries_of_a_branch_has_none() -> None:
+    assert checked(work(Crossed(1, 0, 0, STATED))).crossed == []
+    two = work(Crossed(0, 0, 0, STATED), branches=2)
+    assert checked(two).crossed == []
+    both = work(Crossed(0, 0, 0, STATED), Crossed(0, 0, 1, STATED), branches=2)
+    assert checked(both).crossed == [STATED, STATED]
+    assert checked(work(), plan=None).crossed == []
+
+
+@pytest.mark.parametrize(
+    "crossed",
+    [
+        (Crossed(0, 0, 0, (bytes(15),)),),
+        (Crossed(0, 0, 0, (bytes(24),)),),
+        (Crossed(0, 0, 0, (b"",)),),
+        (Crossed(0, 0, 0, STATED * 2),),
+        (Crossed(0, 0, 0, STATED), Crossed(0, 0, 0, STATED)),
+    ],
+    ids=["cut short", "of a longer reply", "empty", "of another plan", "twice"],
+)
+def test_boundaries_of_another_size_cost_the_bundle(crossed: tuple[Crossed, ...]) -> None:
+    with refuses(Reason.MALFORMED):
+        checked(work(*crossed))
+
+
+def test_boundaries_that_are_not_fingerprints_are_left_to_the_audit() -> None:
+    """Who passed them on need not have written them: only an audit can tell whose they are."""
+    assert checked(work(Crossed(0, 0, 0, (b"\xff" * 16,)))).crossed == [(b"\xff" * 16,)]
+
+
+def test_a_validator_asks_and_reports_the_same() -> None:
+    data = seal(WORKER, Purpose.SUBMISSION, RUN, work(), recipient=TRAINER.node_id, expires=NOW)
+    job = AuditJob(
+        job=1,
+        node=WORKER.node_id,
+        submission=digest(data),
+        size=len(data),
+        challenge=digest(b"challenge"),
+        chosen=(Place(0, 0),),
+        versions=(3, 4),
+        others=(),
+        seconds=5.0,
+    )
+    (item,) = job_items(job, data, run=MANIFEST, run_id=RUN)
+    assert [one.layers for one in item.boundaries] == [14]
+    found = Measured(2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0, (0.25,))
+    report = make_report(job, [found])
+    check_rows(report, [(0, 0)])
+    assert report.crossed == (CrossedRow(0, 0, (0.25,)),)
+    assert from_report([AuditTarget(checked(work()), [item])], report) == [[found]]
+    lied = msgspec.structs.replace(report, crossed=(CrossedRow(0, 0, (0.25, 0.5)),))
+    assert from_report([AuditTarget(checked(work()), [item])], lied)[0][0].boundaries == ()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (CrossedRow(0, 1, (0.1,)),),
+        (CrossedRow(0, 0, (0.1,)), CrossedRow(0, 0, (0.1,))),
+        (CrossedRow(0, 0, (float("nan"),)),),
+        (CrossedRow(0, 0, (float("inf"),)),),
+    ],
+    ids=["of what was not measured", "twice", "nan", "inf"],
+)
+def test_a_report_with_senseless_boundaries_is_refused(rows: tuple[CrossedRow, ...]) -> None:
+    job = AuditJob(1, WORKER.node_id, digest(b"x"), 1, digest(b"c"), (Place(0, 0),), (3,), (), 5.0)
+    report = make_report(job, [Measured(2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0)])
+    assert b"crossed" not in msgspec.msgpack.encode(report)
+    check_rows(report, [(0, 0)])
+    with refuses(Reason.MALFORMED):
+        check_rows(msgspec.structs.replace(report, crossed=rows), [(0, 0)])
+
+
+def test_a_rollout_is_as_far_off_at_a_boundary_as_the_worst_of_its_branches() -> None:
+    def branch(*boundaries: float) -> Measured:
+        return Measured(2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, boundaries)
+
+    assert boundary_distances([branch(0.1, 0.4), branch(0.3, 0.2)]) == (0.3, 0.4)
+    assert boundary_distances([branch(0.1), branch()]) == ()
+    assert boundary_distances([branch(0.1), branch(0.1, 0.2)]) == ()
+    assert boundary_distances([branch(0.1), branch(float("nan"))])[0] != 0.1
+
+
+def test_the_longest_verdict_on_a_pipeline_fits_a_message() -> None:
+    node = bytes(range(32))
+    verdict = Verdict(
+        submission=node,
+        lease_id=2**53,
+        accepted=2**31,
+        rejections=(Rejection(4095, 4095, Reason.ENVIRONMENT_ERROR, "x" * MAX_DETAIL),)
+        * MAX_REJECTIONS,
+        audited=2**31,
+        rejected=2**31,
+        challenge=node,
+        rate=0.1,
+        evidence=(Evidence(4095, 4095, 2**24, *[0.1] * 6),) * MAX_EVIDENCE,
+        validator=node,
+        pipeline=PipelineVerdict(
+            node,
+            2**53,
+            (node,) * 16,
+            (Blamed(4095, 4095, (0.1,) * 15, tuple(range(16))),) * MAX_BLAMED,
+        ),
+    )
+    sealed = seal(TRAINER, Purpose.VERDICT, RUN, verdict, expires=NOW, recipient=node)
+    assert len(sealed) < 64 * 1024
+
+
+def item(length: int = 10, versions: Sequence[int] = (3,)) -> AuditItem:
+    count = len(versions)
+    return AuditItem([0] * length, [SampledSpan(1, 1 + count, 0)], [0.0] * count, versions, b"")
+
+
+def test_a_branch_of_one_version_is_never_compared_with_itself() -> None:
+    others = {3: [2, 3, 4], 4: [3]}
+    assert other_versions(item(), others) == [2, 4]
+    assert wanted_versions(item(), others) == [2, 3, 4]
+    # of two versions: each of them may have drawn all of it
+    assert other_versions(item(versions=[3, 4]), others) == [2, 3, 4]
+    assert other_versions(item(versions=[7]), others) == []
+
+
+def test_a_version_that_is_not_held_is_named() -> None:
+    check_versions([item()], {3: None}, {})
+    with pytest.raises(EngineError, match="policy 2"):
+        check_versions([item()], {3: None}, {3: [2]})
+
+
+def test_a_state_is_the_same_only_if_its_tensors_are() -> None:
+    def tensor() -> Tensor:
+        return Tensor("F32", (2,), np.zeros(2, "<u4"))
+
+    state = {"a": tensor(), "b": tensor()}
+    seen = SameState(state)
+    assert seen.matches(state)
+    assert seen.matches(dict(state))
+    assert not seen.matches(state | {"a": tensor()})
+    assert not seen.matches(state | {"c": tensor()})
+    assert not seen.matches({"a": state["a"]})
+    del state["b"]
+    gc.collect()
+    assert not seen.matches(state | {"b": tensor()})
