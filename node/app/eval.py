@@ -27,7 +27,8 @@ from ..evaluation.candidates import (
 from ..evaluation.endpoint import open_endpoint
 from ..evaluation.eval_suite import Cell, CellStore, EvalModel, EvalSuite, Watch, cell_key
 from ..evaluation.evaluator import EnginePolicy, EvalSampling, PolicyClient
-from ..inference.engine import Engine, build_engine
+from ..inference.build import build_engine
+from ..inference.engine import Engine
 from ..ops.errors import UsageError
 from ..ops.logs import configure
 from ..storage.run_files import CONFIG, held, make_directory, write

@@ -15,7 +15,8 @@ from ..config.run import EngineConfig, EnvironmentConfig, NetworkConfig, RunConf
 from ..config.sft import SftConfig
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
-from ..inference.engine import Engine, build_engine
+from ..inference.build import build_engine
+from ..inference.engine import Engine
 from ..ops.gpus import usable_here
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport

@@ -9,7 +9,6 @@ Implementations: HfEngine (hf.py), HostedEngine (hosted.py), AdaptedEngine (adap
 Suite: tests/conformance/test_engine.py.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -17,9 +16,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-from ..config.engine import EngineConfig
 from ..ops.errors import EngineError
-from ..ops.gpus import is_on_gpu, usable_here
 from ..weights.state import Changed, State
 from .fingerprint import Projection
 
@@ -230,25 +227,3 @@ def check_update(state: State, changed: Changed) -> None:
             raise EngineError(
                 f"the update changes positions of {name!r} outside 0..{size - 1}: load the state"
             )
-
-
-ALONE = {"tp": 1, "pp": 1, "dp": 1, "sleep_after_s": 0.0}
-"""hf is one engine on one device, and keeps its memory."""
-
-
-def build_engine(config: EngineConfig, gpus: Callable[[], Sequence[str]] = usable_here) -> Engine:
-    """Make the engine that `config.type` names, not started. Heavy libraries load when it starts.
-
-    On a GPU it computes in a process of its own; see training/choice.py for why. `gpus` lists them.
-    """
-    if config.type == "vllm":
-        from .hosted import HostedEngine
-
-        return HostedEngine(config)
-    if is_on_gpu(config.device, gpus):
-        from .hosted import HostedEngine
-
-        return HostedEngine(config.model_copy(update=ALONE))
-    from .hf import HfEngine
-
-    return HfEngine(config)

@@ -10,6 +10,7 @@
 """
 
 import subprocess
+from typing import Any
 
 import torch
 import triton
@@ -17,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
-from . import sampler as noise
-from .qwen3 import Layer, Plain
+from . import noise
 
 GOLDEN64 = tl.constexpr(noise.GOLDEN64)
 MIX64_A = tl.constexpr(noise.MIX64_A)
@@ -242,11 +242,15 @@ NEAR = 2.0**-6
 """Twice the last bit of a bf16: one that fell to the other side, in a sum of two."""
 
 
-class Kernels(Plain):
-    """Plain's operations, each in one pass over memory."""
+class Kernels:
+    """The operations of qwen3.Plain, each in one pass over memory."""
+
+    def __init__(self, eps: float, kv_heads: int) -> None:
+        self.eps = eps
+        self.kv_heads = kv_heads
 
     def turned(
-        self, qkv: Tensor, heads: int, layer: Layer, turn: tuple[Tensor, Tensor]
+        self, qkv: Tensor, heads: int, layer: Any, turn: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, ...]:
         """See Plain; in place."""
         tokens, _, width = qkv.shape
@@ -284,7 +288,7 @@ class Kernels(Plain):
         return made
 
 
-def differ(kernels: Kernels, plain: Plain, layer: Layer, heads: int) -> str:
+def differ(kernels: Kernels, plain: Any, layer: Any, heads: int) -> str:
     """Say how `kernels` differ from `plain` on a few tokens by more than rounding; "" if they do not."""
     generator = torch.Generator(layer.qkv.device).manual_seed(0)
 

@@ -9,7 +9,6 @@ one here (any causal model of transformers).
 import inspect
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,38 +20,11 @@ from ..models import huggingface
 from ..models.tensors import to_torch
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
+from .model_output import LayerHooks, ModelOutput
 from .placement import write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class LayerHooks(Protocol):
-    """Sees the residual stream on its way up."""
-
-    @property
-    def layers(self) -> frozenset[int]:
-        """Where to look: behind so many layers of the model, at least 1, less than it has."""
-        ...
-
-    def take(self, layer: int, x: Tensor) -> Tensor:
-        """The stream `x` [T, d] behind `layer` layers; what goes on from here: `x` itself, or something else.
-
-        `x` is overwritten afterwards. A network may call several times for one pass, each time for the
-        tokens after the last ones, and may not be able to go on with something else: see Network.packed().
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class ModelOutput:
-    """What a network says after the last token of B sequences."""
-
-    hidden: Tensor | None
-    """[B, d], the state that led to `logits`; None where Network.hidden() raises EngineError."""
-    logits: Tensor
-    """[B, V], of the next token."""
-
 
 PROBE = 5
 """Tokens that are read to see whether the head can be tapped."""

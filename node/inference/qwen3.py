@@ -21,7 +21,7 @@ from ..models.tensors import to_torch, torch_dtype
 from ..ops.errors import EngineError
 from ..weights.state import Changed, State
 from .device import compiles, upload
-from .model import LayerHooks, ModelOutput
+from .model_output import LayerHooks, ModelOutput
 from .placement import write
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -207,7 +207,7 @@ class Qwen3Network:
         exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
         self._frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents
         self._plain = Plain(self._eps, self.kv_heads)
-        self._kernels = _kernels(self._plain, self._blocks[0], self.heads)
+        self._kernels: Plain = _kernels(self._plain, self._blocks[0], self.heads)
 
     def _read(self, state: State, *names: str) -> Tensor:
         parts = [to_torch(state[name], self._device, self._dtype) for name in names]
@@ -414,7 +414,7 @@ class Plain:
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
-def _kernels(plain: Plain, layer: Layer, heads: int) -> Plain:
+def _kernels(plain: Plain, layer: Layer, heads: int) -> Any:
     """Choose kernels where the weights are on a GPU and can be compiled for, else `plain`."""
     if not compiles(layer.qkv):
         return plain

@@ -32,7 +32,7 @@ NOT_INSTALLED = (
 )
 
 
-class Refusal(NamedTuple):
+class RefusedArguments(NamedTuple):
     """Engine arguments that `engine.vllm` may not set: why, and what to do instead."""
 
     names: tuple[str, ...]
@@ -47,9 +47,9 @@ _DRAWN = "this package's sampler draws each token, from the noise of its own pos
 _MOVED = "an update in place would miss weights that vLLM moves or copies while it runs"
 
 REFUSALS = (
-    Refusal(("tensor_parallel_size",), "it decides who holds what", "set engine.tp"),
-    Refusal(("pipeline_parallel_size",), "it decides who holds what", "set engine.pp"),
-    Refusal(
+    RefusedArguments(("tensor_parallel_size",), "it decides who holds what", "set engine.tp"),
+    RefusedArguments(("pipeline_parallel_size",), "it decides who holds what", "set engine.pp"),
+    RefusedArguments(
         (
             "data_parallel_size",
             "data_parallel_rank",
@@ -64,15 +64,15 @@ REFUSALS = (
         "each engine is a process of its own, and all take one copy of the weights",
         "set engine.dp",
     ),
-    Refusal(("dtype",), "audits use it too", "set engine.dtype"),
-    Refusal(("max_model_len",), "leases use it too", "set engine.max_model_len"),
-    Refusal(("max_num_seqs",), "leases use it too", "set engine.max_batch"),
-    Refusal(
+    RefusedArguments(("dtype",), "audits use it too", "set engine.dtype"),
+    RefusedArguments(("max_model_len",), "leases use it too", "set engine.max_model_len"),
+    RefusedArguments(("max_num_seqs",), "leases use it too", "set engine.max_batch"),
+    RefusedArguments(
         ("enable_sleep_mode",),
         "this node puts vLLM to sleep and wakes it",
         "set engine.sleep_after_s",
     ),
-    Refusal(
+    RefusedArguments(
         (
             "model",
             "model_weights",
@@ -88,57 +88,57 @@ REFUSALS = (
         ),
         _MODEL,
     ),
-    Refusal(("skip_tokenizer_init",), "the engine takes and gives token ids"),
-    Refusal(("trust_remote_code",), "code that comes with a model is never run"),
-    Refusal(
+    RefusedArguments(("skip_tokenizer_init",), "the engine takes and gives token ids"),
+    RefusedArguments(("trust_remote_code",), "code that comes with a model is never run"),
+    RefusedArguments(
         ("generation_config", "override_generation_config", "reasoning_config"),
         "the sampling contract is the run's",
     ),
-    Refusal(("load_format",), "weights come by load() only"),
-    Refusal(("worker_cls", "worker_extension_cls", "weight_transfer_config"), _EXTENSION),
-    Refusal(
+    RefusedArguments(("load_format",), "weights come by load() only"),
+    RefusedArguments(("worker_cls", "worker_extension_cls", "weight_transfer_config"), _EXTENSION),
+    RefusedArguments(
         ("quantization", "quantization_config"),
         "weights are replaced bit for bit while vLLM runs, which quantized ones cannot be, and every run "
         "audits: other weights (FP8 too) would fail every audit",
         'remove it; for less memory set engine.dtype = "bfloat16", or engine.tp or engine.pp',
     ),
-    Refusal(
+    RefusedArguments(
         ("kv_cache_dtype", "kv_cache_dtype_skip_layers"),
         "keys and values of another precision change every hidden state, and every run audits: honest work "
         "would fail",
         "remove it; for a larger cache set engine.tp or engine.pp, or lower engine.max_model_len",
     ),
-    Refusal(
+    RefusedArguments(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
         f"{_DRAWN}, and proves one token a step: several at once have no seeds and no proof",
         "remove it; engine.max_batch is what fills a GPU",
     ),
-    Refusal(("logprobs_mode", "use_fp64_gumbel", "enable_batch_sharded_sampling"), _DRAWN),
-    Refusal(
+    RefusedArguments(("logprobs_mode", "use_fp64_gumbel", "enable_batch_sharded_sampling"), _DRAWN),
+    RefusedArguments(
         ("logits_processors", "watermark_config", "diffusion_config"),
         "the contract is softmax(logits / temperature)",
     ),
-    Refusal(
+    RefusedArguments(
         ("kv_sharing_fast_prefill", "prefill_context_parallel_size"),
         "the hidden states that prove a token would not be where they are looked for",
     ),
-    Refusal(
+    RefusedArguments(
         ("kv_transfer_config",),
         "prefill and decode in two engines (P/D disaggregation) take each new version at different moments: "
         "a token would come from keys of one policy and weights of another, and its proof too",
         'remove it; enable_chunked_prefill keeps decoding smooth, and kv_connector = "OffloadingConnector" is '
         "let through",
     ),
-    Refusal(
+    RefusedArguments(
         ("kv_events_config", "ec_transfer_config"),
         "what vLLM tells to other engines about keys and values says nothing of the policy version",
     ),
-    Refusal(
+    RefusedArguments(
         ("enable_eplb", "eplb_config", "enable_elastic_ep", "expert_placement_strategy"),
         _MOVED,
         "remove it; enable_expert_parallel alone keeps every expert where it is",
     ),
-    Refusal(
+    RefusedArguments(
         (
             "cpu_offload_gb",
             "cpu_offload_params",
@@ -151,25 +151,25 @@ REFUSALS = (
         _MOVED,
         "remove it; set engine.tp or engine.pp, or lower engine.max_batch",
     ),
-    Refusal(
+    RefusedArguments(
         ("enable_lora", "default_mm_loras", "max_loras", "max_lora_rank", "fully_sharded_loras"),
         "a version is one policy for all requests; a run with adapters sends them merged",
     ),
-    Refusal(
+    RefusedArguments(
         ("enable_dbo", "ubatch_size"),
         "a step in two halves has its hidden states in two places",
     ),
-    Refusal(
+    RefusedArguments(
         ("nnodes", "node_rank", "master_addr", "master_port"),
         "an engine is on one host",
         "remove it and start a node on each host",
     ),
-    Refusal(
+    RefusedArguments(
         ("kv_offloading_backend",),
         "another program would keep keys and values of a policy beyond an update",
         'remove it; vLLM\'s own is let through ("native")',
     ),
-    Refusal(
+    RefusedArguments(
         ("moe_backend",),
         "other kernels than triton's keep experts in a form of their own, which no version can be written to",
     ),

@@ -29,7 +29,8 @@ from ...protocol.manifests import (
 from ...protocol.rollouts import Evidence
 from ..config.run import EngineConfig, RunConfig
 from ..environments.environment import Environment, Task
-from ..inference.engine import Completion, Engine, GenerateRequest, build_engine
+from ..inference.build import build_engine
+from ..inference.engine import Completion, Engine, GenerateRequest
 from ..models import huggingface
 from ..ops.errors import EngineError, NodeError, UsageError
 from ..weights.state import State

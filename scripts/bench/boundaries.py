@@ -26,7 +26,8 @@ from primerl.node.inference.boundary_states import pack_projected, project
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.fingerprint import signs
-from primerl.node.inference.model import LayerHooks, pick_device
+from primerl.node.inference.model import pick_device
+from primerl.node.inference.model_output import LayerHooks
 from primerl.node.inference.qwen3 import Attend, Qwen3Network
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch, to_torch

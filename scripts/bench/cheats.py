@@ -19,7 +19,8 @@ from cheats_report import as_json, cheat_rows, honest_row, judge, show
 from cheats_store import Setting, load, save
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.inference.engine import Engine, build_engine
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Engine
 from primerl.node.inference.fingerprint import Projection
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
 from primerl.tests.attacks.cheat_book import BOOK, Cheat

@@ -25,7 +25,8 @@ from support.engine_cases import sharp
 from support.update_cases import blended
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
-from primerl.node.inference.engine import Completion, Engine, GenerateRequest, build_engine
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import NodeError

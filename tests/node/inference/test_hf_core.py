@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.engine_cases import FP32, make_qwen3, request, started
 
-from primerl.node.inference.engine import Completion, Engine, build_engine
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine
 from primerl.node.inference.handover import make_delta, read_update, shared_file
 from primerl.node.inference.hf import HfCore, HfEngine
 from primerl.node.inference.hosted import HostedEngine

@@ -5,8 +5,9 @@ import struct
 import pytest
 import torch
 
-from primerl.node.inference import sampler
-from primerl.node.inference.sampler import SampledTokens, draw, gumbel, gumbel_at, hash_bits
+from primerl.node.inference import noise
+from primerl.node.inference.noise import gumbel, gumbel_at, hash_bits
+from primerl.node.inference.sampler import SampledTokens, draw
 
 M64, M32 = 2**64 - 1, 2**32 - 1
 
@@ -22,7 +23,7 @@ GOLDEN_NOISE = [
 ]
 GOLDEN_TOKENS = [35, 47, 41, 44, 58, 59, 61, 48, 57, 54, 61, 58]
 ERROR = 1.2e-5
-"""The most that sampler.py claims between its noise and the exact one."""
+"""The most that noise.py claims between its noise and the exact one."""
 
 
 def mix64(value: int) -> int:
@@ -97,7 +98,7 @@ EDGES = [0, 1, 2, 2**23, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, 2**31 + 
 def as_noise(hashes: list[int]) -> torch.Tensor:
     """The noise of given hashes: the one step that has no public door of its own."""
     bits = torch.tensor(hashes, dtype=torch.int64).to(torch.int32)
-    return sampler._gumbel_of_(bits)  # pyright: ignore[reportPrivateUsage]
+    return noise._gumbel_of_(bits)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_the_extreme_hashes_make_finite_noise_that_is_right() -> None:
@@ -135,10 +136,10 @@ def plain_noise(bits: int) -> float:
         rest, halvings = value * 2.0**-31, 0.0
     else:
         rest = 2.0 - mantissa(raw(value))
-        halvings = single((158 - (raw(value) >> 23)) * sampler.LN2)
-    energy = single(single(polynomial(sampler.HALF_LOG, rest) * rest) + halvings)
-    line = single(single(float(raw(energy) - 0x3F800000)) * sampler.SLOPE)
-    return single(polynomial(sampler.CURVE, mantissa(raw(energy))) + line)
+        halvings = single((158 - (raw(value) >> 23)) * noise.LN2)
+    energy = single(single(polynomial(noise.HALF_LOG, rest) * rest) + halvings)
+    line = single(single(float(raw(energy) - 0x3F800000)) * noise.SLOPE)
+    return single(polynomial(noise.CURVE, mantissa(raw(energy))) + line)
 
 
 def test_the_noise_is_its_definition_in_plain_arithmetic_to_the_last_bit() -> None:
@@ -159,7 +160,7 @@ def test_the_size_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch, siz
     logits = torch.randn(7, 300, generator=torch.Generator().manual_seed(2))
     ones, rows = torch.ones(7), torch.arange(7)
     wanted, whole = draw(logits, ones, rows, rows), gumbel(rows, rows, 300)
-    monkeypatch.setitem(sampler.CHUNK, "cpu", size)
+    monkeypatch.setitem(noise.CHUNK, "cpu", size)
     assert gumbel(rows, rows, 300).equal(whole)
     found = draw(logits, ones, rows, rows)
     for name in ("tokens", "logprobs", "scores", "logsumexp"):

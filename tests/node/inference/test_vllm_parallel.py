@@ -11,7 +11,8 @@ from support.engine_cases import FP32, MAX_LENGTH, SHAPE, make_qwen3, started, v
 from support.update_cases import blended
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.inference.engine import Completion, Engine, build_engine
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.engine import Completion, Engine
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
-from primerl.node.inference.engine import build_engine
+from primerl.node.inference.build import build_engine
 from primerl.node.memory_plan.memory import (
     BLOCK_TOKENS,
     Device,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.inference.engine import build_engine
+from primerl.node.inference.build import build_engine
 from primerl.node.memory_plan.memory import GIB, refuse_what_cannot_fit
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.ops.errors import UsageError

@@ -1,0 +1,28 @@
+"""From config to engine: the only place that knows every engine by name."""
+
+from collections.abc import Callable, Sequence
+
+from ..config.engine import EngineConfig
+from ..ops.gpus import is_on_gpu, usable_here
+from .engine import Engine
+
+ALONE = {"tp": 1, "pp": 1, "dp": 1, "sleep_after_s": 0.0}
+"""hf is one engine on one device, and keeps its memory."""
+
+
+def build_engine(config: EngineConfig, gpus: Callable[[], Sequence[str]] = usable_here) -> Engine:
+    """The engine that `config.type` names, not started. Heavy libraries load when it starts.
+
+    On a GPU it computes in a process of its own; see training/choice.py for why. `gpus` names those there are.
+    """
+    if config.type == "vllm":
+        from .hosted import HostedEngine
+
+        return HostedEngine(config)
+    if is_on_gpu(config.device, gpus):
+        from .hosted import HostedEngine
+
+        return HostedEngine(config.model_copy(update=ALONE))
+    from .hf import HfEngine
+
+    return HfEngine(config)

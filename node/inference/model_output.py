@@ -1,0 +1,33 @@
+"""What a network says after a token: a file of its own, because every network makes one."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class LayerHooks(Protocol):
+    """Sees the residual stream on its way up."""
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Where to look: behind so many layers of the model, at least 1, less than it has."""
+        ...
+
+    def take(self, layer: int, x: Tensor) -> Tensor:
+        """The stream `x` [T, d] behind `layer` layers; what goes on from here: `x` itself, or something else.
+
+        `x` is overwritten afterwards. A network may call several times for one pass, each time for the
+        tokens after the last ones, and may not be able to go on with something else: see Network.packed().
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What a network says after the last token of B sequences."""
+
+    hidden: Tensor | None
+    """[B, d], the state that led to `logits`; None where Network.hidden() raises EngineError."""
+    logits: Tensor
+    """[B, V], of the next token."""
