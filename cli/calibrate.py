@@ -44,7 +44,7 @@ CrossDtype = Annotated[
     bool, typer.Option("--cross-dtype", help="Look at workers of the other dtype, too.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="64 rollouts, 16 of each cheat.")]
-Force = Annotated[bool, typer.Option("--force", help="Write even what is not worth it.")]
+Force = Annotated[bool, typer.Option("--force", help="Write bounds that do not separate, too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 

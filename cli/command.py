@@ -84,7 +84,7 @@ def read_config(cls: type[Config], args: Sequence[str]) -> Config:
 
 def show_config(config: "BaseConfig", *, as_json: bool) -> None:
     """Print a config so that it can be read back. Raises UsageError for values that TOML cannot hold."""
-    from ..node.config import toml
+    from ..node.config import loader
     from ..node.ops.errors import UsageError
 
     values = config.model_dump(mode="json")
@@ -92,7 +92,7 @@ def show_config(config: "BaseConfig", *, as_json: bool) -> None:
         typer.echo(json.dumps(values, indent=2))
         return
     try:
-        typer.echo(toml.dumps(values), nl=False)
+        typer.echo(loader.to_toml(values), nl=False)
     except TypeError as error:
         raise UsageError(f"{error}, such as null in a list: --dry-run --json shows it") from error
 
@@ -102,7 +102,7 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 
     `proven` is False for a command whose completions are not audited.
     """
-    from ..node.app.engine_check import check_config
+    from ..node.app.daemon import check_config
     from ..node.config.run import RunConfig
 
     model = config.model if isinstance(config, RunConfig) else None
@@ -261,6 +261,8 @@ def keys_help(cls: "type[BaseModel]") -> str:
 
 def _sources(cls: "type[BaseModel]") -> set[Path]:
     """List the files that define `cls`, its sections and their base classes."""
+    from ..node.config.loader import model_in
+
     package = __name__.partition(".")[0] + "."
     found = {
         Path(inspect.getfile(base)) for base in cls.__mro__ if base.__module__.startswith(package)
@@ -272,6 +274,8 @@ def _sources(cls: "type[BaseModel]") -> set[Path]:
 
 
 def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") -> Iterator[str]:
+    from ..node.config.loader import model_in
+
     sections: list[tuple[str, str, type[BaseModel], str]] = []
     for name, field in cls.model_fields.items():
         path = f"{prefix}{name.replace('_', '-') if flag else name}"
@@ -304,16 +308,6 @@ def _default(value: Any) -> str:
     if isinstance(value, bool):
         return f"[{str(value).lower()}]"
     return f"[{value}]" if value != "" else "[empty]"
-
-
-def model_in(annotation: Any) -> "type[BaseModel] | None":
-    """Return the section that a field holds, also an optional one; None for other fields."""
-    from pydantic import BaseModel
-
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
 
 
 def kind(annotation: Any) -> str:

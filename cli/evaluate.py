@@ -37,7 +37,7 @@ WeightsDir = Annotated[
 Steps = Annotated[
     str | None, typer.Option("--steps", help="Of --weights-dir, as 5,10; else all of them.")
 ]
-Again = Annotated[bool, typer.Option("--again", help="Also measure again what is finished.")]
+Again = Annotated[bool, typer.Option("--again", help="Also measure finished results again.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the results (or a dry run) as JSON.")]
 
 
@@ -56,7 +56,7 @@ def run(
 
     Models are directories or hub ids that are generated with here (--engine hf or vllm), the step weights of a
     run, adapters included, and models behind OpenAI-compatible APIs. Results, every rollout among them, go to
-    outputs/NAME; run the same command again and only what is missing is measured.
+    outputs/NAME; run the same command again and only missing results are measured.
 
     \b
     Examples:

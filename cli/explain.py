@@ -225,7 +225,7 @@ def _stages(found: "StageEvidence") -> list[Any]:
     note = (
         f"A stage's output is off where its distance is above {found.reject:.4g}, odd above "
         f"{found.suspect:.4g}. The first output that is off, after one that is right, names the stage that "
-        "computed something else. Stage 0 vouches for what is said of all."
+        "computed something else. Stage 0 vouches for the statements about all stages."
     )
     return [*lines, _folded(note)]
 

@@ -106,7 +106,7 @@ def run(
             ticket_text(config.ticket)
         show_config(config, as_json=as_json)
         return
-    from ..node.app.engine_check import check_present
+    from ..node.app.daemon import check_present
     from ..node.environments.allowed import EnvironmentNotAllowed
     from .live import open_view
 

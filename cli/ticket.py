@@ -14,7 +14,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
-    help="""Print a join ticket of the trainer that runs here, or a new one for somebody.
+    help="""Print the join ticket of the trainer that runs here, or issue a new one.
 
 Without options it is the trainer's own, which is renewed long before it expires. A ticket is a secret: with it
 anybody may join under keys of their own, up to its uses. Nodes once admitted need it no more.
@@ -34,12 +34,12 @@ def show(
     ctx: typer.Context,
     expires: Annotated[
         str | None,
-        typer.Option("--expires", help="A new ticket, valid for so long: 90m, 12h, 30d, 2w."),
+        typer.Option("--expires", help="A new ticket, valid for this time: 90m, 12h, 30d, 2w."),
     ] = None,
     uses: Annotated[
         int | None,
         typer.Option(
-            "--uses", help="A new ticket that admits so many nodes; 0: any number.", min=0
+            "--uses", help="A new ticket that admits this many nodes; 0: any number.", min=0
         ),
     ] = None,
     label: Annotated[
@@ -80,13 +80,13 @@ def show_list(data_dir: DataDir = None, as_json: AsJson = False) -> None:
         typer.echo(f"{row['id'][:10]:<10} {label:<20} {admitted:>10}  {until} {state(row, now)}")
 
 
-@app.command("revoke", short_help="Let a ticket admit nobody any more.")
+@app.command("revoke", short_help="Stop a ticket from admitting nodes.")
 def revoke(
     name: Annotated[str, typer.Argument(help="Its label, or the beginning of its id.")],
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a ticket, or all of a label, admit nobody any more. Nodes that it admitted stay."""
+    """Stop a ticket, or all of a label, from admitting nodes. Nodes that it admitted stay."""
     from ..node.ops.control import ask
 
     rows = ask(find_node(data_dir), "revoke", name=name)
@@ -101,7 +101,7 @@ def revoke(
 
 
 def state(row: dict[str, object], now: float) -> str:
-    """Whether a ticket still admits nodes."""
+    """Say whether a ticket still admits nodes."""
     if row["revoked"]:
         return "revoked"
     if float(str(row["expires"])) < now:
@@ -110,7 +110,7 @@ def state(row: dict[str, object], now: float) -> str:
 
 
 def seconds(text: str) -> int:
-    """A duration like 30d in seconds. Raises UsageError."""
+    """Read a duration like 30d, in seconds. Raises UsageError."""
     from ..node.ops.errors import UsageError
 
     found = re.fullmatch(r"(\d{1,9})([smhdw])", text.strip())

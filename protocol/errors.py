@@ -55,6 +55,7 @@ class Reason(StrEnum):
     BAD_SAMPLING = "bad_sampling"
     AUDIT_FAILED = "audit_failed"
     ENVIRONMENT_ERROR = "environment_error"
+    WITHDRAWN = "withdrawn"
     RUN_ENDED = "run_ended"
 
 

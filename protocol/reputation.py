@@ -45,6 +45,7 @@ HARMLESS = frozenset(
     {
         Reason.STALE,
         Reason.ENVIRONMENT_ERROR,
+        Reason.WITHDRAWN,
         Reason.LEASE_EXPIRED,
         Reason.LEASE_DONE,
         Reason.AUDIT_FAILED,

@@ -52,6 +52,10 @@ class BranchRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     """The fingerprints of the replies, one after the other; sizes follow from the replies' lengths."""
 
 
+WITHDRAWN = "withdrawn: "
+"""Begins the `error` of a rollout that its worker withdrew as drawn out of order; see Reason.WITHDRAWN."""
+
+
 class RolloutRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One rollout of a task; `error` says why there are no branches."""
 

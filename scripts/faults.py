@@ -163,7 +163,7 @@ FAULTS = (
     Fault(
         "audit is drawn before the receipt",
         "trainer: audits",
-        "node/trainer/submission_queue.py",
+        "node/trainer/submissions.py",
         "challenge = secrets.token_bytes(CHALLENGE_BYTES)",
         "challenge = arrived.digest",
         ("test_what_is_audited_cannot_be_told_from_the_bundle",),
@@ -461,7 +461,7 @@ FAULTS = (
     Fault(
         "children of a killed process are left running",
         "process",
-        "node/processes.py",
+        "node/process/spawn.py",
         "os.killpg(pid, signal.SIGKILL)",
         "os.kill(pid, signal.SIGKILL)",
         ("test_stopping_a_child_ends_its_own_children",),

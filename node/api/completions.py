@@ -6,7 +6,7 @@ drew each token; the other routes are vLLM's (vllm_proxy.py).
 1. A completion is asked of the engine in one piece, or in several that go on from each other: for a stream,
    and where stop strings are looked for, which engines do not know. The noise of a token depends on its seed
    and its place alone, so that all ways give the same tokens.
-2. What a request asks for and cannot have is refused by name, never ignored. Unknown fields that ask for
+2. An option that is not supported is refused by name, never ignored. Unknown fields that ask for
    nothing (null, 0, false, empty) are fine: clients fill in defaults.
 """
 
@@ -53,20 +53,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **{name: () for name in ("user", "metadata", "safety_identifier", "prompt_cache_key")},
     **{name: () for name in ("parallel_tool_calls", "cache_salt", "routed_experts_prompt_start")},
 }
-"""Fields that change nothing here: with these values, or with any where there is none."""
+"""Fields that are accepted and ignored: with these values, or with any for an empty tuple."""
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0)]
 B = TypeVar("B")
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream tells besides."""
+    """Extra events of a stream."""
 
     include_usage: bool | None = None
 
 
 class SharedBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What every request may have; None is the default."""
+    """Fields of every request; None is the default."""
 
     model: str | None = None
     stream: bool | None = None
@@ -101,7 +101,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """Convert it for chat templates."""
         content = self.content
         said = content if isinstance(content, str) else "\n".join(one.text for one in content)
         return {"role": self.role, "content": said, **({"name": self.name} if self.name else {})}
@@ -130,7 +130,7 @@ class TokensBody(SharedBody, kw_only=True):
 
 @dataclass
 class Choice:
-    """A completion and how far it has come."""
+    """A completion in progress."""
 
     index: int
     prompt: tuple[int, ...]
@@ -151,7 +151,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request that was checked."""
+    """A checked request."""
 
     path: str
     id: str
@@ -162,7 +162,7 @@ class CompletionRequest:
 
 
 class EngineRoutes:
-    """Implements Routes over the Engine seam."""
+    """Routes over any engine."""
 
     paths: tuple[str, ...] = (CHAT, TEXT, TOKENS)
 
@@ -331,7 +331,7 @@ class EngineRoutes:
     def _pieces(
         self, request: CompletionRequest, choice: Choice, *, streams: bool
     ) -> Iterator[int]:
-        """How many tokens to draw next, again and again."""
+        """Yield the number of tokens to draw next, until the completion ends."""
         size = longest = choice.most
         if streams:
             size, longest = FIRST_PIECE, max(FIRST_PIECE, self._served.api.stream_tokens)
@@ -342,7 +342,7 @@ class EngineRoutes:
             size = min(2 * size, longest)
 
     async def _draw(self, request: CompletionRequest, choice: Choice, tokens: int) -> None:
-        """Draw up to so many tokens more. Raises EngineError."""
+        """Draw up to `tokens` more tokens. Raises EngineError."""
         given = request.body
         drawn = await self._engine.generate(
             GenerateRequest(
@@ -373,7 +373,7 @@ class EngineRoutes:
             self._cut(request, choice, before)
 
     def _cut(self, request: CompletionRequest, choice: Choice, before: int) -> None:
-        """End at the first stop string, with the token that completes it: one of those from `before` on."""
+        """End at the first stop string, with the token from `before` on that completes it."""
         for tokens in range(before + 1, len(choice.token_ids) + 1):
             said = self._said(request, choice, tokens)
             if (found := find_stop(said, request.stops)) is not None:
@@ -386,7 +386,7 @@ class EngineRoutes:
                 return
 
     def _said(self, request: CompletionRequest, choice: Choice, tokens: int) -> str:
-        """The text of the first so many tokens, without the stop token that ends all of them."""
+        """Decode the first `tokens` tokens, without the stop token that ends them."""
         given = request.body
         ended = choice.finish == "stop" and tokens == len(choice.token_ids)
         if ended and not given.include_stop_str_in_output:
@@ -402,7 +402,7 @@ class EngineRoutes:
         return both[len(before) :] if before and both.startswith(before) else text
 
     def _news(self, request: CompletionRequest, choice: Choice) -> str:
-        """The text that is new and sure: no half of a character, no beginning of a stop string."""
+        """Return the new text that is final: no half of a character, no beginning of a stop string."""
         end = len(choice.text)
         if not choice.finish:
             sure = choice.text.rstrip(UNREADABLE)
@@ -429,7 +429,7 @@ class EngineRoutes:
         *,
         chunk: bool = False,
     ) -> dict[str, Any]:
-        """A choice in an answer, or its tokens from `first` on in a chunk."""
+        """Make a choice of an answer, or of a chunk with the tokens from `first` on."""
         made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish or None}
         if choice.finish:
             made |= {"stop_reason": choice.stop_reason, "policy_version": _versions([choice])}
@@ -469,7 +469,7 @@ class EngineRoutes:
         return {"content": content}
 
     def _usage(self, request: CompletionRequest) -> dict[str, int]:
-        """Tokens in and out; a prompt counts once however many choices it has."""
+        """Count tokens in and out; a prompt counts once however many choices it has."""
         choices, n = request.choices, request.body.n or 1
         prompt = sum(len(one.prompt) for one in choices[::n])
         made = sum(len(one.token_ids) for one in choices)
@@ -477,11 +477,11 @@ class EngineRoutes:
 
 
 def convert(body: Body, kind: type[B]) -> B:
-    """A body as the request that it is. Raises ApiError for fields that are unknown, or out of range."""
+    """Read a body. Raises ApiError for fields that are unknown or out of range."""
     known: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
     kept = {name: value for name, value in body.items() if name in known or _asks(name, value)}
     if isinstance(messages := kept.get("messages"), list):
-        # clients send replies back as they came, with what is not there as null
+        # clients send replies back as they came, with absent fields as null
         kept["messages"] = [
             {k: v for k, v in one.items() if v not in (None, [])} if isinstance(one, dict) else one
             for one in messages
@@ -501,7 +501,7 @@ def convert(body: Body, kind: type[B]) -> B:
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Whether a field that is not known asks for something."""
+    """Say whether an unknown field asks for something."""
     if value is None or name not in NEUTRAL:
         return bool(value)
     return bool(NEUTRAL[name]) and value not in NEUTRAL[name]
@@ -512,13 +512,13 @@ def _bad(param: str, message: str) -> ApiError:
 
 
 def _versions(choices: Sequence[Choice]) -> dict[str, int]:
-    """The first and last policy version that drew any token of these."""
+    """Return the first and last policy version that drew any token of these."""
     found = [version for one in choices for _, version in one.spans]
     return {"first": min(found, default=-1), "last": max(found, default=-1)}
 
 
 def _spans(choice: Choice) -> list[dict[str, Any]]:
-    """Which policy version drew which tokens: start <= index < end."""
+    """List which policy version drew which tokens: start <= index < end."""
     starts = [start for start, _ in choice.spans] + [len(choice.token_ids)]
     return [
         {"version": str(version), "start": start, "end": end}
@@ -527,12 +527,12 @@ def _spans(choice: Choice) -> list[dict[str, Any]]:
 
 
 def may_begin(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of one of `stops`."""
+    """Count the characters at the end of `text` that may begin one of `stops`."""
     lengths = {n for stop in stops for n in range(1, min(len(stop), len(text) + 1))}
     return max((n for n in lengths if any(one.startswith(text[-n:]) for one in stops)), default=0)
 
 
 def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first of `stops` begins in `text`; of several there the longest."""
+    """Find the first of `stops` in `text`, the longest of several at one place: (index, stop)."""
     places = [(text.find(stop), stop) for stop in stops if stop in text]
     return min(places, key=lambda one: (one[0], -len(one[1]))) if places else None

@@ -1,8 +1,8 @@
 """The HTTP server in front of an engine: sockets, keys, limits, and the errors that clients know.
 
-1. Nothing of a request is believed before it was checked: who asks (key, Host), how much comes, in what form.
-2. A browser that a foreign page talks through gets nothing: there is no CORS, and only JSON is read.
-3. What answers a route is given from outside: completions.py over any engine, vllm_proxy.py over vLLM's own.
+1. A request is checked before it is used: the caller (key, Host), its size, its form.
+2. A foreign web page cannot talk to it through a browser: there is no CORS, and only JSON is read.
+3. Routes are passed in: completions.py over any engine, vllm_proxy.py over vLLM's own.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S = 30.0
-"""For a request's body to come."""
+"""Deadline of a request's body."""
 SHUTDOWN_S = 1.0
 RETRY_AFTER_S, LOST_RETRY_S = 1, 10
-"""When a client may come back: while a policy is loaded or all is busy; while an engine is started again."""
+"""Retry-After: while a policy is loaded or all is busy; while an engine is restarted."""
 LONGEST_LINE = 8190
 OPEN = ("/health",)
 """Routes that need no key."""
@@ -66,7 +66,7 @@ class ApiError(Exception):
 
 
 def engine_failed(error: EngineError) -> ApiError:
-    """What a client is told when the engine could not."""
+    """Turn an engine's error into an answer."""
     if isinstance(error, EngineLost):
         return ApiError(503, str(error), kind="server_error", retry_after_s=LOST_RETRY_S)
     logger.error("the engine could not generate: %s", error)
@@ -75,7 +75,7 @@ def engine_failed(error: EngineError) -> ApiError:
 
 @dataclass(frozen=True)
 class Served:
-    """The model as requests see it."""
+    """The served model, as requests name it."""
 
     name: str
     vocab_size: int
@@ -90,7 +90,7 @@ class Served:
 
 
 class EventStream:
-    """An answer in Server-Sent Events; nothing is sent before start()."""
+    """An answer as Server-Sent Events; nothing is sent before start()."""
 
     def __init__(self, request: "web.Request") -> None:
         self._request = request
@@ -127,7 +127,7 @@ class EventStream:
 
 
 class Routes(Protocol):
-    """Answers POST requests to some paths. Implemented by EngineRoutes and VllmProxy."""
+    """Answers to POST requests on some paths: EngineRoutes, VllmProxy."""
 
     paths: tuple[str, ...]
 
@@ -138,7 +138,7 @@ class Routes(Protocol):
         ...
 
     async def metrics(self) -> str:
-        """What was served, in Prometheus' text format."""
+        """Return counters in Prometheus' text format."""
         ...
 
 
@@ -163,7 +163,7 @@ class HttpServer:
         return self._engine.policy_version
 
     def stats(self) -> EngineStats:
-        """The engine's; one that was given up says why in `fault`."""
+        """Return the engine's stats; of one that was given up, why in `fault`."""
         try:
             return self._engine.stats()
         except EngineError as error:
@@ -192,7 +192,7 @@ class HttpServer:
     # -- before and after every request ------------------------------------------------------------
 
     async def _guarded(self, request: "web.Request", handler: Handler) -> "web.StreamResponse":
-        """Check who asks; turn whatever goes wrong into OpenAI's error body."""
+        """Check the caller; turn errors into OpenAI's error body."""
         from aiohttp import web
 
         try:
@@ -208,7 +208,7 @@ class HttpServer:
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except ConnectionError:
-            raise  # the client has gone: there is nobody to answer
+            raise  # the client has gone
         except Exception:  # a bug of ours: the client gets a proper answer, the log the trace
             logger.exception("a request to %s failed", request.path)
             response = _refusal(_failed(500, "the server failed: its log says why"))
@@ -291,7 +291,7 @@ class HttpServer:
         return web.json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
-        """What is told of the one model that is served."""
+        """Describe the served model."""
         return {
             "id": self.served.name,
             "object": "model",
@@ -331,7 +331,7 @@ class HttpServer:
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     def family(self, name: str, kind: str, values: float | Mapping[str, float]) -> str:
-        """One metric, as Prometheus reads it; `values` by further labels, if it has some."""
+        """Format a metric of the served model."""
         return metric_family(self.served.name, name, kind, values)
 
     async def _version(self, request: "web.Request") -> "web.Response":
@@ -341,7 +341,7 @@ class HttpServer:
 
 
 def metric_family(model: str, name: str, kind: str, values: float | Mapping[str, float]) -> str:
-    """One metric in Prometheus' text format; `values` by further labels, if it has some."""
+    """Format a metric for Prometheus; `values` by further labels, if it has some."""
     escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     rows = values if isinstance(values, Mapping) else {"": values}
     made = (
@@ -352,10 +352,10 @@ def metric_family(model: str, name: str, kind: str, values: float | Mapping[str,
 
 
 def count_choices(body: Body, most: int) -> int:
-    """How many completions a request asks for: n times its prompts. Raises ApiError beyond `most`."""
+    """Count the completions of a request: n times its prompts. Raises ApiError beyond `most`."""
     drawing = body.get("sampling_params")
     n = (drawing if isinstance(drawing, dict) else body).get("n")
-    n = n if isinstance(n, int) and n > 1 else 1  # what is no number is refused where it is read
+    n = n if isinstance(n, int) and n > 1 else 1  # other types are refused by the routes
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         count = n * len(prompt)
@@ -367,7 +367,7 @@ def count_choices(body: Body, most: int) -> int:
 
 
 def read_key(config: ApiConfig) -> str:
-    """The key that requests have to bring; "" if none is wanted. Raises UsageError."""
+    """Read the key that requests must have; "" if none is configured. Raises UsageError."""
     if not config.key_variable:
         return ""
     key = os.environ.get(config.key_variable, "")
@@ -380,7 +380,7 @@ def read_key(config: ApiConfig) -> str:
 
 
 async def _read_json(request: "web.Request") -> tuple[Body, bytes]:
-    """A request's body, read and as it came. Raises ApiError."""
+    """Read a request's body: decoded, and raw. Raises ApiError."""
     if request.content_type != "application/json":
         raise ApiError(415, "send the request as JSON, with Content-Type: application/json")
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -399,7 +399,7 @@ async def _read_json(request: "web.Request") -> tuple[Body, bytes]:
 
 
 async def _hide_libraries(request: "web.Request", response: "web.StreamResponse") -> None:
-    """Tell no client which releases of which libraries are here."""
+    """Hide the releases of our libraries from clients."""
     response.headers["Server"] = "primerl-node"
 
 

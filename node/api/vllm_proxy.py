@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI routes, passed on to the engines' sockets once a request was checked (server.py).
+"""Pass checked requests (server.py) on to vLLM's own OpenAI routes, on the engines' sockets.
 
 Only the routes of PATHS are passed on: vLLM has others that load adapters, sleep, or reset caches.
 """
@@ -34,7 +34,7 @@ FORMS = (
     ("<\uff5ctool\u2581call\u2581begin\uff5c>", "deepseek_v3", "deepseek_v3"),
     (r"<tool_call>\s*\{", "hermes", "qwen3"),
 )
-"""What a chat template writes when the probe is called, and vLLM's parsers of calls and of reasoning for it."""
+"""(pattern of a call in the template's text, vLLM's parser of calls, its parser of reasoning)."""
 
 
 @runtime_checkable
@@ -42,20 +42,20 @@ class ProxyTargets(Protocol):
     """An engine whose processes can serve vLLM's routes: HostedEngine, and a scripted one in tests."""
 
     def serve_api(self, options: ApiOptions) -> bool:
-        """Have them do so, from start() on; False where they cannot."""
+        """Serve them from start() on; False where that is not possible."""
         ...
 
     def upstream(self) -> AbstractContextManager[str]:
-        """The socket to send one request to. Raises EngineError, EngineLost."""
+        """Choose the socket for one request. Raises EngineError, EngineLost."""
         ...
 
     def upstreams(self) -> list[str]:
-        """The sockets of all engines that work."""
+        """List the sockets of all working engines."""
         ...
 
 
 class VllmProxy:
-    """Implements Routes over the sockets of an engine."""
+    """Routes over the sockets of an engine."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -96,7 +96,7 @@ class VllmProxy:
         return stream.response
 
     async def metrics(self) -> str:
-        """See Routes: what each engine's vLLM tells, with the number of the engine where there are several."""
+        """Return vLLM's metrics, labelled by the number of the engine where there are several."""
         import aiohttp
 
         told: list[str] = []
@@ -119,7 +119,7 @@ def _session(socket: str) -> "aiohttp.ClientSession":
 
 
 def merge_metrics(texts: list[str]) -> str:
-    """Several texts of metrics as one: families together, each row with the label `replica`."""
+    """Merge several texts of metrics: families together, each row with the label `replica`."""
     families: dict[str, list[str]] = {}
     for number, text in enumerate(texts):
         rows: list[str] = []
@@ -142,7 +142,7 @@ def _labelled(row: str, label: str) -> str:
 
 
 def api_options(config: ApiConfig, chat: ChatFormat, name: str) -> ApiOptions:
-    """What vLLM's server is told of a model: its name, and how it writes calls and reasoning."""
+    """Make the options of vLLM's server: the model's name, and its parsers of calls and reasoning."""
     tools, reasoning = _parsers(chat)
     asked: Mapping[str, str] = {AUTO: tools, NONE: ""}
     thought: Mapping[str, str] = {AUTO: reasoning, NONE: ""}
@@ -154,7 +154,7 @@ def api_options(config: ApiConfig, chat: ChatFormat, name: str) -> ApiOptions:
 
 
 def _parsers(chat: ChatFormat) -> tuple[str, str]:
-    """vLLM's parsers of what the model's own template writes; "" for those that are not known."""
+    """Choose vLLM's parsers by the model's chat template; "" for unknown forms."""
     call = {"name": PROBE, "arguments": {PROBE: 1}}
     calls = [{"id": "call_0", "type": "function", "function": call}]
     asked = {"role": "user", "content": "a"}

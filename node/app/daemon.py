@@ -1,6 +1,6 @@
-"""The daemon: what a node process does before its role begins: key, logs, run directory.
+"""Start a node process: check the engine, load the key, set up logs, run the role.
 
-The `*_node.py` files build the parts of a role; only they and this file know the roles.
+Roles are imported when they start: a dry run imports nothing heavy.
 """
 
 import os
@@ -8,8 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
-from ..config.run import JoinConfig, RunConfig
+from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
+from ..inference.vllm_arguments import (
+    NOT_INSTALLED,
+    check_installed,
+    check_names,
+    check_overrides,
+    check_parallel,
+    installed_arguments,
+    is_installed,
+    read_shape,
+)
+from ..ops.errors import EngineError, UsageError
 from ..ops.logs import configure
 from ..process.threads import share_python
 
@@ -73,3 +84,34 @@ async def serve(config: ServeConfig, *, announce: Callable[[str, str], None]) ->
     share_python()
     node = FollowedPolicy if config.ticket else OwnPolicy
     await node(config, load_key(data_dir), announce).run()
+
+
+def check_present(config: EngineConfig) -> None:
+    """Raise EngineError if the engine's library is not installed: called before a node says hello."""
+    if config.type == "vllm" and not is_installed():
+        raise EngineError(NOT_INSTALLED)
+
+
+def check_config(
+    config: EngineConfig, model: ModelConfig | None = None, *, proven: bool = True
+) -> None:
+    """Raise UsageError or EngineError for an `[engine]` that is certain to fail.
+
+    `model` is checked if it is made here or is a local directory.
+    """
+    if config.type != "vllm":
+        if config.tp not in (1, "auto") or config.pp > 1 or config.dp > 1:
+            raise UsageError(
+                "engine.tp, engine.pp and engine.dp are vLLM's: leave them out, or set engine.type to vllm"
+            )
+        return
+    check_overrides(config.vllm, proven=proven)
+    check_names(config.vllm, installed_arguments())
+    check_installed()
+    if model is None:
+        return
+    directory = Path(model.name).expanduser()
+    if model.create is not None:
+        check_parallel(config, model.create.model_dump())
+    elif (directory / "config.json").is_file():
+        check_parallel(config, read_shape(directory))

@@ -82,7 +82,7 @@ def make_backend(
     temperature = config.sampling.temperature if isinstance(config, RunConfig) else 1.0
     training = resolve_backend(config.training, gpus)
     if training.backend == "fsdp":
-        from ..training.ranks.fsdp import FsdpBackend
+        from ..training.fsdp_backend import FsdpBackend
 
         return FsdpBackend(
             training, max_steps=config.max_steps, seed=config.seed, temperature=temperature

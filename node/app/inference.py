@@ -28,9 +28,7 @@ from ..inference.hf import QUEUE_BATCHES
 from ..models.model_files import vocab_size
 from ..ops.control import EngineRow, Status
 from ..ops.errors import UsageError
-from ..p2p.connections import ConnectionPool
-from ..p2p.heads import HeadStore
-from ..worker.weight_sync import Upstreams, WeightSync
+from ..worker.weight_sync import WeightSync
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
 from .running_node import Node
@@ -38,45 +36,7 @@ from .running_node import Node
 logger = logging.getLogger(__name__)
 
 LAST_VERSION_S = 30.0
-"""After the end of a run somebody may still have its last version, for a while."""
-
-
-class ObserverRole:
-    """Keeps an engine at the newest version, and at the last one once the run is over."""
-
-    def __init__(
-        self,
-        *,
-        book: HeadStore,
-        links: ConnectionPool,
-        trainer: bytes,
-        catchup: WeightSync,
-        upstreams: Upstreams,
-        record: Callable[[], bytes],
-    ) -> None:
-        """`record` makes our own sealed peer record."""
-        self._book = book
-        self._links = links
-        self._trainer = trainer
-        self._catchup = catchup
-        self._upstreams = upstreams
-        self._record = record
-
-    async def run(self) -> None:
-        """Follow until the run ends, and get its last version if anybody still has it."""
-        asking = asyncio.create_task(
-            self._upstreams.keep_asking(self._links, self._trainer, self._record)
-        )
-        try:
-            await self._catchup.run()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_VERSION_S):
-                    await self._catchup.reach_last()
-        finally:
-            asking.cancel()
-            with suppress(asyncio.CancelledError):
-                await asking
-        logger.info("the run has ended: %s", self._book.ended)
+"""Try to get the last version of a run that has ended for this long."""
 
 
 POLL_S = 1.0
@@ -203,27 +163,32 @@ class FollowedPolicy(PeerNode):
             await engine.close()
 
     async def _serve_from(self, engine: Engine, hosted: Engine, joined: JoinedRun) -> None:
-        stack, name = joined.stack, joined.documents.manifest.name
+        name = joined.documents.manifest.name
         opened = open_server(self._serve_config, engine, hosted, joined.model_dir, name)
         async with opened as (self._server, self._url):
             await engine.start(joined.model_dir)
-            catchup = self._make_catchup(joined, engine)
-            role = ObserverRole(
-                book=stack.heads,
-                links=stack.links,
-                trainer=stack.trainer,
-                catchup=catchup,
-                upstreams=joined.upstreams,
-                record=stack.record,
-            )
+            weights = self._make_weights(joined, engine)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch_engine(engine))
-                tasks.create_task(self._say_when_ready(catchup))
-                await self._follow_while(joined, role.run)
+                tasks.create_task(self._say_when_ready(weights))
+                await self._follow_while(joined, lambda: self._follow(joined, weights))
                 self.phase = "serving the last version"
 
-    async def _say_when_ready(self, catchup: WeightSync) -> None:
-        while not await catchup.wait_order((0, 0), LOOK_AGAIN_S):
+    async def _follow(self, joined: JoinedRun, weights: WeightSync) -> None:
+        """Keep the engine at the newest version until the run ends, then get the last one if a peer has it."""
+        asking = asyncio.create_task(joined.upstreams.keep_asking())
+        try:
+            await weights.run()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_VERSION_S):
+                    await weights.reach_last()
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+        logger.info("the run has ended: %s", joined.stack.heads.ended)
+
+    async def _say_when_ready(self, weights: WeightSync) -> None:
+        while not await weights.wait_order((0, 0), LOOK_AGAIN_S):
             logger.info("waiting for the first policy")
         assert self._server is not None  # it was made before
         self._announce(self._url, self._server.served.name)

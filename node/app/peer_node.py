@@ -23,7 +23,6 @@ from ...protocol.messages import (
     GetHeads,
     Goodbye,
     Hello,
-    SyncRecords,
     WatchHeads,
     Welcome,
 )
@@ -45,6 +44,7 @@ from ..ops.errors import (
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
 from ..p2p.rpc import Refused, receive
+from ..p2p.services import RECORD_TTL_S, NodeServices
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
 from ..storage.ledger import MANIFEST, Ledger
@@ -53,9 +53,8 @@ from ..weights.replica import Policy
 from ..worker.weight_sync import Upstreams, WeightSync
 from . import base_weights, rundir
 from .factories import Factories
-from .running_node import Node
-from .services import RECORD_TTL_S, NodeServices, open_services, open_store
-from .status_view import peer_rows, total_bytes
+from .running_node import Node, peer_rows, show_network
+from .services import open_services, open_store
 from .tickets import remember, run_directory, usable_ticket
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class PeerNode(Node):
         self._parts = parts or Factories()
         self._ticket = ""
         self._stack: NodeServices | None = None
-        self._catchup: WeightSync | None = None
+        self._weights: WeightSync | None = None
         self._name = ""
         self._obstacle = ""
         """What keeps this node from having joined; empty while nothing does."""
@@ -180,7 +179,7 @@ class PeerNode(Node):
         await stack.fetcher.fetch(chunks, (), ticket.trainer)
         model_dir = rundir.write_model_files(run, stack.store, directory / "model")
         self._check_numerics(run)
-        upstreams = Upstreams(documents.run_id, stack.peers, stack.fetcher)
+        upstreams = Upstreams(stack)
         joined = JoinedRun(stack, documents, model_dir, upstreams)
         if run.adapters is not None:
             self._obstacle = "fetching the base weights"
@@ -195,7 +194,7 @@ class PeerNode(Node):
         try:
             chunks = await asyncio.to_thread(base_weights.chunks, run, stack.store)
             stack.keep_chunks.update(chunk.digest for chunk in chunks)
-            await self._first_upstreams(joined)
+            await joined.upstreams.ask()
             await stack.fetcher.fetch(chunks, joined.upstreams.nodes, stack.trainer)
             await asyncio.to_thread(base_weights.write, run, stack.store, joined.model_dir)
         except RemoteProtocolError as error:
@@ -261,7 +260,7 @@ class PeerNode(Node):
                 f"this run is computed in {wanted}, engine.dtype is {own}: set --engine.dtype {wanted}"
             )
 
-    def _make_catchup(
+    def _make_weights(
         self,
         joined: JoinedRun,
         engine: Engine,
@@ -269,26 +268,10 @@ class PeerNode(Node):
         share: TensorShare = everything,
         goal: Callable[[], AdmittedHead | None] | None = None,
     ) -> WeightSync:
-        stack = joined.stack
-        self._catchup = WeightSync(
-            book=stack.heads,
-            links=stack.links,
-            fetcher=stack.fetcher,
-            store=stack.store,
-            ledger=stack.ledger,
-            engine=engine,
-            config=self._config.weights,
-            trainer=stack.trainer,
-            upstreams=lambda: joined.upstreams.nodes,
-            keep_chunks=stack.keep_chunks,
-            peers=stack.peers,
-            announce=stack.holdings.tell,
-            on_fraud=stack.report_fraud,
-            on_policy=on_policy,
-            share=share,
-            goal=goal,
+        self._weights = WeightSync(
+            joined.stack, engine, joined.upstreams, share=share, goal=goal, on_policy=on_policy
         )
-        return self._catchup
+        return self._weights
 
     # -- heads and peers ---------------------------------------------------------------------------
 
@@ -310,7 +293,7 @@ class PeerNode(Node):
                 tasks.create_task(self._leave_without(trainer)),
             ]
             try:
-                await self._first_upstreams(joined)
+                await joined.upstreams.ask()
                 self.phase = "running"
                 await work()
                 self.phase = "ended"
@@ -325,7 +308,7 @@ class PeerNode(Node):
                 async with asyncio.timeout(RECORD_TTL_S / 3):
                     await trainer.came_back.wait()
             trainer.came_back.clear()
-            await self._first_upstreams(joined)
+            await joined.upstreams.ask()
 
     async def _leave_without(self, trainer: HeadFollower) -> None:
         """End this node when its trainer was stopped, or is silent, for longer than the config waits.
@@ -397,60 +380,32 @@ class PeerNode(Node):
         except (TransportError, Refused, RemoteProtocolError) as refused:
             logger.debug("goodbye was not heard: %s", refused)
 
-    async def _first_upstreams(self, joined: JoinedRun) -> None:
-        """Who else holds weights: asked before the first catch-up, so that it goes to peers."""
-        stack = joined.stack
-        try:
-            reply = await stack.links.request(
-                stack.trainer,
-                ALPN_CONTROL,
-                SyncRecords((stack.record(),)),
-                SyncRecords,
-                deadline=HELLO_TIMEOUT_S,
-            )
-        except (TransportError, Refused, RemoteProtocolError) as error:
-            logger.info("no peer records yet: %s", error)
-            return
-        joined.upstreams.learn(reply.records)
-
     # -- what the operator sees ----------------------------------------------------------------------
 
     def _waits_for(self) -> str:
         """What this node waits for, in words, others' words among them; empty while it works."""
-        return self._obstacle or (self._catchup.waits_for if self._catchup else "")
+        return self._obstacle or (self._weights.waits_for if self._weights else "")
 
     async def _status(self) -> Status:
         status = self.base_status()
         status.waiting_for = printable(self._waits_for(), MAX_WORDS)
-        stack, catchup = self._stack, self._catchup
+        stack, weights = self._stack, self._weights
         if stack is None:
             return status
-        status.run, status.run_name = stack.run_id.hex(), self._name
-        status.bytes_sent, status.bytes_received = total_bytes(stack.peers)
+        show_network(status, stack)
+        status.run_name = self._name
         status.newest_version = stack.heads.order()[1]
-        status.peers = sum(1 for peer in stack.peers.rows() if peer.path() is not None)
-        status.neighbours = stack.discovery.neighbours() if stack.discovery else 0
-        if catchup is not None:
-            if catchup.version < 0 and self.phase == "running":
+        if weights is not None:
+            if weights.version < 0 and self.phase == "running":
                 status.phase = "catching up"
-            status.version = catchup.version
+            status.version = weights.version
             status.chunk_bytes_by_source = stack.fetcher.by_source(stack.trainer)
-            if catchup.version >= 0:
-                status.detail = f"state {short(catchup.state_digest)}"
+            if weights.version >= 0:
+                status.detail = f"state {short(weights.state_digest)}"
         return status
 
     async def _peers(self) -> list[PeerRow]:
-        stack = self._stack
-        if stack is None:
-            return []
-        return peer_rows(
-            stack.peers,
-            newest=stack.heads.order()[1],
-            leases={},
-            stats={},
-            reputations={},
-            own=self.key.node_id,
-        )
+        return peer_rows(self._stack) if self._stack is not None else []
 
 
 def _check_welcome(welcome: Welcome, now: int) -> None:

@@ -47,7 +47,6 @@ from ..training.checkpoint import Checkpoints
 from ..verification.bounds import proof_contract
 from ..weights.replica import prove
 from . import base_weights
-from .lease_settings import longest_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +242,23 @@ def _model_contract(config: RunConfig, store: Store, model_dir: Path) -> ModelCo
         vocab_size=huggingface.vocab_size(model_dir),
         stop_token_ids=huggingface.stop_token_ids(model_dir),
     )
+
+
+def longest_sequence(config: RunConfig, positions: int) -> int:
+    """Compute the most tokens of a sequence of a run, prompt and replies; every worker serves this length.
+
+    A sequence has to fit into a row of training, where several are packed, into the model's `positions` (0:
+    not known) and into engine.max_model_len, if that was set. Raises UsageError where no reply fits.
+    """
+    longest = min(config.training.seq_len, positions or config.training.seq_len)
+    if "max_model_len" in config.engine.model_fields_set:
+        longest = min(longest, config.engine.max_model_len)
+    if config.sampling.max_tokens >= longest:
+        raise UsageError(
+            f"sampling.max_tokens is {config.sampling.max_tokens}, and a sequence of this run has at most "
+            f"{longest} tokens (training.seq_len, the model's positions, engine.max_model_len): lower it"
+        )
+    return longest
 
 
 def _package(environment: str) -> Package | None:

@@ -1,7 +1,4 @@
-"""A running node: its status, its control socket, its place in the registry, whatever its role is.
-
-Knows no role: `trainer.py` and `worker.py` give it the work to do.
-"""
+"""A running node of any role: its control socket, its entry in the registry, its status and peer rows."""
 
 import asyncio
 import os
@@ -15,13 +12,15 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ..config.run import NodeConfig
-from ..ops.control import Command, ControlServer, Status, register, unregister
-from ..ops.errors import first_cause
+from ..ops.control import Command, ControlServer, PeerRow, Status, register, unregister
+from ..ops.errors import first_cause, printable
 from ..ops.metrics import EventLoopMonitor
+from ..p2p.peers import Peer
+from ..p2p.services import NodeServices
 
 
 class Node:
-    """A running node: its status, its control socket, and the work that it does until the end."""
+    """A node process: does its work while it answers the control socket."""
 
     def __init__(self, config: NodeConfig, key: SecretKey, data_dir: Path, role: str) -> None:
         self.config = config
@@ -34,7 +33,7 @@ class Node:
         self._stop = asyncio.Event()
 
     def base_status(self) -> Status:
-        """What is true of every node."""
+        """Make the status that every node has."""
         return Status(
             id=self.key.node_id.hex(),
             short=short(self.key.node_id),
@@ -48,7 +47,7 @@ class Node:
         )
 
     async def request_stop(self) -> dict[str, Any]:
-        """Leave at the next moment."""
+        """End the node soon (the `stop` command)."""
         self._stop.set()
         return {}
 
@@ -57,7 +56,7 @@ class Node:
     ) -> None:
         """Do `work` while answering the control socket; `stop` or cancellation ends both.
 
-        Raises whatever ended the work, a NodeError first.
+        Raises the error that ended the work, a NodeError first.
         """
         control = ControlServer(self.data_dir, {**commands, "stop": self.request_stop})
         await control.start()
@@ -86,3 +85,56 @@ class Node:
                     await working
         if not working.cancelled():
             working.result()
+
+
+SILENT_S = 20.0
+"""Workers send a request every five seconds (worker/loop.py, HEARTBEAT_S)."""
+
+
+def show_network(status: Status, services: NodeServices) -> None:
+    """Fill in `status` what every node knows of its run and its peers."""
+    status.run = services.run_id.hex()
+    peers = services.peers.rows()
+    traffic = [peer.traffic() for peer in peers]
+    status.bytes_sent = sum(sent for sent, _ in traffic)
+    status.bytes_received = sum(received for _, received in traffic)
+    status.peers = sum(1 for peer in peers if peer.path() is not None)
+    status.neighbours = services.discovery.neighbours() if services.discovery else 0
+
+
+def peer_rows(services: NodeServices) -> list[PeerRow]:
+    """Make one row per known peer, the connected ones first; only a trainer knows their work."""
+    own = services.key.node_id
+    rows = [_row(peer) for peer in services.peers.rows() if peer.node != own]
+    return sorted(rows, key=lambda row: (row.path == "-", row.role, row.id))
+
+
+def _row(peer: Peer) -> PeerRow:
+    path = peer.path()
+    sent, received = peer.traffic()
+    seen = round(time.time() - peer.last_seen, 1) if peer.last_seen else None
+    return PeerRow(
+        id=peer.node.hex(),
+        short=short(peer.node),
+        role=peer.record.role if peer.record else "?",
+        path=path.kind if path else "-",
+        rtt_ms=round(path.rtt_ms, 1) if path and path.rtt_ms is not None else None,
+        bytes_sent=sent,
+        bytes_received=received,
+        version=-1,
+        lag=0,
+        leases=0,
+        accepted=0,
+        rejected=0,
+        top_reason="",
+        trust=0.5,
+        reliability=round(peer.success, 3),
+        last_seen_s=seen,
+        software=printable(peer.record.software) if peer.record else "?",
+        silent_s=0.0 if path else shown_silence(seen or 0.0),
+    )
+
+
+def shown_silence(seconds: float) -> float:
+    """Round a silence; 0 if it is too short to show."""
+    return round(seconds, 1) if seconds >= SILENT_S else 0.0

@@ -5,31 +5,26 @@ Opened and closed as one; closing goes in reverse and never raises.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from ... import __version__
 from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, seal
-from ...protocol.errors import RemoteProtocolError
-from ...protocol.manifests import PeerRecord, Role
-from ...protocol.trust import Equivocation, EquivocationProof, TrustedRun
-from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
+from ...protocol.manifests import Role
+from ...protocol.trust import TrustedRun
 from ..config.run import NodeConfig
-from ..ops.errors import BusyError, RunFailed
+from ..ops.errors import BusyError
 from ..p2p.chunk_client import TcpChunks
-from ..p2p.connections import ConnectionPool, Handler, Router, no_pipelines
+from ..p2p.connections import ConnectionPool
 from ..p2p.discovery import Discovery
 from ..p2p.download import BlobFetcher
-from ..p2p.gossip import Gossip, HoldingsAnnouncer
+from ..p2p.gossip import HoldingsAnnouncer
 from ..p2p.heads import HeadServer, HeadStore
 from ..p2p.limits import Pacer
 from ..p2p.peers import PeerTable
 from ..p2p.seeds import open_seeds
 from ..p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
+from ..p2p.services import NodeServices
 from ..p2p.transport import AddressInUse, Transport
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger
@@ -38,119 +33,7 @@ from .factories import Factories
 
 logger = logging.getLogger(__name__)
 
-RECORD_TTL_S = 3600
 PORT, LIBP2P_PORT = "port", "libp2p_port"
-EQUIVOCATION = "equivocation"
-LAST_WORDS_S = 0.5
-"""For a proof to leave before the node does."""
-
-
-@dataclass
-class NodeServices:
-    """What every role is built on."""
-
-    key: SecretKey
-    run_id: bytes
-    trainer: bytes
-    role: Role
-    config: NodeConfig
-    ledger: Ledger
-    store: FileStore
-    transport: Transport
-    peers: PeerTable
-    links: ConnectionPool
-    arrivals: ChunkArrivals
-    blobs: BlobServer
-    fetcher: BlobFetcher
-    heads: HeadStore
-    head_server: HeadServer
-    discovery: Discovery | None
-    holdings: HoldingsAnnouncer
-    """What we hold, to be gossiped; nobody listens where discovery is off."""
-    fraud: "asyncio.Queue[RemoteProtocolError]"
-    keep_chunks: set[bytes] = field(default_factory=set[bytes])
-    """Chunks that are no weights and are never collected: model files, manifests."""
-
-    def addresses(self) -> tuple[str, ...]:
-        """host:port hints for tickets and records."""
-        return tuple(self.config.network.advertise) or self.transport.addresses()
-
-    def discovery_addresses(self) -> tuple[str, ...]:
-        """libp2p multiaddrs for tickets and records."""
-        return self.discovery.addresses() if self.discovery else ()
-
-    def record(self) -> bytes:
-        """Our sealed peer record."""
-        record = PeerRecord(
-            node=self.key.node_id,
-            role=self.role,
-            software=__version__,
-            addresses=self.addresses(),
-            discovery=self.discovery_addresses(),
-            share_address=self.config.network.share_address,
-        )
-        expires = int(time.time()) + RECORD_TTL_S
-        return seal(self.key, Purpose.PEER, self.run_id, record, expires=expires)
-
-    def public_record(self) -> bytes:
-        """As record(), but without addresses where those are not to be shared: for gossip."""
-        if self.config.network.share_address:
-            return self.record()
-        record = PeerRecord(self.key.node_id, self.role, __version__, (), (), False)
-        expires = int(time.time()) + RECORD_TTL_S
-        return seal(self.key, Purpose.PEER, self.run_id, record, expires=expires)
-
-    def router(self, control: Handler, pipeline: Handler = no_pipelines) -> Router:
-        """The accept loop of this node: `control` answers ALPN_CONTROL, `pipeline` ALPN_PIPELINE."""
-        network = self.config.network
-        return Router(
-            self.transport,
-            self.peers,
-            {ALPN_CONTROL: control, ALPN_BLOBS: self.blobs.handle, ALPN_PIPELINE: pipeline},
-            max_streams_per_peer=network.max_streams_per_peer,
-            max_peers=network.max_peers,
-        )
-
-    def gossip(self) -> Gossip | None:
-        """The gossip pump, where discovery is on."""
-        if self.discovery is None:
-            return None
-        return Gossip(
-            self.discovery,
-            self.heads,
-            self.peers,
-            record=self.public_record,
-            holdings=self.holdings,
-            on_fraud=self.report_fraud,
-        )
-
-    def report_fraud(self, error: RemoteProtocolError) -> None:
-        """Take note that the trainer was caught; one proof is enough, so more than a few are dropped."""
-        with suppress(asyncio.QueueFull):
-            self.fraud.put_nowait(error)
-
-    async def watch_fraud(self) -> None:
-        """Ends the node when the trainer's key is proved to have signed two heads of one version."""
-        error = await self.fraud.get()
-        if isinstance(error, Equivocation):
-            await self._tell(error.proof)
-        if self.role == "trainer":
-            raise RunFailed(
-                f"somebody else signs with this run's key ({error.detail}): stop the other trainer, "
-                "or begin a new run with a new key"
-            )
-        raise RunFailed(
-            f"the trainer contradicts itself ({error.detail}): stop trusting this run, tell its operator"
-        )
-
-    async def _tell(self, proof: EquivocationProof) -> None:
-        """Keep the proof, and gossip it: anybody can check it."""
-        expires = int(time.time()) + RECORD_TTL_S
-        sealed = seal(self.key, Purpose.EQUIVOCATION, self.run_id, proof, expires=expires)
-        self.ledger.set(EQUIVOCATION, sealed)
-        if self.discovery is not None:
-            await self.discovery.publish(sealed)
-            await asyncio.sleep(LAST_WORDS_S)
 
 
 def open_store(config: NodeConfig, directory: Path) -> FileStore:

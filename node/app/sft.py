@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.common import ResumeConfig
-from ..config.run import EnvironmentConfig
+from ..config.run import EnvironmentConfig, ResumeConfig
 from ..config.sft import SftConfig
 from ..environments.environment import Environment, EnvironmentFailed
 from ..ops.errors import BusyError, RankFailed, UsageError
@@ -25,8 +24,7 @@ from ..storage import run_files
 from ..training.backend import TrainBackend
 from ..training.checkpoint import Checkpoints
 from .factories import make_backend, make_environment
-from .restarts import Restarts
-from .startup import WARMUP_TASKS
+from .startup import WARMUP_TASKS, Restarts
 
 
 @dataclass(frozen=True)

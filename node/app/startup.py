@@ -1,11 +1,10 @@
-"""How a run opens: resume from a checkpoint of its own or of another run, or warm up; then a first version.
-
-What a checkpoint is gone back to is decided here, before any worker hears of a version.
+"""Start a run: resume from its own checkpoint or another run's, or warm up; publish a first version; restart
+after the loss of ranks.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from itertools import count
 from pathlib import Path
@@ -16,13 +15,12 @@ from ..config.run import RunConfig, WarmupConfig
 from ..environments.environment import Environment
 from ..evaluation.evaluator import EvalResult, Evaluator
 from ..ops import summary
-from ..ops.errors import StorageError, UsageError
+from ..ops.errors import RankFailed, StorageError, UsageError
 from ..ops.metrics import PhaseClock
 from ..storage.ledger import Ledger
 from ..storage.run_files import CHECKPOINTS
 from ..trainer.loop import TrainerRole
-from ..trainer.publisher import Publisher
-from ..trainer.state import TrainerState, current_term
+from ..trainer.state import TrainerState, current_epoch
 from ..training.backend import TrainBackend
 from ..training.buffer import BufferSnapshot
 from ..training.checkpoint import Checkpoints
@@ -31,13 +29,14 @@ from ..weights.state import State
 
 
 def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
-    """The parts with which a new run goes on after `step`. Raises StorageError if they are of no RL run.
+    """Make the checkpoint parts of a new run from those of another after `step`.
 
-    Tasks that were on lease come first, as after a crash; those of rollouts that waited are passed over.
-    Reputations are kept: who was caught once is still who it is.
+    Raises StorageError if they are of no RL run.
+
+    Tasks that were on lease come first, as after a crash; waiting rollouts are dropped, reputations are kept.
     """
     try:
-        theirs = msgspec.json.decode(parts["cursor"], type=TrainerState)
+        other = msgspec.json.decode(parts["cursor"], type=TrainerState)
         msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot)
     except (KeyError, msgspec.DecodeError) as error:
         raise StorageError(
@@ -45,18 +44,18 @@ def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:
             "DIRECTORY/weights/step_N"
         ) from error
     ours = TrainerState(
-        next_task=theirs.next_task,
-        requeued=theirs.requeued,
+        next_task=other.next_task,
+        requeued=other.requeued,
         verified_up_to=0,
-        history=theirs.history,
+        history=other.history,
         accepted=0,
         rejected={},
         received=0,
         delta_bytes=0,
         full_bytes=0,
-        staleness_history=theirs.staleness_history,
-        staleness_max=theirs.staleness_max,
-        reputations=theirs.reputations,
+        staleness_history=other.staleness_history,
+        staleness_max=other.staleness_max,
+        reputations=other.reputations,
     )
     return {
         "cursor": msgspec.json.encode(ours),
@@ -70,12 +69,12 @@ WARMUP_TASKS = 1 << 40
 """Warm-up examples come from this index of the training split on: RL never leases them."""
 WARMUP_EVAL_TASKS = 1 << 41
 MADE_AT_ONCE = 128
-"""Examples that are asked for together."""
+"""Examples that are requested together."""
 EVALUATION_BEFORE = "evaluation_before"
 
 
 class Startup:
-    """Brings a trainer to the version that it goes on from, and says how good a policy is."""
+    """Brings a trainer to its first version, and evaluates policies."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Startup:
         clock: PhaseClock,
         enter: Callable[[str], None],
     ) -> None:
-        """`enter` is told the phase that begins."""
+        """`enter` is called with the phase that begins."""
         self._config = config
         self._environment = environment
         self._backend = backend
@@ -97,7 +96,6 @@ class Startup:
     async def first_version(
         self,
         role: TrainerRole,
-        publisher: Publisher,
         ledger: Ledger,
         boot: int,
         *,
@@ -118,8 +116,8 @@ class Startup:
             await self._backend.load(own.backend_directory(step))
             await asyncio.to_thread(own.set_aside, step)
             await role.restore(step, parts)
-            await publisher.resume(step, await self._backend.snapshot())
-            role.inbox.term = current_term(ledger, publisher.order, boot)
+            await role.publisher.resume(step, await self._backend.snapshot())
+            role.submissions.epoch = current_epoch(ledger, role.publisher.order, boot)
             logger.info("resumed at step %d", step)
             return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
         step = 0
@@ -132,23 +130,23 @@ class Startup:
         before = await self.evaluate()
         ledger.set(EVALUATION_BEFORE, summary.write_result(before))
         await role.checkpoint(step)
-        await publisher.resume(step, await self._backend.snapshot())
+        await role.publisher.resume(step, await self._backend.snapshot())
         return step, before
 
     async def _fork(self, directory: Path, wanted: int | None, role: TrainerRole) -> int:
-        """Begin where a checkpoint of another run is; returns its step."""
-        theirs = Checkpoints(directory / CHECKPOINTS, keep_last=1)
-        found = await _found(theirs, wanted)
+        """Begin from a checkpoint of another run; returns its step."""
+        other = Checkpoints(directory / CHECKPOINTS, keep_last=1)
+        found = await _found(other, wanted)
         if found is None:
             raise UsageError(f"{directory} has no checkpoint to begin from")
         step, parts = found
-        await self._backend.load(theirs.backend_directory(step))
+        await self._backend.load(other.backend_directory(step))
         await role.restore(step, fork(step, parts))
         logger.info("this run begins where %s was after step %d", directory, step)
         return step
 
     async def evaluate(self) -> EvalResult:
-        """The policy of now on held-out prompts."""
+        """Evaluate the current policy on held-out prompts."""
         prompts = self._config.evaluation.prompts
         if not prompts:
             return EvalResult(0, 0.0, 0.0)
@@ -183,21 +181,21 @@ class Startup:
 
 
 async def _found(checkpoints: Checkpoints, step: int | None) -> tuple[int, dict[str, bytes]] | None:
-    """The checkpoint of `step`, or the newest that is whole. Raises StorageError."""
+    """Read the checkpoint of `step`, or the newest complete one. Raises StorageError."""
     if step is None:
         return await checkpoints.read_newest()
     return step, await checkpoints.read(step)
 
 
 def show_progress(progress: WarmupProgress) -> None:
-    """One line per evaluation."""
+    """Log one line per evaluation."""
     logger.info(
         "warm-up step %d | loss %.3f | exact %.3f", progress.step, progress.loss, progress.accuracy
     )
 
 
 async def demonstrations(environment: Environment) -> AsyncGenerator[tuple[list[int], list[int]]]:
-    """(prompt, reply) token ids of training tasks that RL will never lease. Raises UsageError."""
+    """Yield (prompt, reply) token ids of training tasks that RL never leases. Raises UsageError."""
 
     async def make(index: int) -> tuple[list[int], list[int]]:
         task = await environment.task(index)
@@ -221,3 +219,74 @@ async def demonstrations(environment: Environment) -> AsyncGenerator[tuple[list[
     finally:
         ahead.cancel()
         await asyncio.wait([ahead])
+
+
+LONGEST_WAIT_S = 60.0
+
+
+class Restarts:
+    """Counts restarts since the last new checkpoint, so that they end if none makes progress."""
+
+    def __init__(
+        self, most: int, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ) -> None:
+        """At most `most` restarts from one checkpoint."""
+        self._most = most
+        self._sleep = sleep
+        self._from: int | None = None
+        self._count = 0
+
+    async def after(self, error: BaseException, checkpoint: int | None) -> None:
+        """Wait before a restart from the newest `checkpoint`; raises `error` if a restart would not help.
+
+        The first restart from a checkpoint is immediate, each further one waits twice as long.
+        """
+        failure = ranks_alone(error)
+        if failure is None:
+            raise error
+        if checkpoint != self._from:
+            self._from, self._count = checkpoint, 0
+        if self._count >= self._most:
+            raise failure
+        wait_s = min(2.0**self._count - 1.0, LONGEST_WAIT_S)
+        self._count += 1
+        logger.warning(
+            "%s: restart %d of %d from %s",
+            failure,
+            self._count,
+            self._most,
+            "the beginning" if checkpoint is None else f"checkpoint {checkpoint}",
+        )
+        await self._sleep(wait_s)
+
+
+async def until_done(
+    work: Callable[[bool], Awaitable[None]],
+    restarts: Restarts,
+    *,
+    newest: Callable[[], int | None],
+    replace: Callable[[], Awaitable[None]],
+) -> None:
+    """Do `work(False)`; whenever ranks die, replace() them and do `work(True)`. Raises as Restarts.after().
+
+    newest() reads the step of the last complete checkpoint; it runs in a thread.
+    """
+    again = False
+    while True:
+        try:
+            if again:
+                await replace()
+            return await work(again)
+        except (RankFailed, BaseExceptionGroup) as error:
+            again = True
+            await restarts.after(error, await asyncio.to_thread(newest))
+
+
+def ranks_alone(error: BaseException) -> RankFailed | None:
+    """Return the failure of ranks that `error` is or consists of; None if it holds anything else."""
+    if isinstance(error, RankFailed):
+        return error
+    if not isinstance(error, BaseExceptionGroup):
+        return None
+    found = [ranks_alone(one) for one in error.exceptions]
+    return found[0] if None not in found else None

@@ -20,7 +20,9 @@ from ..storage.ledger import IssuedTicket, Ledger, LedgerView
 from ..storage.run_files import write_private
 
 if TYPE_CHECKING:
-    from .services import NodeServices
+    from ..p2p.services import (
+        NodeServices,  # all of the network: a ticket is checked before that is loaded
+    )
 
 logger = logging.getLogger(__name__)
 

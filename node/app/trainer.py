@@ -1,53 +1,54 @@
-"""A trainer: makes or resumes a run, brings up backend, environment and desk, and trains to the end."""
+"""Compose a trainer: make or resume a run, start its parts, train to the end, answer the operator."""
 
 import asyncio
 import dataclasses
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
-from ...protocol.leases import LeaseBook
+from ...protocol.leases import LeaseBook, LeasePolicy
+from ...protocol.pipelines import MAX_STAGES
+from ...protocol.reputation import Reputation, ban_test
+from ...protocol.version import MAX_SUBMISSION, MIB
 from ..config.run import RunConfig
 from ..environments.environment import Environment, EnvironmentFailed
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..evaluation.online import EvaluationLog, OnlineEvaluation
 from ..inference.adapted import adapted
-from ..inference.engine import Engine
 from ..memory_plan.stages import cut_model
 from ..ops import summary
 from ..ops.control import PeerRow, Status
 from ..ops.errors import BusyError, RankFailed, RunFailed, UsageError, first_cause
 from ..ops.metrics import MetricsLog, PhaseClock
-from ..storage.ledger import IssuedTicket, Ledger, QueuedSubmission
-from ..storage.run_files import CHECKPOINTS, TICKET, weights_dir
+from ..p2p.services import NodeServices
+from ..storage.ledger import IssuedTicket, Ledger
+from ..storage.run_files import TICKET, weights_dir
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_validators
-from ..trainer.loop import TrainerRole
+from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
-from ..trainer.scheduler import LeaseScheduler
+from ..trainer.requests import RequestHandler
+from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply
 from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
-from ..trainer.submission_queue import SubmissionQueue
-from ..training.backend import TrainBackend
+from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
+from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer
-from ..training.checkpoint import Checkpoints
 from ..verification.auditor import LocalAudits
 from ..verification.duplicates import CopyDetector
 from ..verification.verifier import Verifier
 from ..weights.encoders import Encoders
 from . import rundir
 from .factories import Factories
-from .lease_settings import lease_policy
-from .restarts import Restarts, until_done
-from .running_node import Node
-from .services import NodeServices, open_services, open_store
-from .startup import Startup
-from .status_view import show_training, total_bytes, trainer_rows
+from .running_node import Node, peer_rows, show_network, shown_silence
+from .services import open_services, open_store
+from .startup import Restarts, Startup, until_done
 from .tickets import TicketIssuer
 
-FILE = "evaluations.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 
 
 async def open_eval_tasks(
@@ -55,9 +56,9 @@ async def open_eval_tasks(
     parts: Factories,
     own: Environment,
     model_dir: Path,
-    open_things: AsyncExitStack,
+    cleanup: AsyncExitStack,
 ) -> list[EvalTask]:
-    """Start the environments of [evaluation], closed with `open_things`; `own` is the run's, started.
+    """Start the environments of [evaluation], to be closed with `cleanup`; `own` is the run's, started.
 
     Raises UsageError.
     """
@@ -71,7 +72,7 @@ async def open_eval_tasks(
         environment = parts.environment(
             one, model_dir, config.seed, sampling.max_tokens, sampling.temperature
         )
-        open_things.push_async_callback(environment.close)
+        cleanup.push_async_callback(environment.close)
         try:
             await environment.start()
         except EnvironmentFailed as error:
@@ -82,23 +83,28 @@ async def open_eval_tasks(
     return found
 
 
-def online_evaluation(
-    config: RunConfig, evaluator: Evaluator, tasks: Sequence[EvalTask], metrics: MetricsLog
-) -> OnlineEvaluation:
-    """Make the evaluation beside the training of `config`."""
-    return OnlineEvaluation(
-        evaluator,
-        tasks,
-        EvaluationLog(config.run_dir / FILE),
-        metrics,
-        interval=config.evaluation.interval,
-        last=config.max_steps,
-        seed=config.seed,
+BYTES_PER_TOKEN = 64 + 8 * (MAX_STAGES - 1)
+"""Upper bound for one token in a submission: id, mask, logprob, proof, framing, and the fingerprints of the
+stages of the longest pipeline."""
+
+
+def lease_policy(config: RunConfig) -> LeasePolicy:
+    """Make the lease policy of a run."""
+    rollouts = config.rollouts
+    tokens = config.training.seq_len * rollouts.group_size * rollouts.groups_per_lease
+    return LeasePolicy(
+        group_size=rollouts.group_size,
+        groups_per_batch=rollouts.groups_per_batch,
+        groups_per_lease=rollouts.groups_per_lease,
+        max_off_policy_steps=rollouts.max_off_policy_steps,
+        leases_per_worker=rollouts.leases_per_worker,
+        timeout_s=rollouts.lease_timeout_s,
+        max_bytes=min(MIB + tokens * BYTES_PER_TOKEN, MAX_SUBMISSION),
     )
 
 
 class Verification:
-    """Made before the desk that workers talk to, which passes on what validators say."""
+    """The auditor of a trainer, its queue of audits by validators, and its ban test."""
 
     def __init__(
         self, config: RunConfig, documents: rundir.RunDocuments, trainer: bytes, parts: Factories
@@ -107,7 +113,7 @@ class Verification:
         settings = config.verification
         self._documents = documents
         self._auditor = parts.auditor(config.engine, settings.audit_timeout_s)
-        self.desk = AuditQueue(
+        self.queue = AuditQueue(
             run_id=documents.run_id,
             trainer=trainer,
             validators=read_validators(settings.validators),
@@ -115,23 +121,23 @@ class Verification:
         )
         rollouts = config.rollouts
         batch = rollouts.groups_per_batch * rollouts.group_size
-        self.expected_audits = 2 * config.max_steps * batch
-        """All rollouts of the run, twice: some are refused, some are made in vain."""
+        # all rollouts of the run, twice: some are refused, some are never trained
+        self.test = ban_test(documents.manifest.proofs, 2 * config.max_steps * batch)
 
     async def start(self, model_dir: Path) -> None:
         """Read the architecture. Raises EngineError."""
         await self._auditor.start(model_dir, self._documents.manifest)
 
     async def close(self) -> None:
-        """End the process that audits."""
+        """End the auditor's process."""
         await self._auditor.close()
 
     def verifier(self, environment: Environment, publisher: Publisher) -> Verifier:
-        """A verifier of the versions that `publisher` holds."""
+        """Make a verifier for the versions that `publisher` holds."""
         run = self._documents.manifest
         audits = RemoteAuditors(
             LocalAudits(self._auditor),
-            self.desk,
+            self.queue,
             run.proofs,
             epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
@@ -142,14 +148,12 @@ class Verification:
 
 logger = logging.getLogger(__name__)
 
-INBOX = 64
-"""Submissions that may wait for verification; more are told to come again."""
 FAREWELL_S = 5.0
-"""How long the trainer stays so that all workers hear of the end."""
+"""Seconds that the trainer stays to tell workers of the end."""
 MEMBER_S = 60.0
-"""A proven worker that was heard within this time, and is not connected now, may be on its way back."""
+"""A proven worker heard within this time, but not connected, may be about to come back."""
 STOP_FAREWELL_S = 2.0
-"""As FAREWELL_S, of a trainer that is stopped or fails."""
+"""As FAREWELL_S, for a trainer that is stopped or fails."""
 
 
 class TrainerNode(Node):
@@ -169,12 +173,9 @@ class TrainerNode(Node):
         self._parts = parts or Factories()
         self._tickets: TicketIssuer | None = None
         self._clock = PhaseClock()
-        self._boot = 0
-        self._stack: NodeServices | None = None
-        self._desk: LeaseScheduler | None = None
+        self._services: NodeServices | None = None
         self._role: TrainerRole | None = None
-        self._publisher: Publisher | None = None
-        self._online: OnlineEvaluation | None = None
+        self._evaluation: OnlineEvaluation | None = None
         self._environment: Environment | None = None
         self._encoders = Encoders()
         self._backend = self._parts.backend(config)
@@ -196,7 +197,7 @@ class TrainerNode(Node):
 
     async def _work(self, ledger: Ledger) -> None:
         if self._config.goes_on:
-            check_ledger(self._make_checkpoints(), ledger)
+            check_ledger(open_checkpoints(self._config), ledger)
         with self._clock.phase("start"):
             model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
             # The manifest names the run, and the run names the discovery topic: so it comes first.
@@ -213,12 +214,12 @@ class TrainerNode(Node):
             trainer=self.key.node_id,
             role="trainer",
             parts=self._parts,
-        ) as stack:
-            self._stack = stack
-            rundir.check_clock(run, stack.heads.latest(), int(time.time()))
-            stack.keep_chunks.update(rundir.pinned(run, store))
+        ) as services:
+            self._services = services
+            rundir.check_clock(run, services.heads.latest(), int(time.time()))
+            services.keep_chunks.update(rundir.pinned(run, store))
             self._tickets = TicketIssuer(
-                stack,
+                services,
                 self._config.run_dir / TICKET,
                 ttl_s=self._config.ticket_ttl_s,
                 uses=self._config.ticket_uses,
@@ -226,13 +227,13 @@ class TrainerNode(Node):
             self._announce(self._tickets.current().text)
             environment = self._environment = self._make_environment(model_dir)
             metrics = MetricsLog(self._config.run_dir / "metrics.jsonl")
-            # whoever is cancelled while it closes one thing closes the others all the same
-            async with AsyncExitStack() as open_things:
-                open_things.push_async_callback(asyncio.to_thread, self._encoders.close)
-                open_things.push_async_callback(self._close_backend)
-                open_things.push_async_callback(environment.close)
-                open_things.callback(metrics.close)
-                await self._train(stack, documents, environment, metrics, model_dir)
+            # a cancellation while one part closes must not keep the others open
+            async with AsyncExitStack() as cleanup:
+                cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
+                cleanup.push_async_callback(self._close_backend)
+                cleanup.push_async_callback(environment.close)
+                cleanup.callback(metrics.close)
+                await self._train(services, documents, environment, metrics, model_dir)
 
     def _make_environment(self, model_dir: Path) -> Environment:
         sampling = self._config.sampling
@@ -246,7 +247,7 @@ class TrainerNode(Node):
 
     async def _train(
         self,
-        stack: NodeServices,
+        services: NodeServices,
         documents: rundir.RunDocuments,
         environment: Environment,
         metrics: MetricsLog,
@@ -259,23 +260,33 @@ class TrainerNode(Node):
                 raise UsageError(f"the environment does not start: {error}") from error
         engine = adapted(self._parts.evaluation_engine(self._config.engine), documents.manifest)
         verification = Verification(self._config, documents, self.key.node_id, self._parts)
-        async with AsyncExitStack() as open_things:
-            open_things.push_async_callback(verification.close)
-            open_things.push_async_callback(engine.close)
+        async with AsyncExitStack() as cleanup:
+            cleanup.push_async_callback(verification.close)
+            cleanup.push_async_callback(engine.close)
             await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
             eval_tasks = await open_eval_tasks(
-                self._config, self._parts, environment, model_dir, open_things
+                self._config, self._parts, environment, model_dir, cleanup
             )
-            work = (stack, documents, environment, metrics, engine, verification, eval_tasks)
+            evaluator = Evaluator(
+                engine,
+                environment,
+                EvalSampling(
+                    self._config.sampling.max_tokens,
+                    self._config.sampling.temperature,
+                    documents.manifest.model.stop_token_ids,
+                ),
+                at_once=2 * self._config.engine.max_batch,
+            )
+            run = (services, documents, environment, metrics, evaluator, verification, eval_tasks)
             await until_done(
-                lambda again: self._learn(*work, again),
+                lambda again: self._learn(*run, again),
                 Restarts(self._config.training.fsdp.max_restarts),
-                newest=self._make_checkpoints().latest,
+                newest=open_checkpoints(self._config).latest,
                 replace=lambda: self._replace_backend(model_dir),
             )
 
     async def _close_backend(self) -> None:
-        """The one that is there now: dead ranks may have been replaced."""
+        """Close the current backend: dead ranks may have been replaced."""
         await self._backend.close()
 
     async def _replace_backend(self, model_dir: Path) -> None:
@@ -287,167 +298,100 @@ class TrainerNode(Node):
 
     async def _learn(
         self,
-        stack: NodeServices,
+        services: NodeServices,
         documents: rundir.RunDocuments,
         environment: Environment,
         metrics: MetricsLog,
-        engine: Engine,
+        evaluator: Evaluator,
         verification: Verification,
         eval_tasks: Sequence[EvalTask],
         again: bool,
     ) -> None:
-        """All of a run, or, `again`, what is left of it after the newest checkpoint."""
-        backend = self._backend
-        evaluator = Evaluator(
-            engine,
-            environment,
-            EvalSampling(
-                self._config.sampling.max_tokens,
-                self._config.sampling.temperature,
-                documents.manifest.model.stop_token_ids,
-            ),
-            at_once=2 * self._config.engine.max_batch,
+        """Do all of a run or, with `again`, the rest of it after the newest checkpoint."""
+        config = self._config
+        evaluation = self._evaluation = OnlineEvaluation(
+            evaluator,
+            eval_tasks,
+            EvaluationLog(config.run_dir / EVALUATIONS),
+            metrics,
+            interval=config.evaluation.interval,
+            last=config.max_steps,
+            seed=config.seed,
         )
-        opening = Startup(self._config, environment, backend, evaluator, self._clock, self._enter)
-        role, publisher, desk = self._build(stack, documents, environment, metrics, verification)
-        self._role, self._publisher, self._desk = role, publisher, desk
-        online = self._online = online_evaluation(self._config, evaluator, eval_tasks, metrics)
-        async with online, asyncio.TaskGroup() as tasks:
+        boot = services.ledger.count_boot()
+        publisher = Publisher(
+            services,
+            keep_states=config.rollouts.max_off_policy_steps + 3,
+            encoders=self._encoders,
+        )
+        registry = WorkerRegistry(
+            services,
+            documents.sealed,
+            LeaseBook(lease_policy(config), next_lease=boot << LEASES_PER_BOOT),
+            verification.queue,
+            cut_model(documents.manifest, services.store, config.engine.max_batch),
+        )
+        buffer = RolloutBuffer(
+            max_off_policy_steps=config.rollouts.max_off_policy_steps,
+            capacity=4 * config.rollouts.groups_per_batch,
+        )
+        progress = Progress(clock=self._clock)
+        demand = LeaseDemand(config, registry, buffer, progress)
+        tasks = TaskSupply(environment, registry.book)
+        scheduler = LeaseScheduler(registry, tasks, publisher, demand)
+        submissions = SubmissionQueue(
+            scheduler,
+            verification.verifier(environment, publisher),
+            documents.manifest.proofs,
+            verification.test,
+            buffer,
+            progress,
+        )
+        handler = RequestHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
+        role = self._role = TrainerRole(
+            services, config, scheduler, submissions, self._backend, publisher, metrics, evaluation
+        )
+        startup = Startup(config, environment, self._backend, evaluator, self._clock, self._enter)
+        async with evaluation, asyncio.TaskGroup() as group:
             background = [
-                tasks.create_task(stack.router(desk.handle).run()),
-                tasks.create_task(stack.watch_fraud()),
-                tasks.create_task(self._issued.keep_fresh()),
-                tasks.create_task(desk.prepare_tasks()),
+                group.create_task(services.router(handler.handle).run()),
+                group.create_task(services.watch_fraud()),
+                group.create_task(self._issued.keep_fresh()),
+                group.create_task(tasks.run(scheduler)),
             ]
-            gossip = stack.gossip()
+            gossip = services.gossip()
             if gossip is not None:
-                background.append(tasks.create_task(gossip.run()))
-            step, before = await opening.first_version(
-                role, publisher, stack.ledger, self._boot, restarted=again
-            )
-            await asyncio.to_thread(online.log.open, step)
-            online.begin(step, publisher.states[step])
+                background.append(group.create_task(gossip.run()))
+            step, before = await startup.first_version(role, services.ledger, boot, restarted=again)
+            await asyncio.to_thread(evaluation.log.open, step)
+            evaluation.begin(step, publisher.states[step])
             self.phase = "running"
             try:
                 with self._clock.phase("training"):
                     await role.run(step)
             except BaseException as error:
-                if not background[0].cancelling():  # else nobody is answered any more
-                    await self._tell_workers(stack, error)
+                if not background[0].cancelling():  # otherwise no request is answered any more
+                    await self._tell_workers(services, error)
                 raise
             self.phase = "finishing"
-            await stack.heads.end("the run has reached its last step")
-            await online.finish(role.progress.step, publisher.states[role.progress.step])
-            after = await opening.evaluate()
-            await self._finish(documents, role, publisher, backend, desk, before, after)
-            await stack.head_server.wait_told(desk.members(MEMBER_S), FAREWELL_S)
+            await services.heads.end("the run has reached its last step")
+            await evaluation.finish(progress.step, publisher.states[progress.step])
+            after = await startup.evaluate()
+            await self._finish(documents, role, before, after)
+            await services.head_server.wait_told(registry.members(MEMBER_S), FAREWELL_S)
             for task in background:
                 task.cancel()
 
-    async def _tell_workers(self, stack: NodeServices, error: BaseException) -> None:
-        """Tell those who watch our heads why we leave, and whether we may come back."""
+    async def _tell_workers(self, services: NodeServices, error: BaseException) -> None:
+        """Tell workers why the trainer ends, and whether it may come back."""
         cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(cause, RankFailed):
             return  # new ranks go on at once
         if isinstance(cause, RunFailed):
-            await stack.heads.end(str(cause), "failed")
+            await services.heads.end(str(cause), "failed")
         else:
-            await stack.heads.end("the trainer was stopped and may be resumed", "stopped")
-        await stack.head_server.wait_told((), STOP_FAREWELL_S)
-
-    def _build(
-        self,
-        stack: NodeServices,
-        documents: rundir.RunDocuments,
-        environment: Environment,
-        metrics: MetricsLog,
-        verification: Verification,
-    ) -> tuple[TrainerRole, Publisher, LeaseScheduler]:
-        boot = self._boot = stack.ledger.count_boot()
-        arrivals: asyncio.Queue[QueuedSubmission] = asyncio.Queue(INBOX)
-        publisher = self._make_publisher(stack, documents)
-        role: TrainerRole
-        desk = LeaseScheduler(
-            key=self.key,
-            run_id=documents.run_id,
-            sealed_manifest=documents.sealed,
-            book=LeaseBook(lease_policy(self._config), next_lease=boot << LEASES_PER_BOOT),
-            boot=boot,
-            ledger=stack.ledger,
-            peers=stack.peers,
-            heads=stack.head_server,
-            environment=environment,
-            capacity=lambda node: role.capacity(node),
-            order=lambda: publisher.order,
-            arrivals=arrivals,
-            audits=verification.desk,
-            model=cut_model(documents.manifest, stack.store, self._config.engine.max_batch),
-        )
-        buffer, progress = self._make_buffer(), Progress()
-        inbox = SubmissionQueue(
-            key=self.key,
-            run_id=documents.run_id,
-            ledger=stack.ledger,
-            desk=desk,
-            arrivals=arrivals,
-            buffer=buffer,
-            verifier=verification.verifier(environment, publisher),
-            progress=progress,
-            version=lambda: publisher.version,
-            contract=documents.manifest.proofs,
-            expected_audits=verification.expected_audits,
-        )
-        role = TrainerRole(
-            config=self._config,
-            ledger=stack.ledger,
-            heads=stack.heads,
-            desk=desk,
-            inbox=inbox,
-            buffer=buffer,
-            progress=progress,
-            backend=self._backend,
-            publisher=publisher,
-            checkpoints=self._make_checkpoints(),
-            metrics=metrics,
-            clock=self._clock,
-            gossip=stack.discovery.publish if stack.discovery else _nowhere,
-            published=self._evaluate,
-        )
-        return role, publisher, desk
-
-    def _evaluate(self, version: int) -> None:
-        """A version was published: evaluate it beside training, if it is due."""
-        if self._online is not None and self._publisher is not None:
-            self._online.begin(version, self._publisher.states[version])
-
-    def _make_publisher(self, stack: NodeServices, documents: rundir.RunDocuments) -> Publisher:
-        return Publisher(
-            key=self.key,
-            run=documents.run_id,
-            book=stack.heads,
-            store=stack.store,
-            arrivals=stack.arrivals,
-            config=self._config.weights,
-            keep_states=self._config.rollouts.max_off_policy_steps + 3,
-            keep_chunks=stack.keep_chunks,
-            encoders=self._encoders,
-        )
-
-    def _make_buffer(self) -> RolloutBuffer:
-        rollouts = self._config.rollouts
-        return RolloutBuffer(
-            max_off_policy_steps=rollouts.max_off_policy_steps,
-            capacity=4 * rollouts.groups_per_batch,
-        )
-
-    def _make_checkpoints(self) -> Checkpoints:
-        config = self._config
-        return Checkpoints(
-            config.run_dir / CHECKPOINTS,
-            keep_last=config.checkpoint.keep_last,
-            keep_interval=config.checkpoint.keep_interval,
-            fsync=config.fsync,
-        )
+            await services.heads.end("the trainer was stopped and may be resumed", "stopped")
+        await services.head_server.wait_told((), STOP_FAREWELL_S)
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -456,16 +400,15 @@ class TrainerNode(Node):
         self,
         documents: rundir.RunDocuments,
         role: TrainerRole,
-        publisher: Publisher,
-        backend: TrainBackend,
-        desk: LeaseScheduler,
         before: EvalResult,
         after: EvalResult,
     ) -> None:
+        """Export the last weights and write the summary."""
         self.phase = "finishing"
         weights = weights_dir(self._config.run_dir, role.progress.step)
         with self._clock.phase("export"):
-            await backend.export(weights)
+            await self._backend.export(weights)
+        registry = role.scheduler.registry
         await asyncio.to_thread(
             summary.write,
             self._config,
@@ -473,11 +416,11 @@ class TrainerNode(Node):
             progress=role.progress,
             before=before,
             after=after,
-            evaluations=self._online.log.held if self._online else (),
-            delta_bytes=publisher.delta_bytes,
-            full_bytes=publisher.full_bytes,
-            workers=desk.workers,
-            reputations=desk.reputations,
+            evaluations=self._evaluation.log.held if self._evaluation else (),
+            delta_bytes=role.publisher.delta_bytes,
+            full_bytes=role.publisher.full_bytes,
+            workers=registry.workers,
+            reputations=registry.reputations,
             weights=weights,
             seconds=self._clock.seconds,
         )
@@ -491,7 +434,7 @@ class TrainerNode(Node):
     async def _ticket(
         self, label: str | None = None, uses: int | None = None, expires_s: float | None = None
     ) -> dict[str, object]:
-        """The trainer's own ticket, or, where anything is asked of it, a new one."""
+        """Return the trainer's own ticket or, with any argument, a new one."""
         if label is None and uses is None and expires_s is None:
             return self._issued.current().shown()
         return self._issued.issue(label=label or "", uses=uses, expires_s=expires_s).shown()
@@ -506,34 +449,67 @@ class TrainerNode(Node):
         status = self.base_status()
         status.run_name, status.max_steps = self._config.name, self._config.max_steps
         status.seconds = {name: round(value, 2) for name, value in self._clock.seconds.items()}
-        stack, role, publisher, desk = self._stack, self._role, self._publisher, self._desk
-        if stack is None:
+        role = self._role
+        if self._services is None:
             return status
-        status.run = stack.run_id.hex()
-        status.bytes_sent, status.bytes_received = total_bytes(stack.peers)
-        status.peers = sum(1 for peer in stack.peers.rows() if peer.path() is not None)
-        status.neighbours = stack.discovery.neighbours() if stack.discovery else 0
-        if role is not None and publisher is not None and desk is not None:
-            show_training(status, role, publisher, desk)
+        show_network(status, self._services)
+        if role is not None:
+            show_training(status, role)
             status.waiting_for = role.waits_for() if self.phase == "running" else ""
         if self._environment is not None:
-            rewards = role.inbox.verifier.fault if role is not None else ""
+            rewards = role.submissions.verifier.fault if role is not None else ""
             status.environment = rewards or self._environment.status
-        if self._online is not None:
-            status.evaluating = self._online.version
-            status.evaluations = self._online.log.latest()
+        if self._evaluation is not None:
+            status.evaluating = self._evaluation.version
+            status.evaluations = self._evaluation.log.latest()
         return status
 
     async def _peers(self) -> list[PeerRow]:
-        stack, desk, publisher = self._stack, self._desk, self._publisher
-        if stack is None or desk is None or publisher is None:
+        if self._services is None or self._role is None:
             return []
-        return trainer_rows(stack.peers, desk, newest=publisher.version, own=self.key.node_id)
+        return worker_rows(self._services, self._role)
+
+
+def show_training(status: Status, role: TrainerRole) -> None:
+    """Fill in `status` how training goes."""
+    progress, scheduler = role.progress, role.scheduler
+    status.step, status.reward = progress.step, progress.reward
+    status.staleness, status.history = progress.staleness, progress.history
+    status.version = status.newest_version = role.publisher.version
+    status.leases = len(scheduler.book.held)
+    status.waiting_groups = scheduler.demand.waiting_groups()
+    status.accepted, status.rejected = progress.accepted, dict(progress.rejected)
+    status.pipelines = scheduler.registry.pipelines.rows()
+    status.warnings = scheduler.registry.warnings()
+
+
+def worker_rows(services: NodeServices, role: TrainerRole) -> list[PeerRow]:
+    """Make the rows of `peers` for a trainer, which knows leases, reputations and audits."""
+    registry, newest = role.scheduler.registry, role.publisher.version
+    leases = Counter(held.node for held in registry.book.held.values())
+    validators = registry.audits.records()
+    rows = peer_rows(services)
+    for row in rows:
+        node = bytes.fromhex(row.id)
+        worker = registry.workers.get(node)
+        version = worker.stats.version if worker else -1
+        row.version, row.lag = version, newest - version if version >= 0 else 0
+        row.leases = leases[node]
+        row.stage = registry.pipelines.place(node)
+        known = registry.reputations.get(node) or Reputation()
+        row.accepted, row.rejected = known.accepted, sum(known.rejected.values())
+        row.top_reason, row.refused = known.top_reason(), known.refused
+        row.trust, row.suspicion = round(known.trust, 3), round(known.suspicion, 3)
+        row.audited = known.audited
+        if (validator := validators.get(node)) is not None:
+            row.audits = validator.jobs
+            if validator.disqualified:
+                row.refused = row.refused or f"disqualified: {validator.disqualified}"
+        if worker is not None:
+            row.left, silence = worker.left, registry.silence(node)
+            row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
+    return rows
 
 
 def _ticket_row(one: IssuedTicket) -> dict[str, object]:
     return {**dataclasses.asdict(one), "id": one.id.hex()}
-
-
-async def _nowhere(sealed: bytes) -> None:
-    """Gossip of a node without discovery."""

@@ -29,14 +29,14 @@ class ValidatorNode(PeerNode):
         run, stack = joined.documents.manifest, joined.stack
         auditor = self._parts.auditor(self._config.engine, AUDIT_TIMEOUT_S)
         cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
-        sync = self._make_catchup(joined, cache, cache.put)
+        sync = self._make_weights(joined, cache, cache.put)
         role = ValidatorRole(
             self.key, run, stack.links, stack.heads, stack.fetcher, sync, cache, auditor
         )
 
         async def work() -> None:
             async with asyncio.TaskGroup() as tasks:
-                asking = joined.upstreams.keep_asking(stack.links, run.trainer, stack.record)
+                asking = joined.upstreams.keep_asking()
                 loops = [tasks.create_task(sync.run()), tasks.create_task(asking)]
                 await role.run()
                 for task in loops:

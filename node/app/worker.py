@@ -14,7 +14,6 @@ from ..config.run import EngineConfig, JoinConfig
 from ..environments.allowed import check_allowed, options_of
 from ..environments.environment import Environment, EnvironmentFailed
 from ..inference.adapted import adapted
-from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import cannot_cut, cannot_hold
@@ -22,6 +21,7 @@ from ..models.json_files import read_json
 from ..ops.control import Status
 from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..p2p.connections import Handler, no_pipelines
+from ..p2p.services import NodeServices
 from ..pipeline.door import Door
 from ..storage import run_files
 from ..weights.payload import TensorShare, everything
@@ -30,9 +30,7 @@ from ..worker.pipelined_engine import PipelinedEngine
 from ..worker.weight_sync import stand
 from . import rundir
 from .factories import Factories
-from .lease_settings import served_length
 from .peer_node import JoinedRun, PeerNode
-from .services import NodeServices
 from .stage_supervisor import StageSupervisor
 
 logger = logging.getLogger(__name__)
@@ -172,10 +170,10 @@ class WorkerNode(PeerNode):
             joined=joined,
             door=self._door,
             infer=infer,
-            make_catchup=lambda engine, share: self._make_catchup(
+            make_catchup=lambda engine, share: self._make_weights(
                 joined, engine, share=share, goal=stand
             ),
-            writing=lambda: self._catchup.writing if self._catchup else None,
+            writing=lambda: self._weights.writing if self._weights else None,
             enter=enter,
         )
 
@@ -201,32 +199,18 @@ class WorkerNode(PeerNode):
         environment: Environment,
         share: TensorShare,
     ) -> InferenceRole:
-        stack, documents = joined.stack, joined.documents
         if self._verdicts is None:
-            self._verdicts = VerdictLog(
-                node=self.key.node_id,
-                run_id=documents.run_id,
-                trainer=stack.trainer,
-                links=stack.links,
-                ledger=stack.ledger,
-                explain=f"primerl-node explain --data-dir {self.data_dir}",
-            )
+            explain = f"primerl-node explain --data-dir {self.data_dir}"
+            self._verdicts = VerdictLog(joined.stack, explain)
         return InferenceRole(
-            key=self.key,
-            run_id=documents.run_id,
-            run=documents.manifest,
-            links=stack.links,
-            book=stack.heads,
-            fetcher=stack.fetcher,
-            catchup=self._make_catchup(joined, engine, share=share),
-            engine=engine,
-            engine_name=self._config.engine.type,
-            environment=environment,
-            ledger=stack.ledger,
-            verdicts=self._verdicts,
-            upstreams=joined.upstreams,
-            leases=self._config.leases,
-            concurrency=_concurrency(config),
+            joined.stack,
+            joined.documents.manifest,
+            self._make_weights(joined, engine, share=share),
+            engine,
+            config,
+            environment,
+            self._verdicts,
+            self._config.leases,
         )
 
     def _waits_for(self) -> str:
@@ -263,14 +247,17 @@ class WorkerNode(PeerNode):
             "chunk_bytes_by_source": self._role.chunk_sources(),
             "engine": msgspec.structs.asdict(self._role.engine_row()),
             "event_loop_lag": self.lag.read(),
-            "versions_loaded": self._catchup.versions_loaded if self._catchup else 0,
+            "versions_loaded": self._weights.versions_loaded if self._weights else 0,
         }
         run_files.write(self.data_dir / "last_status.json", json.dumps(last))
 
 
-def _concurrency(config: EngineConfig) -> Concurrency:
-    return Concurrency(
-        config.concurrency,
-        max_batch=config.max_batch * config.dp,
-        max_model_len=config.max_model_len,
-    )
+def served_length(config: EngineConfig, run: RunManifest) -> int:
+    """Compute the longest sequence that a worker's engine serves: that of the run's manifest.
+
+    Fewer tokens if engine.max_model_len was set to fewer.
+    """
+    longest = run.limits.max_model_len
+    if "max_model_len" in config.model_fields_set:
+        longest = min(longest, config.max_model_len)
+    return longest

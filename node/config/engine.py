@@ -1,4 +1,4 @@
-"""What generates, and how much of it at once: the `[engine]` section of every command that has an engine."""
+"""The `[engine]` section of every command that has an engine: which engine, its shape, its concurrency."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -36,7 +36,7 @@ class PipelineConfig(BaseConfig):
     rank: Annotated[int, Field(ge=-1, lt=16)] = -1
     """Which stage to be, with world_size; -1 leaves it to the trainer."""
     world_size: Annotated[int, Field(ge=0, le=16)] = 0
-    """So many stages; 0 leaves it to the trainer."""
+    """Number of stages; 0 leaves it to the trainer."""
     name: Annotated[str, Field(max_length=64)] = ""
     """Only nodes that give the same name are put together."""
     memory_gib: Annotated[float, Field(ge=0)] = 0.0
@@ -48,7 +48,7 @@ class PipelineConfig(BaseConfig):
 
     @property
     def wanted(self) -> bool:
-        """Whether the operator asked for it in so many words."""
+        """The operator asked for a pipeline explicitly."""
         return self.mode == "on" or (
             self.mode == "auto" and (self.rank >= 0 or self.world_size > 0)
         )
@@ -63,7 +63,7 @@ class PipelineConfig(BaseConfig):
 
 
 class EngineConfig(BaseConfig):
-    """What generates."""
+    """The engine that generates."""
 
     type: Literal["hf", "vllm"] = "hf"
     """`hf`: a loop over transformers weights, on a GPU in a process of its own; `vllm`: vLLM in processes of
@@ -93,7 +93,7 @@ class EngineConfig(BaseConfig):
     mode), for a GPU that a trainer uses too; 0 never does."""
     concurrency: ConcurrencyConfig = ConcurrencyConfig()
     vllm: dict[str, Any] = {}
-    """Passed to vLLM's engine arguments; what would break proofs or versions is refused with the reason."""
+    """Passed to vLLM's engine arguments; those that would break proofs or versions are refused."""
 
     @model_validator(mode="after")
     def _is_one_shape(self) -> Self:

@@ -1,4 +1,4 @@
-"""What `primerl-node eval` reads: environments, and the models that they are played with."""
+"""The config of `primerl-node eval`: environments, and the models to measure on them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ class EvalSamplingConfig(BaseConfig):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Draw from the likeliest tokens that hold this probability together."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Draw from the so many likeliest tokens; 0 is all."""
+    """Draw from this many likeliest tokens; 0 is all."""
     max_tokens: Annotated[int, Field(ge=0)] = 0
     """Of one reply; 0 takes those of the run of weights_dir, or 512."""
 
@@ -61,7 +61,7 @@ class EndpointConfig(BaseConfig):
     model: str
     """As the API names it."""
     name: str = ""
-    """In the results; else the model."""
+    """Name in the results; else the model."""
     key_variable: str = ""
     """The environment variable that holds the key; empty sends none."""
     concurrency: Positive = 16
@@ -71,7 +71,7 @@ class EndpointConfig(BaseConfig):
     retries: Annotated[int, Field(ge=0)] = 7
     """Further attempts after no answer or an error of the server, after 0.5, 1, 2, 4, 8, 8, .. seconds."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """What the API calls the limit of a reply."""
+    """The API's field for the limit of a reply."""
     send_seed: bool = True
     """Send a seed, the same for the same prompt and sample."""
     proxy: bool = False
@@ -90,9 +90,9 @@ class EvalConfig(BaseConfig):
     seed: int = 0
     """Of the tasks that are played and of the sampling."""
     again: bool = False
-    """Also measure again what this directory has results of."""
+    """Measure again where this directory has results."""
     environments: list[EvaluatedEnvironment] = []
-    """What is played; that of the run of weights_dir if none is named."""
+    """Environments to evaluate; that of the run of weights_dir if none is named."""
     endpoints: list[EndpointConfig] = []
     """Models behind APIs."""
     models: list[str] = []

@@ -1,4 +1,4 @@
-"""Builds a config from TOML files, environment and flags; every mistake is one line that names the key.
+"""Read a config from TOML files, environment and flags, and write one as TOML; a mistake names its key.
 
 Layers, each over the one before: defaults < `@ file`s (left to right) < `PRIMERL_A__B` < `--a.b`. All are
 merged first and validated once, so that a flag may mend what a file got wrong.
@@ -6,6 +6,7 @@ merged first and validated once, so that a flag may mend what a file got wrong.
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ COMMANDS: tuple[type[BaseConfig], ...] = (
 )
 """A variable may be another command's setting, exported for all of them."""
 SWITCHES = frozenset({"resume"})
-"""Sections that are switched on by their name alone."""
+"""Sections that their bare name switches on."""
 BUNDLED = Path(__file__).resolve().parents[2] / "configs"
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -53,7 +54,7 @@ class _Layer:
 
 
 def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """The config that `args` (`@ file`, `--a.b value`) and `environ` describe.
+    """Resolve the config that `args` (`@ file`, `--a.b value`) and `environ` describe.
 
     Raises:
         UsageError: unreadable file, unknown key (with the nearest right one), bad value.
@@ -78,7 +79,7 @@ def load(cls: type[Config], args: Sequence[str], environ: Mapping[str, str]) -> 
 
 
 def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
-    """`over` laid on `base`, table by table; neither is changed."""
+    """Merge `over` into a copy of `base`, table by table."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
@@ -88,9 +89,9 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
 
 
 def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a config class."""
+    """List the dotted keys of a config class."""
     for name, field in cls.model_fields.items():
-        inner = _model_of(field.annotation)
+        inner = model_in(field.annotation)
         if inner is None:
             yield prefix + name
         else:
@@ -98,7 +99,7 @@ def keys(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def find_file(name: str) -> Path:
-    """A config by path, or one that ships with the package by name. Raises UsageError."""
+    """Find a config by path, or a bundled one by name. Raises UsageError."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -111,7 +112,7 @@ def find_file(name: str) -> Path:
 
 
 def _split_equals(args: Sequence[str]) -> list[str]:
-    """`--a=b` as `--a b`: pydantic_config takes lists and JSON only in the second form."""
+    """Split `--a=b` into `--a b`: pydantic_config takes lists and JSON only in the second form."""
     result: list[str] = []
     for arg in args:
         flag, equals, value = arg.partition("=")
@@ -120,9 +121,9 @@ def _split_equals(args: Sequence[str]) -> list[str]:
 
 
 def _switches(args: Sequence[str]) -> tuple[list[str], Tree]:
-    """Takes out `--resume`, `--resume true` and `--no-resume`: a section, but one that is said in one word.
+    """Take out `--resume`, `--resume true` and `--no-resume`, which switch a whole section.
 
-    So an `@ file` after it is one of the whole config.
+    So an `@ file` after it is a file of the whole config.
     """
     flags: list[str] = []
     tree: Tree = {}
@@ -141,19 +142,19 @@ def _switches(args: Sequence[str]) -> tuple[list[str], Tree]:
 
 
 def _named_types(cls: type[BaseModel], args: Sequence[str]) -> list[str]:
-    """`--engine vllm` as `--engine.type vllm`: a section with a `type` may be given by its type alone."""
+    """Expand `--engine vllm` to `--engine.type vllm`, for sections with a `type`."""
     result: list[str] = []
     for arg, value in zip(args, [*args[1:], "--"], strict=False):
         path = arg.removeprefix("--").replace("-", "_").split(".")
         annotation, rest = _field(cls, path) if arg.startswith("--") else (None, path)
-        section = _model_of(annotation) if not rest else None
+        section = model_in(annotation) if not rest else None
         typed = section is not None and "type" in section.model_fields
         result.append(f"{arg}.type" if typed and not value.startswith(("--", "@", "{")) else arg)
     return result
 
 
 def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Layer]]:
-    """Takes `@ file` and `--a.b @ file` out of the arguments."""
+    """Take `@ file` and `--a.b @ file` out of the arguments."""
     flags: list[str] = []
     layers: list[_Layer] = []
     rest = iter(args)
@@ -167,7 +168,7 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
         tree = _read_file(find_file(name))
         path = flags[-1][2:].replace("-", "_").split(".") if flags else []
         annotation, rest_of_path = _field(cls, path)
-        if path and not rest_of_path and _model_of(annotation):
+        if path and not rest_of_path and model_in(annotation):
             tree = _nest(path, tree)
             flags.pop()
         layers.append(_Layer(f"in {name}", tree))
@@ -210,7 +211,7 @@ def _nest(path: Sequence[str], value: Any) -> Tree:
 
 
 def _from_text(cls: type[BaseModel], path: Sequence[str], text: str) -> Any:
-    """A value out of a variable or flag. Scalars stay text: the field's type says what they are."""
+    """Read the value of a variable or flag. Scalars stay text: the field's type decides."""
     if _inside_dict(cls, path):
         return _scalar(text)
     if not text.startswith(("[", "{")):
@@ -222,7 +223,7 @@ def _from_text(cls: type[BaseModel], path: Sequence[str], text: str) -> Any:
 
 
 def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]:
-    """Takes out `--environment.args.min-len 5` and `--training.betas [0.9,0.99]`.
+    """Take out `--environment.args.min-len 5` and `--training.betas [0.9,0.99]`.
 
     pydantic_config guesses the type of a table's value only where no file set a neighbour, and takes
     JSON for lists but not for tuples.
@@ -247,7 +248,7 @@ def _structured(cls: type[BaseModel], args: list[str]) -> tuple[list[str], Tree]
 
 
 def _scalar(text: str) -> Any:
-    """A value as TOML would read it; what TOML would not read is a string."""
+    """Read a value as TOML would; other text is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except ValueError:
@@ -255,14 +256,14 @@ def _scalar(text: str) -> Any:
 
 
 def _field(cls: type[BaseModel], path: Sequence[str]) -> tuple[Any, Sequence[str]]:
-    """Annotation of the deepest field on `path`, and what is left of the path; (None, path) at the root."""
+    """Return the annotation of the deepest field on `path` (None at the root), and the rest of the path."""
     annotation: Any = None
     while path:
         field = cls.model_fields.get(path[0])
         if field is None:
             return annotation, path
         annotation, path = field.annotation, path[1:]
-        inner = _model_of(annotation)
+        inner = model_in(annotation)
         if inner is None:
             return annotation, path
         cls = inner
@@ -283,7 +284,8 @@ def _is_container(cls: type[BaseModel], path: Sequence[str]) -> bool:
     return not rest and get_origin(annotation) in (dict, list, tuple)
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a field holds, also an optional one; None for other fields."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
@@ -319,7 +321,7 @@ def _lower(message: str) -> str:
 
 
 def _origin(path: Sequence[str], layers: Sequence[_Layer], flags: Sequence[str]) -> str:
-    """What set `path` last: a flag, else the topmost layer that holds it."""
+    """Name the source that set `path` last: a flag, else the topmost layer that holds it."""
     name = ".".join(path)
     for layer in reversed(layers):
         if any(flag.removeprefix("--").replace("-", "_") == name for flag in flags):
@@ -356,3 +358,54 @@ def _expand_home(config: Config) -> Config:
         if isinstance(value := getattr(config, name), Path)
     }
     return config.model_copy(update=paths)
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Write `values` as TOML that reads back as the same config; a key that is None becomes a comment.
+
+    Raises TypeError for values that TOML cannot hold.
+    """
+    lines: list[str] = []
+    _table(lines, (), values)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _table(lines: list[str], path: tuple[str, ...], values: Mapping[str, Any]) -> None:
+    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    nested = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    if path and (plain or not nested):
+        lines.extend(["", f"[{'.'.join(map(_key, path))}]"])
+    for key, value in plain.items():
+        unset = value is None
+        lines.append(f"# {_key(key)} is not set" if unset else f"{_key(key)} = {_value(value)}")
+    for key, value in nested.items():
+        _table(lines, (*path, key), value)
+
+
+def _key(name: str) -> str:
+    return name if _BARE.fullmatch(name) else _string(name)
+
+
+def _string(text: str) -> str:
+    # JSON's escapes are a subset of TOML's, but for DEL, which TOML wants escaped too.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _string(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    if isinstance(value, Mapping):  # a table inside a list
+        items = [f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None]
+        return "{ " + ", ".join(items) + " }"
+    raise TypeError(f"TOML cannot hold a {type(value).__name__}")

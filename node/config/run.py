@@ -1,8 +1,7 @@
 """Configuration: defaults < TOML files (`@ a.toml @ b.toml`) < environment (`PRIMERL_`) < flags.
 
-Closed (an unknown key is an error), constrained by type, units in the names. RunConfig is what `train` and
-`rl` read, JoinConfig what `join` reads; both hold NodeConfig's sections. Of a learner: training.py; of
-what generates: engine.py.
+Closed (an unknown key is an error), constrained by type, units in the names. `train` and `rl` read
+RunConfig, `join` reads JoinConfig; both hold NodeConfig's sections. Learner: training.py; engine: engine.py.
 """
 
 import re
@@ -13,11 +12,72 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_config import BaseConfig
 
-from .common import CheckpointConfig, OwnRunConfig
 from .engine import PIPELINES_NEED_VLLM
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
-from .training import TrainingConfig
+from .training import Positive, TrainingConfig
+
+
+class CheckpointConfig(BaseConfig):
+    """Exact checkpoints of the trainer."""
+
+    interval: Positive = 1
+    """Steps between checkpoints; 1 lets --resume go on at exactly the published version."""
+    keep_last: Positive = 2
+    """The newest ones that are kept: should one be damaged, the one before is taken."""
+    keep_interval: Annotated[int, Field(ge=0)] = 0
+    """Keep those whose step is a multiple of this as well; 0 keeps none of them."""
+    weights_interval: Annotated[int, Field(ge=0)] = 0
+    """Steps between exports of the weights to weights/step_N, for `eval` and others; 0: the last step only."""
+    async_save: bool = True
+    """Write from a copy in the host's memory while training goes on, and, with interval 1, while the version
+    is made ready; it is published once the checkpoint is on the disk."""
+
+
+class ResumeConfig(BaseConfig):
+    """Go on from a checkpoint; --resume alone takes the newest one of this run."""
+
+    step: Annotated[int, Field(ge=0)] | None = None
+    """The checkpoint of this step. What this run did after it is void: newer checkpoints are set aside."""
+    dir: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    """Directory of another run: begin a new run with its weights, optimizer, step and place in the data."""
+
+
+def _resume(value: object) -> object:
+    """`resume = true` and `PRIMERL_RESUME=1` in place of an empty section."""
+    word = str(value).lower() if isinstance(value, bool | int | str) else ""
+    if word in ("true", "1", "yes", "on"):
+        return {}
+    return None if word in ("false", "0", "no", "off", "none") else value
+
+
+Resume = Annotated[ResumeConfig | None, BeforeValidator(_resume)]
+
+
+class OwnRunConfig(BaseConfig):
+    """Where a run writes, how long it is, and whether it goes on from a checkpoint."""
+
+    name: str = "run"
+    """Run directory under output_dir."""
+    output_dir: Path = Path("outputs")
+    """Where run directories are."""
+    seed: int = 0
+    """Seed of weights that are made here, of the order of tasks and of the held-out split."""
+    max_steps: Positive = 200
+    """Optimizer steps of the run."""
+    resume: Resume = None
+    clean: bool = False
+    """Delete what an earlier run of this name left."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run writes: logs, metrics, checkpoints, weights, summary."""
+        return self.output_dir / self.name
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run in `run_dir` is continued; a fork begins a new one."""
+        return self.resume is not None and self.resume.dir is None
 
 
 def _check_seed(text: str) -> str:
@@ -49,7 +109,7 @@ class NetworkConfig(BaseConfig):
     port: Port = 0
     """UDP port of iroh; 0 takes the port of the last start, or a free one."""
     advertise: list[str] = []
-    """host:port hints put into tickets and peer records in place of what is bound."""
+    """host:port hints put into tickets and peer records in place of the bound addresses."""
     share_address: bool = True
     """Whether admitted peers of the run may learn our addresses; if not, only the trainer does."""
     relay_urls: list[str] = []
@@ -63,20 +123,20 @@ class NetworkConfig(BaseConfig):
     connect_timeout_s: Seconds = 10.0
     """Longest wait for a connection to a peer, seconds."""
     max_peers: Positive = 256
-    """Most peers connected at a time; who comes then is turned away."""
+    """Most peers connected at a time; further ones are turned away."""
     max_streams_per_peer: Positive = 32
     """Most requests of one peer that are answered at a time."""
     max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
     """Pace of chunk uploads in megabits/s; 0 is no limit."""
     seeds: Annotated[list[SeedUrl], Field(max_length=16)] = []
-    """http(s) base URLs of copies of a node's `chunks` folder, on any static web server; asked for what no
-    peer gives. Nothing of theirs is believed."""
+    """http(s) base URLs of copies of a node's `chunks` folder, on any static web server, for chunks that
+    no peer serves. Their answers are verified like a peer's."""
     seed_ca: Path | None = None
     """PEM file of certificates that seeds may have beside those that the system trusts."""
 
 
 EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
-"""Of ModelCreateConfig: what a dense model does not have."""
+"""Fields of ModelCreateConfig that a dense model does not have."""
 
 
 class ModelCreateConfig(BaseConfig):
@@ -144,13 +204,13 @@ class EnvironmentConfig(BaseConfig):
     max_turns: Positive = 8
     """Most replies of the model in one rollout."""
     timeout_s: EnvironmentSeconds = 60.0
-    """Longest that a rollout's own code (hooks, rewards, judges) may take between two turns; what takes longer
-    is ended, and costs that rollout."""
+    """Longest time of a rollout's own code (hooks, rewards, judges) between two turns; a rollout that takes
+    longer is ended and lost."""
     start_timeout_s: EnvironmentSeconds = 600.0
     """Longest that the taskset may take to be imported and loaded, or to give its next task."""
     deterministic_rewards: bool = True
     """Whether equal replies always earn equal rewards, so that a worker's claim can be checked against the
-    trainer's own score. Set false for judges and for what draws at random: only the trainer's score counts."""
+    trainer's own score. Set false for judges and random rewards: then only the trainer's score counts."""
 
 
 class SamplingConfig(BaseConfig):
@@ -170,14 +230,14 @@ class RolloutsConfig(BaseConfig):
     groups_per_batch: Positive = 16
     """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
     groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4
-    """Tasks that a worker is given at a time."""
+    """Tasks per lease."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 2
     """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous."""
     lease_timeout_s: Seconds = 60.0
-    """After this a lease is re-issued to somebody else."""
+    """After this a lease is re-issued to another worker."""
     leases_per_worker: Positive = 16
-    """Most leases that one worker may hold at a time; a newcomer gets one, and a slow one what it does in half
-    of lease_timeout_s."""
+    """Most leases that one worker may hold at a time; a newcomer gets one, a slow one as many as it finishes
+    in half of lease_timeout_s."""
     batch_timeout_s: Seconds = 600.0
     """How long the trainer waits for a batch before it counts an empty one."""
     max_peer_share: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -194,7 +254,7 @@ class WarmupConfig(BaseConfig):
     batch_size: Positive = 128
     """Demonstrations per optimizer step."""
     max_steps: Positive = 200
-    """Stop after so many steps, target reached or not."""
+    """Stop after this many steps, target reached or not."""
     target: Fraction = 0.28
     """Stop when sampled exact match on training prompts reaches this."""
     eval_interval: Positive = 5
@@ -213,11 +273,11 @@ class WeightsConfig(BaseConfig):
     keep_versions: Positive = 16
     """Newest versions that can always be fetched."""
     keep_s: Annotated[float, Field(ge=0)] = 60.0
-    """A version can be fetched for at least this long: who is on the way to it arrives."""
+    """Seconds for which a version can be fetched at least, so that fetches in progress finish."""
     max_disk_gib: Annotated[float, Field(gt=0)] = 64.0
     """Most that chunks may take on the disk; more are refused."""
     head_ttl_s: Seconds = 86400.0
-    """After this a head is no longer believed to be news."""
+    """After this a chain head is no longer accepted."""
 
 
 def _known_fingerprint(value: object) -> object:
@@ -230,29 +290,29 @@ def _known_fingerprint(value: object) -> object:
 
 
 class VerificationConfig(BaseConfig):
-    """What is checked before anything is learned."""
+    """Checks of rollouts before they are learned from."""
 
     fingerprint: Annotated[Literal["projection"], BeforeValidator(_known_fingerprint)] = (
         "projection"
     )
-    """What workers commit to while they generate, 8 bytes per token. There is only this one."""
+    """Fingerprint that workers commit to while they generate, 8 bytes per token. There is only this one."""
     calibration: Path | None = None
-    """What `primerl-node calibrate` measured for this model; else the bounds built in for engine.dtype."""
+    """File that `primerl-node calibrate` wrote for this model; else the bounds built in for engine.dtype."""
     audit_rate: Fraction = 0.1
     """Share of a proven worker's rollouts that is audited; of a new or suspect one all are."""
     false_bans: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Probability over the whole run that the sequential test bans an honest worker."""
     audit_timeout_s: Seconds = 120.0
-    """After this the process that audits is killed and started anew."""
+    """After this the process that audits is killed and restarted."""
     validators: list[str] = []
-    """Node ids (hex) whose signed audit reports count; the trainer audits itself what they do not."""
+    """Node ids (hex) whose signed audit reports count; the trainer audits the other rollouts itself."""
 
 
 class EvaluatedEnvironment(EnvironmentConfig):
     """An environment whose held-out tasks are played to measure a model."""
 
     name: str = ""
-    """In the results; else the id."""
+    """Name in the results; else the id."""
     prompts: Positive = 64
     """Tasks; fewer where the taskset holds out no more."""
     samples: Positive = 4
@@ -262,12 +322,12 @@ class EvaluatedEnvironment(EnvironmentConfig):
 
     @property
     def title(self) -> str:
-        """What the results call it."""
+        """The name in the results."""
         return self.name or self.id
 
 
 def check_names(what: str, names: list[str]) -> None:
-    """Refuse names that come twice, or that are no names. Raises ValueError."""
+    """Refuse empty and duplicate names. Raises ValueError."""
     for name in names:
         if names.count(name) > 1 or not name or not name.isprintable():
             raise ValueError(
@@ -281,11 +341,11 @@ class EvaluationConfig(BaseConfig):
     prompts: Annotated[int, Field(ge=0)] = 256
     """Before and after, one rollout each; 0 switches that off."""
     interval: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations beside training, of the first version, every so many, and the last; 0: none."""
+    """Steps between evaluations beside training, of the first version and the last, too; 0: none."""
     samples: Positive = 4
     """Beside training: rollouts of each of the run's own prompts."""
     environments: list[EvaluatedEnvironment] = []
-    """What is played beside training; if none is named, `prompts` tasks of the run's own environment."""
+    """Environments evaluated beside training; if none is named, `prompts` tasks of the run's own."""
 
     @model_validator(mode="after")
     def _has_prompts(self) -> Self:
@@ -333,7 +393,7 @@ Gpus = Annotated[str, BeforeValidator(_gpus), AfterValidator(_check_gpus)]
 
 
 class LaunchConfig(BaseConfig):
-    """What `primerl-node rl` starts, and on which GPUs of this machine."""
+    """Processes of `primerl-node rl`, and their GPUs on this machine."""
 
     workers: Annotated[int, Field(ge=0)] | None = None
     """Default: one for each engine that the inference GPUs hold; 2 where there is no GPU."""

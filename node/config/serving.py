@@ -1,4 +1,4 @@
-"""What `primerl-node inference` reads: which policy to serve, where, to whom, and how much at once."""
+"""The config of `primerl-node inference`: the policy to serve, the address, the key, the limits."""
 
 import ipaddress
 from pathlib import Path
@@ -44,7 +44,7 @@ class ApiConfig(BaseConfig):
     max_choices: Positive = 128
     """Most completions of one request: n times its prompts."""
     max_inflight: Positive = 1024
-    """Most completions at once; who asks for more is told to come back (429)."""
+    """Most completions at once; further requests are told to come back (429)."""
     max_stop_strings: Positive = 16
     """Most stop strings of one request; vLLM's own routes take any number."""
     timeout_s: Seconds = 600.0

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
-from .common import CheckpointConfig, OwnRunConfig
-from .run import EnvironmentConfig, LogConfig, ModelConfig
+from .run import CheckpointConfig, EnvironmentConfig, LogConfig, ModelConfig, OwnRunConfig
 from .training import Fraction, Positive, TrainingConfig
 
 Role = Literal["assistant", "user", "system", "tool"]
@@ -32,7 +31,7 @@ class SftCheckpointConfig(CheckpointConfig):
 
 
 class DataConfig(BaseConfig):
-    """Where demonstrations come from (exactly one of files, hub, environment) and what of them is learned."""
+    """The source of demonstrations (one of files, hub, environment), and which parts of them are learned."""
 
     files: list[str] = Field(default_factory=list[str])
     """.jsonl, .json, either with .gz, and .parquet files, or directories of them."""
@@ -53,10 +52,10 @@ class DataConfig(BaseConfig):
     """`template`: the model's own chat template, the tokens that `train` makes of a conversation; a name of the
     `renderers` package (`qwen3`); `auto`: its renderer for model.name, else the template."""
     loss_roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("assistant",)
-    """Whose messages are learned: of the assistant's everything that it would generate, the stop token
+    """Roles whose messages are learned: of the assistant's everything that it would generate, the stop token
     included; of others their text alone."""
     too_long: Literal["drop", "truncate"] = "drop"
-    """What happens to a row of more than training.seq_len tokens."""
+    """Treatment of a row of more than training.seq_len tokens."""
     shuffle: bool = True
     """Another order every epoch, by `seed`."""
     max_bad_rows: Fraction = 0.05
@@ -82,7 +81,7 @@ class ValidationConfig(BaseConfig):
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Or: hold out this share of the training rows, by a hash of their content."""
     rows: Positive = 512
-    """At most so many; of an environment so many held-out tasks."""
+    """Most rows; of an environment, held-out tasks."""
     interval: Positive = 50
     """Steps between measurements; there is one before the first step and one after the last, too."""
 
@@ -99,7 +98,7 @@ class SftConfig(OwnRunConfig):
     name: str = "sft"
     """Run directory under output_dir."""
     max_epochs: Annotated[int, Field(ge=0)] = 0
-    """Stop after so many passes, if max_steps, which the learning rate follows, comes later; 0 is no bound."""
+    """Stop after this many passes if max_steps, which the learning rate follows, is later; 0 is no bound."""
     batch_size: Positive = 64
     """Sequences per optimizer step."""
     batch_tokens: Annotated[int, Field(ge=0)] = 0

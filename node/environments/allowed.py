@@ -1,7 +1,7 @@
 """Decide if a worker may play an environment: a bundled one, or an installed package that its owner allowed.
 
 Playing the environment of a manifest imports a module by a name that a stranger chose. So before any import a
-worker finds the package of that name, compares its digest with the manifest's, and checks that the owner
+worker finds the package of that name, compares its digest with the manifest's, and checks that the owner of
 this machine allowed it. Nothing is ever fetched.
 """
 

@@ -1,4 +1,4 @@
-"""Which models are evaluated here, and their weights: directories, hub ids, the step weights of a run.
+"""Find the models to evaluate here, and read their weights: directories, hub ids, steps of a run.
 
 A model is known by what its files hold, never by its name: the same name with other weights is another one.
 """
@@ -34,7 +34,7 @@ class Candidate:
     directory: Path
     """Its weights, tokenizer and config."""
     base: Path | None = None
-    """What its weights are adapters of; None if they are whole."""
+    """The model that its weights adapt; None if they are whole."""
     step: int | None = None
 
     @property
@@ -56,7 +56,7 @@ class Adapters:
 
 
 def candidates(config: EvalConfig) -> list[Candidate]:
-    """All that `config` names, the base of a run before its steps. Downloads what is on the hub.
+    """List the models that `config` names, the base of a run before its steps. Downloads from the hub.
 
     Raises UsageError, EngineError.
     """
@@ -95,7 +95,7 @@ def candidate(name: str, directory: Path, step: int | None = None, base: str = "
         return Candidate(name, directory, step=step)
     base = base or str(read_json(path).get("base_model_name_or_path") or "")
     if not base:
-        raise UsageError(f"{path} does not say of which model: add base_model_name_or_path")
+        raise UsageError(f"{path} does not name its model: add base_model_name_or_path")
     kept = directory.absolute().parent.parent / "trainer" / "model"  # of a run that was moved
     moved = not Path(base).expanduser().is_dir() and (kept / "config.json").is_file()
     return Candidate(name, directory, kept if moved else _resolve(base), step)

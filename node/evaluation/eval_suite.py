@@ -1,4 +1,4 @@
-"""Every environment with every model: one cell after the other, found on disk or measured and kept.
+"""Measure every environment with every model, cell by cell; finished cells are found on disk.
 
 A cell's key covers everything that its rollouts follow from: no cell is measured twice, and a cell that is
 found is the one that was wanted.
@@ -159,7 +159,7 @@ class EvalSuite:
         self.found: list[Cell] = []
 
     async def measure(self, model: EvalModel) -> None:
-        """Measure a model on every environment. Raises NodeError; results.json holds what was finished."""
+        """Measure a model on every environment. Raises NodeError; results.json holds the finished cells."""
         for environment in self._config.environments:
             await self._cell(model, environment)
 

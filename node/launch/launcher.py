@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from ..config import toml
+from ..config import loader
 from ..config.run import RunConfig
 from ..environments.allowed import BUNDLED
 from ..ops.control import NodeState, View, watched
@@ -37,20 +36,8 @@ TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")
 
 
-class Commands(Protocol):
-    """Which programs to start."""
-
-    def trainer(self, config: RunConfig, args: Sequence[str]) -> list[str]:
-        """The trainer's command line."""
-        ...
-
-    def worker(self, config: RunConfig, name: str) -> list[str]:
-        """A worker's command line."""
-        ...
-
-
 class NodeCommands:
-    """This program itself, as `train` and `join`."""
+    """The command lines of the processes: this program itself, as `train` and `join`."""
 
     def trainer(self, config: RunConfig, args: Sequence[str]) -> list[str]:
         """`train` with the arguments of `rl`; cleaning is the launcher's, whose logs are already there."""
@@ -70,22 +57,24 @@ class NodeCommands:
 
 
 def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
-    """What a worker shares with its run, as a file in its data directory; ports are its own."""
+    """Write the settings that a worker shares with its run into its data directory; ports are its own."""
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     dumped = config.model_dump(mode="json", include={"network", "engine", "weights", "log"})
     if "max_model_len" not in config.engine.model_fields_set:
         del dumped["engine"][
             "max_model_len"
         ]  # set in a file it would bound what the run's manifest says
-    dumped["environments"] = {"allow": [config.environment.id]}  # by whoever wrote the run's config
+    dumped["environments"] = {
+        "allow": [config.environment.id]
+    }  # the author of the run's config allows it
     dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": []}
     path = data_dir / "join.toml"
-    write(path, toml.dumps(dumped))
+    write(path, loader.to_toml(dumped))
     return path
 
 
 def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child: quiet libraries, and no more threads than help."""
+    """Make the environment of a child: quiet libraries, and a useful number of threads."""
     result = dict(environ)
     result["PRIMERL_PARENT_PID"] = str(os.getpid())
     result["PYTHONUNBUFFERED"] = "1"
@@ -99,7 +88,7 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
 
 
 def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """As the trainer's, without our settings: a worker's are in its file."""
+    """Make the trainer's environment without our settings: a worker's are in its file."""
     ours = {"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"}
     return {
         name: value
@@ -109,7 +98,7 @@ def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[st
 
 
 def with_gpus(environment: Mapping[str, str], names: Sequence[str] | None) -> dict[str, str]:
-    """The environment of a child that sees these GPUs; None leaves it what its parent sees."""
+    """Make the environment of a child that sees these GPUs; None: those of its parent."""
     return dict(environment) if names is None else {**environment, VARIABLE: shown(names)}
 
 
@@ -118,14 +107,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LauncherTimeouts:
-    """How patient the launcher is, seconds."""
+    """Pauses and deadlines of the launcher, seconds."""
 
     poll: float = 0.1
     view: float = 0.5
     back_off: tuple[float, ...] = (1.0, 3.0, 9.0)
     """Pauses before the restarts of one worker; it is given up after the last."""
     well: float = 600.0
-    """Who lived so long was well, and has all its restarts again."""
+    """A worker that lived this long has all its restarts again."""
     logs: float = 10.0
     """Between two looks at how large the logs of the processes are."""
     leave: float = 30.0
@@ -140,7 +129,7 @@ async def launch(
     *,
     view: View,
     placement: GpuPlacement | None = None,
-    commands: Commands | None = None,
+    commands: NodeCommands | None = None,
     pace: LauncherTimeouts | None = None,
 ) -> Path:
     """Run the whole of `config` on this machine; returns the run's directory.
@@ -168,7 +157,7 @@ async def launch(
 
 
 async def _run(launcher: "Launcher", args: Sequence[str]) -> None:
-    """The run, until every process has ended."""
+    """Run until every process has ended."""
     logs = asyncio.create_task(launcher.keep_logs_small(), name="logs")
     try:
         await launcher.run(args)
@@ -180,7 +169,7 @@ async def _run(launcher: "Launcher", args: Sequence[str]) -> None:
 
 
 def prepare(config: RunConfig) -> None:
-    """An empty place for logs, and no ticket of an earlier run. Raises BusyError, UsageError."""
+    """Make an empty directory for logs and remove an earlier run's ticket. Raises BusyError, UsageError."""
     run_dir = config.run_dir
     if config.clean and not config.goes_on:
         clean(run_dir)
@@ -198,7 +187,7 @@ class Launcher:
         config: RunConfig,
         placement: GpuPlacement,
         view: View,
-        commands: Commands,
+        commands: NodeCommands,
         pace: LauncherTimeouts,
     ) -> None:
         self.nodes: dict[str, NodeState] = {}
@@ -234,7 +223,7 @@ class Launcher:
             await asyncio.gather(work, trained, return_exceptions=True)
 
     async def keep_logs_small(self) -> None:
-        """Put the logs of the processes aside when they are large."""
+        """Rotate the logs of the processes when they are large."""
         log = self._config.log
         while True:
             await asyncio.sleep(self.pace.logs)
@@ -245,7 +234,7 @@ class Launcher:
                     logger.warning("%s is not put aside: %s", child.log, error)
 
     async def close(self) -> None:
-        """End whatever still runs, politely first."""
+        """End all processes: SIGTERM, then SIGKILL."""
         await asyncio.gather(*(child.stop(self.pace.grace) for child in self._children))
 
     async def _work(self, trained: asyncio.Task[int]) -> None:
@@ -276,7 +265,7 @@ class Launcher:
             ) from error
 
     async def _supervise(self, name: str, gpus: Names | None, trained: asyncio.Task[int]) -> bool:
-        """Keep one worker running; whether it left in peace."""
+        """Keep one worker running; return whether it left without a failure."""
         clock = asyncio.get_running_loop().time
         pauses = iter(self.pace.back_off)
         while True:
@@ -308,7 +297,7 @@ class Launcher:
     async def _live(
         self, name: str, gpus: Names | None, trained: asyncio.Task[int]
     ) -> tuple[int, str]:
-        """One life of a worker: its exit code, and how it failed, or "" if it did not."""
+        """Run a worker once; return its exit code, and its failure or ""."""
         environment = with_gpus(worker_environment(self._config, os.environ), gpus)
         child = await self._start(name, self._commands.worker(self._config, name), environment)
         code = await child.wait()
@@ -346,23 +335,23 @@ class Launcher:
 ERROR_PREFIX = "primerl-node: error: "
 """How the CLI prints what ended it."""
 HOPELESS = frozenset({UsageError.exit_code, TicketError.exit_code})
-"""Exit codes of a worker that would end so again."""
+"""Exit codes of a worker for which a restart is useless."""
 
 
 def error_in(lines: Sequence[str]) -> str:
-    """What ended a program of ours, out of the end of its log; "" if it did not say."""
+    """Find the error that ended a program of ours at the end of its log; "" if there is none."""
     marks = [line for line in lines if line.startswith(ERROR_PREFIX)]
     return marks[-1].removeprefix(ERROR_PREFIX) if marks else ""
 
 
 def error_of(code: int, message: str) -> NodeError:
-    """The error that the CLI of a child turned into an exit code."""
+    """Turn a child's exit code back into the error."""
     kinds = {kind.exit_code: kind for kind in NodeError.__subclasses__()}
     return kinds.get(code, NodeError)(message)
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
 

@@ -1,7 +1,7 @@
-"""Which process of a run computes on which GPUs of this machine: decided before anything starts.
+"""Decide which process of a run gets which GPUs of this machine, before anything starts.
 
-A pure function of the config and the names of the visible GPUs; what cannot be done is refused with what to
-say instead. Without GPUs nothing is decided and nothing of the environment changed.
+A pure function of the config and the names of the visible GPUs; impossible requests are refused with
+a remedy. Without GPUs nothing is decided and nothing of the environment changed.
 """
 
 import logging
@@ -20,7 +20,7 @@ Names = tuple[str, ...]
 
 
 class GpuSplit:
-    """The GPUs of the trainer and of the workers: named ones first, counted ones from what is left."""
+    """Split GPUs between trainer and workers: named ones first, counted ones from the rest."""
 
     def __init__(self, config: RunConfig, gpus: Names, learns: bool, generates: bool) -> None:
         self._config = config
@@ -97,7 +97,7 @@ class GpuSplit:
 
 
 def _ask(option: str, text: str, gpus: Names) -> "int | Names | None":
-    """What an option asks for: a number, names of visible GPUs, or nothing. Raises UsageError."""
+    """Read an option: a number, names of visible GPUs, or None. Raises UsageError."""
     if not text:
         return None
     if text.isdigit():
@@ -124,7 +124,7 @@ def _find(option: str, name: str, gpus: Names) -> str:
 logger = logging.getLogger(__name__)
 
 KEPT_FREE = 0.1
-"""Of what the trainer leaves."""
+"""Share of the memory that the trainer leaves."""
 MOST = 0.7
 """More cache than that makes no worker faster, and all that is planned here is an estimate."""
 LEAST = 0.03
@@ -133,7 +133,7 @@ LEAST = 0.03
 def planned_share(
     config: RunConfig, gpus: Callable[[], Sequence[GpuMemory]] = visible_memory
 ) -> float | None:
-    """vLLM's gpu_memory_utilization beside the trainer of `config`; None if model or GPU are not known.
+    """Plan vLLM's gpu_memory_utilization beside the trainer of `config`; None if model or GPU are unknown.
 
     Raises UsageError where the trainer leaves nothing.
     """
@@ -154,7 +154,7 @@ def planned_share(
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """The shape of a model that is made here or lies in a directory."""
+    """Read the shape of a model that is made here or is in a directory; None for others."""
     try:
         if model.create is not None:
             family = "qwen3_moe" if model.create.num_experts else "qwen3"
@@ -168,28 +168,28 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
 
 CPU_WORKERS = 2
 MEMORY_BESIDE_TRAINER = 0.4
-"""Of a GPU's memory, for all vLLM workers that share it with a trainer, where nothing is known of the model."""
+"""Share of a GPU's memory for all vLLM workers beside a trainer, where the model's shape is unknown."""
 MEMORY_OF_WORKERS = 0.9
-"""For all that share one with each other; vLLM's own default for one."""
+"""Share of a GPU's memory for all vLLM workers that share it."""
 MEMORY_KEYS = frozenset({"gpu_memory_utilization", "kv_cache_memory_bytes"})
 
 
 @dataclass(frozen=True)
 class GpuPlacement:
-    """Who gets which GPUs, by the names that CUDA_VISIBLE_DEVICES takes."""
+    """The GPUs of each process, by the names that CUDA_VISIBLE_DEVICES takes."""
 
     trainer: Names | None
-    """None: there are no GPUs, and every process sees what this one sees."""
+    """None: there are no GPUs, and every process inherits CUDA_VISIBLE_DEVICES."""
     workers: tuple[Names | None, ...]
     ranks: int = 0
-    """Of the trainer, which then is training.backend "fsdp"; 0 leaves its config as it is."""
+    """Ranks of an fsdp trainer; 0 leaves its config as it is."""
     memory: float | None = None
     """Share of a GPU's memory for each vLLM worker, where it has to share one."""
     notes: tuple[str, ...] = ()
-    """What a person should know."""
+    """Remarks for the operator."""
 
     def applied(self, config: RunConfig) -> RunConfig:
-        """The config that the processes get."""
+        """Apply the placement to a config."""
         training, engine = config.training, config.engine
         if self.ranks:
             fsdp = training.fsdp.model_copy(update={"ranks": self.ranks})
@@ -200,7 +200,7 @@ class GpuPlacement:
         return config.model_copy(update={"training": training, "engine": engine})
 
     def lines(self) -> list[str]:
-        """In words, one line for each process, and the notes."""
+        """Describe it: one line for each process, and the notes."""
         shown = [f"trainer: {_of(self.trainer)}"]
         if changed := self.trainer_arguments():
             shown[0] += f" ({' '.join(changed)})"
@@ -211,7 +211,7 @@ class GpuPlacement:
         return [*shown, *self.notes]
 
     def trainer_arguments(self) -> list[str]:
-        """What it changes, as flags of `train`."""
+        """Return the changes as flags of `train`."""
         if not self.ranks:
             return []
         return ["--training.backend", "fsdp", "--training.fsdp.ranks", str(self.ranks)]
@@ -249,7 +249,7 @@ def place(
 
 
 def _places(config: RunConfig, inference: Names) -> tuple[tuple[Names | None, ...], list[str]]:
-    """The GPUs of each worker, and what is to be said about it."""
+    """Choose the GPUs of each worker; return notes, too."""
     wanted = config.launch.workers
     if wanted == 0:
         return (), []
@@ -276,7 +276,7 @@ def _places(config: RunConfig, inference: Names) -> tuple[tuple[Names | None, ..
 
 
 def engine_size(config: RunConfig, available: int, workers: int) -> int:
-    """GPUs of one worker. `auto` divides what is `available` among the workers."""
+    """Count the GPUs of one worker. `auto` divides the `available` ones among the workers."""
     engine = config.engine
     if engine.type != "vllm":
         return 1
@@ -292,7 +292,7 @@ def _cpu_workers(config: RunConfig) -> tuple[tuple[Names | None, ...], list[str]
 
 
 def _ranks(config: RunConfig, trainer: Names) -> int:
-    """Ranks for a trainer with these GPUs; 0: it needs none. Raises UsageError if configured otherwise."""
+    """Count the ranks of a trainer with these GPUs; 0: none. Raises UsageError if configured otherwise."""
     training, count = config.training, len(trainer)
     if count == 0:
         return 0
@@ -370,7 +370,7 @@ def _check_devices(config: RunConfig) -> None:
 
 
 def _joined(names: Names) -> Names:
-    """The names, if one process may have all of them. Raises UsageError."""
+    """Return the names if one process may have all of them. Raises UsageError."""
     if len(names) > 1 and any(map(is_slice, names)):
         raise UsageError(
             f"CUDA does not join MIG slices ({', '.join(names)}): give the trainer one, and each worker "

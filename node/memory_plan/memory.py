@@ -156,11 +156,6 @@ class EngineMemory:
         return max(0, self.sequence - self.cache, self.overdrawn)
 
     @property
-    def tight(self) -> bool:
-        """Whether a GPU has no room for an update beside the budget: updates are then loaded whole."""
-        return self.device.kind == "cuda" and self.beside.total + self.overdrawn > 0
-
-    @property
     def verdict(self) -> str:
         """Say in one line whether it fits, and by how much."""
         if not self.fits:
@@ -176,24 +171,21 @@ class EngineMemory:
 
 
 def plan_engine(
-    config: EngineConfig,
-    shape: ModelShape,
-    device: Device,
-    *,
-    fingerprint: str = "projection",
-    changed: float = CHANGED,
+    config: EngineConfig, shape: ModelShape, device: Device, *, fingerprint: str = "projection"
 ) -> EngineMemory:
     """Predict the memory of an engine on each of its devices. engine.tp must be a number.
 
-    `fingerprint` is the run's proof ("" for none), `changed` the share of the weights in an update.
+    `fingerprint` is the run's proof, "" for none.
     """
     if config.type == "vllm" and device.kind == "cuda":
-        return _plan_gpu(config, shape, device, fingerprint, changed)
-    return _plan_host(config, shape, device)
+        return _plan_gpu(config, shape, device, fingerprint)
+    if config.type == "vllm":
+        return _plan_cpu(config, shape, device)
+    return _plan_hf(config, shape, device)
 
 
 def token_bytes(config: EngineConfig, shape: ModelShape) -> int:
-    """Cache of one token on one rank, in the layers without a window.
+    """Count the cache of one token on one rank, in the layers without a window.
 
     2 (key and value) x layers x key-value heads x head size x element size.
     """
@@ -204,7 +196,7 @@ def token_bytes(config: EngineConfig, shape: ModelShape) -> int:
 def sequence_bytes(
     config: EngineConfig, shape: ModelShape, length: int, kind: Literal["cuda", "cpu"]
 ) -> int:
-    """Cache of a sequence of `length` tokens on one rank, in whole blocks.
+    """Count the cache of a sequence of `length` tokens on one rank, in whole blocks.
 
     A layer with a window holds the window and what one step adds to it.
     """
@@ -218,7 +210,7 @@ def sequence_bytes(
 
 
 def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machine: int) -> int:
-    """The cache given to each rank of a vLLM on a CPU, for a model with so many bytes per token and layer.
+    """Choose the cache of each rank of a vLLM on a CPU; `layer_token`: bytes per token and layer.
 
     Room for max_batch sequences of max_model_len; all ranks take at most an eighth of the memory.
     """
@@ -228,13 +220,13 @@ def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machin
 
 
 def step_tokens(config: EngineConfig, kind: Literal["cuda", "cpu"]) -> int:
-    """The most tokens that one step of vLLM computes."""
+    """Return the most tokens that one step of vLLM computes."""
     default = STEP_TOKENS[kind] if kind == "cuda" else max(config.max_batch, STEP_TOKENS[kind])
     return int(config.vllm.get("max_num_batched_tokens") or default)
 
 
 def tensor_parallel(config: EngineConfig) -> int:
-    """engine.tp as a number. Raises UsageError for `auto`."""
+    """Return engine.tp as a number. Raises UsageError for `auto`."""
     if not isinstance(config.tp, int):
         raise UsageError('engine.tp is "auto": say how many GPUs there are')
     return config.tp
@@ -247,7 +239,7 @@ def _layer_token_bytes(config: EngineConfig, shape: ModelShape) -> int:
 
 
 def _plan_gpu(
-    config: EngineConfig, shape: ModelShape, device: Device, fingerprint: str, changed: float
+    config: EngineConfig, shape: ModelShape, device: Device, fingerprint: str
 ) -> EngineMemory:
     """Plan a vLLM on each of its GPUs."""
     ranks = tensor_parallel(config) * config.pp
@@ -258,8 +250,8 @@ def _plan_gpu(
             MemoryItem("collectives", COLLECTIVES * (ranks > 1), f"{ranks} ranks", True),
         ]
     )
-    update = int(UPDATE_BYTES * changed * shape.parameters)
-    detail = f"{changed:.0%} of the weights, {UPDATE_BYTES} bytes each; without room: loaded whole"
+    update = int(UPDATE_BYTES * CHANGED * shape.parameters)
+    detail = f"{CHANGED:.0%} of the weights, {UPDATE_BYTES} bytes each; without room: loaded whole"
     beside = uncounted(config, shape) + MemoryBreakdown.of(
         [
             MemoryItem("proofs", _proofs(config, shape, config.max_batch) if fingerprint else 0),
@@ -271,65 +263,55 @@ def _plan_gpu(
     budget = engine.total + fixed
     if utilization is not None:
         budget = int(utilization * device.nbytes)
-    return EngineMemory(
-        device=device,
-        budget=budget,
-        engine=engine,
-        beside=beside,
-        cache=budget - engine.total,
-        sequence=sequence_bytes(config, shape, config.max_model_len, "cuda"),
-        wanted=config.max_batch,
-        length=config.max_model_len,
-        utilization=utilization,
-    )
+    sequence = sequence_bytes(config, shape, config.max_model_len, "cuda")
+    cache = budget - engine.total
+    limits = (config.max_batch, config.max_model_len)
+    return EngineMemory(device, budget, engine, beside, cache, sequence, *limits, utilization)
 
 
-def _plan_host(config: EngineConfig, shape: ModelShape, device: Device) -> EngineMemory:
-    """Plan a vLLM without GPUs, whose ranks share one memory, or the hf engine on whatever it runs.
-
-    The hf engine holds two networks during a load, and a dense cache that stands beside the one before it
-    while it grows; hidden states are kept, joined, and converted to fp32.
-    """
-    free = device.nbytes - device.taken - (RESERVE if device.kind == "cuda" else 0)
-    items, element = _step_items(config, shape, device.kind), ELEMENT[config.dtype]
-    beside = MemoryBreakdown()
-    if config.type == "vllm":
-        ranks = tensor_parallel(config) * config.pp
-        layer_token = _layer_token_bytes(config, shape)
-        fixed = int(config.vllm.get("kv_cache_memory_bytes") or 0)
-        each = fixed or rank_cache_bytes(config, shape.layers, layer_token, device.nbytes)
-        proofs = _proofs(config, shape, config.max_batch * config.max_model_len)
-        beside = MemoryBreakdown(
-            (
-                MemoryItem("proofs", proofs, "of sampled tokens, until they are collected"),
-                MemoryItem("a state on its way in", 2 * shape.parameters, "bf16, in shared memory"),
-            )
+def _plan_cpu(config: EngineConfig, shape: ModelShape, device: Device) -> EngineMemory:
+    """Plan a vLLM without GPUs, whose ranks share one memory."""
+    ranks = tensor_parallel(config) * config.pp
+    layer_token = _layer_token_bytes(config, shape)
+    fixed = int(config.vllm.get("kv_cache_memory_bytes") or 0)
+    most = ranks * (fixed or rank_cache_bytes(config, shape.layers, layer_token, device.nbytes))
+    proofs = _proofs(config, shape, config.max_batch * config.max_model_len)
+    beside = MemoryBreakdown(
+        (
+            MemoryItem("proofs", proofs, "of sampled tokens, until they are collected"),
+            MemoryItem("a state on its way in", 2 * shape.parameters, "bf16, in shared memory"),
         )
-        process, most = MemoryItem("processes", ranks * CPU_PROCESS, f"{ranks}", True), ranks * each
-        sequence = ranks * sequence_bytes(config, shape, config.max_model_len, "cpu")
-    else:
-        items.append(MemoryItem("the next weights", items[0].nbytes, "while they are loaded whole"))
-        nbytes = CONTEXT if device.kind == "cuda" else HF_PROCESS
-        process, most = MemoryItem("process", nbytes, "", True), free
-        token = 4 * shape.kv_width * shape.layers * element + shape.hidden * (2 * element + 4)
-        sequence = config.max_model_len * token
-    engine = MemoryBreakdown((*items, process))
-    return EngineMemory(
-        device=device,
-        budget=min(free, engine.total + most) if config.type == "hf" else engine.total + most,
-        engine=engine,
-        beside=beside,
-        cache=min(most, free - engine.total - beside.total),
-        sequence=sequence,
-        wanted=config.max_batch,
-        length=config.max_model_len,
     )
+    processes = MemoryItem("processes", ranks * CPU_PROCESS, f"{ranks}", True)
+    engine = MemoryBreakdown((*_step_items(config, shape, "cpu"), processes))
+    sequence = ranks * sequence_bytes(config, shape, config.max_model_len, "cpu")
+    cache = min(most, device.nbytes - device.taken - engine.total - beside.total)
+    limits = (config.max_batch, config.max_model_len)
+    return EngineMemory(device, engine.total + most, engine, beside, cache, sequence, *limits)
+
+
+def _plan_hf(config: EngineConfig, shape: ModelShape, device: Device) -> EngineMemory:
+    """Plan the hf engine on a GPU or a CPU.
+
+    It holds two networks during a load, and a dense cache that stands beside the one before it while it
+    grows; hidden states are kept, joined, and converted to fp32.
+    """
+    gpu, element = device.kind == "cuda", ELEMENT[config.dtype]
+    free = device.nbytes - device.taken - RESERVE * gpu
+    items = _step_items(config, shape, device.kind)
+    items.append(MemoryItem("the next weights", items[0].nbytes, "while they are loaded whole"))
+    items.append(MemoryItem("process", CONTEXT if gpu else HF_PROCESS, "", True))
+    engine = MemoryBreakdown(tuple(items))
+    token = 4 * shape.kv_width * shape.layers * element + shape.hidden * (2 * element + 4)
+    cache, sequence = free - engine.total, config.max_model_len * token
+    limits = (config.max_batch, config.max_model_len)
+    return EngineMemory(device, free, engine, MemoryBreakdown(), cache, sequence, *limits)
 
 
 def _step_items(
     config: EngineConfig, shape: ModelShape, kind: Literal["cuda", "cpu"]
 ) -> list[MemoryItem]:
-    """Weights, and what exists during the largest step, of one GPU or of all ranks without GPUs."""
+    """Count weights and the largest step, of one GPU or of all ranks without GPUs."""
     element, vllm = ELEMENT[config.dtype], config.type == "vllm"
     tp = tensor_parallel(config) if vllm else 1
     count = shape.rank_parameters(tp, config.pp) if vllm else shape.parameters
@@ -353,7 +335,7 @@ def _step_items(
 
 
 def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:
-    """What vLLM takes of a GPU beyond its budget."""
+    """Count the memory of vLLM on a GPU beyond its budget."""
     layers = -(-shape.layers // config.pp)
     graphs = 0 if config.vllm.get("enforce_eager") else GRAPHS_MODEL + layers * GRAPHS_LAYER
     return MemoryBreakdown.of(
@@ -365,7 +347,7 @@ def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:
 
 
 def _proofs(config: EngineConfig, shape: ModelShape, rows: int) -> int:
-    """Signs of the projection, and so many fingerprints that are not collected yet."""
+    """Count the signs of the projection, and `rows` fingerprints that are not collected yet."""
     from ..inference.fingerprint import NUMBERS
 
     return (1 + NUMBERS) * (shape.hidden * ELEMENT[config.dtype] + rows * 4)
@@ -374,7 +356,7 @@ def _proofs(config: EngineConfig, shape: ModelShape, rows: int) -> int:
 def _utilization(
     config: EngineConfig, shape: ModelShape, device: Device, beside: MemoryBreakdown
 ) -> float:
-    """The configured share, or vLLM's own; less where a small or shared GPU leaves less."""
+    """Choose the configured share, or vLLM's own; less where a small or shared GPU leaves less."""
     configured = config.vllm.get("gpu_memory_utilization")
     if configured is not None:
         return float(configured)
@@ -395,8 +377,8 @@ def refuse_what_cannot_fit(
 ) -> None:
     """Raise UsageError if vLLM on `gpus` cannot hold one sequence of engine.max_model_len; log what fits.
 
-    None asks nvidia-smi for the GPUs that this process sees, about 0.1 s. Only what is surely too much is
-    refused: without GPUs, for another engine or a model whose config.json is not understood, nothing is.
+    None asks nvidia-smi for the GPUs that this process sees, about 0.1 s. Only a certain excess is refused:
+    without GPUs, for another engine or a model whose config.json is not understood, nothing is.
     """
     if config.type != "vllm" or config.device == "cpu":
         return
@@ -506,7 +488,7 @@ def plan_learner(
 
 
 def _trained(config: TrainingConfig, shape: ModelShape) -> int:
-    """Parameters that are trained: all, or those of the adapters."""
+    """Count the parameters that are trained: all, or those of the adapters."""
     lora = config.lora
     return shape.adapter_parameters(lora.rank, lora.target_modules) if lora else shape.parameters
 
@@ -541,7 +523,7 @@ def _resident(
 
 
 def _kept_elements(shape: ModelShape, compiled: bool) -> int:
-    """Elements that one layer keeps of a token for backward.
+    """Count the elements that one layer keeps of a token for backward.
 
     Compiled: its input, both norms' outputs and the sum between them, queries and keys before and after
     norm and rotation, values, attention's output, gate, up and their product. Not compiled: also each
@@ -581,14 +563,14 @@ def plan_trainer(
 
 
 def fsdp_ranks(training: TrainingConfig) -> int:
-    """GPUs that share the model, as far as the config says; 1 where none do."""
+    """Count the GPUs that share the model, as far as the config says; 1 where none do."""
     if training.backend != "fsdp":
         return 1
     return max(1, (training.fsdp.ranks or 2) * training.fsdp.nodes // training.fsdp.replicas)
 
 
 def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
-    """gpu_memory_utilization for a vLLM on a GPU of `gpu` bytes that this run's trainer uses too.
+    """Choose gpu_memory_utilization for a vLLM on a GPU of `gpu` bytes that this run's trainer uses too.
 
     0.0 if the trainer leaves nothing.
     """

@@ -30,7 +30,7 @@ from .shape import VOCABULARY_MULTIPLE, ModelShape, read_shape
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights", "the next weights"
-"""Items of an engine's memory of which a stage holds only its part."""
+"""Items of an engine's memory that stages share out."""
 CPU_PART = 0.8
 """Share of the machine's free memory that is offered: other programs need some too."""
 

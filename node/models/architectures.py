@@ -161,7 +161,7 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
             yield f"{key} is {value} in its config.json, and only {neutral[key]} is computed here"
         elif value and key not in IGNORED | COMMON | CHECKED | known.keys | neutral.keys():
             yield (
-                f"its config.json sets {key!r}, of which it is not known here what that changes in {name!r}: "
+                f"its config.json sets {key!r}, whose effect on {name!r} has not been compared: "
                 "take the key out of a local copy if it changes nothing"
             )
 

@@ -59,13 +59,13 @@ class PeerRow(msgspec.Struct):
     suspicion: float = 0.0
     """How far the evidence of audits has come on the way to a ban: 1 is one."""
     refused: str = ""
-    """Why it is leased nothing, or its audits count no more; empty while all is well."""
+    """Why it gets no leases, or its audits no longer count; empty while all is well."""
     audits: int = 0
     """Audits that it made for the trainer, as a validator."""
     stage: str = ""
     """Which stage of a pipeline it is, and its layers; empty for none."""
     silent_s: float = 0.0
-    """Seconds since it said anything, where it should have said something; 0 while all is well."""
+    """Seconds since its last message, where one was due; 0 while all is well."""
     left: bool = False
     """It said goodbye before it fell silent."""
 
@@ -75,22 +75,22 @@ class EngineRow(msgspec.Struct):
 
     type: str
     inflight: int = 0
-    """Sequences that were given to it and have not come back."""
+    """Sequences submitted and not finished."""
     cap: int = 0
-    """The most that are given to it at a time, just now."""
+    """Present limit of sequences in flight."""
     running: int = 0
     waiting: int = 0
     kv_use: float = 0.0
     """Share of its cache that is in use, 0 to 1."""
     preemptions: int = 0
     taken_back: int = 0
-    """Sequences that were stopped for want of room, and made again later."""
+    """Sequences that were stopped for lack of room, and generated again later."""
     generated_tokens: int = 0
     tokens_per_s: float = 0.0
     """Over the last minute."""
     restarts: int = 0
     fault: str = ""
-    """Why it does not work just now, with what to do; empty while it does."""
+    """Why it does not work at present, and the remedy; empty while it works."""
 
 
 class GroupRow(msgspec.Struct):
@@ -121,7 +121,7 @@ class StageRow(msgspec.Struct):
     layers: str
     """The first and the last, both held: 0-13."""
     state: str
-    """What is wrong, or `whole`."""
+    """A fault, or `whole`."""
     epoch: int = -1
     """Of the chain; higher after every break."""
     breaks: int = 0
@@ -171,7 +171,7 @@ class Status(msgspec.Struct, kw_only=True):
     accepted: int = 0
     rejected: dict[str, int] = {}
     trust: float | None = None
-    """What the verdicts since its start come to, as the trainer counts (worker); None before the first."""
+    """Trust by the verdicts since its start, as the trainer counts it (worker); None before the first."""
     bytes_sent: int = 0
     bytes_received: int = 0
     chunk_bytes_by_source: dict[str, int] = {}
@@ -181,17 +181,17 @@ class Status(msgspec.Struct, kw_only=True):
     """libp2p connections."""
     detail: str = ""
     warnings: list[str] = []
-    """What the operator should do something about, a sentence each (trainer)."""
+    """Conditions that the operator should act on, a sentence each (trainer)."""
     waiting_for: str = ""
-    """What the run (trainer) or this node (worker, validator) waits for, in words; empty while it works."""
+    """Reason for which the run (trainer) or this node (worker, validator) waits; empty while it works."""
     engine: EngineRow | None = None
-    """What generates (worker)."""
+    """The engine of a worker."""
     environment: str = ""
-    """What the environment is busy with, or what was wrong with it last; empty while all is well."""
+    """The environment's present work, or its last fault; empty while all is well."""
     stage: StageRow | None = None
     """Of a worker that holds the model together with others."""
     event_loop_lag: dict[str, float] = {}
-    """How late this process does what is due: mean, p90 and max, seconds, over the last ten (worker)."""
+    """Event-loop lag, seconds: mean, p90 and max over the last ten seconds (worker)."""
     pipelines: list[GroupRow] = []
     """Of nodes that hold the model together (trainer)."""
     evaluating: int = -1
@@ -205,12 +205,12 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 def socket_path(data_dir: Path) -> Path:
-    """Where the control socket of a data directory is."""
+    """Return the path of a data directory's control socket."""
     return data_dir / SOCKET_NAME
 
 
 class ControlServer:
-    """Answers commands of the local user."""
+    """Answer commands of the local user."""
 
     def __init__(self, data_dir: Path, commands: Mapping[str, Command]) -> None:
         self._path = socket_path(data_dir)
@@ -230,12 +230,12 @@ class ControlServer:
         self._path.chmod(0o600)
 
     async def close(self) -> None:
-        """Stop listening, hang up on whoever is being answered, and remove the socket."""
+        """Stop listening, hang up on callers, and remove the socket."""
         if self._server is not None:
             self._server.close()
             self._path.unlink(missing_ok=True)
             self._server = None
-            await asyncio.sleep(0)  # who was let in just now is a caller by then
+            await asyncio.sleep(0)  # a connection that was just accepted is a caller by then
             for caller in self._callers:
                 caller.transport.abort()
 
@@ -319,33 +319,33 @@ T = TypeVar("T")
 
 @dataclass
 class NodeState:
-    """What is known of one node."""
+    """A node as its last answers describe it."""
 
     name: str
     data_dir: Path
     note: str = "starting"
-    """What its process does, as whoever started it knows."""
+    """The state of its process, as its starter knows it."""
     status: Status | None = None
     """Its last answer."""
     peers: list[PeerRow] = field(default_factory=list[PeerRow])
 
 
 class View(Protocol):
-    """Shows nodes to a person."""
+    """A display of nodes."""
 
     def show(self, nodes: Mapping[str, NodeState]) -> None:
-        """Draw what is known now; called about twice a second."""
+        """Draw these states; called about twice a second."""
         ...
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print a line that stays."""
         ...
 
 
 async def watched(
     nodes: Mapping[str, NodeState], view: View, work: Coroutine[Any, Any, T], *, pace_s: float
 ) -> T:
-    """What `work` comes to, with these nodes in the view meanwhile."""
+    """Await `work`, with these nodes in the view meanwhile."""
     watching = asyncio.create_task(follow(nodes, view, pace_s=pace_s), name="live view")
     try:
         return await work
@@ -356,8 +356,10 @@ async def watched(
 
 
 async def follow(nodes: Mapping[str, NodeState], view: View, *, pace_s: float) -> None:
-    """Ask every node and show what they say, until cancelled. `nodes` may grow meanwhile; with an infinite
-    pace nobody is asked."""
+    """Ask every node and show the answers, until cancelled. `nodes` may grow meanwhile.
+
+    With an infinite pace no node is asked.
+    """
     while not math.isinf(pace_s):
         await asyncio.gather(*(refresh(node) for node in list(nodes.values())))
         view.show(nodes)
@@ -401,7 +403,7 @@ class RunningEntry:
 
 
 def registry_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where entries are: the user's runtime directory where there is one, else the home."""
+    """Return the directory of entries: below the user's runtime directory if there is one, else the home."""
     runtime = environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "primerl"
@@ -435,7 +437,7 @@ def unregister(path: Path) -> None:
 
 
 def running(*, where: Path | None = None) -> list[RunningEntry]:
-    """Every node that runs, the latest started first. Entries of dead processes are removed."""
+    """List running nodes, the latest started first. Entries of dead processes are removed."""
     found: list[RunningEntry] = []
     for path in sorted((where or registry_directory()).glob("*.json")):
         entry = _read_entry(path)
@@ -460,7 +462,7 @@ def _alive(entry: RunningEntry) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody's: it exists
+        pass  # another user's process: it exists
     return entry.birth == _birth(entry.pid)
 
 

@@ -172,7 +172,7 @@ def check_gpus(found: Sequence[GpuMemory], listed: str | None) -> Iterator[Machi
         text = f"{gpu.name}, {gib(gpu.total)}, {gib(gpu.free)} free, driver {gpu.driver}"
         if gpu.free < FREE_GPU_SHARE * gpu.total:
             advice = (
-                "others use it: vLLM starts only if engine.vllm.gpu_memory_utilization is below "
+                "other programs use it: vLLM starts only if engine.vllm.gpu_memory_utilization is below "
                 f"{int(100 * gpu.free / gpu.total) / 100:g}"
             )
             yield MachineCheck(f"GPU {gpu.number}", "warning", text, advice)
@@ -185,7 +185,7 @@ def check_cpu(cores: int, load: float) -> MachineCheck:
     text = f"{cores} cores, load {load:.1f}"
     if load > BUSY_LOAD_PER_CORE * cores:
         return MachineCheck(
-            "CPU", "warning", text, "others are busy here: what is measured will be slow"
+            "CPU", "warning", text, "other programs are busy here: measurements will be slow"
         )
     return MachineCheck("CPU", "ok", text)
 

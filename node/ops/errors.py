@@ -5,7 +5,7 @@
       TicketError            3   wrong or expired ticket, other run
       BusyError              4   port, socket or data directory already in use
       StorageError           5   disk full, unreadable or corrupt data
-      NetworkError           6   nobody could be reached
+      NetworkError           6   no peer could be reached
       EngineError            7   the engine or the trainer backend failed
         EngineLost           7   an engine's process died and is being started again
         RankFailed           7   a process of the trainer backend died: another one can go on
@@ -89,16 +89,16 @@ ADVICE = {
     errno.EACCES: "give this user access to it, or choose another directory",
     errno.EPERM: "give this user access to it, or choose another directory",
 }
-"""What a person can do about a file that cannot be used."""
+"""errno -> advice about a file that cannot be used."""
 
 
 def is_of_file(error: OSError) -> bool:
-    """Whether an error of the system is about a file or a disk, not about the network or a process."""
+    """Say whether a system error is about a file or a disk, not the network or a process."""
     return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def file_error(error: OSError, path: object = None) -> StorageError:
-    """The line to end with: which file cannot be used (`path`, or that of the error), why, what to do."""
+    """Explain which file cannot be used (`path`, or that of the error), why, and how to mend it."""
     path = path or error.filename2 or error.filename
     advice = ADVICE.get(error.errno or 0, "")
     return StorageError(
@@ -107,22 +107,22 @@ def file_error(error: OSError, path: object = None) -> StorageError:
 
 
 def one_line(error: object) -> str:
-    """A foreign error's text, short enough for a message of ours."""
+    """Shorten a foreign error's text for a message of ours."""
     return " ".join(str(error).split())[:300]
 
 
 def printable(text: str, most: int = 64) -> str:
-    """Words that a peer chose, cut short, without control characters: fit for a terminal or a log."""
+    """Cut a peer's text short and drop control characters: fit for a terminal or a log."""
     return "".join(character if character.isprintable() else "?" for character in text)[:most]
 
 
 def named_line(error: BaseException) -> str:
-    """As one_line(), with the name of its class, which says more than the text of many errors."""
+    """Shorten an error's text as one_line() does, and put the name of its class before it."""
     return one_line(f"{type(error).__name__} {error}")
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to report of a task group that fell: a NodeError if there is one, else the first."""
+    """Choose the error to report of a failed task group: a NodeError if there is one, else the first."""
     leaves = list(_leaves(group))
     return next((leaf for leaf in leaves if isinstance(leaf, NodeError)), leaves[0])
 

@@ -1,4 +1,4 @@
-"""`primerl-node explain`: finds a verdict in a ledger, checks its signature, and says what it means.
+"""Find a verdict in a ledger, check its signature, and explain it (`primerl-node explain`).
 
 Works without a network and beside a running node. A verdict is explained only if this run's trainer signed it.
 """
@@ -22,7 +22,7 @@ from .errors import NodeError, StorageError, UsageError
 
 @dataclass(frozen=True)
 class Meaning:
-    """One check: what it looks at, what a failure shows and does not, where an honest operator looks."""
+    """Explain one check: its subject, what a failure proves and does not, where an honest operator looks."""
 
     check: str
     proves: str
@@ -86,7 +86,7 @@ MEANINGS: dict[Reason, Meaning] = {
     Reason.AUDIT_FAILED: Meaning(
         "the audit itself",
         "nothing: the trainer could not measure this rollout and does not learn from it unmeasured",
-        "anything about this node; it counts for nobody and against nobody",
+        "anything about this node; it counts neither for nor against a node",
         ("nothing here; the trainer's operator finds the cause in its log",),
     ),
     Reason.BAD_REWARD: Meaning(
@@ -115,7 +115,7 @@ MEANINGS: dict[Reason, Meaning] = {
     ),
     Reason.DUPLICATE: Meaning(
         "copies: the same text as in a submission that was received earlier",
-        "somebody sent this text before; whoever was received first is not blamed",
+        "another submission with this text was received before; the first one is not blamed",
         "that it was copied: very short replies may coincide",
         ("whether two nodes run with copies of one data directory",),
     ),
@@ -156,6 +156,15 @@ MEANINGS: dict[Reason, Meaning] = {
         "anything about honesty; it does not lower trust",
         ENVIRONMENT,
     ),
+    Reason.WITHDRAWN: Meaning(
+        "nothing: the worker withdrew the sample itself",
+        "the sample was begun anew (its engine died, or had no room) after later samples of its group, and a "
+        "new policy came in between; see wrong_order",
+        "anything about honesty; it does not lower trust",
+        (
+            "where there are many: the engine's restarts, and `in flight at most` in this node's log",
+        ),
+    ),
     Reason.MALFORMED: Meaning(
         "form of the bundle",
         "arrays, masks or version spans do not fit each other",
@@ -185,7 +194,7 @@ UNKNOWN = Meaning(
 
 
 def meaning(reason: Reason) -> Meaning:
-    """What a reason means."""
+    """Return the meaning of a reason."""
     return MEANINGS.get(reason, UNKNOWN)
 
 
@@ -194,7 +203,7 @@ MIN_PREFIX = 4
 
 
 class LedgerRun(msgspec.Struct, frozen=True):
-    """The run that a ledger is of."""
+    """The run of a ledger."""
 
     id: str
     name: str
@@ -221,7 +230,7 @@ class AuditedRollout(msgspec.Struct, frozen=True):
     lot: float
     """Drawn from the challenge, in [0, 1)."""
     drawn: bool
-    """Whether the challenge picked it: the lot is below the rate. Else another one's guilt did."""
+    """The challenge picked it: the lot is below the rate. Else another rollout's guilt did."""
     measures: list[MeasuredBound]
 
 
@@ -246,11 +255,11 @@ class BlamedRollout(msgspec.Struct, frozen=True):
     distances: list[float]
     """At the boundaries, from the lowest on."""
     stages: list[int]
-    """It can be of any of these."""
+    """Any of these may have caused it."""
 
 
 class StageEvidence(msgspec.Struct, frozen=True):
-    """What a verdict says of the stages of the pipeline that made the submission."""
+    """The stages of the pipeline that made the submission, and those that the verdict blames."""
 
     group: str
     generation: int
@@ -306,7 +315,7 @@ class VerdictLine(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Book:
-    """One ledger, opened, and the run that it is of."""
+    """An open ledger and its run."""
 
     path: Path
     view: LedgerView
@@ -314,7 +323,7 @@ class _Book:
     manifest: RunManifest
 
     def open(self, kept: KeptVerdict) -> Verdict:
-        """The verdict. Raises RemoteProtocolError if the run's trainer did not sign it for that node."""
+        """Open a verdict. Raises RemoteProtocolError if the run's trainer did not sign it for that node."""
         return unseal(
             kept.sealed,
             Purpose.VERDICT,
@@ -351,13 +360,13 @@ def explain(data_dir: Path, wanted: str) -> Explanation:
         raise forged
     what = f"no verdict on {wanted}" if wanted else "no verdict"
     raise NodeError(
-        f"{what} in {data_dir}: `primerl-node explain --list` shows what is there; a trainer keeps the last "
+        f"{what} in {data_dir}: `primerl-node explain --list` shows all of them; a trainer keeps the last "
         "10000, and a node gets those on its own work"
     )
 
 
 def listed(data_dir: Path, count: int) -> list[VerdictLine]:
-    """The newest verdicts of a data directory, the newest first. Raises UsageError, StorageError."""
+    """List the newest verdicts of a data directory, the newest first. Raises UsageError, StorageError."""
     lines: list[VerdictLine] = []
     for book in _books(data_dir):
         for kept in book.view.verdicts():
@@ -375,7 +384,7 @@ def _forged(book: _Book, kept: KeptVerdict, error: RemoteProtocolError) -> Stora
 
 
 def _claimed(kept: KeptVerdict) -> Verdict | None:
-    """What a verdict says of itself, unverified: only to find it."""
+    """Read a verdict unverified, only to find it."""
     try:
         return decode(read_envelope(kept.sealed).payload, Verdict)
     except RemoteProtocolError:
@@ -411,7 +420,7 @@ def _line(book: _Book, kept: KeptVerdict) -> VerdictLine:
 
 
 def _books(data_dir: Path) -> Iterator[_Book]:
-    """The ledgers of a data directory, the one that was written last first."""
+    """Open the ledgers of a data directory, the one that was written last first."""
     paths = [data_dir / "ledger.db", data_dir / "trainer" / "ledger.db"]
     paths += (data_dir / "runs").glob("*/ledger.db")
     found = [path for path in paths if path.is_file()]
@@ -525,5 +534,5 @@ def _measure(book: _Book, seen: Evidence, name: str) -> MeasuredBound:
 
 
 def _printable(text: str) -> str:
-    """Others chose this text: no control characters reach a terminal."""
+    """Replace control characters: peers chose this text."""
     return "".join(character if character.isprintable() else "?" for character in text)

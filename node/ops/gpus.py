@@ -1,6 +1,6 @@
-"""Which GPUs this process may use, by the names that CUDA_VISIBLE_DEVICES takes; CUDA itself is never started.
+"""List the GPUs that this process may use, without starting CUDA.
 
-A name is passed on as it was found: a position, a UUID or a MIG slice means the same to a child only so.
+Names are those of CUDA_VISIBLE_DEVICES, passed on as they were found: a position, a UUID or a MIG slice.
 """
 
 import os
@@ -21,7 +21,7 @@ _SLICE = re.compile(r"\s+MIG .*\(UUID: ([^)\s]+)\)")
 
 
 class Gpu(NamedTuple):
-    """A GPU, or a slice of one, as a process of its own may be given it."""
+    """A GPU, or a MIG slice of one."""
 
     name: str
     """For CUDA_VISIBLE_DEVICES: its number, or the UUID of a MIG slice."""
@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
     """Empty where only the device files could be counted."""
 
     def answers_to(self, name: str) -> bool:
-        """Whether `name` is this one: its number, or its UUID, or the beginning of it."""
+        """Say whether `name` is its number, its UUID or the beginning of it."""
         if name.isdigit():
             return self.name == str(int(name))
         return bool(self.uuid) and self.uuid.startswith(name)
@@ -39,7 +39,7 @@ Installed = Callable[[], Sequence[Gpu]]
 
 
 def installed() -> list[Gpu]:
-    """The GPUs of this machine, or of this container. Where a GPU is cut into MIG slices: these.
+    """List the GPUs of this machine or container; of a GPU that is cut into MIG slices, these.
 
     Asks nvidia-smi, about 0.1 s; without it the device files are counted. Empty where there is none.
     """
@@ -51,7 +51,7 @@ def installed() -> list[Gpu]:
 
 
 def parse(listing: str) -> list[Gpu]:
-    """What `nvidia-smi -L` prints."""
+    """Read the output of `nvidia-smi -L`."""
     found: list[Gpu] = []
     whole: Gpu | None = None
     for line in listing.splitlines():
@@ -60,22 +60,22 @@ def parse(listing: str) -> list[Gpu]:
             found.append(whole)
         elif part := _SLICE.match(line):
             if whole is not None and whole in found:
-                found.remove(whole)  # CUDA does not give it to anybody whole
+                found.remove(whole)  # CUDA gives it to no process as a whole
             found.append(Gpu(part[1], part[1]))
     return found
 
 
 def device_files(directory: Path) -> list[Gpu]:
-    """One for each /dev/nvidia0, nvidia1 ..: containers see those that they were given."""
+    """Count /dev/nvidia0, nvidia1 ..: a container has those that it was given."""
     count = sum(path.name[6:].isdigit() for path in directory.glob("nvidia[0-9]*"))
     return [Gpu(str(index)) for index in range(count)]
 
 
 def visible(environ: Mapping[str, str], installed: Installed = installed) -> tuple[str, ...]:
-    """Names of the GPUs that a process with this environment sees, in torch's order: the first is cuda:0.
+    """Name the GPUs that a process with this environment sees, in torch's order: the first is cuda:0.
 
-    As CUDA reads the variable: the list ends before the first name that there is no GPU for. Nothing is asked
-    where the variable hides all of them.
+    As CUDA reads the variable: the list ends before the first name without a GPU. Where the variable hides
+    all of them, nvidia-smi is not called.
     """
     listed = environ.get(VARIABLE)
     if listed is None:
@@ -93,10 +93,7 @@ def visible(environ: Mapping[str, str], installed: Installed = installed) -> tup
 
 
 def usable(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """As visible(), but none where the installed torch is one for CPUs, which could not use them.
-
-    Its version says so ("+cpu"); nothing is imported.
-    """
+    """Name the visible() GPUs; none if torch is a CPU build, by its version ("+cpu"), without importing it."""
     try:
         release = version("torch")
     except PackageNotFoundError:
@@ -105,12 +102,12 @@ def usable(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def is_on_gpu(device: str, visible: Callable[[], Sequence[str]]) -> bool:
-    """Whether `device`, as a config names it, is a GPU; "auto" is one if one is `visible`."""
+    """Say whether `device`, as a config names it, is a GPU; "auto" is one if one is `visible`."""
     return bool(visible()) if device == "auto" else device != "cpu"
 
 
 def usable_here() -> tuple[str, ...]:
-    """GPUs that this process may use: usable() of its own environment."""
+    """Name the usable() GPUs of this process."""
     return usable(os.environ)
 
 
@@ -123,12 +120,12 @@ def _exists(name: str, there: Sequence[Gpu]) -> bool:
 
 
 def shown(names: Sequence[str]) -> str:
-    """The value of CUDA_VISIBLE_DEVICES that shows these and no others."""
+    """Make the value of CUDA_VISIBLE_DEVICES that shows these and no others."""
     return ",".join(names)
 
 
 def is_slice(name: str) -> bool:
-    """Whether it is a part of a GPU, which CUDA does not join with others in one process."""
+    """Say whether it is a MIG slice, which CUDA does not join with others in one process."""
     return name.startswith("MIG-")
 
 
@@ -142,7 +139,7 @@ class GpuMemory(NamedTuple):
     """One GPU."""
 
     number: str
-    """What CUDA_VISIBLE_DEVICES calls it."""
+    """Its name in CUDA_VISIBLE_DEVICES."""
     uuid: str
     name: str
     total: int
@@ -155,7 +152,7 @@ Ask = Callable[[], Sequence[GpuMemory]]
 
 
 def installed_memory() -> list[GpuMemory]:
-    """The GPUs of this machine, by nvidia-smi, about 0.1 s; empty where it is missing or knows none."""
+    """Ask nvidia-smi for the GPUs of this machine, about 0.1 s; empty where it is missing or knows none."""
     try:
         done = subprocess.run(
             COMMAND, capture_output=True, text=True, timeout=ANSWER_S, check=False
@@ -166,7 +163,7 @@ def installed_memory() -> list[GpuMemory]:
 
 
 def parse_memory(listing: str) -> list[GpuMemory]:
-    """What COMMAND prints; a GPU whose memory it does not tell (a MIG parent, say) is left out."""
+    """Read the output of COMMAND; a GPU without a memory size (a MIG parent, say) is left out."""
     found: list[GpuMemory] = []
     for line in listing.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -181,7 +178,7 @@ def parse_memory(listing: str) -> list[GpuMemory]:
 def visible_memory(
     environ: Mapping[str, str] | None = None, ask: Ask = installed_memory
 ) -> list[GpuMemory]:
-    """Those that a process with this environment may use, in torch's order; None: this one's."""
+    """List the GPUs of a process with this environment, in torch's order; None: of this process."""
     there = ask()
     known = [Gpu(one.number, one.uuid) for one in there]
     names = visible(os.environ if environ is None else environ, lambda: known)
@@ -199,7 +196,7 @@ class HostMemory:
 def machine_memory(
     meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
 ) -> HostMemory:
-    """Of this machine, or of this container."""
+    """Read the memory of this machine, or of this container."""
     try:
         text = meminfo.read_text(encoding="utf-8")
     except OSError:

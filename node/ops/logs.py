@@ -31,7 +31,7 @@ QUIET = (
     "transformers",
     "urllib3",
 )
-"""Libraries whose chatter below a warning is nobody's business here."""
+"""Libraries that are logged from warnings on."""
 
 
 class JsonLines(logging.Formatter):
@@ -51,7 +51,7 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """One line per record for a terminal: whatever is not printable is shown as an escape."""
+    """One line per record for a terminal; unprintable characters are shown as escapes."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, on which a message cannot begin another."""
@@ -69,10 +69,10 @@ def _printable(text: str) -> str:
 
 
 class ConsoleLines(logging.StreamHandler[Any]):
-    """The log on stderr. Where that cannot be written there is no place left to say so."""
+    """The log on stderr. A failure to write there has no other place to be reported."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Pass over a line that could not be written; show what is wrong with our own call."""
+        """Pass over a line that could not be written; show a mistake in our own call."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -84,7 +84,7 @@ class FileLines(RotatingFileHandler):
         size = int(config.max_mib * 2**20)
         super().__init__(file, maxBytes=size, backupCount=config.keep, encoding="utf-8")
         self._failed = False
-        """Whether the line of just now could not be written."""
+        """The present line could not be written."""
         self._failing = False
 
     def _open(self) -> TextIOWrapper:
@@ -118,7 +118,7 @@ class FileLines(RotatingFileHandler):
             _say(f"the log cannot be written to {self.baseFilename} ({why}): its lines are lost")
 
     def close(self) -> None:
-        """Close the file, whatever becomes of its last lines."""
+        """Close the file; its last lines may be lost."""
         with suppress(OSError):
             super().close()
 

@@ -1,4 +1,4 @@
-"""Metrics: one JSON object per step in `metrics.jsonl`, always written; and seconds by phase."""
+"""Metrics of a run: `metrics.jsonl`, seconds by phase, and the lag of the event loop."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from .errors import file_error
 
 
 class MetricsLog:
-    """Appends one line per step; a line is whole or absent."""
+    """Append one line per step; a line is whole or absent."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line: step, Unix time (if `values` have none), and the values. Raises StorageError."""
+        """Write a line: step, Unix time (if `values` have none), and the values. Raises StorageError."""
         line = {"step": step, "time": round(time.time(), 3), **values}
         try:
             self._file.write(json.dumps(line, sort_keys=False) + "\n")
@@ -36,10 +36,10 @@ class MetricsLog:
             raise file_error(error, self._path) from error
 
     def go_back(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep the lines of steps up to `step`, from where the run goes on: what came later is made again.
+        """Drop the lines after `step`, from where the run goes on.
 
-        `values` are those of `step` as its checkpoint has them, written if the process was gone before it had
-        written the line itself; none are, if there are none.
+        `values` are those of `step` as its checkpoint has them; they are written if the process died before it
+        wrote that line.
         """
         lines = self._path.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _step_of(line) <= step]
@@ -58,7 +58,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # what could not be written was told when it could not
+        with suppress(OSError):  # a failed write was reported then
             self._file.close()
 
 
@@ -66,11 +66,11 @@ def _step_of(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # a torn line is of no step
+        return math.inf  # a torn line has no step
 
 
 class PhaseClock:
-    """Seconds spent by phase; phases may nest and repeat."""
+    """Count seconds by phase; phases may nest and repeat."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -95,13 +95,13 @@ EVERY_S = 0.1
 WINDOW = 100
 LOOK_S = 0.5
 STILL_S = 2.0
-"""So late the loop is said to stand still."""
+"""Lag at which the loop is logged as blocked."""
 FRAMES, OTHERS = 4, 8
-"""Of the loop's stack, innermost last; and of how many other threads the innermost call is told."""
+"""Innermost calls of the loop's stack that are logged; other threads whose innermost call is logged."""
 
 
 class EventLoopMonitor:
-    """Measures the loop that it runs on."""
+    """Measure event-loop lag over the last WINDOW beats; a thread logs stacks when the loop is blocked."""
 
     def __init__(self) -> None:
         self._late: deque[float] = deque(maxlen=WINDOW)
@@ -112,10 +112,10 @@ class EventLoopMonitor:
         self._beat = time.monotonic()
         over = threading.Event()
         # a daemon thread: what blocks the loop may block its end too
-        onlooker = threading.Thread(
-            target=self._look_on, args=(threading.get_ident(), over), daemon=True, name="onlooker"
+        watcher = threading.Thread(
+            target=self._look_on, args=(threading.get_ident(), over), daemon=True, name="watcher"
         )
-        onlooker.start()
+        watcher.start()
         try:
             while True:
                 due = time.monotonic() + EVERY_S
@@ -126,7 +126,7 @@ class EventLoopMonitor:
             over.set()
 
     def read(self) -> dict[str, float]:
-        """mean, p90 and max in seconds; empty before the first look."""
+        """Return mean, p90 and max in seconds; empty before the first beat."""
         late = sorted(self._late)
         if not late:
             return {}
@@ -145,15 +145,15 @@ class EventLoopMonitor:
 
 
 class StallDetector:
-    """Says once of each standstill that there is one, and once how long it was. Time is an argument."""
+    """Report each stall of the loop once, and its length at its end. Time is an argument."""
 
     def __init__(self, now: float) -> None:
         self._looked = now
         self._since = 0.0
-        """Beat of the loop before the standstill that was told of; 0 for none."""
+        """Beat of the loop before the reported stall; 0 for none."""
 
     def look(self, now: float, beat: float) -> str:
-        """What is to be said at `now` of a loop that moved last at `beat`; "" if nothing."""
+        """Return the report at `now` about a loop that moved last at `beat`; "" for none."""
         slept, self._looked = now - self._looked, now
         if self._since and beat > self._since:
             stood, self._since = beat - self._since, 0.0
@@ -167,7 +167,7 @@ class StallDetector:
 
 
 def scene(frames: Mapping[int, FrameType], loop_thread: int) -> str:
-    """What the loop's thread is at, and beside it the others but for the one that asks."""
+    """Describe the stack of the loop's thread, and the other threads but the calling one."""
     others = [
         where(frame, 1)
         for thread, frame in frames.items()
@@ -178,7 +178,7 @@ def scene(frames: Mapping[int, FrameType], loop_thread: int) -> str:
 
 
 def where(frame: FrameType | None, calls: int) -> str:
-    """The innermost calls of a thread, in one line."""
+    """Format the innermost calls of a thread in one line."""
     if frame is None:
         return "its thread has ended"
     found = traceback.extract_stack(frame)[-calls:]

@@ -1,4 +1,4 @@
-"""What a finished run looks like: a picture of its reward curve, and the same curve for a terminal.
+"""Draw the reward curve of a finished run: a picture, and the same curve for a terminal.
 
 Reads only the summary (see docs for its keys); a key that is absent costs that part of the picture.
 """
@@ -42,13 +42,13 @@ def write_picture(summary: Mapping[str, Any], path: Path) -> None:
 
 
 def terminal_curve(curve: Points, width: int, height: int) -> str:
-    """The curve in characters, `width` x `height` cells, no colours; "" for fewer than two points."""
+    """Draw a curve in characters, `width` x `height` cells, no colours; "" for fewer than two points."""
     curve = [point for point in curve if math.isfinite(point[1])]
     if len(curve) < 2:
         return ""
     import plotext
 
-    # plotext has one figure for everybody: it is cleared before and after.
+    # plotext has one global figure: it is cleared before and after.
     figure = plotext.figure
     figure.clear()
     figure.theme("colorless")
@@ -64,7 +64,7 @@ def terminal_curve(curve: Points, width: int, height: int) -> str:
 
 
 def points(raw: object) -> list[tuple[float, float]]:
-    """[[step, value], ...] of a summary as pairs, without what is not finite."""
+    """[[step, value], ...] of a summary as pairs; values that are not finite are dropped."""
     pairs: list[tuple[float, float]] = []
     for step, value in raw if isinstance(raw, list | tuple) else ():
         if value is not None and math.isfinite(value):
@@ -73,7 +73,7 @@ def points(raw: object) -> list[tuple[float, float]]:
 
 
 def smooth(curve: Points, weight: float = SMOOTHING) -> list[tuple[float, float]]:
-    """Exponential moving average, corrected for its empty past (Adam's bias correction)."""
+    """Take an exponential moving average, corrected for its empty past (Adam's bias correction)."""
     result: list[tuple[float, float]] = []
     mean = 0.0
     for index, (step, value) in enumerate(curve, start=1):
@@ -83,7 +83,7 @@ def smooth(curve: Points, weight: float = SMOOTHING) -> list[tuple[float, float]
 
 
 def _whole_steps(first: float, last: float, count: int) -> list[int]:
-    """About `count` whole numbers from first to last, both included."""
+    """Choose about `count` whole numbers from first to last, both included."""
     return sorted({round(first + (last - first) * i / (count - 1)) for i in range(count)})
 
 

@@ -13,13 +13,13 @@ from ..config.run import RunConfig
 from ..evaluation.evaluator import EvalResult
 from ..evaluation.online import Evaluated
 from ..storage import run_files
-from ..trainer.scheduler import WorkerState
 from ..trainer.state import Progress
+from ..trainer.workers import WorkerState
 from . import report
 
 STALE = "stale"
 KL_WINDOW = 20
-"""`mismatch_kl` is the mean over the last so many steps."""
+"""`mismatch_kl` is the mean over this many last steps."""
 
 
 def write(
@@ -80,7 +80,7 @@ def write(
 
 
 def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, float]]]:
-    """Environment -> what each version was measured to be, oldest first."""
+    """Map environments to the figures of each version, oldest first."""
     found: dict[str, list[dict[str, float]]] = {}
     for one in evaluated:
         for name, figures in one.environments.items():
@@ -89,7 +89,7 @@ def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, flo
 
 
 def _worked(worker: WorkerState, reputation: Reputation | None) -> bool:
-    """Whether a node did anything but say hello: it held a policy, or something of it was judged."""
+    """Say whether a node did more than say hello: it held a policy, or its work was judged."""
     judged = reputation is not None and (reputation.accepted or reputation.rejected)
     return worker.stats.version >= 0 or bool(judged)
 
@@ -105,10 +105,10 @@ def _worker(worker: WorkerState, reputation: Reputation | None) -> dict[str, flo
 
 
 def write_result(result: EvalResult) -> bytes:
-    """An evaluation as bytes for the ledger."""
+    """Encode an evaluation for the ledger."""
     return msgspec.json.encode(result)
 
 
 def read_result(data: bytes | None) -> EvalResult:
-    """Inverse of write_result(); zeros where nothing was kept."""
+    """Decode an evaluation; zeros where none was kept."""
     return msgspec.json.decode(data, type=EvalResult) if data else EvalResult(0, 0.0, 0.0)

@@ -30,8 +30,8 @@ from ..environments.chat import ChatFormat
 from ..environments.environment import Environment, EnvironmentFailed, Split
 from ..ops.errors import NetworkError, RunFailed, StorageError, UsageError, one_line
 from ..training.backend import Sample
-from .rows import BadRow, Conversation, RawText, read_row
-from .template import TemplateTokenizer, Tokens
+from .rows import BadRow, read_row
+from .tokens import RendererTokenizer, TemplateTokenizer, Tokens, open_renderer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -82,46 +82,6 @@ class Table:
         row: Mapping[str, Any] = self.rows[index]
         line = row[LINE] if self.rows.column_names == [LINE] else json.dumps(row, default=str)
         return line.encode()
-
-
-class Corpus:
-    """The rows of several tables, numbered through in their order."""
-
-    def __init__(self, tables: Sequence[Table], *, max_row_bytes: int) -> None:
-        """Raises UsageError if there is no row at all."""
-        self._tables = [table for table in tables if len(table.rows)]
-        self._limit = max_row_bytes
-        self._firsts = [0, *accumulate(len(table.rows) for table in self._tables)]
-        if not self._tables:
-            names = ", ".join(table.label for table in tables) or "nothing"
-            raise UsageError(f"no rows in the data ({names[:200]}): correct data.files")
-
-    def __len__(self) -> int:
-        return self._firsts[-1]
-
-    def read(self, index: int) -> bytes:
-        """Row number `index`. Raises BadRow if it is longer than the limit."""
-        table, inside = self._find(index)
-        data = table.read(inside)
-        if len(data) > self._limit:
-            raise BadRow("too_big", f"the row has {len(data)} bytes: raise data.max_row_mib")
-        return data
-
-    def where(self, index: int) -> str:
-        """Name a row: file:line, counted from 1, or the row's number in a table."""
-        table, inside = self._find(index)
-        return f"{table.label}:{inside + 1}"
-
-    def identity(self) -> str:
-        """Digest the names, rows and bytes of all tables: a run resumes on no others."""
-        parts = [f"{Path(one.label).name} {len(one.rows)} {one.size}\n" for one in self._tables]
-        return digest_parts([part.encode() for part in (ORDER, *parts)]).hex()
-
-    def _find(self, index: int) -> tuple[Table, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        place = bisect_right(self._firsts, index) - 1
-        return self._tables[place], index - self._firsts[place]
 
 
 def find_files(names: Sequence[str]) -> list[Path]:
@@ -252,16 +212,8 @@ def _told(error: Exception) -> str:
 # -- samples --------------------------------------------------------------------------------------
 
 
-class Tokenizer(Protocol):
-    """Makes a sequence of a row: TemplateTokenizer, RendererTokenizer."""
-
-    def tokens(self, row: Conversation | RawText) -> Tokens:
-        """Tokenise a row as one sequence. Raises BadRow."""
-        ...
-
-
 class Examples(Protocol):
-    """Numbered samples: CorpusExamples, TaskExamples."""
+    """Numbered samples: RowExamples, TaskExamples."""
 
     @property
     def size(self) -> int | None:
@@ -281,33 +233,48 @@ class Examples(Protocol):
         ...
 
 
-class CorpusExamples:
-    """Rows of a corpus; with a `holdout` those on one side of it."""
+class RowExamples:
+    """Rows of several tables, numbered through in their order; with a `holdout` those on one side of it."""
 
     def __init__(
         self,
         config: SftConfig,
-        corpus: Corpus,
-        tokenizer: Tokenizer,
+        tables: Sequence[Table],
+        tokenizer: TemplateTokenizer,
         *,
         holdout: float = 0.0,
         held_out: bool = False,
     ) -> None:
-        """`holdout`: the share of rows held out; `held_out`: give those rows, and skip the others."""
+        """`holdout`: the share of rows held out; `held_out`: give those rows, and skip the others.
+
+        Raises UsageError if there is no row at all.
+        """
         self._config = config
-        self._corpus = corpus
+        self._tables = [table for table in tables if len(table.rows)]
         self._tokenizer = tokenizer
         self._holdout = holdout
         self._held_out = held_out
+        self._firsts = [0, *accumulate(len(table.rows) for table in self._tables)]
+        if not self._tables:
+            names = ", ".join(table.label for table in tables) or "nothing"
+            raise UsageError(f"no rows in the data ({names[:200]}): correct data.files")
 
     @property
     def size(self) -> int | None:
         """Rows of all tables, blank and held-out ones too."""
-        return len(self._corpus)
+        return self._firsts[-1]
+
+    def read(self, index: int) -> bytes:
+        """Read row number `index`. Raises BadRow if it is longer than data.max_row_mib."""
+        table, inside = self._find(index)
+        data = table.read(inside)
+        if len(data) > self._config.data.max_row_mib * MIB:
+            raise BadRow("too_big", f"the row has {len(data)} bytes: raise data.max_row_mib")
+        return data
 
     def sample(self, index: int) -> Sample:
         """Make the sample of row number `index`. Raises BadRow, SkippedRow."""
-        data = self._corpus.read(index)
+        data = self.read(index)
         if not data.strip():
             raise SkippedRow(BLANK)
         if self._holdout and is_held_out(data, self._holdout) != self._held_out:
@@ -316,12 +283,20 @@ class CorpusExamples:
         return make_sample(self._tokenizer.tokens(row), self._config)
 
     def where(self, index: int) -> str:
-        """Name a row: file:line."""
-        return self._corpus.where(index)
+        """Name a row: file:line, counted from 1, or the row's number in a table."""
+        table, inside = self._find(index)
+        return f"{table.label}:{inside + 1}"
 
     def identity(self) -> str:
-        """Digest the names and sizes of all tables."""
-        return self._corpus.identity()
+        """Digest the names, rows and bytes of all tables: a run resumes on no others."""
+        parts = [f"{Path(one.label).name} {len(one.rows)} {one.size}\n" for one in self._tables]
+        return digest_parts([part.encode() for part in (ORDER, *parts)]).hex()
+
+    def _find(self, index: int) -> tuple[Table, int]:
+        if not 0 <= index < self._firsts[-1]:
+            raise IndexError(index)
+        place = bisect_right(self._firsts, index) - 1
+        return self._tables[place], index - self._firsts[place]
 
 
 _Demonstration = tuple[list[int], list[int] | None] | EnvironmentFailed
@@ -449,20 +424,18 @@ def open_rows(config: SftConfig, model_dir: Path, cache: Path) -> Data:
     data, wanted = config.data, config.validation
     tokenizer = open_tokenizer(config, model_dir)
 
-    def corpus(files: Sequence[str], split: str) -> Corpus:
-        tables = [read_file(path, cache) for path in find_files(files)]
-        if not files:
-            tables = [read_hub(data, split)]
-        return Corpus(tables, max_row_bytes=int(data.max_row_mib * MIB))
+    def read(files: Sequence[str], split: str) -> list[Table]:
+        if files:
+            return [read_file(path, cache) for path in find_files(files)]
+        return [read_hub(data, split)]
 
-    rows, share = corpus(data.files, data.split), wanted.fraction
-    training = CorpusExamples(config, rows, tokenizer, holdout=share)
+    tables, share = read(data.files, data.split), wanted.fraction
+    training = RowExamples(config, tables, tokenizer, holdout=share)
     if not (share or wanted.files or wanted.split):
         return Data(training, ())
-    if share:
-        held_out = CorpusExamples(config, rows, tokenizer, holdout=share, held_out=True)
-    else:
-        held_out = CorpusExamples(config, corpus(wanted.files, wanted.split), tokenizer)
+    if not share:
+        tables = read(wanted.files, wanted.split)
+    held_out = RowExamples(config, tables, tokenizer, holdout=share, held_out=True)
     samples = first_samples(held_out, wanted.rows)
     if not samples:
         raise UsageError(
@@ -471,7 +444,7 @@ def open_rows(config: SftConfig, model_dir: Path, cache: Path) -> Data:
     return Data(training, samples)
 
 
-def open_tokenizer(config: SftConfig, model_dir: Path) -> Tokenizer:
+def open_tokenizer(config: SftConfig, model_dir: Path) -> TemplateTokenizer:
     """Open the configured renderer or chat template. Raises UsageError."""
     roles = frozenset(config.data.loss_roles)
     try:
@@ -479,8 +452,6 @@ def open_tokenizer(config: SftConfig, model_dir: Path) -> Tokenizer:
     except EnvironmentFailed as error:
         raise UsageError(str(error)) from error
     if config.data.renderer != "template":
-        from .renderers import RendererTokenizer, open_renderer
-
         renderer = open_renderer(config.data.renderer, config.model.name, model_dir)
         if renderer is not None:
             return RendererTokenizer(renderer, chat, roles)
@@ -551,21 +522,13 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 class BatchReader:
     """Reads batches; calls for the same cursor give the same batch."""
 
-    def __init__(
-        self,
-        examples: Examples,
-        *,
-        seed: int,
-        shuffle: bool,
-        max_bad_rows: float,
-        max_epochs: int = 0,
-    ) -> None:
-        """`max_epochs` 0 is no bound."""
+    def __init__(self, examples: Examples, config: SftConfig) -> None:
         self._examples = examples
-        self._seed = seed
-        self._shuffle = shuffle
-        self._max_bad_rows = max_bad_rows
-        self._max_epochs = max_epochs
+        self._seed = config.seed
+        self._shuffle = config.data.shuffle
+        self._max_bad_rows = config.data.max_bad_rows
+        self._max_epochs = config.max_epochs
+        """0 is no bound."""
         self._order: Sequence[int] | NDArray[np.int64] = ()
         self._order_of = -1
 

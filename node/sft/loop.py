@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..config.common import ResumeConfig
+from ..config.run import ResumeConfig
 from ..config.sft import SftConfig
 from ..ops.errors import RunFailed, StorageError, UsageError
 from ..ops.metrics import MetricsLog, PhaseClock
@@ -130,7 +130,8 @@ class SftLoop:
             raise
 
     async def _train(self, metrics: MetricsLog) -> None:
-        config, reader = self._config, self._reader()
+        config = self._config
+        reader = BatchReader(self._data.training, config)
 
         def read(cursor: DataCursor) -> asyncio.Task[DataBatch]:
             size, tokens = config.batch_size, config.batch_tokens
@@ -286,16 +287,6 @@ class SftLoop:
             "skipped_rows": saved.cursor.skipped,
             "weights": str(weights),
         }
-
-    def _reader(self) -> BatchReader:
-        data = self._config.data
-        return BatchReader(
-            self._data.training,
-            seed=self._config.seed,
-            shuffle=data.shuffle,
-            max_bad_rows=data.max_bad_rows,
-            max_epochs=self._config.max_epochs,
-        )
 
     async def _export(self) -> Path:
         """Write the weights of this step; returns where."""

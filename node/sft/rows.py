@@ -152,7 +152,7 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     try:
         decoded: Any = json.loads(value)
     except ValueError:
-        return value  # a model may say what is no JSON, and a template may print it
+        return value  # a model may generate text that is no JSON, and a template may print it
     return decoded if isinstance(decoded, dict) else value
 
 

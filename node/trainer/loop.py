@@ -1,7 +1,7 @@
-"""The trainer role: lease out, verify, learn, publish; one loop, one policy version per turn.
+"""The loop of the trainer: cut a batch, train, checkpoint, publish; one policy version per step.
 
-A version is told to nobody before a checkpoint can reproduce it (with `checkpoint.interval = 1`; else a
-resume begins a new term). What is trained is never older than the staleness bound: the buffer sees to it.
+Invariants: with `checkpoint.interval = 1` no version is announced before a checkpoint can reproduce it (else a
+resume begins a new epoch). No batch holds a rollout beyond the staleness bound: the buffer removes it first.
 """
 
 import asyncio
@@ -9,26 +9,26 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason
 from ..config.run import RunConfig
+from ..evaluation.online import OnlineEvaluation
 from ..ops.errors import RunFailed
-from ..ops.metrics import MetricsLog, PhaseClock
-from ..p2p.heads import HeadStore
-from ..storage.ledger import Ledger
-from ..storage.run_files import weights_dir
+from ..ops.metrics import MetricsLog
+from ..p2p.services import NodeServices
+from ..storage.run_files import CHECKPOINTS, weights_dir
 from ..training.advantages import CreditedBatch, credit, has_equal_rewards
 from ..training.backend import TrainBackend, TrainBatch
-from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap, peer_room
+from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup, peer_cap
 from ..training.checkpoint import Checkpoints
 from .publisher import Publisher
-from .scheduler import LeaseScheduler, WorkerState
+from .scheduler import LeaseScheduler
 from .state import Progress, TrainerState, snapshots
-from .submission_queue import SubmissionQueue
+from .submissions import SubmissionQueue
+from .workers import WorkerRegistry, WorkerState
 
 SILENT_S = 15.0
 """Workers say something every five seconds (worker/loop.py, HEARTBEAT_S)."""
@@ -39,33 +39,29 @@ STALE = "set a smaller rollouts.groups_per_lease, or a higher rollouts.max_off_p
 
 
 def next_batch(
-    config: RunConfig,
-    progress: Progress,
-    buffer: RolloutBuffer,
-    unjudged: int,
-    desk: LeaseScheduler,
-    now: float,
+    config: RunConfig, scheduler: LeaseScheduler, submissions: SubmissionQueue, now: float
 ) -> str:
-    """What the next batch waits for; `unjudged` submissions are in verification, `now` is in Unix seconds."""
+    """Say what the next batch waits for; `now` in Unix seconds."""
+    buffer, unjudged = submissions.buffer, submissions.waiting()
     wanted = config.rollouts.groups_per_batch
-    on_lease = desk.book.leased()
+    on_lease = scheduler.book.leased()
     said = f"{len(buffer)} of {wanted} groups are in"
     equal = _equal_rewards(config, buffer)
     if equal:
         said += f", all of equal rewards ({equal})"
     if on_lease:
-        said += f", {on_lease.total()} on lease{_silent_holders(desk, on_lease)}"
+        said += f", {on_lease.total()} on lease{_silent_holders(scheduler.registry, on_lease)}"
     if unjudged:
         said += f", {unjudged} submissions in verification"
     if len(buffer) >= wanted:
         said += "; other workers' groups are waited for"
     elif not on_lease and not unjudged:
-        said += f"; {_workers(desk, now)}"
-    return "; ".join([*_no_progress(config, progress), said])
+        said += f"; {_workers(scheduler, now)}"
+    return "; ".join([*_no_progress(config, submissions.progress), said])
 
 
 def _equal_rewards(config: RunConfig, buffer: RolloutBuffer) -> str:
-    """The rewards in the buffer, if several groups are there and none of them teaches anything."""
+    """Show the rewards in the buffer, if it holds several groups and every group's rewards are equal."""
     training = config.training
     if not (training.filter_zero_advantages and training.loss.reads_advantages) or len(buffer) < 2:
         return ""
@@ -76,19 +72,19 @@ def _equal_rewards(config: RunConfig, buffer: RolloutBuffer) -> str:
 
 
 def reward_range(low: float, high: float) -> str:
-    """Rewards in two decimals, from the lowest to the highest."""
+    """Format rewards in two decimals, from the lowest to the highest."""
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
-def _silent_holders(desk: LeaseScheduler, on_lease: Counter[bytes]) -> str:
-    silence = min(desk.silence(node) for node in on_lease)
+def _silent_holders(registry: WorkerRegistry, on_lease: Counter[bytes]) -> str:
+    silence = min(registry.silence(node) for node in on_lease)
     if silence < SILENT_S:
         return ""
     return f" to workers that have been silent for {silence:.0f} s"
 
 
 def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
-    """Batches that taught nothing, and a batch of which everything is rejected."""
+    """Describe batches without signal, and a batch whose rollouts were all rejected."""
     rollouts, said = config.rollouts, list[str]()
     limit = f"the run stops after {rollouts.max_empty_batches} without signal"
     if progress.zero_advantage:
@@ -107,21 +103,20 @@ def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
     return said
 
 
-def _workers(desk: LeaseScheduler, now: float) -> str:
-    """Why nobody is at work on a lease, and what to do."""
-    workers = {n: one for n, one in desk.workers.items() if n not in desk.audits.validators}
+def _workers(scheduler: LeaseScheduler, now: float) -> str:
+    """Say why no worker holds a lease, and what to do."""
+    registry = scheduler.registry
+    workers = {n: one for n, one in registry.workers.items() if n not in registry.audits.validators}
     if not workers:
-        return (
-            f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(desk)}"
-        )
-    newest = max(desk.version, 0)
-    states = {node: _state(desk, node, one, newest, now) for node, one in workers.items()}
-    refused = [_why_refused(desk, node) for node, state in states.items() if state == REFUSED]
+        return f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(registry)}"
+    newest = max(scheduler.version, 0)
+    states = {node: _state(registry, node, one, newest, now) for node, one in workers.items()}
+    refused = [_why_refused(registry, node) for node, state in states.items() if state == REFUSED]
     if len(refused) == len(workers):
         return (
             f"every worker is refused work ({_commonest(refused)}): mend or replace them, {EXPLAIN}"
         )
-    silent = [desk.silence(node) for node, state in states.items() if state == SILENT]
+    silent = [registry.silence(node) for node, state in states.items() if state == SILENT]
     if len(silent) == len(workers):
         return f"none of {len(workers)} workers is here, the last was heard {min(silent):.0f} s ago"
     counted = Counter(states.values())
@@ -130,16 +125,18 @@ def _workers(desk: LeaseScheduler, now: float) -> str:
     return f"workers: {', '.join(f'{count} {state}' for state, count in counted.most_common())}"
 
 
-def _state(desk: LeaseScheduler, node: bytes, worker: WorkerState, newest: int, now: float) -> str:
-    if desk.refusal(node):
+def _state(
+    registry: WorkerRegistry, node: bytes, worker: WorkerState, newest: int, now: float
+) -> str:
+    if registry.refusal(node):
         return REFUSED
     if worker.left:
         return f"failed ({worker.failure})" if worker.failure else "left"
-    if desk.silence(node) >= SILENT_S:
+    if registry.silence(node) >= SILENT_S:
         return SILENT
     if worker.stats.version < 0:
         return f"loading a first policy, version {newest}"
-    rest = desk.book.record(node).rest_until - now
+    rest = registry.book.record(node).rest_until - now
     if rest > 0:
         return f"resting {rest:.0f} s as leases did not come back"
     if worker.stats.version < newest:
@@ -147,8 +144,8 @@ def _state(desk: LeaseScheduler, node: bytes, worker: WorkerState, newest: int, 
     return "asking for work"
 
 
-def _why_refused(desk: LeaseScheduler, node: bytes) -> str:
-    known = desk.reputations.get(node)
+def _why_refused(registry: WorkerRegistry, node: bytes) -> str:
+    known = registry.reputations.get(node)
     if known is None:
         return "not known"
     return f"{'banned' if known.banned else 'too much was rejected'}: {known.top_reason()}"
@@ -158,155 +155,97 @@ def _commonest(sentences: list[str]) -> str:
     return Counter(sentences).most_common(1)[0][0]
 
 
-def _turned_away(desk: LeaseScheduler) -> str:
-    if not desk.turned_away:
+def _turned_away(registry: WorkerRegistry) -> str:
+    if not registry.turned_away:
         return ""
-    reason, count = Counter(desk.turned_away).most_common(1)[0]
+    reason, count = Counter(registry.turned_away).most_common(1)[0]
     return f" ({count} that tried were refused: {reason})"
 
 
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.5
-PATIENCE = 1 / 12
+SLOW_WORKERS_SHARE = 1 / 12
 """Share of a lease's time that a full buffer waits for other workers' groups."""
 
 
-def _nobody(version: int) -> None:
-    """Nobody has to hear of a version."""
-
-
 class TrainerRole:
-    """One trainer's loops."""
+    """Cuts batches, trains, publishes and checkpoints until the last step."""
 
     def __init__(
         self,
-        *,
+        services: NodeServices,
         config: RunConfig,
-        ledger: Ledger,
-        heads: HeadStore,
-        desk: LeaseScheduler,
-        inbox: SubmissionQueue,
-        buffer: RolloutBuffer,
-        progress: Progress,
+        scheduler: LeaseScheduler,
+        submissions: SubmissionQueue,
         backend: TrainBackend,
         publisher: Publisher,
-        checkpoints: Checkpoints,
         metrics: MetricsLog,
-        clock: PhaseClock,
-        gossip: Callable[[bytes], Awaitable[None]],
-        published: Callable[[int], None] = _nobody,
+        evaluation: OnlineEvaluation,
     ) -> None:
-        """`published` is told of every version that a step made, once others know it; it returns at once."""
+        """`evaluation` runs beside training, on versions that are due."""
+        self._services = services
+        self._ledger = services.ledger
         self._config = config
-        self._ledger = ledger
-        self._heads = heads
-        self._desk = desk
-        self.inbox = inbox
-        self._buffer = buffer
+        self.scheduler = scheduler
+        self.submissions = submissions
+        self._buffer = submissions.buffer
+        self.progress = submissions.progress
+        self._clock = submissions.progress.clock
         self._backend = backend
-        self._publisher = publisher
-        self.checkpoints = checkpoints
+        self.publisher = publisher
+        self.checkpoints = open_checkpoints(config)
         self._metrics = metrics
-        self._clock = clock
-        self._gossip = gossip
-        self._published = published
+        self._evaluation = evaluation
         self._full_since = math.inf
-        """Monotonic seconds since when the buffer has held enough groups for the next batch."""
-        self.training = False
-        self.progress = progress
+        """Monotonic time since which the buffer has held enough groups for the next batch."""
         self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
         """Arrival numbers up to which the newest checkpoints contain everything."""
         self._saving_s = 0.0
-        """Seconds that the current step was held up by checkpoints."""
+        """Seconds that checkpoints held up the current step."""
         self._line: dict[str, float | None] = {}
-        """The newest step's metrics, but for what comes of keeping and telling it."""
-
-    def waiting_groups(self) -> int:
-        """Groups that have come back and wait: in the buffer, in verification, in the inbox."""
-        return len(self._buffer) + self._unjudged().total()
+        """The newest step's metrics, without those of saving and publishing it."""
 
     def waits_for(self) -> str:
-        """What the next batch waits for, in words; empty while one is trained."""
-        if self.training:
+        """Say what the next batch waits for; empty while one is trained."""
+        if self.progress.training:
             return ""
-        unjudged = self.inbox.waiting()
-        return next_batch(
-            self._config, self.progress, self._buffer, unjudged, self._desk, time.time()
-        )
-
-    def _unjudged(self) -> Counter[bytes]:
-        """Groups that are not judged yet, by worker, at most; while proven workers are here, those of newcomers
-        take nothing of what is leased: they may come to nothing."""
-        staffed = self._desk.book.staffed(time.time())
-        waiting = self._ledger.waiting_by_node(self.inbox.verified_up_to)
-        counted = Counter[bytes]()
-        for node, submissions in waiting.items():
-            if not staffed or self._desk.proven(node):
-                counted[node] = submissions * self._config.rollouts.groups_per_lease
-        return counted
-
-    def capacity(self, node: bytes | None) -> int:
-        """Groups that may be leased to `node` now; None for all newcomers together."""
-        remaining = self._config.max_steps - self.progress.step - (1 if self.training else 0)
-        if remaining <= 0:
-            return 0
-        book = self._desk.book
-        waiting = self.waiting_groups()
-        needed = remaining * self._config.rollouts.groups_per_batch
-        last = needed - waiting - book.outstanding_groups()
-        if node is None:
-            free = book.newcomer_capacity(
-                waiting_groups=waiting, training=self.training, now=time.time()
-            )
-            return max(0, min(last, free))
-        free = min(last, book.capacity(waiting_groups=waiting, training=self.training))
-        if free < 1:
-            return 0
-        rollouts = self._config.rollouts
-        there = self._buffer.by_node() + self._coming()
-        return min(free, peer_room(rollouts.groups_per_batch, rollouts.max_peer_share, node, there))
-
-    def _coming(self) -> Counter[bytes]:
-        """Groups that are on lease or in verification, by worker; nobody waits for those of newcomers while
-        proven workers are here."""
-        book = self._desk.book
-        return book.leased(newcomers=not book.staffed(time.time())) + self._unjudged()
+        return next_batch(self._config, self.scheduler, self.submissions, time.time())
 
     async def restore(self, step: int, parts: dict[str, bytes]) -> None:
-        """Take in the checkpoint of `step`: buffer, cursor; then re-verify what arrived after it."""
-        cursor = msgspec.json.decode(parts["cursor"], type=TrainerState)
-        await asyncio.to_thread(self._metrics.go_back, step, cursor.line)
+        """Restore buffer, tasks and counts from the checkpoint of `step`."""
+        state = msgspec.json.decode(parts["cursor"], type=TrainerState)
+        await asyncio.to_thread(self._metrics.go_back, step, state.line)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
-        self.inbox.verified_up_to = cursor.verified_up_to
-        self._desk.reputations.update(cursor.restore_reputations(self._ledger))
-        arrived = self._ledger.arrived_after(cursor.verified_up_to)
-        cursor.restore_tasks(self._desk.book, (self.inbox.open(one)[1] for one in arrived))
+        self.scheduler.registry.reputations.update(state.restore_reputations(self._ledger))
+        arrived = self._ledger.arrived_after(state.verified_up_to)
+        state.restore_tasks(self.scheduler.book, (self.submissions.open(one)[1] for one in arrived))
         progress = self.progress
-        progress.history = list(cursor.history)
-        progress.staleness_history = list(cursor.staleness_history)
-        progress.staleness_max = cursor.staleness_max
-        progress.accepted, progress.received = cursor.accepted, cursor.received
-        progress.rejected = Counter(cursor.rejected)
-        self._publisher.delta_bytes, self._publisher.full_bytes = (
-            cursor.delta_bytes,
-            cursor.full_bytes,
+        progress.verified_up_to = state.verified_up_to
+        progress.history = list(state.history)
+        progress.staleness_history = list(state.staleness_history)
+        progress.staleness_max = state.staleness_max
+        progress.accepted, progress.received = state.accepted, state.received
+        progress.rejected = Counter(state.rejected)
+        self.publisher.delta_bytes, self.publisher.full_bytes = (
+            state.delta_bytes,
+            state.full_bytes,
         )
 
     async def run(self, step: int) -> None:
         """Train from after `step` to the last step; publishes every version.
 
         Raises:
-            RunFailed: ten batches in a row without anything to learn from.
+            RunFailed: too many batches in a row without anything to learn from.
         """
         self.progress.step = step
         self._buffer.advance(step)
         async with asyncio.TaskGroup() as tasks:
             helpers = [
-                tasks.create_task(self.inbox.run()),
+                tasks.create_task(self.submissions.run()),
                 tasks.create_task(self._expire_loop()),
             ]
-            await self._desk.work_changed()
+            await self.scheduler.work_changed()
             try:
                 while self.progress.step < self._config.max_steps:
                     await self._turn()
@@ -317,7 +256,7 @@ class TrainerRole:
                 helper.cancel()
 
     async def _turn(self) -> None:
-        """One batch: wait, learn, checkpoint, publish."""
+        """Do one step: wait for a batch, train, checkpoint, publish."""
         start = time.monotonic()
         self.progress.begin_batch()
         groups = await self._next_batch()
@@ -328,12 +267,12 @@ class TrainerRole:
             self._count_empty(groups)
             return
         self.progress.late = self.progress.zero_advantage = 0
-        self.training = True
+        self.progress.training = True
         try:
             await self._learn(groups, batch, waited)
         finally:
-            self.training = False
-        await self._desk.work_changed()
+            self.progress.training = False
+        await self.scheduler.work_changed()
 
     async def _learn(self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float) -> None:
         step = self.progress.step + 1
@@ -352,16 +291,20 @@ class TrainerRole:
         with self._clock.phase("publish"):
             # written while the version is encoded; with a longer interval, while later steps are trained
             durable = self.settle if interval == 1 else None
-            await self._publisher.publish(step, snapshot, before_telling=durable)
-            head = self._heads.latest()
-            assert head is not None
-            await self._gossip(head.sealed)
-        self._published(step)
+            await self.publisher.publish(step, snapshot, before_announcing=durable)
+            await self._gossip()
+        self._evaluation.begin(step, self.publisher.states[step])
         await self._keep_weights(step)
         self._write_metrics(step, time.monotonic() - began)
 
+    async def _gossip(self) -> None:
+        """Gossip the newest head, where discovery is on."""
+        head, discovery = self._services.heads.latest(), self._services.discovery
+        if head is not None and discovery is not None:
+            await discovery.publish(head.sealed)
+
     async def _keep_weights(self, step: int) -> None:
-        """Write weights/step_N where they are wanted; those of the last step come with the summary."""
+        """Export weights/step_N if due; those of the last step are exported with the summary."""
         interval = self._config.checkpoint.weights_interval
         if interval and step % interval == 0 and step < self._config.max_steps:
             with self._clock.phase("export"):
@@ -392,7 +335,7 @@ class TrainerRole:
         waited: float,
         figures: dict[str, float],
     ) -> dict[str, float | None]:
-        """What is known of a step before it is kept or told."""
+        """Collect the metrics of a step before it is saved and published."""
         progress = self.progress
         return {
             "time": round(time.time(), 3),
@@ -407,7 +350,7 @@ class TrainerRole:
             "time/wait_for_batch": round(waited, 4),
             "rollouts/accepted": progress.accepted,
             "rollouts/rejected": sum(progress.rejected.values()),
-            "leases/expired": self._desk.book.expired,
+            "leases/expired": self.scheduler.book.expired,
         }
 
     def _write_metrics(self, step: int, broadcasting_s: float) -> None:
@@ -416,7 +359,7 @@ class TrainerRole:
             "time": round(time.time(), 3),
             "time/save_ckpt": round(self._saving_s, 4),
             "time/broadcast_weights": round(broadcasting_s, 4),
-            "weights/delta_bytes": self._publisher.last_delta_bytes,
+            "weights/delta_bytes": self.publisher.last_delta_bytes,
         }
         self._saving_s = 0.0
         self._metrics.write(step, line | told)
@@ -431,30 +374,37 @@ class TrainerRole:
         )
 
     async def _next_batch(self) -> list[RolloutGroup] | None:
-        """The next full batch, or None when none came within batch_timeout_s."""
+        """Wait for a full batch; None if there is none within batch_timeout_s."""
         self._full_since = math.inf
         try:
-            async with asyncio.timeout(self._config.rollouts.batch_timeout_s), self.inbox.grown:
+            async with (
+                asyncio.timeout(self._config.rollouts.batch_timeout_s),
+                self.submissions.grown,
+            ):
                 while (groups := self._cut(time.monotonic())) is None:
-                    await self.inbox.grown.wait()
+                    await self.submissions.grown.wait()
         except TimeoutError:
             return None
         return groups
 
     def _cut(self, now: float) -> list[RolloutGroup] | None:
-        """A batch in which no worker has more than its share; `now` in monotonic seconds.
+        """Cut a batch in which no worker has more than its share; `now` in monotonic seconds.
 
-        Once there have been enough groups for some time, slow companions are waited for no longer: else one
-        worker that dawdles over its leases would hold up everybody.
+        Once there have been enough groups for some time, slow workers are not waited for any longer.
         """
         rollouts = self._config.rollouts
         wanted = rollouts.groups_per_batch
         if len(self._buffer) < wanted:
             return None
         self._full_since = min(self._full_since, now)
-        if now - self._full_since > PATIENCE * rollouts.lease_timeout_s:
+        if now - self._full_since > SLOW_WORKERS_SHARE * rollouts.lease_timeout_s:
             return self._buffer.cut(wanted)
-        cap = peer_cap(wanted, rollouts.max_peer_share, self._buffer.by_node(), self._coming())
+        cap = peer_cap(
+            wanted,
+            rollouts.max_peer_share,
+            self._buffer.by_node(),
+            self.scheduler.demand.coming(),
+        )
         return self._buffer.cut(wanted, per_node=cap)
 
     def _count_empty(self, groups: list[RolloutGroup] | None) -> None:
@@ -479,7 +429,7 @@ class TrainerRole:
         )
 
     async def checkpoint(self, step: int) -> None:
-        """Write everything that `train --resume` needs to go on after `step`."""
+        """Write a checkpoint for `train --resume` after `step`."""
         await self.begin_checkpoint(step)
         await self.settle()
 
@@ -488,37 +438,37 @@ class TrainerRole:
         began = time.monotonic()
         await self.checkpoints.finish()
         self._saving_s += time.monotonic() - began
-        # What the oldest of the newest ones contains is not needed by any that could be gone on from.
+        # No kept checkpoint needs the submissions that the oldest of them contains.
         if len(self._covered) == self._covered.maxlen:
             self._ledger.forget_bodies(self._covered[0])
 
     async def begin_checkpoint(self, step: int) -> None:
-        """As checkpoint(), but return as soon as weights and buffer may change again; settle() waits."""
+        """As checkpoint(), but return as soon as weights and buffer may change; settle() waits for the rest."""
         await self.settle()
-        book = self._desk.book
+        book = self.scheduler.book
         progress = self.progress
-        # Leases that are out when we die will be asked for again: their tasks come first then.
+        # Tasks that are on lease when we die are leased again first.
         out = [task.index for held in book.held.values() for task in held.lease.tasks]
-        cursor = TrainerState(
+        state = TrainerState(
             next_task=book.next_task,
             requeued=[*book.requeued, *out],
-            verified_up_to=self.inbox.verified_up_to,
+            verified_up_to=self.progress.verified_up_to,
             history=progress.history,
             staleness_history=progress.staleness_history,
             staleness_max=progress.staleness_max,
             accepted=progress.accepted,
             rejected=dict(progress.rejected),
             received=progress.received,
-            delta_bytes=self._publisher.delta_bytes,
-            full_bytes=self._publisher.full_bytes,
+            delta_bytes=self.publisher.delta_bytes,
+            full_bytes=self.publisher.full_bytes,
             line=self._line,
             ledger=self._ledger.ledger_id(),
             arrivals=self._ledger.last_arrival(),
             boots=self._ledger.boots(),
-            reputations=snapshots(self._desk.reputations),
+            reputations=snapshots(self.scheduler.registry.reputations),
         )
         parts = {
-            "cursor": msgspec.json.encode(cursor),
+            "cursor": msgspec.json.encode(state),
             "buffer": msgspec.msgpack.encode(self._buffer.snapshot()),
         }
         began = time.monotonic()
@@ -527,22 +477,32 @@ class TrainerRole:
         else:
             await self.checkpoints.write(step, parts, self._backend)
         self._saving_s += time.monotonic() - began
-        self._covered.append(cursor.verified_up_to)
+        self._covered.append(state.verified_up_to)
 
     async def _expire_loop(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
-            late = self._desk.take_back(time.time())
+            late = self.scheduler.take_back(time.time())
             for held in late:
                 logger.info("lease %d of %s is taken back", held.lease.lease_id, short(held.node))
             if late:
-                await self._desk.work_changed()
-            # Who may be waited for has changed, or has been waited for long enough.
-            async with self.inbox.grown:
-                self.inbox.grown.notify_all()
+                await self.scheduler.work_changed()
+            # Other workers may be waited for now, or long enough.
+            async with self.submissions.grown:
+                self.submissions.grown.notify_all()
 
     def _count_swept(self, groups: list[RolloutGroup]) -> None:
         count = sum(len(group.rollouts) for group in groups)
         self.progress.accepted -= count
         if count:
             self.progress.rejected[Reason.STALE.value] += count
+
+
+def open_checkpoints(config: RunConfig) -> Checkpoints:
+    """Open the checkpoints of a run."""
+    return Checkpoints(
+        config.run_dir / CHECKPOINTS,
+        keep_last=config.checkpoint.keep_last,
+        keep_interval=config.checkpoint.keep_interval,
+        fsync=config.fsync,
+    )

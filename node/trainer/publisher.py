@@ -1,6 +1,6 @@
-"""Publishing policy versions: prove, encode, store, sign; then, and only then, tell.
+"""Publish policy versions: prove, encode, store, sign, announce.
 
-A head is written to the ledger before anybody hears of it, so a killed trainer never signs a second one.
+Invariant: a head is in the ledger before it is announced, so a killed trainer never signs a second one.
 """
 
 import asyncio
@@ -11,8 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 
 from ...crypto.hashing import NO_DIGEST, digest, short
-from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, seal
+from ...protocol.envelope import Purpose
 from ...protocol.manifests import (
     Artifact,
     ChunkRef,
@@ -24,11 +23,9 @@ from ...protocol.manifests import (
 )
 from ...protocol.messages import HeadNotice
 from ...protocol.version import MAX_MANIFEST
-from ..config.run import WeightsConfig
 from ..ops.errors import StorageError
-from ..p2p.heads import HeadStore
-from ..p2p.serve import ChunkArrivals
-from ..storage.chunk_store import Store, read_chunk
+from ..p2p.services import NodeServices
+from ..storage.chunk_store import read_chunk
 from ..training.backend import Snapshot
 from ..weights.chain import VersionChain
 from ..weights.codec import CODEC, encode_full
@@ -48,37 +45,28 @@ class Publisher:
 
     def __init__(
         self,
+        services: NodeServices,
         *,
-        key: SecretKey,
-        run: bytes,
-        book: HeadStore,
-        store: Store,
-        arrivals: ChunkArrivals,
-        config: WeightsConfig,
         keep_states: int,
-        keep_chunks: set[bytes],
         encoders: Encoders | None = None,
     ) -> None:
-        """`keep_states` newest states stay in memory for audits; `keep_chunks` are never collected.
+        """`keep_states` newest states stay in memory for audits.
 
         Large deltas are coded by `encoders`, which the caller closes; without them by one thread.
         """
-        self._key = key
-        self._run = run
-        self._book = book
-        self._store = store
-        self._arrivals = arrivals
-        self._config = config
+        self._services = services
+        self._book = services.heads
+        self._store = services.store
+        self._config = services.config.weights
         self._keep_states = keep_states
-        self._keep_chunks = keep_chunks
         self._encoders = encoders or Encoders(1)
         self._chain = VersionChain()
         self._policy: Policy = EMPTY
-        self._term = 0
+        self._epoch = 0
         self.states: OrderedDict[int, State] = OrderedDict()
         self.delta_bytes = 0
         self.full_bytes = 0
-        """What the deltas would have been as plain bf16 checkpoints."""
+        """Bytes of plain bf16 checkpoints in place of the deltas."""
         self.last_delta_bytes = 0
 
     @property
@@ -88,14 +76,14 @@ class Publisher:
 
     @property
     def order(self) -> tuple[int, int]:
-        """(term, version) of the newest published head; the version is -1 before the first."""
-        return (self._term, self._policy.version)
+        """(epoch, version) of the newest published head; the version is -1 before the first."""
+        return (self._epoch, self._policy.version)
 
     async def resume(self, version: int, snapshot: Snapshot) -> None:
-        """Go on from a checkpoint: in the same term if the last head is this one, else in a new term."""
+        """Go on from a checkpoint: in the same epoch if the last head is of this state, else in a new epoch."""
         policy = await self._prove(version, snapshot.state)
         newest = self._book.latest()
-        self._term = newest.head.term if newest else 0
+        self._epoch = newest.head.term if newest else 0
         for head in self._book.held():
             manifest = self._book.manifest(head)
             if manifest is not None:
@@ -104,12 +92,12 @@ class Publisher:
         if newest is None or newest.head.version < version:
             held = self._chain.get(version - 1)
             if newest is not None and (held is None or newest.head.version != version - 1):
-                self._begin_term(version)
+                self._begin_epoch(version)
             await self.publish(version, snapshot)
         elif newest.head.version == version and newest.head.state == policy.digest:
             self._hold(policy)
         else:
-            self._begin_term(version)
+            self._begin_epoch(version)
             await self.publish(version, snapshot)
 
     async def publish(
@@ -117,27 +105,27 @@ class Publisher:
         version: int,
         snapshot: Snapshot,
         *,
-        before_telling: Callable[[], Awaitable[None]] | None = None,
+        before_announcing: Callable[[], Awaitable[None]] | None = None,
     ) -> PolicyHead:
-        """Publish `snapshot` as `version`, once `before_telling` has returned.
+        """Publish `snapshot` as `version`, once `before_announcing` has returned.
 
-        Raises StorageError when the disk is full, and what `before_telling` raises: nothing was told then.
+        Raises StorageError when the disk is full, and what `before_announcing` raises.
         """
         policy = await self._prove(version, snapshot.state)
         artifacts = await asyncio.to_thread(self._encode, policy, snapshot)
         manifest = PolicyManifest(
-            self._run, version, policy.digest, _tensor_table(policy), tuple(artifacts)
+            self._services.run_id, version, policy.digest, _tensor_table(policy), tuple(artifacts)
         )
         document = check_sizes(encode(manifest), MAX_MANIFEST)
         await asyncio.to_thread(self._store.put, document)
-        if before_telling is not None:
-            await before_telling()
+        if before_announcing is not None:
+            await before_announcing()
         sealed, head = self._sign(policy, document)
         self._chain.add(manifest)
         self._hold(policy)
         for artifact in artifacts:
             for chunk in artifact.chunks:
-                self._arrivals.arrived(chunk.digest)
+                self._services.arrivals.arrived(chunk.digest)
         await self._book.admit(HeadNotice(sealed, document))
         await self._retain()
         logger.info(
@@ -146,43 +134,43 @@ class Publisher:
         return head
 
     async def _rebuild(self, version: int) -> None:
-        """Hold the versions before `version` again that may still be claimed: work on them can be audited then.
+        """Rebuild the versions before `version` from the store, so that rollouts of them can be audited.
 
-        Those that the store does not lead to are left out.
+        Versions that the store does not lead to are left out.
         """
-        mirror = WeightReplica(threads=_threads())
+        replica = WeightReplica(threads=_threads())
         for wanted in range(max(0, version - self._keep_states + 1), version):
             if self._chain.get(wanted) is None:
                 continue
             try:
-                await asyncio.to_thread(self._climb, mirror, wanted)
+                await asyncio.to_thread(self._advance, replica, wanted)
             except (WeightsError, StorageError) as error:
                 logger.warning("work on version %d cannot be audited any more: %s", wanted, error)
             else:
-                self.states[wanted] = mirror.policy.state
+                self.states[wanted] = replica.policy.state
 
-    def _climb(self, mirror: WeightReplica, version: int) -> None:
-        """Bring `mirror` to `version`, each step proved against its manifest.
+    def _advance(self, replica: WeightReplica, version: int) -> None:
+        """Bring `replica` to `version`, proving each step against its manifest.
 
         Raises WeightsError, StorageError.
         """
-        held = mirror.policy
+        held = replica.policy
         for reached, artifact in self._chain.plan(held.version, held.digest, version):
             manifest = self._chain.get(reached)
             assert manifest is not None
             chunks = (read_chunk(self._store, chunk.digest) for chunk in artifact.chunks)
-            mirror.commit(mirror.prepare(manifest, artifact, chunks))
+            replica.commit(replica.prepare(manifest, artifact, chunks))
 
     async def _prove(self, version: int, state: State) -> Policy:
         return await asyncio.to_thread(prove, version, state, held=self._policy, threads=_threads())
 
-    def _begin_term(self, version: int) -> None:
-        """The chain went further than the checkpoint: a new term starts here, with an anchor."""
-        self._term += 1
+    def _begin_epoch(self, version: int) -> None:
+        """Start a new epoch with a snapshot: the chain went further than the checkpoint."""
+        self._epoch += 1
         self._chain = VersionChain()
         self._policy = EMPTY
         logger.warning(
-            "resuming version %d in term %d: later versions are void", version, self._term
+            "resuming version %d in epoch %d: later versions are void", version, self._epoch
         )
 
     def _hold(self, policy: Policy) -> None:
@@ -232,10 +220,10 @@ class Publisher:
         )
 
     def _sign(self, policy: Policy, document: bytes) -> tuple[bytes, PolicyHead]:
-        before = self._book.trusted.heads.get((self._term, policy.version - 1))
+        before = self._book.trusted.heads.get((self._epoch, policy.version - 1))
         now = int(time.time())
         head = PolicyHead(
-            term=self._term,
+            term=self._epoch,
             version=policy.version,
             previous=before.digest if before else NO_DIGEST,
             state=policy.digest,
@@ -244,21 +232,21 @@ class Publisher:
             created=now,
             expires=now + int(self._config.head_ttl_s),
         )
-        return seal(self._key, Purpose.HEAD, self._run, head, expires=head.expires), head
+        return self._services.seal(Purpose.HEAD, head, expires=head.expires), head
 
     async def _retain(self) -> None:
-        """Collect what no live chain needs; a version lives for some time however fast others follow."""
+        """Delete chunks that no live chain needs; every version is kept for a minimum time."""
         if self._policy.version % self._config.keep_versions:
             return
         since = time.time() - self._config.keep_s
         young = sum(1 for head in self._book.held() if head.head.created >= since)
         keep = max(self._config.keep_versions, young)
-        live = self._chain.live_chunks(keep) | self._keep_chunks
+        live = self._chain.live_chunks(keep) | self._services.keep_chunks
         await self._book.retain(self._store, self._chain.forget(keep), live)
 
 
 def _threads() -> int:
-    """Threads that encode; the bytes do not depend on it."""
+    """Encoder threads; their number does not change the bytes."""
     return min(MAX_THREADS, os.cpu_count() or 1)
 
 

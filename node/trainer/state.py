@@ -1,6 +1,6 @@
-"""The part of a checkpoint that is about data: which tasks come next, and what was counted.
+"""The trainer's state in a checkpoint: the next tasks, counts and reputations.
 
-A task whose work has a receipt is never leased again; a task that was only leased always is.
+Invariant: a task whose submission has a receipt is never leased again; a task that was only leased always is.
 """
 
 from collections import Counter
@@ -13,41 +13,42 @@ from ...protocol.leases import Lease, LeaseBook
 from ...protocol.reputation import Reputation, ReputationSnapshot
 from ...protocol.rollouts import Submission
 from ..ops.errors import StorageError
+from ..ops.metrics import PhaseClock
 from ..storage.ledger import Ledger
 from ..training.checkpoint import Checkpoints
 
 KEY = "term"
 LEASES_PER_BOOT = 32
 """Bits of a lease id that count within one start of the trainer; those above count the starts."""
-TERMS = 16
-"""That are remembered: leases of earlier ones ran out long ago."""
+EPOCHS = 16
+"""Epochs that are remembered; leases of earlier ones have expired."""
 
 
 class ChainEpoch(msgspec.Struct, frozen=True):
-    """Where the current term began."""
+    """The version and lease at which the current epoch of the chain began."""
 
     number: int = 0
     version: int = 0
     first_lease: int = 0
     before: tuple[tuple[int, int], ...] = ()
-    """(version, first lease) of the terms before it, as far as they are remembered."""
+    """(version, first lease) of the epochs before it."""
 
     def voids(self, submission: Submission, lease: Lease) -> bool:
-        """Whether this was leased before a term began and made by a version that is another one since."""
+        """Whether a submission was leased before an epoch began and made by a version that it replaced."""
         claimed = max(_claims(submission), default=0)
         starts = (*self.before, (self.version, self.first_lease))
         return any(lease.lease_id < first and claimed > version for version, first in starts)
 
 
-def current_term(ledger: Ledger, order: tuple[int, int], boot: int) -> ChainEpoch:
-    """The term of `order`, the (term, version) that start number `boot` goes on from; remembered."""
+def current_epoch(ledger: Ledger, order: tuple[int, int], boot: int) -> ChainEpoch:
+    """Find or begin the epoch of `order`, the (epoch, version) that start number `boot` goes on from."""
     known = ledger.get(KEY)
-    term = msgspec.json.decode(known, type=ChainEpoch) if known else ChainEpoch()
-    if order[0] != term.number:
-        before = (*term.before, (term.version, term.first_lease))[-TERMS:]
-        term = ChainEpoch(*order, boot << LEASES_PER_BOOT, before)
-        ledger.set(KEY, msgspec.json.encode(term))
-    return term
+    epoch = msgspec.json.decode(known, type=ChainEpoch) if known else ChainEpoch()
+    if order[0] != epoch.number:
+        before = (*epoch.before, (epoch.version, epoch.first_lease))[-EPOCHS:]
+        epoch = ChainEpoch(*order, boot << LEASES_PER_BOOT, before)
+        ledger.set(KEY, msgspec.json.encode(epoch))
+    return epoch
 
 
 def _claims(submission: Submission) -> Iterator[int]:
@@ -59,9 +60,15 @@ def _claims(submission: Submission) -> Iterator[int]:
 
 @dataclass
 class Progress:
-    """What has happened so far; `status` and the summary read it."""
+    """Counts of the run so far; `status` and the summary read them."""
 
     step: int = 0
+    training: bool = False
+    """Whether a batch is being trained now."""
+    verified_up_to: int = 0
+    """Arrival number of the last submission that was judged."""
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    """Seconds by phase."""
     reward: float | None = None
     staleness: float | None = None
     history: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
@@ -73,25 +80,25 @@ class Progress:
     received: int = 0
     """Rollouts that arrived."""
     late: int = 0
-    """Batches that did not come in time, since something was learned last."""
+    """Batches that did not come in time since the last trained one."""
     zero_advantage: int = 0
-    """Batches since then whose groups had equal rewards each."""
+    """Batches since then in which every group had equal rewards."""
     equal_rewards: tuple[float, float] = (0.0, 0.0)
     """Lowest and highest reward in the last of these."""
     _begun: tuple[int, int, Counter[str]] = (0, 0, Counter())
-    """Received, accepted and rejected when the batch was begun that is collected now."""
+    """Received, accepted and rejected when collection of the current batch began."""
 
     @property
     def empty(self) -> int:
-        """Batches in a row that there was nothing to learn from."""
+        """Batches in a row without anything to learn from."""
         return self.late + self.zero_advantage
 
     def begin_batch(self) -> None:
-        """From now on another batch is collected."""
+        """Begin to count for another batch."""
         self._begun = (self.received, self.accepted, Counter(self.rejected))
 
     def all_rejected(self) -> Counter[str]:
-        """Reasons, where everything that came for this batch was rejected."""
+        """Count rejections by reason, if everything that arrived for this batch was rejected."""
         received, accepted, rejected = self._begun
         if self.received == received or self.accepted > accepted:
             return Counter()
@@ -99,7 +106,7 @@ class Progress:
 
 
 class TrainerState(msgspec.Struct, frozen=True):
-    """As written into a checkpoint."""
+    """The trainer's part of a checkpoint."""
 
     next_task: int
     requeued: list[int]
@@ -114,16 +121,16 @@ class TrainerState(msgspec.Struct, frozen=True):
     staleness_history: list[tuple[int, float]]
     staleness_max: int
     line: dict[str, float | None] = {}
-    """Of the step's metrics: whoever goes on from it may find that it was not written."""
+    """The step's metrics, in case the log lacks them when the run resumes."""
     ledger: str = ""
-    """Id of the ledger that was written at the same time, hex; and what it knew of then."""
+    """Id of the ledger that belongs to the checkpoint, hex; `arrivals` and `boots` are as of then."""
     arrivals: int = 0
     boots: int = 0
     reputations: dict[str, ReputationSnapshot] = {}
-    """By node id (hex), as of `verified_up_to`; the ledger knows of what was judged later, too."""
+    """By node id (hex), as of `verified_up_to`; the ledger has newer ones."""
 
     def restore_reputations(self, ledger: Ledger) -> dict[bytes, Reputation]:
-        """Evidence about every worker, bans included: the ledger's where it is newer."""
+        """Restore the evidence about every worker, bans included; the ledger's where it is newer."""
         known = {
             bytes.fromhex(node): Reputation.restore(one) for node, one in self.reputations.items()
         }
@@ -133,26 +140,26 @@ class TrainerState(msgspec.Struct, frozen=True):
                 known[node] = Reputation.restore(newer)
         return known
 
-    def restore_tasks(self, book: LeaseBook, inbox: Iterable[Lease]) -> None:
-        """Lease again what was out then or leased since, but for what `inbox` has answered since."""
-        answered = {task.index for lease in inbox for task in lease.tasks}
-        book.next_task = max([self.next_task, *(index + 1 for index in answered)])
+    def restore_tasks(self, book: LeaseBook, answered: Iterable[Lease]) -> None:
+        """Queue again all tasks leased then or since, except those of `answered` leases."""
+        done = {task.index for lease in answered for task in lease.tasks}
+        book.next_task = max([self.next_task, *(index + 1 for index in done)])
         leased = [*self.requeued, *range(self.next_task, book.next_task)]
-        book.requeued.extend(index for index in leased if index not in answered)
+        book.requeued.extend(index for index in leased if index not in done)
 
 
 def check_ledger(checkpoints: Checkpoints, ledger: Ledger) -> None:
-    """Refuse to go on from checkpoints with a ledger that is not theirs, or does not know all that they knew.
+    """Refuse to resume with a ledger that is not that of the checkpoints, or is older than they are.
 
-    What it receipted then would be taken for what the checkpoint contains, and lost; numbers of leases, heads
-    and verdicts that are out would be given again. Call it before this start is counted. Raises StorageError.
+    Submissions would be lost, and numbers of leases, heads and verdicts given twice. Call it before this start
+    is counted. Raises StorageError.
     """
     for step in reversed(checkpoints.steps()):
         try:
-            cursor = msgspec.json.decode(checkpoints.glance(step, "cursor"), type=TrainerState)
+            state = msgspec.json.decode(checkpoints.glance(step, "cursor"), type=TrainerState)
         except (OSError, msgspec.DecodeError):
-            continue  # whoever reads all of it will say what is wrong with it
-        why = _differs(cursor, ledger)
+            continue  # reading all of it will report the error
+        why = _differs(state, ledger)
         if why:
             home = checkpoints.directory.parent
             raise StorageError(
@@ -163,23 +170,23 @@ def check_ledger(checkpoints: Checkpoints, ledger: Ledger) -> None:
         return
 
 
-def _differs(cursor: TrainerState, ledger: Ledger) -> str:
-    """Why a ledger does not belong to a checkpoint, in a few words, or ""."""
+def _differs(state: TrainerState, ledger: Ledger) -> str:
+    """Say why a ledger does not belong to a checkpoint; "" if it does."""
     arrivals, boots = ledger.last_arrival(), ledger.boots()
     if not arrivals and not boots:
         return "it is empty"
-    if cursor.ledger and cursor.ledger != ledger.ledger_id():
+    if state.ledger and state.ledger != ledger.ledger_id():
         return "it is of another run, or was made anew"
     # a checkpoint from before there were ids knows of the last submission that it contains
-    known = max(cursor.arrivals, cursor.verified_up_to)
-    if arrivals < known or boots < cursor.boots:
+    known = max(state.arrivals, state.verified_up_to)
+    if arrivals < known or boots < state.boots:
         return (
             f"it is older, and knows of {arrivals} submissions and {boots} starts, the checkpoint of "
-            f"{known} and {cursor.boots}"
+            f"{known} and {state.boots}"
         )
     return ""
 
 
 def snapshots(reputations: Mapping[bytes, Reputation]) -> dict[str, ReputationSnapshot]:
-    """As they are written into a cursor."""
+    """Convert reputations for a TrainerState."""
     return {node.hex(): one.snapshot() for node, one in reputations.items()}

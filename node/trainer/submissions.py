@@ -1,62 +1,261 @@
-"""Submissions: refused cheaply, or kept and receipted.
+"""Receive submissions, verify each once, and judge them in order of arrival.
 
-What a receipt acknowledges is in the ledger first.
+Invariants: a submission is in the ledger before its receipt is signed. Several are verified at a time, as one
+waits for an auditor while the next is checked; every one gets a signed verdict, and none can stall the trainer.
 """
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, seal, unseal
+import msgspec
+
+from ...crypto.hashing import short
+from ...protocol.audits import CHALLENGE_BYTES, Outliers, audit_rate
+from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease, LeaseBook
+from ...protocol.leases import Lease
+from ...protocol.manifests import ProofContract
 from ...protocol.messages import SubmitOffer
-from ...protocol.rollouts import Receipt, Submission
-from ..ops.errors import StorageError
+from ...protocol.reputation import BanTest
+from ...protocol.rollouts import Receipt, Submission, Verdict
+from ..ops.errors import StorageError, first_cause
 from ..p2p.transport import Stream
 from ..p2p.uploads import UploadReceiver
-from ..storage.ledger import Ledger, QueuedSubmission
-from .state import LEASES_PER_BOOT
+from ..storage.ledger import QueuedSubmission
+from ..training.buffer import RolloutBuffer
+from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
+from .pipeline_faults import StageFaults, spared
+from .scheduler import LeaseScheduler
+from .state import LEASES_PER_BOOT, ChainEpoch, Progress
 
 logger = logging.getLogger(__name__)
 
 LATE_GRACE_S = 5.0
+RECEIPT_TTL_S = VERDICT_TTL_S = 7 * 86400
+CAPACITY = 64
+"""Submissions that may wait for verification; further ones are told to come again."""
+CONCURRENT_CHECKS = 8
+"""Submissions that are verified at a time. Evidence from one affects the audits of those that start later."""
 
 
-class SubmissionReceiver:
-    """Takes in what workers made of their leases."""
+@dataclass(frozen=True)
+class PendingVerification:
+    """A submission that is being verified."""
+
+    arrived: QueuedSubmission
+    before: bytes | None
+    """Its sealed verdict from before the trainer was killed."""
+    verifying: asyncio.Task[Verified]
+
+
+class SubmissionQueue:
+    """Verifies submissions, judges them in order of arrival, and puts accepted groups into the buffer."""
 
     def __init__(
         self,
-        *,
-        key: SecretKey,
-        run_id: bytes,
-        book: LeaseBook,
-        boot: int,
-        ledger: Ledger,
-        arrivals: "asyncio.Queue[QueuedSubmission]",
-        work_changed: Callable[[], Awaitable[None]],
+        scheduler: LeaseScheduler,
+        verifier: Verifier,
+        contract: ProofContract,
+        test: BanTest,
+        buffer: RolloutBuffer,
+        progress: Progress,
     ) -> None:
-        """`boot` counts the starts of this trainer; `work_changed` is called when a lease has come back."""
-        self._key = key
-        self._run_id = run_id
-        self._book = book
+        """`test` decides which workers are banned."""
+        self._scheduler = scheduler
+        self._registry = scheduler.registry
+        self._services = scheduler.registry.services
+        self._ledger = scheduler.registry.services.ledger
+        self.verifier = verifier
+        self._contract = contract
+        self.buffer = buffer
+        self.progress = progress
+        self._arrivals: asyncio.Queue[QueuedSubmission] = asyncio.Queue(CAPACITY)
+        self._stages = StageFaults(
+            self._registry.reputation, self._registry.pipelines.dissolve, test
+        )
+        self._outliers = Outliers()
+        self._verifying = 0
+        self._room = asyncio.Semaphore(CONCURRENT_CHECKS)
+        self._counted_up_to = self._ledger.judged_up_to()
+        """Arrival number of the last submission that was judged, and counted, before this start."""
+        self._taken_up_to = 0
+        """Arrival number of the last submission that was begun."""
+        self.grown = asyncio.Condition()
+        """Notified after every judgement."""
+        self.epoch = ChainEpoch()
+
+    @property
+    def full(self) -> bool:
+        """Whether no further submission can wait."""
+        return self._arrivals.full()
+
+    def put(self, arrived: QueuedSubmission) -> None:
+        """Queue a submission that is in the ledger."""
+        self._arrivals.put_nowait(arrived)
+
+    def waiting(self) -> int:
+        """Count the submissions that are not judged yet."""
+        return self._verifying + self._arrivals.qsize()
+
+    async def run(self) -> None:
+        """Verify the submissions left from before, then new ones, until cancelled."""
+        begun: asyncio.Queue[PendingVerification] = asyncio.Queue()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._judge_all(begun))
+                for arrived in self._ledger.arrived_after(self.progress.verified_up_to):
+                    await self._begin(arrived, begun, tasks)
+                while True:
+                    await self._begin(await self._arrivals.get(), begun, tasks)
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+
+    async def _begin(
+        self,
+        arrived: QueuedSubmission,
+        begun: "asyncio.Queue[PendingVerification]",
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Start to verify a submission, as soon as there is room."""
+        if arrived.arrival <= max(self.progress.verified_up_to, self._taken_up_to):
+            return
+        self._taken_up_to = arrived.arrival
+        self._verifying += 1
+        await self._room.acquire()
+        before = self._ledger.verdict_on(arrived.arrival)
+        verifying = tasks.create_task(self._verify(arrived, before))
+        begun.put_nowait(PendingVerification(arrived, before, verifying))
+
+    async def _judge_all(self, begun: "asyncio.Queue[PendingVerification]") -> None:
+        """Judge the verified submissions in order of arrival; wakes the trainer and lease requests."""
+        while True:
+            one = await begun.get()
+            verified = await one.verifying
+            self._verifying -= 1
+            self._room.release()
+            self._judge(one.arrived, verified, one.before)
+            async with self.grown:
+                self.grown.notify_all()
+            await self._scheduler.work_changed()
+
+    def _judge(self, arrived: QueuedSubmission, verified: Verified, before: bytes | None) -> None:
+        """Count a submission, once however often the trainer is killed, and buffer its accepted groups."""
+        self.progress.verified_up_to = arrived.arrival
+        if arrived.arrival > self._counted_up_to:
+            self._remember(arrived.node, verified)
+        self._note_rewards(arrived.node, verified)
+        reasons = verified.reasons()
+        progress = self.progress
+        progress.received += verified.verdict.accepted + sum(reasons.values())
+        progress.accepted += verified.verdict.accepted
+        progress.rejected.update({reason.value: count for reason, count in reasons.items()})
+        for group in verified.groups:
+            refusal = self.buffer.add(group, self.progress.step)
+            if refusal is not None:
+                progress.accepted -= len(group.rollouts)
+                progress.rejected[refusal] += len(group.rollouts)
+        self._deliver(arrived, before or self._keep(arrived, verified))
+
+    def _remember(self, node: bytes, verified: Verified) -> None:
+        """Add the result to the worker's reputation."""
+        reputation = self._registry.reputation(node)
+        before = reputation.banned
+        reasons, accepted = verified.reasons(), verified.verdict.accepted
+        reputation.record(accepted, reasons, time.time(), spared=spared(verified.audited))
+        self._stages.note(node, verified)
+        if reputation.banned != before:
+            logger.warning("%s is banned: %s", short(node), reputation.banned)
+
+    def _note_rewards(self, node: bytes, verified: Verified) -> None:
+        for group in verified.groups:
+            self._outliers.note(
+                node,
+                group.environment,
+                [rollout.reward for rollout in group.rollouts],
+                [sum(map(sum, (b.mask for b in rollout.branches))) for rollout in group.rollouts],
+            )
+
+    def _rate(self, node: bytes) -> float:
+        """Compute the share of this worker's rollouts to audit now."""
+        reputation = self._registry.reputation(node)
+        base, odd = self._contract.audit_rate, self._outliers.outlierness(node)
+        return audit_rate(reputation, base, odd, reputation.recent_fault)
+
+    async def _verify(self, arrived: QueuedSubmission, told: bytes | None) -> Verified:
+        submission, lease = self.open(arrived)
+        before = None if told is None else unseal(told, Purpose.VERDICT, Verdict, now=0).body
+        # Drawn now that the bundle is fixed, so that no worker knows which rollouts are audited.
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        arrival = ReceivedSubmission(
+            arrived.arrival, arrived.digest, arrived.node, arrived.sealed, challenge
+        )
+        if self.epoch.voids(submission, lease):
+            error = RemoteProtocolError(Reason.STALE, "made by a policy that the trainer lost")
+            return refuse_all(arrival, lease, error)
+        version, rate = self._scheduler.version, self._rate(arrived.node)
+        try:
+            return await self.verifier.verify(
+                submission, lease, arrival, version=version, rate=rate, before=before
+            )
+        except RemoteProtocolError as error:
+            logger.warning("submission of %s refused: %s", short(arrived.node), error)
+            return refuse_all(arrival, lease, error)
+
+    def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
+        """Open a submission and the lease that it answers."""
+        submission = unseal(
+            arrived.sealed, Purpose.SUBMISSION, Submission, now=0, run=self._services.run_id
+        ).body
+        return submission, open_lease(
+            submission.lease, self._services.run_id, self._services.trainer, arrived.node
+        )
+
+    def _keep(self, arrived: QueuedSubmission, verified: Verified) -> bytes:
+        """Write the verdict and the reputations that it changed into the ledger; returns it sealed."""
+        sealed = self._services.seal(
+            Purpose.VERDICT,
+            verified.verdict,
+            recipient=arrived.node,
+            expires=int(time.time()) + VERDICT_TTL_S,
+        )
+        stages = verified.plan.stages if verified.plan else ()
+        reputations = {
+            node: msgspec.json.encode(self._registry.reputation(node).snapshot())
+            for node in (arrived.node, *(stage.node for stage in stages))
+        }
+        self._ledger.add_verdict(arrived.node, sealed, arrived.arrival, reputations)
+        return sealed
+
+    def _deliver(self, arrived: QueuedSubmission, sealed: bytes) -> None:
+        node = arrived.node
+        if node in self._registry.workers:
+            self._registry.workers[node].verdicts.append(sealed)
+
+
+class SubmissionReceiver:
+    """Receives submissions: refuses them cheaply, or stores them and signs a receipt."""
+
+    def __init__(self, scheduler: LeaseScheduler, queue: SubmissionQueue, boot: int) -> None:
+        """`boot` counts the starts of this trainer."""
+        self._scheduler = scheduler
+        self._services = scheduler.registry.services
+        self._book = scheduler.book
+        self._ledger = self._services.ledger
+        self._queue = queue
         self._boot = boot
-        self._ledger = ledger
-        self._arrivals = arrivals
-        self._work_changed = work_changed
         self._uploads = UploadReceiver()
 
     async def handle(self, peer: bytes, stream: Stream, offer: SubmitOffer) -> bool:
-        """Take the bytes of `offer`, or repeat the receipt that they have; the caller has admitted `peer`.
+        """Receive the bytes of `offer`, or repeat their receipt; returns whether they are new.
 
-        Whether that was news.
+        The caller has checked that `peer` is admitted.
         """
         known = self._ledger.receipt(offer.digest)
         if known is not None:
-            raise_unless_own(known, self._run_id, self._key.node_id, peer)
+            raise_unless_own(known, self._services.run_id, self._services.trainer, peer)
             await self._uploads.repeat(stream, known)
             return False
         if self._ledger.lease_done(offer.lease_id):
@@ -80,16 +279,14 @@ class SubmissionReceiver:
             raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {lease.lease_id} is over")
         if self._ledger.lease_done(lease.lease_id):
             raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {lease.lease_id} was answered")
-        receipt = seal(
-            self._key,
+        receipt = self._services.seal(
             Purpose.RECEIPT,
-            self._run_id,
             Receipt(offer.digest, lease.lease_id, int(now)),
             recipient=peer,
             sequence=lease.lease_id,
-            expires=int(now) + 7 * 86400,
+            expires=int(now) + RECEIPT_TTL_S,
         )
-        if self._arrivals.full():
+        if self._queue.full:
             raise RemoteProtocolError(Reason.BUSY, "the inbox is full: come again")
         try:
             arrival = self._ledger.receive(offer.digest, lease.lease_id, peer, data, receipt)
@@ -100,10 +297,8 @@ class SubmissionReceiver:
             ) from error
         if lease.lease_id in self._book.held:
             self._book.settle(lease.lease_id, peer, now)
-        self._arrivals.put_nowait(
-            QueuedSubmission(arrival, offer.digest, lease.lease_id, peer, data)
-        )
-        await self._work_changed()
+        self._queue.put(QueuedSubmission(arrival, offer.digest, lease.lease_id, peer, data))
+        await self._scheduler.work_changed()
         return receipt
 
     def _check_bundle(self, peer: bytes, offer: SubmitOffer, data: bytes, now: float) -> Lease:
@@ -112,18 +307,18 @@ class SubmissionReceiver:
             Purpose.SUBMISSION,
             Submission,
             now=int(now),
-            run=self._run_id,
+            run=self._services.run_id,
             signer=peer,
-            recipient=self._key.node_id,
+            recipient=self._services.trainer,
         ).body
-        lease = open_lease(submission.lease, self._run_id, self._key.node_id, peer)
+        lease = open_lease(submission.lease, self._services.run_id, self._services.trainer, peer)
         if lease.lease_id != offer.lease_id:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
         return lease
 
 
 def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
-    """The lease inside a submission: our own signature, to this worker. Its deadline is checked apart."""
+    """Open the lease inside a submission: signed by us, for this worker. Its deadline is checked apart."""
     return unseal(
         sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
     ).body

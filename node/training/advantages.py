@@ -21,7 +21,7 @@ MAX_REWARD = 1e9
 
 @dataclass(frozen=True)
 class CreditedBatch:
-    """The samples of a batch, and what was left out of it."""
+    """The samples of a batch, and counts of groups that were left out."""
 
     samples: list[Sample]
     groups: int
@@ -53,7 +53,7 @@ def grpo_std(rewards: Sequence[float]) -> list[float]:
 def max_rl(rewards: Sequence[float]) -> list[float]:
     """(r - mean) / mean, all 0 where mean <= 0: maximum-likelihood RL (arXiv 2602.02710), as in prime-rl.
 
-    Meant for rewards >= 0, of which a rarely solved task weighs about 1 / (its pass rate). Where some are
+    Meant for rewards >= 0: a rarely solved task weighs about 1 / (its pass rate). Where some are
     negative the mean may come close to 0: the divisor is at least max(|r|) / n, which changes nothing for
     rewards >= 0 and bounds advantages by 2 n.
     """

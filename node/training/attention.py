@@ -1,4 +1,4 @@
-"""Attention among the tokens of each packed sequence and nobody else. Imports torch: import lazily.
+"""Attention within each packed sequence, never across sequences. Imports torch: import lazily.
 
 Sequences lie one after the other in one row; nothing of one may ever reach another, whatever the kernel. On
 CUDA the kernels stand behind one custom operator, so that compilation and checkpointing see one opaque step.
@@ -25,7 +25,7 @@ LONG = 2048
 """Mean length from which cuDNN's kernel, called once a sequence, beats the flash kernel called once for all
 (H200: 1.6 against 1.8 ms for 32 x 2,048 tokens, 0.7 against 0.4 for 16 x 1,024)."""
 LOOSE = 2.0
-"""On a CPU sequences are padded to the longest, all in one call, unless that makes so many times the tokens."""
+"""On a CPU sequences are padded to the longest, in one call, unless that makes over this times the tokens."""
 
 HALF = (torch.bfloat16, torch.float16)
 """What the kernels for GPUs compute in."""

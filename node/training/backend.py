@@ -1,7 +1,7 @@
 """The trainer backend seam: a batch in, one optimizer step, a bf16 policy out.
 
-The daemon awaits; whatever computes does so off the event loop. Implementations: local_backend.py (real, one
-process), tests/support/counting_backend.py (fake). Suite: tests/conformance/test_backend.py.
+All computation is off the event loop. Implementations: local_backend.py (one process), fsdp_backend.py (ranks),
+tests/support/counting_backend.py (fake). Suite: tests/conformance/test_backend.py.
 """
 
 import logging
@@ -30,6 +30,9 @@ class Sample:
     logprobs: list[float]
     advantage: float
 
+
+Example = tuple[Sequence[int], Sequence[int]]
+"""(prompt token ids, completion token ids with the stop token)."""
 
 Objective = Literal["policy", "ce"]
 """`policy`: the configured loss; `ce`: plain cross entropy of the trained tokens."""

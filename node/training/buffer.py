@@ -153,7 +153,7 @@ class RolloutBuffer:
         return BufferSnapshot(self._version, list(self._groups), dict(self.counts))
 
     def restore(self, snapshot: BufferSnapshot) -> list[RolloutGroup]:
-        """Become what was saved; returns what a bound that was tightened since then sweeps."""
+        """Return to a snapshot; returns the groups that are too old under a bound tightened since then."""
         self._version = snapshot.version
         self._groups = list(snapshot.groups)
         self.counts = Counter(snapshot.counts)
@@ -183,7 +183,7 @@ def peer_cap(
 
     raised to the smallest number with which the work that is there, waiting or on lease, can fill the batch:
     who is alone, or whose companions have left, fills it all. So a batch is never waited for that cannot come:
-    as leases are settled, rejected or expire, the cap falls or rises with what is left.
+    as leases are settled, rejected or expire, the cap falls or rises with the rest.
     """
     there = [waiting.get(node, 0) + leased.get(node, 0) for node in waiting.keys() | leased.keys()]
     live = sum(1 for groups in there if groups)

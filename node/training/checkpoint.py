@@ -108,7 +108,7 @@ class StagingBackend(Protocol):
         ...
 
     async def write_staged(self, directory: Path) -> None:
-        """What save() does, with what was staged; step() and the others may run meanwhile."""
+        """Write the staged copy as save() would; step() and the others may run meanwhile."""
         ...
 
 
@@ -236,7 +236,7 @@ class Checkpoints:
         return self.directory / f"step_{step}"
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending; what is incomplete is passed over."""
+        """Steps of all complete checkpoints, ascending; incomplete ones are passed over."""
         if not self.directory.is_dir():
             return []
         self._heal()

@@ -1,6 +1,6 @@
 """Mixtures of experts: routers in fp32, and how evenly tokens are spread over experts. Imports torch lazily.
 
-What is counted is only good for shares: what is computed again in backward may be counted twice.
+Counts are only good for shares: tokens computed again in backward may be counted twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -152,7 +152,7 @@ def _folds(values: list[float]) -> list[tuple[str, float]]:
 def share_out(causal: nn.Module, ranks: int, world: World, dtype: torch.dtype) -> set[nn.Parameter]:
     """Give each of `ranks` its part of all experts of `causal`, which compute in `dtype`.
 
-    Returns the parameters that nobody else may shard. Before compilation and sharding. Raises EngineError.
+    Returns the parameters that must not be sharded again. Before compilation and sharding. Raises EngineError.
     """
     if ranks == 1:
         return set()
@@ -227,7 +227,7 @@ class _Journey:
 
 
 def _travelling(own: _Own, mesh: DeviceMesh) -> Callable[..., Tensor]:
-    """The forward of experts of which each rank has its own."""
+    """Make the forward of experts that are divided among ranks."""
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         flat = top_k_index.flatten()
@@ -237,7 +237,7 @@ def _travelling(own: _Own, mesh: DeviceMesh) -> Callable[..., Tensor]:
         came = all_to_all_single_autograd(sent, journey.here, journey.there, mesh)
         if len(journey.chosen):
             made = own.run(came, journey.chosen)
-        else:  # nobody came: a row of zeros keeps what is collective in step
+        else:  # no rows came: a row of zeros keeps collective operations in step
             alone = torch.cat([came, came.new_zeros(1, came.shape[1])])
             made = own.run(alone, journey.chosen.new_zeros(1))[:0]
         back = all_to_all_single_autograd(made.contiguous(), journey.there, journey.here, mesh)

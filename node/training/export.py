@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,30 +22,12 @@ from ..weights.state import BITS, numel
 from .backend import Snapshot
 from .gather import Policy, Source, TensorPiece, named_sources
 from .snapshot import DeviceEvent, HostPiece, HostState, SnapshotFiles, StateFile, TensorDiff
+from .world import World
 
 ALIGN = 8
 """Every array in a message begins at a multiple of this, so that any element type may be viewed there."""
 NOTHING, DENSE = 0, -1
 """What is said of a chunk instead of the number of elements that differ."""
-
-
-class OneRank(Protocol):
-    """The part of World that is needed here."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's messages lie."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +80,7 @@ def _host_piece(source: Source, start: int, found: Difference) -> HostPiece:
 class DiffCollector:
     """Brings differences to the first rank, a bucket of sources at a time."""
 
-    def __init__(self, ranks: OneRank, sources: Sequence[Source], chunk: int) -> None:
+    def __init__(self, ranks: World, sources: Sequence[Source], chunk: int) -> None:
         self._ranks = ranks
         self._sources = {source.name: place for place, source in enumerate(sources)}
         self._chunk = chunk
@@ -109,7 +91,7 @@ class DiffCollector:
         """Whether all ranks are `ready`.
 
         Raises EngineError on all of them if they export different tensors, or if some element is
-        nobody's or two ranks'.
+        no rank's or two ranks'.
         """
         if self._ranks.device.type == "cuda":  # messages need what a first collective sets up
             dist.all_reduce(torch.zeros(1, device=self._ranks.device))
@@ -232,7 +214,7 @@ class _Item:
 
     @property
     def count(self) -> int:
-        """Elements of which the bits come."""
+        """Elements whose bits are sent."""
         return self.length if self.code == DENSE else self.code
 
     @property
@@ -286,25 +268,17 @@ BUCKET = 1 << 27
 """Elements whose differences travel to the first rank together, and one tensor more at most: bounds what
 the ranks hold for that if everything differs, 256 MiB on the first and as much on the others together."""
 MOST_SPARSE = 4
-"""A chunk of which more than one in so many elements changed crosses whole: positions cost more than bits."""
+"""A chunk crosses whole if more than one in this many elements changed: positions cost more than bits."""
 
 Layout = tuple[str, tuple[int, ...], int, int]
 """dtype name, shape, and the rank's share: from where to where."""
-
-
-class Alone:
-    """The only rank."""
-
-    rank = 0
-    size = 1
-    device = torch.device("cpu")
 
 
 class PieceFinder:
     """Keeps the bits of what it found last: 2 bytes for each bf16 element of this rank's share, beside it."""
 
     def __init__(
-        self, ranks: OneRank, *, chunk: int = CHUNK, bucket: int = BUCKET, keep: bool = True
+        self, ranks: World, *, chunk: int = CHUNK, bucket: int = BUCKET, keep: bool = True
     ) -> None:
         """`chunk` elements are compared at once, those of `bucket` travel at once: as on all ranks.
 
@@ -389,63 +363,63 @@ class PieceFinder:
             yield found
 
 
-class DeviceExporter:
-    """A policy of one process as a State: what differs is found where it lies, the rest is the host's."""
+class PolicyExporter:
+    """Brings the policy out: as a State in this process, or as files that another one reads (SnapshotReader).
 
-    def __init__(self, *, threads: int = 0, chunk: int = CHUNK, ahead: bool = False) -> None:
-        """`threads` build the host's copy, `ahead` of time if that is wanted: see HostState."""
-        self._finder = PieceFinder(Alone(), chunk=chunk)
+    Every call but snapshot() is collective, with the same policy and path on every rank; the first rank writes.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        chunk: int = CHUNK,
+        bucket: int = BUCKET,
+        threads: int = 0,
+        ahead: bool = False,
+    ) -> None:
+        """`chunk` and `bucket` as in PieceFinder; `threads` and `ahead` as in HostState, for snapshot()."""
+        self._world = world
+        self._finder = PieceFinder(world, chunk=chunk, bucket=bucket)
+        self._whole_finder = PieceFinder(world, chunk=chunk, bucket=bucket, keep=False)
         self._host = HostState(threads=threads, ahead=ahead)
+        self._files = SnapshotFiles()
 
-    def export(self, policy: Policy) -> Snapshot:
-        """The tensors as a State, floating ones rounded to bf16, and what changed since the last call.
+    def snapshot(self, policy: Policy) -> Snapshot:
+        """Make a State of a rank without others, floating tensors in bf16, and find the changes since the last.
 
-        They are taken one after the other. The first call, and one with other names or shapes,
-        exports everything. Raises EngineError for a dtype that a state cannot hold, and
-        RuntimeError when memory runs out; then the next call exports everything.
+        The tensors are taken one after the other. The first call, and one with other names or shapes, exports
+        everything. Raises EngineError for a dtype that a state cannot hold, and RuntimeError when memory runs
+        out; then the next call exports everything.
         """
         if self._host.state is None:
             self._finder.forget()
         return self._host.build(self._finder.find(named_sources(policy, 0)))
 
-    def close(self) -> None:
-        """End the threads that copy ahead; what was exported stays."""
-        self._host.close()
+    def write_snapshot(self, sources: Iterable[Source], path: Path, *, whole: bool = False) -> None:
+        """Write the changes since the last snapshot, or all of it if it is `whole` or the first.
 
-
-class SnapshotWriter:
-    """A policy of several ranks as files that another process reads (state_file.SnapshotReader).
-
-    Every call is collective, with the same model and path on every rank; the first one writes.
-    """
-
-    def __init__(self, world: OneRank, *, chunk: int = CHUNK, bucket: int = BUCKET) -> None:
-        """A new writer's first snapshot is whole; see PieceFinder for the sizes."""
-        self._world = world
-        self._finder = PieceFinder(world, chunk=chunk, bucket=bucket)
-        self._everything = PieceFinder(world, chunk=chunk, bucket=bucket, keep=False)
-        self._files = SnapshotFiles()
-
-    def snapshot(self, sources: Iterable[Source], path: Path, *, whole: bool = False) -> None:
-        """What changed since the last snapshot, or all of it: then whoever reads needs no other file.
-
-        Raises StorageError (on the first rank alone), EngineError for ranks that disagree, and
-        RuntimeError when memory runs out; after each the next one is whole.
+        Raises StorageError on the first rank if the file cannot be written, EngineError for ranks that
+        disagree, and RuntimeError when memory runs out; after each the next one is whole.
         """
         if whole:
             self._finder.forget()
         try:
             self._write(self._files.following(path), self._finder.find(sources))
         except StorageError:
-            self._finder.forget()  # it was noted as exported, but nobody has it
+            self._finder.forget()  # it was noted as exported, but was not written
             raise
 
-    def state(self, sources: Iterable[Source], path: Path) -> None:
-        """All of it, compared with nothing; the next snapshot does not know of it. Raises as that."""
-        self._write(self._files.apart(path), self._everything.find(sources))
+    def write_state(self, sources: Iterable[Source], path: Path) -> None:
+        """Write the whole policy; snapshots are not touched. Raises as write_snapshot()."""
+        self._write(self._files.apart(path), self._whole_finder.find(sources))
+
+    def close(self) -> None:
+        """End the threads that copy ahead; exported states stay."""
+        self._host.close()
 
     def _write(self, file: StateFile, found: Iterator[TensorDiff]) -> None:
-        """On other ranks than the first nothing is found, and nothing written."""
+        """Write `found`; on other ranks than the first it is empty, and still has to be walked."""
         if self._world.rank:
             for _ in found:
                 pass

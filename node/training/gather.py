@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..models import huggingface
-from ..models.tensors import bf16_state, dtype_name, torch_dtype
-from ..weights.state import State, numel
+from ..models.tensors import dtype_name, torch_dtype
+from ..weights.state import numel
 
 if TYPE_CHECKING:
     from ..models.huggingface import PreTrainedModel
@@ -43,12 +43,12 @@ class Source:
 
     name: str
     dtype: str
-    """Of the checkpoint: BF16 for what is a floating one here."""
+    """Of the checkpoint: BF16 for any floating dtype of the model."""
     shape: tuple[int, ...]
     runs: tuple[TensorPiece, ...]
     """The checkpoint tensors in it, by their start; together they are all of it."""
     share: slice
-    """The flat elements that this rank answers for; each has one rank, whoever has copies."""
+    """The flat elements that this rank answers for; one rank answers for each, also where several have it."""
     take: Callable[[], torch.Tensor]
     """The elements of `share`, flat, of any floating type; may be collective."""
     gather: Callable[[], torch.Tensor]
@@ -73,7 +73,7 @@ def policy_sources(model: "PreTrainedModel", rank: int) -> list[Source]:
     """The weights and persistent buffers of `model`; a tied one appears once.
 
     transformers keeps some weights in another layout than checkpoints do: experts are fused into one
-    tensor, of which each is a run. What is no run of one tensor (transposed, say) is gathered with
+    tensor, and each is a run of it. A tensor that is no run of one (transposed, say) is gathered with
     its group, a layer where that suffices, and turned back by transformers. The sources stay good as
     long as the model has the same parameters: build them once.
     """
@@ -96,11 +96,6 @@ def whole_tensors(sources: Iterable[Source], rank: int) -> Iterator[tuple[str, t
         flat = source.gather().reshape(-1)
         for run in source.runs if rank == 0 else ():
             yield run.name, flat[run.start : run.stop].view(run.shape)
-
-
-def whole_state(sources: Iterable[Source]) -> State:
-    """The bf16 policy of a rank without others."""
-    return bf16_state(whole_tensors(sources, 0))
 
 
 def _source(

@@ -18,16 +18,16 @@ import torch
 from ..config.training import TrainingConfig
 from ..models import model_files
 from ..models.tensors import bf16_state
+from ..ops.errors import EngineError
 from ..weights.state import State
 from . import lora
-from .backend import Sample, Snapshot, StepMetrics, TrainBatch
-from .export import DeviceExporter
+from .backend import Example, Sample, Snapshot, StepMetrics, TrainBatch
+from .export import PolicyExporter
 from .gather import Source, named_sources, policy_sources, whole_tensors
 from .learner_state import (
     ALONE,
     CutLearner,
     HostRoom,
-    Ranks,
     SavedLearner,
     read_saved,
     rng_state,
@@ -38,15 +38,12 @@ from .meter import Cost, StepMeter, cost_of
 from .model import MULTIPLE, TrainedModel, compute_dtype
 from .optimizer import Optimizer, learning_rate
 from .packing import MicroBatch, Packed, pack
-from .world import World, pick_device
+from .world import RankChannel, World, pick_device
 
 if TYPE_CHECKING:
     from ..models.huggingface import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-Example = tuple[Sequence[int], Sequence[int]]
-"""(prompt token ids, completion token ids with the stop token)."""
 
 MAX_LOGPROB = 1e-3
 """Rounding may lift the logprob of a sure token above 0; a probability of 2 is a lie."""
@@ -66,7 +63,6 @@ class Learner:
         max_steps: int,
         temperature: float,
         reference: TrainedModel | None = None,
-        ranks: Ranks = ALONE,
     ) -> None:
         self.step_done = 0
         """Last optimizer step; the policy is this version."""
@@ -75,14 +71,16 @@ class Learner:
         self._model_dir = model_dir
         self._config = config
         self._world = world
-        self._ranks = ranks
+        self._channel = RankChannel.open(config.fsdp.timeout_s) if world.size > 1 else ALONE
+        """For checkpoints alone: they are written while other ranks' calls go on."""
         self._room = HostRoom()
+        self._staged: CutLearner | None = None
         self._max_steps = max_steps
         self._temperature = temperature
         self.vocabulary = model_files.vocab_size(model_dir)
         """Token ids are below this."""
         on_gpu = world.device.type != "cpu"
-        self._exporter = DeviceExporter(threads=config.threads, ahead=on_gpu)
+        self._exporter = PolicyExporter(world, threads=config.threads, ahead=on_gpu)
         self._parameters = model.masters()
         self._optimizer = Optimizer(self._parameters, config)
         self._warmup_optimizer: Optimizer | None = None
@@ -100,9 +98,8 @@ class Learner:
         seed: int,
         temperature: float,
         world: World | None = None,
-        ranks: Ranks = ALONE,
     ) -> "Learner":
-        """Load the model and seed torch; `ranks` save and load together. Raises EngineError."""
+        """Load the model and seed torch. Raises EngineError."""
         if config.threads:
             torch.set_num_threads(config.threads)
         if config.deterministic:
@@ -122,7 +119,6 @@ class Learner:
             max_steps=max_steps,
             temperature=temperature,
             reference=reference,
-            ranks=ranks,
         )
 
     def step(self, batch: TrainBatch) -> StepMetrics:
@@ -161,19 +157,8 @@ class Learner:
         figures = self._reduced(sums).metrics()
         return {"loss/mean": figures.get("loss/mean", 0.0), "tokens": float(packed.tokens)}
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """The trainer's logprob of every trained token of each sample, 0.0 elsewhere; no gradient."""
-        found: list[list[float]] = []
-        for sample in samples:
-            row = [0.0] * len(sample.token_ids)
-            places = [t for t, trained in enumerate(sample.mask) if trained and t]
-            for place, value in zip(places, self.packed_logprobs([sample]), strict=True):
-                row[place] = value
-            found.append(row)
-        return found
-
     def packed_logprobs(self, samples: Sequence[Sample]) -> list[float]:
-        """Those of the trained tokens of all samples, longest sample first, read in one row; no gradient."""
+        """Compute the logprobs of all trained tokens, longest sample first, in one row; no gradient."""
         tokens = sum(len(sample.token_ids) for sample in samples)
         rows = pack(samples, tokens, multiple=self._multiple).rank(0)
         with torch.no_grad():
@@ -205,15 +190,19 @@ class Learner:
 
     def state(self) -> State:
         """The bf16 policy, on the first rank; the others have nothing of it."""
-        return bf16_state(whole_tensors(self.sources(), self._world.rank))
+        return bf16_state(whole_tensors(self._sources, self._world.rank))
 
     def snapshot(self) -> Snapshot:
         """The bf16 policy of a rank without others, compared with the last one where the weights are."""
-        return self._exporter.export(self.sources())
+        return self._exporter.snapshot(self._sources)
 
-    def sources(self) -> list[Source]:
-        """What is published, as this rank has it; for SnapshotWriter."""
-        return self._sources
+    def write_state(self, path: Path) -> None:
+        """Write the policy as a file for SnapshotReader. Raises StorageError, EngineError."""
+        self._exporter.write_state(self._sources, path)
+
+    def write_snapshot(self, path: Path, *, whole: bool) -> None:
+        """As write_state(), but only the changes since the last snapshot, unless `whole`."""
+        self._exporter.write_snapshot(self._sources, path, whole=whole)
 
     def _published(self) -> list[Source]:
         causal, rank = self._model.causal, self._world.rank
@@ -234,20 +223,24 @@ class Learner:
 
     def save(self, directory: Path) -> None:
         """Write weights, moments, step and RNG; `directory` is whole or absent. Raises StorageError."""
-        self.saved().write(directory, self._ranks)
+        self.saved().write(directory, self._channel)
 
-    def stage(self) -> CutLearner:
-        """A copy in host memory of what save() would write; its write() may run while training goes on.
+    def stage(self) -> None:
+        """Copy the content of a checkpoint into the host's memory: training may go on."""
+        self._staged = self.saved().staged(self._channel, self._room)
 
-        Good until the next stage().
-        """
-        return self.saved().staged(self._ranks, self._room)
+    def write_staged(self, directory: Path) -> None:
+        """Write the newest stage(); may run in a thread beside everything but stage(), save() and load()."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise EngineError("nothing was staged: call stage() first")
+        staged.write(directory, self._channel)
 
     def load(self, directory: Path) -> None:
         """Become what save() wrote there, bit by bit. Raises StorageError, then nothing has changed."""
         moments_on = "cpu" if self._config.optimizer_offload else None
         trained = self._optimizer.parameters
-        saved = read_saved(directory, trained, self._ranks, moments_on=moments_on)
+        saved = read_saved(directory, trained, self._channel, moments_on=moments_on)
         with torch.no_grad():
             for name, tensor in saved.weights.items():
                 self._parameters[name].copy_(tensor)
@@ -265,7 +258,7 @@ class Learner:
             self._world.close()
 
     def saved(self) -> SavedLearner:
-        """What is trained, not what is frozen; no copies."""
+        """The trained tensors, without frozen ones; no copies."""
         moments = self._optimizer.moments()
         return SavedLearner(self.step_done, self._optimizer.parameters, moments, rng_state())
 
@@ -337,7 +330,7 @@ def _attach(
     """What gives a model the adapters that are configured."""
     if config.lora is None:
         return None
-    # what is sharded is cast for forward anyway: then a frozen base may lie in that dtype at once
+    # sharded parameters are cast for forward anyway: then a frozen base may lie in that dtype at once
     dtype = compute_dtype(config, world) if world.mesh is not None else None
     return partial(lora.attach, config=config.lora, seed=seed, dtype=dtype)
 

@@ -8,107 +8,27 @@ touched before all of a checkpoint was read.
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
 
 import msgspec
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..ops.errors import StorageError
 from .checkpoint import partial_of, whole_directory
+from .world import RankChannel
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-MESSAGE = 1000
-"""Bytes of an error that other ranks are told."""
-
-FAILURES = (OSError, SafetensorError, ValueError, KeyError, RuntimeError)
-"""What reading, writing and planning a checkpoint throws; each becomes a StorageError of all ranks."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """One rank among `size`; `group` is a gloo group on which nobody else talks at the same time."""
-
-    rank: int = 0
-    size: int = 1
-    group: "dist.ProcessGroup | None" = None
-
-    @classmethod
-    def join(cls, timeout_s: float) -> "Ranks":
-        """All ranks of the default process group, on a group of their own; without one, ALONE. Collective.
-
-        A rank that is not heard of for `timeout_s` seconds is an error (RuntimeError of torch).
-        """
-        if not dist.is_initialized():
-            return ALONE
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(dist.get_rank(), dist.get_world_size(), cast(dist.ProcessGroup, group))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which makes and names directories."""
-        return self.rank == 0
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return this rank's result. Raises StorageError on all or none."""
-        result, problem = _attempt(work)
-        self.agree(problem)
-        return cast(T, result)
-
-    def first(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 alone while the others wait. Raises StorageError on all or none."""
-        self.agree(_attempt(work)[1] if self.is_first else None)
-
-    def agree(self, problem: str | None) -> None:
-        """Raise StorageError if any rank has a problem."""
-        for rank, found in enumerate(self._gather((problem or "").encode()[:MESSAGE])):
-            if found:
-                text = found.decode(errors="replace")
-                raise StorageError(text if rank == self.rank else f"rank {rank}: {text}")
-
-    def _gather(self, message: bytes) -> list[bytes]:
-        """What every rank says, by rank; at most MESSAGE bytes."""
-        if self.size == 1:
-            return [message]
-        mine = torch.zeros(2 + MESSAGE, dtype=torch.uint8)
-        framed = len(message).to_bytes(2, "big") + message
-        mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self.group)
-        said = [row.numpy().tobytes() for row in rows]
-        return [row[2 : 2 + int.from_bytes(row[:2], "big")] for row in said]
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """The result, or what went wrong, in words."""
-    try:
-        return work(), None
-    except StorageError as error:
-        return None, str(error)
-    except FAILURES as error:
-        logger.debug("checkpoint", exc_info=True)
-        return None, f"{type(error).__name__}: {error}"
-
-
-ALONE = Ranks()
-"""One process without a process group."""
-
+ALONE = RankChannel()
 
 FILE_BYTES = 1 << 29
 """About what one file of a rank holds: as much is copied to the host's memory at a time."""
@@ -126,7 +46,7 @@ class ShardSlice:
     data: torch.Tensor
 
 
-def cut(tensors: Tensors, ranks: Ranks, *, own: Tensors | None = None) -> list[ShardSlice]:
+def cut(tensors: Tensors, ranks: RankChannel, *, own: Tensors | None = None) -> list[ShardSlice]:
     """The slices that this rank writes of `tensors` (the same names on every rank, plain or DTensor).
 
     A plain tensor is written by rank 0, a copy of a shard by its first holder. `own` are plain tensors of
@@ -200,10 +120,10 @@ def _write_file(path: Path, slices: Sequence[ShardSlice]) -> None:
     save_file({one.name: one.data.cpu().contiguous() for one in slices}, path, metadata=said)
 
 
-def _is_writer(tensor: torch.Tensor, ranks: Ranks) -> bool:
+def _is_writer(tensor: torch.Tensor, ranks: RankChannel) -> bool:
     """Whether this rank is the first that has what it has of `tensor`."""
     if not isinstance(tensor, DTensor):
-        return ranks.is_first
+        return ranks.rank == 0
     place = tensor.device_mesh.get_coordinate()
     if place is None:
         return False
@@ -287,7 +207,7 @@ class CutLearner:
     header: _Header
     slices: list[ShardSlice]
 
-    def write(self, directory: Path, ranks: Ranks = ALONE) -> None:
+    def write(self, directory: Path, ranks: RankChannel = ALONE) -> None:
         """See SavedLearner.write(); in any thread, but only one at a time on `ranks`."""
         partial = partial_of(directory)
         with ExitStack() as stack:
@@ -310,14 +230,14 @@ class SavedLearner:
     moments: Tensors
     rng: Tensors
 
-    def write(self, directory: Path, ranks: Ranks = ALONE) -> None:
+    def write(self, directory: Path, ranks: RankChannel = ALONE) -> None:
         """Make `directory` hold this, whole or not at all; the caller syncs it. Collective.
 
         With several machines it has to be on a disk that all of them see. Raises StorageError, on all ranks.
         """
         self.cut(ranks).write(directory, ranks)
 
-    def staged(self, ranks: Ranks = ALONE, room: HostRoom | None = None) -> "CutLearner":
+    def staged(self, ranks: RankChannel = ALONE, room: HostRoom | None = None) -> "CutLearner":
         """What write() would write, copied to the host's memory: the learner may go on.
 
         A copy in `room` is gone when the next one is made there.
@@ -325,7 +245,7 @@ class SavedLearner:
         whole = self.cut(ranks)
         return replace(whole, slices=(room or HostRoom()).copy(whole.slices))
 
-    def cut(self, ranks: Ranks = ALONE) -> "CutLearner":
+    def cut(self, ranks: RankChannel = ALONE) -> "CutLearner":
         """What write() would write, in the memory of the learner."""
         tensors = self.named()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -343,7 +263,7 @@ class SavedLearner:
 def read_saved(
     directory: Path,
     parameters: Tensors,
-    ranks: Ranks = ALONE,
+    ranks: RankChannel = ALONE,
     *,
     moments_on: torch.device | str | None = None,
 ) -> SavedLearner:
@@ -372,7 +292,7 @@ def set_rng_state(states: Tensors) -> None:
 
 
 def _read(
-    directory: Path, parameters: Tensors, ranks: Ranks, moments_on: torch.device | str | None
+    directory: Path, parameters: Tensors, ranks: RankChannel, moments_on: torch.device | str | None
 ) -> SavedLearner:
     """The share of one rank. Raises StorageError."""
     try:

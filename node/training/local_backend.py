@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 from ..config.training import TrainingConfig
 from ..ops.errors import EngineError, one_line
 from ..weights.state import State
-from .backend import Sample, Snapshot, StepMetrics, TrainBatch
+from .backend import Example, Sample, Snapshot, StepMetrics, TrainBatch
 
 if TYPE_CHECKING:
-    from .learner import Example, Learner
-    from .learner_state import CutLearner
+    from .learner import Learner
 
 T = TypeVar("T")
 
@@ -39,7 +38,6 @@ class LocalBackend:
         self._temperature = temperature
         self._thread: ThreadPoolExecutor | None = None
         self._learner: Learner | None = None
-        self._staged: CutLearner | None = None
 
     async def start(self, model_dir: Path) -> None:
         """Load the model of `model_dir` in fp32 and make its optimizer. Raises EngineError."""
@@ -72,15 +70,12 @@ class LocalBackend:
         await self._with(lambda learner: learner.save(directory))
 
     async def stage(self) -> None:
-        """Copy what save() would write; afterwards the weights may change."""
-        self._staged = await self._with(lambda learner: learner.stage())
+        """Copy the content of a checkpoint; afterwards the weights may change."""
+        await self._with(lambda learner: learner.stage())
 
     async def write_staged(self, directory: Path) -> None:
         """Write the newest stage(), in a thread of its own: step() and the others may run meanwhile."""
-        staged, self._staged = self._staged, None
-        if staged is None:
-            raise EngineError("nothing was staged: call stage() first")
-        await asyncio.to_thread(staged.write, directory)
+        await asyncio.to_thread(self._started().write_staged, directory)
 
     async def load(self, directory: Path) -> None:
         """Continue exactly from what save() wrote. Raises StorageError."""
@@ -90,7 +85,7 @@ class LocalBackend:
         """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
         await self._with(lambda learner: learner.export(directory))
 
-    async def supervised_step(self, examples: Sequence["Example"], lr: float) -> float:
+    async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
         """One step of cross entropy on completions; returns the loss per token. For warm_up()."""
         return await self._with(lambda learner: learner.supervised_step(examples, lr))
 
@@ -119,10 +114,13 @@ class LocalBackend:
         )
 
     async def _with(self, work: "Callable[[Learner], T]") -> T:
-        learner = self._learner
-        if learner is None:
-            raise EngineError("the trainer backend is not running: call start() first")
+        learner = self._started()
         return await self._run(lambda: work(learner))
+
+    def _started(self) -> "Learner":
+        if self._learner is None:
+            raise EngineError("the trainer backend is not running: call start() first")
+        return self._learner
 
     async def _run(self, work: Callable[[], T]) -> T:
         """Run `work` in the trainer's thread; what torch throws becomes an EngineError."""

@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) inside a model of transformers. Imports torch: lazily.
 
 attach() comes before sharding and compiling. Parameters of the base keep their names and never change again;
-the adapters have PEFT's names, so that what is exported is read by PEFT, vLLM and others.
+the adapters have PEFT's names, so that PEFT, vLLM and others read an export.
 """
 
 import json

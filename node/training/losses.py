@@ -475,7 +475,7 @@ def _measure(inputs: TokenInputs, token_loss: TokenLoss, sampled: bool) -> LossS
 def _of_sampler(
     inputs: TokenInputs, token_loss: TokenLoss, everywhere: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """What compares trainer and sampler: (values, of which tokens) by name.
+    """Comparisons of trainer and sampler: (values, mask of tokens) by name.
 
     mismatch_kl estimates KL(mu || pi) from tokens that mu drew.
     """

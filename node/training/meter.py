@@ -42,7 +42,7 @@ class Cost:
 
 
 def cost_of(config: Any, parameters: int) -> Cost:
-    """The cost of a transformers config whose model has so many `parameters`."""
+    """The cost of a model with this transformers config and number of `parameters`."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     tied = getattr(config, "tie_word_embeddings", False)

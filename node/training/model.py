@@ -1,7 +1,7 @@
 """A causal model of transformers made ready for training: packed rows in, logprobs out. Imports torch lazily.
 
-The order matters: what is recomputed in backward, then compiled, then sharded. Nothing here changes the names
-of parameters: a checkpoint or an export calls them as transformers does.
+The order matters: first recomputation in backward, then compilation, then sharding. No step changes
+the names of parameters: a checkpoint or an export calls them as transformers does.
 """
 
 import logging
@@ -40,7 +40,7 @@ class Masters:
     """Makes the trainable parameters of `model` the rounding of fp32 ones that are `named` as they are."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Every parameter gets `dtype`, what is frozen too."""
+        """Every parameter gets `dtype`, frozen ones too."""
         self.named: dict[str, Tensor] = {}
         self._rounded: list[Tensor] = []
         self._exact: list[Tensor] = []

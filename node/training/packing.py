@@ -24,7 +24,7 @@ EVEN = 8192
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed row of T tokens, of which the states at `rows` predict N trained tokens."""
+    """One packed row of T tokens; the states at `rows` predict N trained tokens."""
 
     token_ids: NDArray[np.int64]
     """[T]."""

@@ -141,7 +141,7 @@ class HostState:
         self._state = None
 
     def close(self) -> None:
-        """End the threads that copy ahead; what was built stays."""
+        """End the threads that copy ahead; built states stay."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -154,7 +154,7 @@ class _Ahead:
         self._copies: dict[str, tuple[Tensor, Future[NDArray[Any]]]] = {}
 
     def copy(self, state: State) -> None:
-        """Copy what was not copied yet."""
+        """Copy tensors that are not copied yet."""
         self._copies = {
             name: self._copies[name]
             if name in self._copies and self._copies[name][0] is tensor
@@ -341,7 +341,7 @@ class StateFile:
         self._entries: list[_Entry] = []
         self._descriptor = -1
         self._at = ALIGN
-        """Where the next array goes; never 0, and the first bytes are nobody's."""
+        """Offset of the next array; never 0: the first bytes are unused."""
 
     def __enter__(self) -> Self:
         try:
@@ -366,7 +366,7 @@ class StateFile:
                 self._partial.unlink()
 
     def add(self, found: TensorDiff) -> None:
-        """Write what was found about one tensor. Raises StorageError."""
+        """Write the findings about one tensor. Raises StorageError."""
         pieces: list[_Piece] = []
         for piece in found.pieces:
             if not isinstance(piece, HostPiece):
@@ -421,7 +421,7 @@ FOOTER = len(_footer(0, 0))
 
 
 class SnapshotReader:
-    """Builds the states that a SnapshotWriter wrote; holds the last one, as base of the next.
+    """Builds states from the files of a PolicyExporter; holds the last one, as base of the next.
 
     One thread at a time. A file is deleted by being read, also in vain.
     """

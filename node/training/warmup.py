@@ -1,19 +1,17 @@
 """Supervised warm-up: teach the form of an answer until reinforcement learning has something to reward.
 
-It stops at the target, not at convergence: what is left to learn is what the run is for.
+It stops at the target, not at convergence: the rest is learned by the run itself.
 """
 
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ..config.run import WarmupConfig
 from ..weights.state import State
-
-if TYPE_CHECKING:
-    from .learner import Example
+from .backend import Example
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +22,7 @@ LR_WARMUP_STEPS = 20
 class SupervisedBackend(Protocol):
     """What a warm-up needs of a trainer backend; LocalBackend has it."""
 
-    async def supervised_step(self, examples: Sequence["Example"], lr: float) -> float:
+    async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
         """One cross-entropy step; returns the loss per token."""
         ...
 
@@ -58,7 +56,7 @@ class WarmupResult:
 
 async def warm_up(
     backend: SupervisedBackend,
-    examples: AsyncIterator["Example"],
+    examples: AsyncIterator[Example],
     config: WarmupConfig,
     *,
     evaluate: Callable[[State], Awaitable[float]],
@@ -93,7 +91,7 @@ async def warm_up(
     return result
 
 
-async def _next_batch(examples: AsyncIterator["Example"], size: int) -> list["Example"]:
+async def _next_batch(examples: AsyncIterator[Example], size: int) -> list[Example]:
     """The next `size` examples; fewer, or none, where they end."""
     batch: list[Example] = []
     while len(batch) < size:

@@ -1,20 +1,34 @@
-"""The ranks that train one model together, and what they tell each other. Imports torch: import lazily.
+"""The ranks that train one model together, and how they talk to each other. Imports torch: import lazily.
 
 Every method is collective: all ranks call it, in the same order. Every collective has a deadline; a rank that
-misses it ends, and with it all of them (fsdp.py sees to that).
+misses it ends, and with it all of them (rank_group.py sees to that).
 """
 
+import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config.training import TrainingConfig
-from ..ops.errors import EngineError
+from ..ops.errors import EngineError, StorageError, one_line
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MESSAGE = 1000
+"""Bytes of an error that is told to other ranks."""
+FAILURES = (OSError, SafetensorError, ValueError, KeyError, RuntimeError)
+"""Errors of reading, writing and planning a checkpoint; each becomes a StorageError of all ranks."""
+_MISSING = re.compile(r"Ranks? ([\d, ]+) failed to pass")
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,7 @@ class World:
 
     @classmethod
     def alone(cls, device: torch.device) -> "World":
-        """A rank without others: nothing is sharded, and there is nobody to talk to."""
+        """A rank without others: nothing is sharded or exchanged."""
         return cls(0, 1, device)
 
     @classmethod
@@ -106,10 +120,114 @@ class World:
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return list(values)
-        # on the CPU: gloo sums in the same order on all ranks, and nobody waits for a device
+        # on the CPU: gloo sums in the same order on all ranks, and no device is waited for
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, operation)
         return numbers.tolist()
+
+
+class RanksMissing(Exception):
+    """Some ranks did not come; rank 0 knows which."""
+
+    def __init__(self, ranks: list[int], detail: str) -> None:
+        super().__init__(detail)
+        self.ranks = ranks
+
+
+@dataclass(frozen=True)
+class RankChannel:
+    """A gloo group of all ranks for one purpose beside training: calls, or checkpoints. Collective.
+
+    Bytes are sent as they are: nothing is unpickled. Each purpose has its own channel, so that messages of one
+    are never taken for those of the other. By default: one rank without others.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: "dist.ProcessGroup | None" = None
+    timeout_s: float = 0.0
+
+    @classmethod
+    def open(cls, timeout_s: float) -> "RankChannel":
+        """Open a new group beside the default one; without that one, a channel of one rank.
+
+        A rank that is not heard of for `timeout_s` seconds is an error (RuntimeError of torch).
+        """
+        if not dist.is_initialized():
+            return cls(timeout_s=timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        made = cast(dist.ProcessGroup, group)  # every rank is in it
+        return cls(dist.get_rank(), dist.get_world_size(), made, timeout_s)
+
+    def broadcast(self, data: bytes | None, limit: int) -> bytes:
+        """Send the bytes of rank 0, `limit` at most, to every rank; the others pass None."""
+        if self.group is None:
+            assert data is not None  # there are no others
+            return data
+        length = torch.tensor([len(data or b"")])
+        dist.broadcast(length, 0, group=self.group)
+        count = int(length)
+        if not 0 < count <= limit:
+            raise ValueError(f"{count} bytes were sent, at most {limit} can be")
+        body = torch.empty(count, dtype=torch.uint8)
+        if data is not None:
+            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(body, 0, group=self.group)
+        return body.numpy().tobytes()
+
+    def gather(self, number: int) -> list[int]:
+        """Collect one number of every rank, in order."""
+        return [int(row) for row in self._gather(torch.tensor([number]))]
+
+    def meet(self, timeout_s: float | None = None) -> None:
+        """Wait until all ranks are here. Raises RanksMissing."""
+        if self.group is None:
+            return
+        limit = timedelta(seconds=timeout_s or self.timeout_s)
+        try:
+            dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
+        except RuntimeError as error:
+            found = _MISSING.search(str(error))
+            ranks = [int(one) for one in found[1].split(",")] if found else []
+            raise RanksMissing(ranks, one_line(error)) from error
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; returns this rank's result. Raises StorageError on all ranks or none."""
+        result, problem = _attempt(work)
+        self._agree(problem)
+        return cast(T, result)
+
+    def first(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0 alone while the others wait. Raises StorageError on all ranks or none."""
+        self._agree(None if self.rank else _attempt(work)[1])
+
+    def _agree(self, problem: str | None) -> None:
+        message = (problem or "").encode()[:MESSAGE]
+        mine = torch.zeros(2 + MESSAGE, dtype=torch.uint8)
+        framed = len(message).to_bytes(2, "big") + message
+        mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
+        for rank, row in enumerate(self._gather(mine)):
+            said = row.numpy().tobytes()
+            if text := said[2 : 2 + int.from_bytes(said[:2], "big")].decode(errors="replace"):
+                raise StorageError(text if rank == self.rank else f"rank {rank}: {text}")
+
+    def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        if self.size == 1:
+            return [mine]
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.group)
+        return rows
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result, or the problem in words."""
+    try:
+        return work(), None
+    except StorageError as error:
+        return None, str(error)
+    except FAILURES as error:
+        logger.debug("checkpoint", exc_info=True)
+        return None, f"{type(error).__name__}: {error}"
 
 
 def pick_device(name: str) -> str:

@@ -13,6 +13,7 @@ from ...protocol.leases import Lease
 from ...protocol.manifests import RunManifest
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.rollouts import (
+    WITHDRAWN,
     BranchRecord,
     GroupRecord,
     Rejection,
@@ -186,6 +187,8 @@ def _spans(branch: Branch) -> tuple[tuple[int, int], ...]:
 def _check_rollout(
     record: RolloutRecord, lease: Lease, run: RunManifest, version: int
 ) -> list[Branch]:
+    if record.error.startswith(WITHDRAWN):
+        raise Rejected(Reason.WITHDRAWN, record.error.removeprefix(WITHDRAWN))
     if record.error:
         raise Rejected(Reason.ENVIRONMENT_ERROR, record.error)
     if not record.branches:

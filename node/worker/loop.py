@@ -1,7 +1,7 @@
-"""The inference role: leases are asked for, worked off and given up here; others generate, spool and upload.
+"""The loop of a worker: ask for leases, generate their rollouts, upload them.
 
-A worker generates only under a policy whose digest it has proved, only what a lease asks for, and keeps what
-it made on disk until the trainer's receipt is here.
+Invariants: a worker generates only under a policy whose digest it has proved, and only what a lease asks for.
+A submission stays on disk until the trainer's receipt is here.
 """
 
 import asyncio
@@ -9,11 +9,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 
 from ...crypto.hashing import short
-from ...crypto.keys import SecretKey
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease
@@ -32,22 +30,20 @@ from ...protocol.messages import (
 from ...protocol.reputation import Reputation
 from ...protocol.rollouts import Submission, Verdict
 from ...protocol.version import ALPN_CONTROL
+from ..config.engine import EngineConfig
 from ..environments.environment import Environment
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine, EngineStats
 from ..ops.control import EngineRow
 from ..ops.errors import EngineError, EngineLost, StorageError
-from ..p2p.connections import ConnectionPool
-from ..p2p.download import BlobFetcher
-from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused
+from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.uploads import upload
 from ..p2p.waiting import LogBackoff
-from ..storage.ledger import Ledger
 from .rollouts import AdmissionControl, GenerationClock, LeaseResult, RolloutGenerator
 from .upload import UploadQueue
-from .weight_sync import Upstreams, WeightSync
+from .weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -55,30 +51,17 @@ VERDICT_TIMEOUT_S = 10.0
 MAX_ROUNDS = 256
 """Replies of one fetch: more verdicts than a trainer keeps."""
 CURSOR = "verdicts"
-"""Number of the last verdict that was asked for, as the trainer counts."""
+"""Ledger key of the number of the last verdict that was fetched."""
 BAN_PAUSE_S = 60.0
 MAX_BAN_PAUSE_S = 900.0
 
 
 class VerdictLog:
-    """What the trainer said of this node's work."""
+    """Collects the trainer's verdicts on this node's work."""
 
-    def __init__(
-        self,
-        *,
-        node: bytes,
-        run_id: bytes,
-        trainer: bytes,
-        links: ConnectionPool,
-        ledger: Ledger,
-        explain: str = "primerl-node explain",
-    ) -> None:
+    def __init__(self, services: NodeServices, explain: str = "primerl-node explain") -> None:
         """`explain` is the command that shows these verdicts to the operator."""
-        self._node = node
-        self._run_id = run_id
-        self._trainer = trainer
-        self._links = links
-        self._ledger = ledger
+        self._services = services
         self._explain = explain
         self._refusals = 0
         self._record = Reputation()
@@ -87,30 +70,31 @@ class VerdictLog:
 
     @property
     def trust(self) -> float | None:
-        """What these verdicts come to, as the trainer counts; None before the first."""
+        """Trust that the trainer derives from these verdicts; None before the first."""
         if not self._record.updated:
             return None
         self._record.age(time.time())
         return self._record.trust
 
     async def take(self, sealed: bytes) -> None:
-        """Take in a verdict; one that was here before counts for nothing.
+        """Take in a verdict; a repeated one is ignored.
 
         Raises:
             RemoteProtocolError: it is not the trainer's verdict on our work.
         """
-        # However old it is, it tells what became of our work: its expiry does not matter here.
+        # An old verdict still counts: its expiry does not matter here.
         verdict = unseal(
             sealed,
             Purpose.VERDICT,
             Verdict,
             now=0,
-            run=self._run_id,
-            signer=self._trainer,
-            recipient=self._node,
+            run=self._services.run_id,
+            signer=self._services.trainer,
+            recipient=self._services.key.node_id,
         ).body
+        ledger, node = self._services.ledger, self._services.key.node_id
         try:
-            news = await self._ledger.beside(self._ledger.add_verdict, self._node, sealed)
+            news = await ledger.beside(ledger.add_verdict, node, sealed)
         except StorageError as error:
             logger.warning("a verdict is not kept for `explain`: %s", error)
             news = True
@@ -118,12 +102,13 @@ class VerdictLog:
             self._count(verdict)
 
     async def fetch(self) -> None:
-        """Ask for the verdicts that we did not hear. What cannot be had now is asked for the next time."""
-        after = int.from_bytes(self._ledger.get(CURSOR) or b"", "big")
+        """Ask the trainer for verdicts that we missed; after a failure the rest is asked for next time."""
+        services = self._services
+        after = int.from_bytes(services.ledger.get(CURSOR) or b"", "big")
         try:
             for _ in range(MAX_ROUNDS):
-                reply = await self._links.request(
-                    self._trainer,
+                reply = await services.links.request(
+                    services.trainer,
                     ALPN_CONTROL,
                     GetVerdicts(after),
                     Verdicts,
@@ -134,12 +119,12 @@ class VerdictLog:
                 if reply.next <= after:
                     return
                 after = reply.next
-                self._ledger.set(CURSOR, after.to_bytes(8, "big"))
+                services.ledger.set(CURSOR, after.to_bytes(8, "big"))
         except (TransportError, Refused, RemoteProtocolError, StorageError) as error:
-            logger.info("no verdicts from %s: %s", short(self._trainer), error)
+            logger.info("no verdicts from %s: %s", short(services.trainer), error)
 
     async def refused(self, why: str) -> float:
-        """The trainer leases us nothing: learn what it found, tell the operator; seconds to wait."""
+        """Fetch and report why the trainer gives us no work; returns the seconds to wait."""
         await self.fetch()
         pause = min(BAN_PAUSE_S * 2**self._refusals, MAX_BAN_PAUSE_S)
         self._refusals = min(self._refusals + 1, 8)
@@ -152,11 +137,11 @@ class VerdictLog:
         return pause
 
     def count_refusal(self, reason: Reason) -> None:
-        """A whole submission was refused for good, with no verdict on it."""
+        """Count a submission that was refused for good, without a verdict."""
         self.rejected[reason.value] += 1
 
     def welcome(self) -> None:
-        """The trainer leases us something again."""
+        """Reset the pause after refusals: the trainer gives work again."""
         self._refusals = 0
 
     def _count(self, verdict: Verdict) -> None:
@@ -185,59 +170,52 @@ PAUSE_S = 0.2
 PAUSE_MAX_S = 3.0
 LOOK_S = 0.02
 HEARTBEAT_S = 5.0
-"""A worker that needs no lease says so: it is alive, offers its chunks, and hears verdicts."""
+"""A worker that needs no lease still sends a request: to be known alive, and to get verdicts."""
 VERSION_WAIT_S = 30.0
 
 
 class InferenceRole:
-    """One worker's loops."""
+    """Asks for leases, has them generated and uploaded, until the run ends."""
 
     def __init__(
         self,
-        *,
-        key: SecretKey,
-        run_id: bytes,
+        services: NodeServices,
         run: RunManifest,
-        links: ConnectionPool,
-        book: HeadStore,
-        fetcher: BlobFetcher,
-        catchup: WeightSync,
+        weights: WeightSync,
         engine: Engine,
-        engine_name: str,
-        concurrency: Concurrency,
+        config: EngineConfig,
         environment: Environment,
-        ledger: Ledger,
         verdicts: VerdictLog,
-        upstreams: Upstreams,
-        leases: int,
+        leases: int = 0,
     ) -> None:
         """`leases`: the most to hold at a time; 0 is as many as keep the engine busy."""
-        self._key = key
-        self._run_id = run_id
+        self._services = services
+        self._book = services.heads
         self._run = run
-        self._links = links
-        self._book = book
-        self._fetcher = fetcher
-        self._catchup = catchup
+        self._weights = weights
         self._engine = engine
-        self._engine_name = engine_name
+        self._engine_type = config.type
         self.verdicts = verdicts
-        self._upstreams = upstreams
         self._max_leases = leases
+        concurrency = Concurrency(
+            config.concurrency,
+            max_batch=config.max_batch * config.dp,
+            max_model_len=config.max_model_len,
+        )
         self._admission = AdmissionControl(engine, concurrency)
-        self._generation = RolloutGenerator(
-            run_id=run_id,
+        self._generator = RolloutGenerator(
+            run_id=services.run_id,
             run=run,
-            node=key.node_id,
+            node=services.key.node_id,
             environment=environment,
             admission=self._admission,
             rollout_ended=self._rollout_ended,
         )
-        self._spool = UploadQueue(
-            key=key,
-            run_id=run_id,
+        self._uploads = UploadQueue(
+            key=services.key,
+            run_id=services.run_id,
             trainer=run.trainer,
-            ledger=ledger,
+            ledger=services.ledger,
             upload=self._upload,
             refused=verdicts.count_refusal,
         )
@@ -245,25 +223,24 @@ class InferenceRole:
         """Rollouts that are still to be made, by lease."""
         self._working: dict[int, asyncio.Task[None]] = {}
         self._per_lease = 0
-        """Rollouts of the largest lease so far: to ask for too few, and again, is better than to hoard."""
+        """Rollouts of the largest lease so far: asking twice is better than hoarding."""
         self._given_up = False
-        """Leases were given up that the trainer was not told of yet."""
+        """Whether the trainer still has to be told of abandoned leases."""
         self._asked = float("-inf")
         self._obstacle = ""
         """Why the last request brought no leases; empty if it did, or wanted none."""
         self._rest_until = 0.0
-        """Monotonic seconds until when nothing is asked for."""
+        """Ask for nothing before this time, in monotonic seconds."""
         self._clock = GenerationClock()
-        self.on_not_admitted: Callable[[], None] = lambda: None
 
     @property
     def held(self) -> int:
-        """Leases being worked on."""
+        """Number of leases being worked on."""
         return len(self._active)
 
     @property
     def waits_for(self) -> str:
-        """Why nothing is generated just now, in words; empty while something is."""
+        """Say why nothing is generated now; empty while something is."""
         fault = self._engine.stats().fault
         if fault:
             return f"the engine: {fault}"
@@ -273,46 +250,46 @@ class InferenceRole:
         rest = self._rest_until - time.monotonic()
         if said and rest > 0:
             said = f"resting {rest:.0f} s: {said}"
-        if said and self._spool.leases():
-            said += f" ({len(self._spool.leases())} finished submissions are kept for it)"
-        return said or self._catchup.waits_for
+        if said and self._uploads.leases():
+            said += f" ({len(self._uploads.leases())} finished submissions are kept for it)"
+        return said or self._weights.waits_for
 
     async def run(self) -> None:
-        """Work until the run ends. Raises EngineError when the engine is beyond help."""
-        self._spool.open()
+        """Work until the run ends. Raises EngineError when the engine cannot be restarted."""
+        self._uploads.open()
         async with asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(self.verdicts.fetch()),
-                tasks.create_task(self._catchup.run()),
+                tasks.create_task(self._weights.run()),
                 tasks.create_task(self._admission.run()),
-                tasks.create_task(self._spool.run()),
+                tasks.create_task(self._uploads.run()),
             ]
             await self._lease_loop(tasks)
-            # Nobody waits for what is under way now: neither weights nor leases of a run that is over.
+            # The run is over: nothing that is under way is needed.
             for task in [*loops, *self._working.values()]:
                 task.cancel()
 
     async def leave(self) -> None:
-        """Tell the trainer that our leases may go to somebody else."""
+        """Tell the trainer that our leases may go to other workers."""
         try:
-            await self._links.request(
+            await self._services.links.request(
                 self._run.trainer, ALPN_CONTROL, Goodbye(), Accepted, deadline=2.0
             )
         except (TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("goodbye was not heard: %s", error)
 
     def chunk_sources(self) -> dict[str, int]:
-        """Chunk bytes by source, as shown in tables."""
-        return self._fetcher.by_source(self._run.trainer)
+        """Fetched chunk bytes by source."""
+        return self._services.fetcher.by_source(self._run.trainer)
 
     def engine_row(self) -> EngineRow:
-        """How the engine does, for the operator."""
+        """Describe the engine's state for the operator."""
         try:
             stats = self._engine.stats()
-        except EngineError as error:  # it is given up, and this node is about to end
+        except EngineError as error:  # it failed for good, and this node is about to end
             stats = EngineStats(fault=str(error))
         return EngineRow(
-            type=self._engine_name,
+            type=self._engine_type,
             inflight=self._admission.inflight,
             cap=self._admission.cap,
             running=stats.running,
@@ -331,7 +308,7 @@ class InferenceRole:
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
         pause, lines = PAUSE_S, LogBackoff()
         while not self._book.ended:
-            if self._catchup.version >= self._run.max_steps:
+            if self._weights.version >= self._run.max_steps:
                 await self._book.end("the run has reached its last step")
                 break
             fault = self._engine.stats().fault
@@ -354,8 +331,6 @@ class InferenceRole:
                 self._obstacle = f"the trainer {refused}: {error}"
                 if lines.due():
                     logger.info("no leases: %s", error)
-                if isinstance(error, Refused) and error.reason == Reason.NOT_ADMITTED:
-                    self.on_not_admitted()
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.6, PAUSE_MAX_S)
                 continue
@@ -371,8 +346,8 @@ class InferenceRole:
                 await asyncio.sleep(reply.retry_after_ms / 1000)
 
     def _wanted(self) -> int:
-        """Leases to ask for: enough that the engine is full, and one in reserve while the next ones come."""
-        if self._catchup.version < 0:
+        """Count the leases to ask for: enough to fill the engine, and one in reserve."""
+        if self._weights.version < 0:
             return 0
         if self._max_leases:
             return max(0, self._max_leases - len(self._active))
@@ -382,12 +357,12 @@ class InferenceRole:
         return min(max(0, math.ceil(room / self._per_lease)), MAX_LEASES)
 
     def _has_news(self) -> bool:
-        """Whether the trainer should hear of us though we want nothing."""
+        """Whether to send a request though no lease is wanted."""
         waited = time.monotonic() - self._asked
-        return self._given_up or (self._catchup.version >= 0 and waited >= HEARTBEAT_S)
+        return self._given_up or (self._weights.version >= 0 and waited >= HEARTBEAT_S)
 
     async def _rest(self, seconds: float) -> None:
-        """Wait, but not beyond the end of the run."""
+        """Sleep for `seconds` or until the run ends."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self._book.ended:
@@ -396,22 +371,22 @@ class InferenceRole:
     async def _ask_leases(self, wanted: int) -> LeaseReply:
         self._asked, self._given_up = time.monotonic(), False
         working, generating = self._clock.read(time.monotonic())
-        stats = WorkerStats(self._catchup.version, working, generating, self.chunk_sources())
-        reply = await self._links.request(
+        stats = WorkerStats(self._weights.version, working, generating, self.chunk_sources())
+        reply = await self._services.links.request(
             self._run.trainer,
             ALPN_CONTROL,
             LeaseRequest(wanted, stats, self._holding()),
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
         )
-        self._upstreams.learn(reply.upstreams, reply.downstreams)
+        self._weights.upstreams.learn(reply.upstreams, reply.downstreams)
         for sealed in reply.verdicts:
             await self.verdicts.take(sealed)
         return reply
 
     def _holding(self) -> tuple[int, ...]:
-        """Leases that the trainer need not give to others."""
-        return tuple(sorted({*self._active, *self._spool.leases()})[-MAX_HELD:])
+        """Leases that we hold or whose submissions wait for upload."""
+        return tuple(sorted({*self._active, *self._uploads.leases()})[-MAX_HELD:])
 
     def _accept(self, sealed: bytes, tasks: asyncio.TaskGroup) -> None:
         lease = unseal(
@@ -419,9 +394,9 @@ class InferenceRole:
             Purpose.LEASE,
             Lease,
             now=int(time.time()),
-            run=self._run_id,
+            run=self._services.run_id,
             signer=self._run.trainer,
-            recipient=self._key.node_id,
+            recipient=self._services.key.node_id,
         ).body
         self._admission.groups_of(lease.group_size)
         rollouts = len(lease.tasks) * lease.group_size
@@ -440,40 +415,40 @@ class InferenceRole:
 
     async def _upload(self, sealed: bytes, lease_id: int) -> bytes:
         trainer = self._run.trainer
-        return await upload(self._links, trainer, sealed, lease_id, deadline=ASK_TIMEOUT_S)
+        return await upload(self._services.links, trainer, sealed, lease_id, deadline=ASK_TIMEOUT_S)
 
     # -- the work of a lease ---------------------------------------------------------------------
 
     async def _work(self, lease: Lease, sealed: bytes) -> None:
-        """Do one lease; a lease that cannot be done in time is left to expire."""
+        """Work off one lease; a lease that cannot be done in time expires."""
         try:
             played = await self._generate(lease)
-            self._working.pop(lease.lease_id, None)  # it needs no engine any more
+            self._working.pop(lease.lease_id, None)  # it needs the engine no longer
             if played is not None:
-                await self._spool.put(lease, self._submission(sealed, played))
+                await self._uploads.put(lease, self._submission(sealed, played))
         except TimeoutError:
             logger.warning("lease %d ran out of time", lease.lease_id)
         except EngineLost as error:
-            logger.warning("lease %d is given up: %s", lease.lease_id, error)
+            logger.warning("lease %d is abandoned: %s", lease.lease_id, error)
             self._given_up = True
         except StorageError as error:
             logger.error("lease %d is lost: %s", lease.lease_id, error)
 
     def _submission(self, sealed: bytes, played: LeaseResult) -> Submission:
-        return Submission(sealed, played.groups, self._engine_name, played.plan, played.crossed)
+        return Submission(sealed, played.groups, self._engine_type, played.plan, played.crossed)
 
     async def _generate(self, lease: Lease) -> LeaseResult | None:
-        """The groups of a lease; None if its policy version does not come."""
+        """Generate the groups of a lease; None if its policy version does not arrive."""
         async with asyncio.timeout(max(0.0, lease.deadline - time.time())):
             order = (lease.term, lease.min_version)
-            if not await self._catchup.wait_order(order, VERSION_WAIT_S):
+            if not await self._weights.wait_order(order, VERSION_WAIT_S):
                 return None
             with self._clock.generating():
-                return await self._generation.play(lease)
+                return await self._generator.play(lease)
 
     def _give_up(self, fault: str) -> None:
-        """No engine works: what is to be generated goes to others now, also what waits for its version."""
-        logger.warning("%d lease(s) are given up: %s", len(self._working), fault)
+        """Abandon all leases because no engine works, so that other workers get them."""
+        logger.warning("%d lease(s) are abandoned: %s", len(self._working), fault)
         self._given_up = True
         for task in self._working.values():
             task.cancel()

@@ -17,6 +17,7 @@ from ...crypto.hashing import derive
 from ...protocol.leases import Lease, TaskRef, sample_seed
 from ...protocol.manifests import RunManifest
 from ...protocol.rollouts import (
+    WITHDRAWN,
     BranchRecord,
     Crossed,
     GroupRecord,
@@ -349,12 +350,12 @@ class ActiveGroup:
 
     def in_order(self) -> list[Episode]:
         """All episodes by index, once all have ended. Samples that were begun anew after later ones are
-        given up where a new policy came in between, as the trainer would refuse the group for them."""
+        withdrawn where a new policy came in between, as the trainer would refuse the group for them."""
         episodes = [self._episodes[index] for index in sorted(self._episodes)] + self._unbegun
         late = late_samples({i: one.branches for i, one in enumerate(episodes) if not one.error})
         for index, why in late.items():
-            logger.info("lease %d: sample %d is given up: it %s", self.lease.lease_id, index, why)
-            episodes[index] = Episode([], Score(0.0), f"given up: drawn out of order: it {why}")
+            logger.info("lease %d: sample %d is withdrawn: it %s", self.lease.lease_id, index, why)
+            episodes[index] = Episode([], Score(0.0), f"{WITHDRAWN}it {why}")
         return episodes
 
 

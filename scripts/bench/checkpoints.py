@@ -52,16 +52,16 @@ def measure(learner: Learner, tokens: int, directory: Path) -> dict[str, float]:
     found["save"] = timed(lambda: learner.save(directory / "at once"))
     found["first stage"] = timed(learner.stage)
     found["stage"] = timed(learner.stage)
-    staged = learner.stage()
+    kept = [one.data.cpu().clone() for one in learner.saved().cut().slices[:CHECKED]]
+    learner.stage()
     with ThreadPoolExecutor(1) as writer:
-        writing = writer.submit(lambda: timed(lambda: staged.write(directory / "beside")))
+        writing = writer.submit(lambda: timed(lambda: learner.write_staged(directory / "beside")))
         beside = [timed(step)]
         while not writing.done():
             beside.append(timed(step))
         found["write beside steps"] = writing.result()
     found["step beside the write"] = median(beside)
     found["sync"] = timed(lambda: sync_tree(directory / "beside"))
-    kept = [one.data.cpu().clone() for one in staged.slices[:CHECKED]]
     found["load"] = timed(lambda: learner.load(directory / "beside"))
     back = [one.data.cpu() for one in learner.saved().cut().slices[:CHECKED]]
     assert all(torch.equal(one, other) for one, other in zip(kept, back, strict=True))

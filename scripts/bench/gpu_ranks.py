@@ -21,8 +21,8 @@ from primerl.node.config.training import FsdpConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import RankFailed
 from primerl.node.training.backend import Sample, TrainBatch
-from primerl.node.training.ranks.fsdp import FsdpBackend
-from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.fsdp_backend import FsdpBackend
+from primerl.node.training.rank_group import RankGroup
 from primerl.node.weights.state import digests, state_bytes
 
 T = TypeVar("T")

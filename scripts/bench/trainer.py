@@ -136,7 +136,7 @@ def agreement(model_dir: Path) -> float:
         samples = fake_batch(
             [512, 300, 200, 77, 33], learner.vocabulary, seed=9
         )  # as they are packed
-        apart = [value for row in learner.logprobs(samples) for value in row if value]
+        apart = [value for one in samples for value in learner.packed_logprobs([one])]
         together = learner.packed_logprobs(samples)
         return max(abs(a - b) for a, b in zip(apart, together, strict=True))
     finally:

@@ -4,10 +4,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+from support.bare_services import bare_services
 from support.memory_transport import MemoryNetwork
 from support.protocol_cases import LEASE, RUN, TRAINER, WORKER
 from support.rogue import Rogue, altered, reason_of, soon
@@ -18,7 +20,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.rpc import Refused, receive_reply, send
 from primerl.node.p2p.transport import Stream
 from primerl.node.p2p.uploads import PARTIALS_PER_PEER, UploadReceiver
-from primerl.node.storage.ledger import Ledger
+from primerl.node.storage.ledger import Ledger, QueuedSubmission
 from primerl.node.trainer.state import LEASES_PER_BOOT
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.protocol.envelope import Purpose, seal
@@ -206,15 +208,15 @@ async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
 
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     policy = LeasePolicy(2, 8, 2, 2, 4, timeout_s=60.0, max_bytes=1 << 20)
-    desk = SubmissionReceiver(
-        key=TRAINER,
-        run_id=RUN,
+    scheduler = SimpleNamespace(
+        registry=SimpleNamespace(services=bare_services(ledger=ledger)),
         book=LeaseBook(policy),
-        boot=(LEASE.lease_id >> LEASES_PER_BOOT) + 1,
-        ledger=ledger,
-        arrivals=asyncio.Queue(8),
         work_changed=nothing,
     )
+    taken: list[QueuedSubmission] = []
+    queue = SimpleNamespace(full=False, put=taken.append)
+    boot = (LEASE.lease_id >> LEASES_PER_BOOT) + 1
+    receiver = SubmissionReceiver(cast(Any, scheduler), cast(Any, queue), boot)
 
     async def submit(number: int, over_s: float) -> bytes:
         lease = msgspec.structs.replace(
@@ -230,7 +232,7 @@ async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
             expires=soon(),
         )
         offer = SubmitOffer(digest(bundle), len(bundle), lease.lease_id)
-        await desk.handle(WORKER.node_id, cast(Stream, Uploading(bundle)), offer)
+        await receiver.handle(WORKER.node_id, cast(Stream, Uploading(bundle)), offer)
         return offer.digest
 
     try:

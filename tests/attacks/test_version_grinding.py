@@ -163,6 +163,6 @@ async def test_honest_workers_whose_sequences_are_begun_anew_while_policies_chan
     ticking.cancel()
     assert sum(engine.lost for engine in engines) > 20
     rejected = Counter(summary["rejected"])
-    assert rejected.keys() <= {"stale", "environment_error"}, rejected
-    # given up by their workers: begun anew after a new policy had come
-    assert rejected["environment_error"] < 0.1 * summary["accepted"]
+    assert rejected.keys() <= {"stale", "withdrawn"}, rejected
+    # withdrawn by their workers: begun anew after a new policy had come
+    assert rejected["withdrawn"] < 0.1 * summary["accepted"]

@@ -1,9 +1,10 @@
 """The command line in this process, in an empty directory, with no node of the real user in sight."""
 
+import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,19 @@ class Ran:
     out: str
     err: str
 
+    def refused(self, code: int, *words: str) -> None:
+        """Assert that it ended with one line on stderr that has these words."""
+        assert self.code == code, self.err
+        assert self.err.startswith("primerl-node: error: ")
+        assert self.err.count("\n") == 1
+        for word in words:
+            assert word in self.err
+
+
+Cli = Callable[..., Ran]
+Ask = Callable[..., Awaitable[Ran]]
+Serve = Callable[..., Awaitable[Path]]
+
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -34,7 +48,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
+def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """primerl-node, as `cli("status", "--json")`."""
     log = logging.getLogger()
     before, level = log.handlers[:], log.level
@@ -52,22 +66,29 @@ def cli(home: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[...
 
 
 @pytest.fixture
+def ask(cli: Cli) -> Ask:
+    """primerl-node in a thread, for commands that ask a node of this process."""
+
+    async def run(*args: str) -> Ran:
+        return await asyncio.to_thread(cli, *args)
+
+    return run
+
+
+@pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A directory whose path leaves room for a socket's name."""
     with tempfile.TemporaryDirectory(prefix="prl") as path:
         yield Path(path)
 
 
-Serve = Callable[..., object]
-
-
 @pytest.fixture
-async def serve(short_dir: Path) -> AsyncIterator[Callable[..., object]]:
-    """Start a control socket that answers with what it is given; returns its data directory."""
+async def serve(short_dir: Path) -> AsyncIterator[Serve]:
+    """Start a control socket with these answers (an exception is raised); returns its data directory."""
     async with AsyncExitStack() as stack:
 
         async def start(name: str = "node", **answers: object) -> Path:
-            server = ControlServer(short_dir / name, {k: _constant(v) for k, v in answers.items()})
+            server = ControlServer(short_dir / name, {k: _answer(v) for k, v in answers.items()})
             await server.start()
             stack.push_async_callback(server.close)
             return short_dir / name
@@ -75,9 +96,11 @@ async def serve(short_dir: Path) -> AsyncIterator[Callable[..., object]]:
         yield start
 
 
-def _constant(value: object) -> Command:
+def _answer(value: object) -> Command:
     async def answer(**arguments: object) -> object:
         del arguments
+        if callable(value):
+            return value()
         if isinstance(value, Exception):
             raise value
         return value

@@ -16,9 +16,7 @@ from primerl.node.verification.calibration import (
 )
 from primerl.node.verification.cheats import Separated
 
-from .conftest import Ran
-
-Cli = Callable[..., Ran]
+from .conftest import Cli
 
 
 def report(caught: float) -> CalibrationReport:

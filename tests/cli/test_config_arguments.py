@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic_config import BaseConfig
 
-from primerl.cli.command import model_in
 from primerl.cli.main import CONFIGURED, PLAIN
-from primerl.node.config import toml
-from primerl.node.config.common import ResumeConfig
 from primerl.node.config.evaluation import EvalConfig
-from primerl.node.config.loader import load
-from primerl.node.config.run import JoinConfig, RunConfig
+from primerl.node.config.loader import load, model_in, to_toml
+from primerl.node.config.run import JoinConfig, ResumeConfig, RunConfig
 from primerl.node.config.serving import ServeConfig
 from primerl.node.config.sft import SftConfig
 from primerl.node.ops.errors import UsageError
@@ -298,7 +295,7 @@ def test_any_config_reads_back_from_what_a_dry_run_prints(
             continue  # of another type, or outside its bounds
         files += ["@", file]
     config = load(cls, [*args, *files], {})
-    printed = toml.dumps(config.model_dump(mode="json"))
+    printed = to_toml(config.model_dump(mode="json"))
     assert load(cls, ["@", written(directory / "back.toml", printed)], {}) == config
 
 

@@ -1,10 +1,9 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from support.protocol_cases import LEASE, STRANGER, SUBMITTED, TRAINER, WORKER
+from support.protocol_cases import LEASE, PLAN, STRANGER, SUBMITTED, TRAINER, WORKER
 from support.verdict_cases import (
     CHALLENGE,
     CLEAN,
@@ -22,10 +21,10 @@ from support.verdict_cases import (
 from primerl.node.ops.explain import MEANINGS, meaning
 from primerl.node.storage.ledger import MANIFEST
 from primerl.protocol.errors import Reason
+from primerl.protocol.rollouts import Blamed, PipelineVerdict
 
-from .conftest import Ran
+from .conftest import Cli
 
-Cli = Callable[..., Ran]
 ID = str(LEASE.lease_id)
 
 
@@ -181,10 +180,7 @@ def test_mistakes_are_one_line_that_says_what_to_do(cli: Cli, tmp_path: Path, no
         ("explain", "--last", "0", "-d", str(node)): (2, "--last"),
     }
     for args, (code, part) in wrong.items():
-        ran = cli(*args)
-        assert (ran.code, ran.out) == (code, ""), args
-        assert part in ran.err
-        assert len(ran.err.splitlines()) == 1
+        cli(*args).refused(code, part)
     fill(tmp_path / "new" / "ledger.db", manifest=False).close()
     ran = cli("explain", "-d", str(tmp_path / "new"))
     assert (ran.code, "names no run yet" in ran.err) == (5, True)
@@ -206,15 +202,41 @@ def test_text_of_peers_does_not_reach_the_terminal_as_commands(cli: Cli, tmp_pat
 
 
 def test_every_reason_that_a_rollout_is_rejected_for_has_a_meaning() -> None:
-    judged = {
-        *(Reason.WRONG_MODEL, Reason.WRONG_POLICY, Reason.BAD_SAMPLING, Reason.BAD_LOGPROBS),
-        *(Reason.BAD_PROOF, Reason.AUDIT_FAILED, Reason.BAD_REWARD, Reason.BAD_PROMPT),
-        *(Reason.BAD_TERMINATION, Reason.MISSING_INDEX, Reason.DUPLICATE, Reason.STALE),
-        *(Reason.FUTURE_POLICY, Reason.TOKEN_OUT_OF_RANGE, Reason.ENVIRONMENT_ERROR),
-        Reason.WRONG_ORDER,
-        *(Reason.MALFORMED, Reason.WRONG_TASK, Reason.TOO_LARGE),
-    }
-    assert set(MEANINGS) == judged
+    """The others refuse a message, or a whole submission."""
+    others = set(Reason) - set(MEANINGS)
+    assert {Reason.WRONG_MODEL, Reason.DUPLICATE, Reason.STALE, Reason.TOO_LARGE} <= set(MEANINGS)
+    assert len(MEANINGS) == 20, others
     for reason in Reason:
         means = meaning(reason)
         assert all((means.check, means.proves, means.proves_not, means.look_at)), reason
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+
+SAID = PipelineVerdict(
+    PLAN.group,
+    PLAN.generation,
+    (WORKER.node_id, STRANGER.node_id),
+    (Blamed(0, 0, (0.012,), (1,)), Blamed(1, 1, (0.07,), (0, 1)), Blamed(1, 2, (), ())),
+)
+
+
+def test_the_stages_that_it_can_be_of_are_counted(cli: Cli, tmp_path: Path) -> None:
+    together = signed(msgspec.structs.replace(VERDICT, pipeline=SAID))
+    fill(ledger(tmp_path), together, signed(CLEAN)).close()
+    node = tmp_path / "node"
+    ran = cli("explain", "-d", str(node))
+    assert ran.code == 0, ran.err
+    lines = [line.split() for line in ran.out.splitlines()]
+    assert f"made by 2 stages of pipeline {PLAN.group.hex()[:10]}:2" in ran.out
+    assert ["0", WORKER.node_id.hex()[:10], "1", "0"] in lines
+    assert ["1", STRANGER.node_id.hex()[:10], "2", "1"] in lines
+    words = " ".join(ran.out.split())
+    assert "0/0: distances behind stages 0.. are 0.012: 1" in words
+    assert "1/1: distances behind stages 0.. are 0.07: 0 or 1" in words
+    assert "1/2: no boundaries are stated: it cannot be told whose it is" in words
+    assert "above 0.1, odd above 0.05" in words
+    found = json.loads(cli("explain", str(CLEAN.lease_id), "-d", str(node), "--json").out)
+    assert found["stages"] is None
+    found = json.loads(cli("explain", "-d", str(node), "--json").out)
+    assert found["stages"]["blamed"][1]["stages"] == [0, 1]

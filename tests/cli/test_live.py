@@ -1,15 +1,17 @@
 import io
+import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from primerl.cli.live import LiveView, PlainView, open_view, plain_line, screen_of
+from primerl.cli.live import LiveView, PlainView, open_view, plain_line, print_summary, screen_of
 from primerl.cli.tables import duration, rejected, size, sources, sparkline
 from primerl.node.ops.control import EngineRow, NodeState, Status
 
-from .test_control_commands import PEER, STATUS
+from .test_status import PEER, STATUS
 
 WORKER = msgspec.structs.replace(
     STATUS, role="inference", short=PEER.short, version=2, phase="running", history=[]
@@ -162,9 +164,6 @@ def test_plain_lines_come_when_something_is_new(capsys: pytest.CaptureFixture[st
     assert "step 3/10 | reward 0.50" in first
     assert "worker_1 at 2" in first
     assert "worker_1 left" in second
-
-
-def test_plain_lines_do_not_come_too_often(capsys: pytest.CaptureFixture[str]) -> None:
     with PlainView(every_s=3600) as view:
         view.show(nodes(None))
         view.show(nodes())
@@ -172,17 +171,15 @@ def test_plain_lines_do_not_come_too_often(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines() == [plain_line(nodes(None)), "a word"]
 
 
-def test_a_pipe_gets_plain_lines_and_a_launched_node_none(
+def test_a_launched_node_prints_only_what_it_is_told_to_say(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIMERL_PARENT_PID", "1")
     with open_view("t") as view:
         assert isinstance(view, PlainView)
-        view.show(nodes())
-        view.show({})
+        assert view.pace_s == float("inf")  # nothing is asked
         view.say("ticket")
-    assert capsys.readouterr().out.splitlines()[-1] == "ticket"
-    assert "step" not in "".join(capsys.readouterr().out.splitlines()[:-1])
+    assert capsys.readouterr().out == "ticket\n"
 
 
 def test_what_is_said_above_the_screen_stays_whole() -> None:
@@ -213,3 +210,61 @@ def test_a_sparkline_goes_from_the_lowest_block_to_the_highest() -> None:
     assert sorted(line) == list(line)
     assert sparkline([], 10) == ""
     assert len(sparkline([1.0, 1.0], 10)) == 2
+
+
+# -- the summary -----------------------------------------------------------------------------------
+
+SUMMARY: dict[str, Any] = {
+    "run": "demo",
+    "run_id": "ab" * 32,
+    "seed": 1,
+    "steps": 20,
+    "exact_match_before": 0.31,
+    "exact_match_after": 0.86,
+    "reward_before": 0.31,
+    "reward_after": 0.86,
+    "mismatch_kl": 0.0004,
+    "accepted": 2560,
+    "rejected": {"stale": 3},
+    "stale_fraction": 0.001,
+    "delta_bytes": 250_000,
+    "full_bytes": 1_000_000,
+    "chunk_bytes_by_source": {"aaaaaaaaaa": {"trainer": 30, "bbbbbbbbbb": 70}},
+    "seconds": {"warm-up": 9.5, "training": 20.25},
+    "reward_curve": [[step, step / 20] for step in range(20)],
+    "weights": "outputs/demo/weights/step_20",
+    "picture": "outputs/demo/reward.png",
+    "workers": {"aaaaaaaaaa": {"accepted": 2560, "rejected": 3}},
+}
+
+
+def printed(directory: Path, summary: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    (directory / "summary.json").write_text(json.dumps(summary))
+    print_summary(directory)
+    return capsys.readouterr().out
+
+
+def test_a_summary_tells_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = {**SUMMARY["chunk_bytes_by_source"], "cccccccccc": {}}
+    out = printed(tmp_path, {**SUMMARY, "chunk_bytes_by_source": sources}, capsys)
+    for part in (
+        *("0.310 before, 0.860 after", "2560 accepted, 3 rejected (stale 3)", "0.1% of rollouts"),
+        *("4.00e-04", "250.0 kB, 25% of the 1.0 MB", "bbbbbbbbbb 70 B (70%), trainer 30 B (30%)"),
+        *("training 20.2 s, warm-up 9.5 s", "weights/step_20", "reward.png", "Mean reward"),
+    ):
+        assert part in out
+    assert "cccccccccc" not in out  # a worker that told of no chunks has no line about them
+
+
+def test_what_is_missing_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(tmp_path, {"run": "[demo]", "exact_match_before": None}, capsys)
+    assert "[demo]" in out
+    for absent in ("exact match", "Mean reward", "rollouts", "deltas"):
+        assert absent not in out
+
+
+def test_a_run_that_was_stopped_has_no_summary_and_can_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_summary(tmp_path)
+    assert "go on with --resume" in capsys.readouterr().out

@@ -13,9 +13,9 @@ from primerl.node.config.training import FsdpConfig
 from primerl.node.models.model_files import contract_files, read_state
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import TrainBackend, TrainBatch
+from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.local_backend import LocalBackend
-from primerl.node.training.ranks.fsdp import FsdpBackend
-from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.rank_group import RankGroup
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import digests
 

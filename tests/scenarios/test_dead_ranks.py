@@ -11,7 +11,7 @@ from support.swarm import Running, Swarm
 from support.witness import Fakes, WitnessBackend, trained_ages
 
 from primerl.node.app.factories import Factories
-from primerl.node.app.restarts import Restarts, ranks_alone, until_done
+from primerl.node.app.startup import Restarts, ranks_alone, until_done
 from primerl.node.config.run import RunConfig
 from primerl.node.ops.errors import EngineError, NodeError, RankFailed, StorageError
 from primerl.node.training.backend import Snapshot, StepMetrics, TrainBatch

@@ -15,8 +15,8 @@ from primerl.node.app.factories import Factories
 from primerl.node.config.run import RunConfig
 from primerl.node.models.model_files import read_state
 from primerl.node.training.backend import TrainBackend
-from primerl.node.training.ranks.fsdp import FsdpBackend
-from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.fsdp_backend import FsdpBackend
+from primerl.node.training.rank_group import RankGroup
 from primerl.node.weights.state import digests, state_digest
 
 pytestmark = pytest.mark.nightly

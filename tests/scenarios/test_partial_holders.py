@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from support import weights_cases as cases
+from support.bare_services import bare_services
 from support.hostile import HostileTrainer
 from support.swarm import CONFIG, Running, Swarm, until
 from support.witness import written
@@ -124,8 +126,8 @@ class Holder(PeerNode):
     @property
     def catchup(self) -> WeightSync:
         """What is tested."""
-        assert self._catchup is not None
-        return self._catchup
+        assert self._weights is not None
+        return self._weights
 
     def knows(self, order: tuple[int, int]) -> AdmittedHead | None:
         """A head, if it has heard of it."""
@@ -148,7 +150,7 @@ class Holder(PeerNode):
             tell(term, version, complete)
 
         joined.stack.holdings.tell = noted  # type: ignore[method-assign]
-        catchup = self._make_catchup(joined, self.engine, share=self._share, goal=self._goal)
+        catchup = self._make_weights(joined, self.engine, share=self._share, goal=self._goal)
         self.ready.set()
         await self._follow_while(joined, catchup.run)
 
@@ -163,14 +165,17 @@ class Model(HostileTrainer):
     async def __aenter__(self) -> "Model":
         await super().__aenter__()
         self.publisher = Publisher(
-            key=self.key,
-            run=self.run,
-            book=self.book,
-            store=self.store,
-            arrivals=ChunkArrivals(),
-            config=WeightsConfig(),
+            bare_services(
+                self.key,
+                run_id=self.run,
+                trainer=self.key.node_id,
+                heads=self.book,
+                store=self.store,
+                arrivals=ChunkArrivals(),
+                config=SimpleNamespace(weights=WeightsConfig()),
+                keep_chunks={file.chunk.digest for file in self.documents.manifest.model.files},
+            ),
             keep_states=1,
-            keep_chunks={file.chunk.digest for file in self.documents.manifest.model.files},
         )
         return self
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bare_services import bare_services
 from support.swarm import Running, Swarm, until
 from support.witness import Fakes, WitnessEngine, never_right
 
-from primerl.node.app.status_view import peer_rows
+from primerl.node.app.running_node import peer_rows
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.ops.errors import EngineError, NetworkError
 from primerl.node.p2p.peers import PeerTable
@@ -147,7 +148,7 @@ def test_a_peer_that_is_gone_is_silent_for_as_long_as_it_was_not_seen() -> None:
     table = PeerTable()
     for node, ago in ((b"a" * 32, 3.0), (b"b" * 32, 90.0), (b"c" * 32, None)):
         table.get(node).last_seen = 0.0 if ago is None else time.time() - ago
-    rows = peer_rows(table, newest=0, leases={}, stats={}, reputations={}, own=bytes(32))
+    rows = peer_rows(bare_services(peers=table))
     assert [round(row.silent_s) for row in sorted(rows, key=lambda row: row.id)] == [0, 90, 0]
 
 

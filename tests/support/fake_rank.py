@@ -3,18 +3,19 @@
 Run by torchrun, or as the only one; the protocol, the groups and the deadlines are the real ones.
 """
 
+import asyncio
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training import rank
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
-from primerl.node.training.learner_state import Ranks
-from primerl.node.training.ranks.calls import Start
-from primerl.node.training.world import World
+from primerl.node.training.rank_messages import RankStart, RankStep
+from primerl.node.training.world import RankChannel, World
 
 FINE, REFUSED, DIFFERS, RAISES, HANGS, SLOW, MEMORY = range(7)
 """Tokens. REFUSED: all ranks raise a ValueError; DIFFERS: the last one does; RAISES: the last one has a bug;
@@ -24,14 +25,13 @@ STEPS_BESIDE = 4
 """A staged checkpoint is written once so many steps were done."""
 
 
-class FakeShare:
+class FakeLearner:
     """Counts its steps; every step has a collective."""
 
-    def __init__(self, world: World, ask: Start) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.ask = ask
         self.steps = 0
-        self.ranks = Ranks.join(20.0)
+        self.channel = RankChannel.open(20.0)
 
     def step(self, batch: TrainBatch) -> StepMetrics:
         kind = batch.samples[0].token_ids[0] if batch.samples else FINE
@@ -63,7 +63,7 @@ class FakeShare:
     def write_state(self, path: Path) -> None:
         raise NotImplementedError
 
-    def write_snapshot(self, path: Path, whole: bool) -> None:
+    def write_snapshot(self, path: Path, *, whole: bool) -> None:
         raise NotImplementedError
 
     def save(self, directory: Path) -> None:
@@ -75,7 +75,7 @@ class FakeShare:
     def write_staged(self, directory: Path) -> None:
         while self.steps < STEPS_BESIDE:
             time.sleep(0.01)
-        self.ranks.together(lambda: self.save(directory))
+        self.channel.together(lambda: self.save(directory))
 
     def load(self, directory: Path) -> None:
         raise EngineError(f"{directory} is not for this model: load another one")
@@ -83,13 +83,35 @@ class FakeShare:
     def export(self, directory: Path) -> None:
         print("noise on the standard output", directory)
 
-    def close(self) -> None:
+    def close(self, *, keep_world: bool) -> None:
         print("closed", file=sys.stderr)
 
 
-def build(ask: Start, config: TrainingConfig, world: World) -> FakeShare:
-    """The share of one rank."""
-    return FakeShare(world, ask)
+def batch(number: int, kind: int) -> TrainBatch:
+    """Make a batch that has every rank do as `kind` says."""
+    return TrainBatch(number, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)])
+
+
+def step(kind: int) -> RankStep:
+    """Make the call of such a step."""
+    return RankStep(batch(1, kind))
+
+
+async def gone(*pids: int | None) -> None:
+    """Wait until none of these processes is left, not even as a zombie of ours."""
+    async with asyncio.timeout(60.0):
+        for pid in filter(None, pids):
+            while True:
+                try:
+                    os.kill(pid, 0)
+                except ProcessLookupError:
+                    break
+                await asyncio.sleep(0.05)
+
+
+def build(start: RankStart, config: TrainingConfig, world: World) -> Any:
+    """Make the learner of one rank."""
+    return FakeLearner(world)
 
 
 if __name__ == "__main__":

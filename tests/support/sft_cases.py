@@ -8,7 +8,7 @@ from typing import Any
 from support.chat_model import make_chat_model
 
 from primerl.node.environments.chat import ChatFormat
-from primerl.node.sft.template import Tokens
+from primerl.node.sft.tokens import Tokens
 
 QWEN = """
 {%- if tools %}<|im_start|>system

@@ -19,24 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import NodeError
-from primerl.node.training.export import SnapshotWriter
+from primerl.node.training.export import PolicyExporter
 from primerl.node.training.gather import named_sources, policy_sources, whole_tensors
+from primerl.node.training.world import World
 
 CHUNK = 500
 SHARES = (0.0, 0.01, 0.6, 0.0, 0.1)
 """How much of each tensor moves before each snapshot after the first."""
 RANKS = 2
 DEADLINE = timedelta(seconds=240)
-
-
-class World:
-    """One of the ranks."""
-
-    size = RANKS
-    device = torch.device("cpu")
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
 
 
 def make_moe(directory: Path) -> None:
@@ -114,19 +105,19 @@ def export(world: World, source: Path, out: Path, shape: tuple[int, ...]) -> Non
     model = load(source)
     shard(model, shape)
     tokens = torch.arange(6)[None]
-    writer = SnapshotWriter(world, chunk=CHUNK, bucket=4 * CHUNK)
+    writer = PolicyExporter(world, chunk=CHUNK, bucket=4 * CHUNK)
     parameters = dict(model.named_parameters())  # as an optimizer has them
     sources = policy_sources(model, world.rank)
-    writer.snapshot(sources, out / "0")
+    writer.write_snapshot(sources, out / "0")
     for step in range(1, len(SHARES) + 1):
         move(parameters, step)
         with torch.no_grad():
             model(tokens)  # what a forward pass leaves unsharded is not what is exported
-        writer.snapshot(sources, out / str(step))
-    writer.snapshot(sources, out / "whole", whole=True)
+        writer.write_snapshot(sources, out / str(step))
+    writer.write_snapshot(sources, out / "whole", whole=True)
     move(parameters, len(SHARES) + 1)
-    writer.state(policy_sources(model, world.rank), out / "state")
-    writer.snapshot(sources, out / "after")
+    writer.write_state(policy_sources(model, world.rank), out / "state")
+    writer.write_snapshot(sources, out / "after")
     walked = dict(whole_tensors(sources, world.rank))
     if world.rank:
         assert not walked
@@ -178,39 +169,39 @@ def odd(world: World, out: Path) -> None:
     """Snapshots of tensors that no run of rows is a share of, and that are joined on the first rank."""
     huggingface.checkpoint_tensors = joined
     model: Any = OddModel()
-    writer = SnapshotWriter(world, chunk=10)
+    writer = PolicyExporter(world, chunk=10)
     sources = policy_sources(model, world.rank)
     for step in range(3):
         model.become(step)
-        writer.snapshot(sources, out / str(step))
+        writer.write_snapshot(sources, out / str(step))
 
 
 def faults(world: World, source: Path, out: Path) -> dict[str, str]:
     """What is said of a directory that is not there, and of ranks that do not agree."""
     model = load(source)
     shard(model, (RANKS,))
-    writer = SnapshotWriter(world, chunk=CHUNK)
-    writer.snapshot(policy_sources(model, world.rank), out / "0")
+    writer = PolicyExporter(world, chunk=CHUNK)
+    writer.write_snapshot(policy_sources(model, world.rank), out / "0")
     said: dict[str, str] = {}
 
     def attempt(path: Path) -> Iterable[object]:
-        yield writer.snapshot(policy_sources(model, world.rank), path)
+        yield writer.write_snapshot(policy_sources(model, world.rank), path)
 
     said["nowhere"] = refused(attempt(out / "nowhere" / "1"))
-    writer.snapshot(policy_sources(model, world.rank), out / "2")
+    writer.write_snapshot(policy_sources(model, world.rank), out / "2")
 
     def differ() -> Iterable[object]:
         named = {f"w{world.rank}": torch.zeros(3)}
-        yield writer.snapshot(named_sources(named, world.rank), out / "3")
+        yield writer.write_snapshot(named_sources(named, world.rank), out / "3")
 
     said["differ"] = refused(differ())
 
     def claim() -> Iterable[object]:
         named = named_sources({"w": torch.zeros(3)}, 0)  # both think that they are the first
-        yield writer.snapshot(named, out / "3")
+        yield writer.write_snapshot(named, out / "3")
 
     said["claim"] = refused(claim())
-    writer.snapshot(policy_sources(model, world.rank), out / "4")
+    writer.write_snapshot(policy_sources(model, world.rank), out / "4")
     return said
 
 
@@ -220,13 +211,14 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     place = f"file://{folder / 'store'}"
     dist.init_process_group("cpu:gloo", place, DEADLINE, rank=rank, world_size=RANKS)
-    world = World(rank)
+    world = World(rank, RANKS, torch.device("cpu"))
     for kind in ("tied", "experts"):
         for name, shape in (("sharded", (RANKS,)), ("replicated", (RANKS, 1))):
             export(world, folder / kind, folder / f"{kind}-{name}", shape)
     said = faults(world, folder / "tied", folder / "faults")
     odd(world, folder / "odd")
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
+    dist.barrier()  # a rank that leaves first would break the connections of the other
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
@@ -10,6 +11,9 @@ from primerl.node.config.run import ModelCreateConfig, TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.buffer import BranchTokens, RolloutGroup, ScoredRollout
+
+if TYPE_CHECKING:
+    from primerl.node.training.learner import Learner
 
 TINY = ModelCreateConfig(
     hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
@@ -45,6 +49,15 @@ def contents(directory: Path) -> dict[str, bytes]:
             found |= {f"{name}:{key}": tensor.numpy().tobytes() for key, tensor in tensors.items()}
         elif path.is_file() and path.name != "COMPLETE":
             found[name] = path.read_bytes()
+    return found
+
+
+def logprobs(learner: "Learner", samples: list[Sample]) -> list[list[float]]:
+    """The learner's logprob of every trained token of each sample, read alone; 0.0 elsewhere."""
+    found: list[list[float]] = []
+    for one in samples:
+        values = iter(learner.packed_logprobs([one]))
+        found.append([next(values) if t and on else 0.0 for t, on in enumerate(one.mask)])
     return found
 
 

@@ -15,9 +15,10 @@ from support.memory_transport import MemoryNetwork
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories
-from primerl.node.app.services import NodeServices, open_services
+from primerl.node.app.services import open_services
 from primerl.node.config.run import NetworkConfig, NodeConfig
 from primerl.node.p2p.discovery import Discovery
+from primerl.node.p2p.services import NodeServices
 from primerl.node.p2p.transport import Transport
 from primerl.node.storage.chunk_store import FileStore
 from primerl.node.storage.ledger import Ledger

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from primerl.node.app.lease_settings import longest_sequence
+from primerl.node.app.rundir import longest_sequence
 from primerl.node.config.loader import load
 from primerl.node.config.run import JoinConfig, RunConfig
 from primerl.node.launch.launcher import write_worker_config

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from primerl.node.app.engine_check import check_config
+from primerl.node.app.daemon import check_config
 from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
 from primerl.node.inference.placement import difference
 from primerl.node.inference.vllm import judge

@@ -9,8 +9,7 @@ import pytest
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import JoinConfig, RunConfig
-from primerl.node.training.ranks.group import PROGRAM
-from primerl.node.training.ranks.torchrun import command
+from primerl.node.training.rank_group import PROGRAM, command
 
 SLURM = Path(__file__).resolve().parents[3] / "scripts" / "slurm"
 NOTE = '#!/bin/bash\nprintf \'%s\\x1f\' "$@" >>"$CALLS.{name}"; printf \'\\n\' >>"$CALLS.{name}"\n'

@@ -17,8 +17,8 @@ from primerl.node.sft.data import (
     TOO_LONG,
     UNTRAINED,
     BatchReader,
-    Corpus,
     DataCursor,
+    RowExamples,
     SkippedRow,
     Table,
     epoch_order,
@@ -30,13 +30,17 @@ from primerl.node.sft.data import (
     read_hub,
 )
 from primerl.node.sft.rows import BadRow
-from primerl.node.sft.template import Tokens
+from primerl.node.sft.tokens import Tokens
 from primerl.node.training.backend import Sample
 
+TOKENIZER: Any = None
+"""Rows are read without one."""
 
-def corpus(*paths: Path, limit: int = 1000) -> Corpus:
+
+def examples(*paths: Path, limit: int = 1000) -> RowExamples:
     tables = [read_file(path, path.parent / "cache") for path in paths]
-    return Corpus(tables, max_row_bytes=limit)
+    config = SftConfig.model_validate({"data": {"max_row_mib": limit / (1 << 20)}})
+    return RowExamples(config, tables, TOKENIZER)
 
 
 def rows_of(table: Table) -> list[Any]:
@@ -47,7 +51,7 @@ def test_rows_are_numbered_through_the_files_and_named_by_their_lines(tmp_path: 
     a, b = tmp_path / "a[1].jsonl", tmp_path / "b.jsonl"
     a.write_bytes(b'{"n": 0}\n\n{"n": "\xe2\x80\xa8\xc2\x85"}\r\n')  # other line breaks in a text
     b.write_bytes(b'{"n": 2}')  # no newline at the end
-    found = corpus(a, b)
+    found = examples(a, b)
     assert [found.read(n) for n in (0, 1, 3)] == [b'{"n": 0}', b"", b'{"n": 2}']
     assert json.loads(found.read(2)) == {"n": "\u2028\x85"}
     assert [found.where(n).rpartition("/")[2] for n in range(4)] == [
@@ -63,13 +67,13 @@ def test_rows_are_numbered_through_the_files_and_named_by_their_lines(tmp_path: 
 def test_an_empty_file_is_no_row_and_no_rows_are_an_error(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"")
-    assert len(corpus(write_rows(tmp_path / "a.jsonl", [1]), empty)) == 1
+    assert examples(write_rows(tmp_path / "a.jsonl", [1]), empty).size == 1
     with pytest.raises(UsageError, match=r"empty\.jsonl"):
-        corpus(empty)
+        examples(empty)
 
 
 def test_a_row_that_is_too_long_is_a_bad_row(tmp_path: Path) -> None:
-    found = corpus(write_rows(tmp_path / "a.jsonl", ["x" * 50, "y"]), limit=20)
+    found = examples(write_rows(tmp_path / "a.jsonl", ["x" * 50, "y"]), limit=20)
     with pytest.raises(BadRow, match="52 bytes"):
         found.read(0)
     assert found.read(1) == b'"y"'
@@ -78,7 +82,7 @@ def test_a_row_that_is_too_long_is_a_bad_row(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_a_bad_row_and_nothing_more(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"n": "\xff"}\n\xfe\n{"n": 1}\n')
-    found = corpus(path)
+    found = examples(path)
     for n in (0, 1):
         with pytest.raises(ValueError, match=r"JSON|Expecting|escape"):
             json.loads(found.read(n))
@@ -87,9 +91,9 @@ def test_bytes_that_are_no_text_are_a_bad_row_and_nothing_more(tmp_path: Path) -
 
 def test_other_data_have_another_identity(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [1, 2])
-    before = corpus(path).identity()
-    assert corpus(path).identity() == before
-    assert corpus(write_rows(path, [1, 2, 3])).identity() != before
+    before = examples(path).identity()
+    assert examples(path).identity() == before
+    assert examples(write_rows(path, [1, 2, 3])).identity() != before
 
 
 def test_directories_are_searched_and_what_is_no_data_is_refused(tmp_path: Path) -> None:
@@ -211,12 +215,12 @@ def test_offline_a_hub_id_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
 def test_blank_lines_and_bad_rows_cost_themselves(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [*pairs(5), {"prompt": 1}])
     path.write_text(path.read_text().replace("\n", "\n \n"))
-    config = SftConfig.model_validate({"data": {"files": [str(path)], "max_bad_rows": 1}})
+    config = SftConfig.model_validate(
+        {"data": {"files": [str(path)], "max_bad_rows": 1}, "max_epochs": 1}
+    )
     huggingface.create(tmp_path / "model", TINY, seed=0)
     data = open_rows(config, tmp_path / "model", tmp_path / "cache")
-    batch = BatchReader(data.training, seed=0, shuffle=True, max_bad_rows=1, max_epochs=1).batch(
-        DataCursor(), size=99
-    )
+    batch = BatchReader(data.training, config).batch(DataCursor(), size=99)
     assert len(batch.samples) == 5
     assert batch.cursor.skipped == {"fields": 1}
     assert batch.cursor.rows == 6
@@ -253,9 +257,9 @@ class Numbers:
         return "numbers"
 
 
-def reader(examples: Numbers, **changes: object) -> BatchReader:
-    options: dict[str, object] = {"seed": 3, "shuffle": True, "max_bad_rows": 0.05, **changes}
-    return BatchReader(examples, **options)  # type: ignore[arg-type]
+def reader(numbers: Numbers, *, max_epochs: int = 0, **data: object) -> BatchReader:
+    config = SftConfig.model_validate({"seed": 3, "max_epochs": max_epochs, "data": data})
+    return BatchReader(numbers, config)
 
 
 def rows(samples: list[Sample]) -> list[int]:

@@ -14,8 +14,7 @@ from support.training_cases import FAST, TINY
 from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
 from primerl.node.app.sft import SftFactories, sft
-from primerl.node.config.common import ResumeConfig
-from primerl.node.config.run import EnvironmentConfig, ModelConfig, RunConfig
+from primerl.node.config.run import EnvironmentConfig, ModelConfig, ResumeConfig, RunConfig
 from primerl.node.config.sft import SftConfig, SftTrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError

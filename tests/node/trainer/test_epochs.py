@@ -7,7 +7,7 @@ from support.protocol_cases import LEASE, head
 from support.rogue import say
 
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer.state import LEASES_PER_BOOT, current_term
+from primerl.node.trainer.state import LEASES_PER_BOOT, current_epoch
 from primerl.protocol.rollouts import GroupRecord, RolloutRecord, Submission
 
 
@@ -19,10 +19,10 @@ def made_by(version: int) -> Submission:
 
 def test_work_of_a_version_that_any_term_since_made_anew_is_void(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
-    current_term(ledger, (0, 0), 1)
-    current_term(ledger, (1, 5), 2)
-    current_term(ledger, (2, 8), 3)
-    term = current_term(
+    current_epoch(ledger, (0, 0), 1)
+    current_epoch(ledger, (1, 5), 2)
+    current_epoch(ledger, (2, 8), 3)
+    term = current_epoch(
         ledger, (2, 9), 4
     )  # the same term, as a restart without going back finds it
     ledger.close()

@@ -2,20 +2,22 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from support.bare_services import bare_services
 from support.swarm import until
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
-from primerl.node.ops.metrics import MetricsLog, PhaseClock
+from primerl.node.ops.metrics import MetricsLog
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.loop import TrainerRole
+from primerl.node.trainer.scheduler import LeaseDemand
 from primerl.node.trainer.state import Progress
 from primerl.node.training.backend import StepMetrics, TrainBatch
 from primerl.node.training.buffer import BranchTokens, RolloutBuffer, RolloutGroup, ScoredRollout
@@ -52,9 +54,10 @@ class Recorder:
 class Inbox:
     """Judges nothing: tests put groups into the buffer themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: RolloutBuffer, progress: Progress) -> None:
+        self.buffer = buffer
+        self.progress = progress
         self.grown = asyncio.Condition()
-        self.verified_up_to = 0
 
     def waiting(self) -> int:
         return 0
@@ -65,6 +68,10 @@ class Inbox:
 
 def _proven(node: bytes) -> bool:
     return True
+
+
+def begin_nothing(version: int, state: object) -> None:
+    pass
 
 
 async def nothing(*_: object, **__: object) -> None:
@@ -82,34 +89,41 @@ class World:
             "lease_timeout_s": timeout_s,
         }
         self.config = RunConfig.model_validate(
-            {"name": "r", "max_steps": 10_000, "rollouts": rollouts, "checkpoint": NEVER}
+            {
+                "name": "r",
+                "output_dir": directory,
+                "max_steps": 10_000,
+                "rollouts": rollouts,
+                "checkpoint": NEVER,
+            }
         )
         policy = LeasePolicy(2, WANTED, 4, 2, 2, timeout_s, 1000)
         self.ledger = Ledger(directory / "ledger.sqlite", fsync=False)
-        self.book, self.inbox, self.recorder = LeaseBook(policy), Inbox(), Recorder()
+        self.book, self.recorder = LeaseBook(policy), Recorder()
         self.metrics = MetricsLog(directory / "metrics.jsonl")
         self.buffer = RolloutBuffer(max_off_policy_steps=10_000, capacity=1000)
-        parts = {
-            "ledger": self.ledger,
-            "heads": SimpleNamespace(latest=lambda: SimpleNamespace(sealed=b"")),
-            "desk": SimpleNamespace(
+        self.progress, services = Progress(), bare_services(ledger=self.ledger)
+        services.heads = cast(Any, SimpleNamespace(latest=lambda: None))
+        registry: Any = SimpleNamespace(
+            services=services, book=self.book, proven=_proven, reputations={}
+        )
+        self.demand = LeaseDemand(self.config, registry, self.buffer, self.progress)
+        self.inbox = Inbox(self.buffer, self.progress)
+        parts: list[Any] = [
+            SimpleNamespace(
+                registry=registry,
                 book=self.book,
+                demand=self.demand,
                 take_back=self.book.expire,
-                proven=_proven,
                 work_changed=nothing,
-                reputations={},
             ),
-            "inbox": self.inbox,
-            "buffer": self.buffer,
-            "progress": Progress(),
-            "backend": self.recorder,
-            "publisher": SimpleNamespace(publish=nothing, last_delta_bytes=0),
-            "checkpoints": SimpleNamespace(close=nothing, finish=nothing),
-            "metrics": self.metrics,
-            "clock": PhaseClock(),
-            "gossip": nothing,
-        }
-        self.role = TrainerRole(config=self.config, **cast(Any, parts))
+            self.inbox,
+            self.recorder,
+            SimpleNamespace(publish=nothing, last_delta_bytes=0, states=defaultdict(dict)),
+            self.metrics,
+            SimpleNamespace(begin=begin_nothing),
+        ]
+        self.role = TrainerRole(services, self.config, *parts)
 
     def deliver(self, node: bytes, groups: int) -> None:
         """So many groups of `node` were judged good."""
@@ -121,7 +135,7 @@ class World:
         lease = self.book.grant(
             node,
             version=0,
-            capacity=self.role.capacity(node),
+            capacity=self.demand.capacity(node),
             digest_of=lambda index: digest(b"%d" % index),
             seed=bytes(32),
             now=time.time(),
@@ -172,7 +186,7 @@ async def test_what_is_in_verification_is_waited_for_too(tmp_path: Path) -> None
         swarm.deliver(A, 30)
         await swarm.judged()
         assert swarm.recorder.batches == []
-        swarm.inbox.verified_up_to = 1  # it was worth nothing
+        swarm.progress.verified_up_to = 1  # it was worth nothing
         await swarm.judged()
         assert swarm.recorder.batches == [{A[0]: 8}] * 3
 
@@ -200,7 +214,7 @@ async def test_a_flood_leaves_capacity_for_others(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
         assert swarm.lease(B) == 4
         swarm.deliver(A, 7)
-        assert swarm.role.capacity(A) == 1
+        assert swarm.demand.capacity(A) == 1
         swarm.deliver(A, 1)
-        assert swarm.role.capacity(A) == 0
-        assert swarm.role.capacity(C) == 2 * WANTED - 12
+        assert swarm.demand.capacity(A) == 0
+        assert swarm.demand.capacity(C) == 2 * WANTED - 12

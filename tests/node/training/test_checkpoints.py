@@ -11,7 +11,7 @@ from support.counting_backend import CountingBackend
 from support.training_cases import batch
 
 from primerl.node.ops.errors import EngineError, StorageError
-from primerl.node.training.checkpoint import COMPLETE, Checkpoints
+from primerl.node.training.checkpoint import COMPLETE, Checkpoints, whole_directory
 from primerl.node.weights.state import digests
 
 PARTS = {"buffer": b"\x00\xff", "ledger.msgpack": b""}
@@ -337,3 +337,40 @@ async def test_sigkill_in_the_middle_of_a_save_leaves_the_older_one_as_the_newes
     assert await checkpoints.read_newest() == (2, PARTS)
     await checkpoints.write(3, PARTS, await counting(tmp_path, 3))
     assert sorted(os.listdir(tmp_path)) == ["step_2", "step_3"]
+
+
+def test_nothing_carries_the_final_name_before_the_block_ended(tmp_path: Path) -> None:
+    with whole_directory(tmp_path / "a") as partial:
+        (partial / "file").write_text("x")
+        assert not (tmp_path / "a").exists()
+    assert (tmp_path / "a" / "file").read_text() == "x"
+
+
+def fill_and_fail(target: Path) -> None:
+    with whole_directory(target) as partial:
+        (partial / "new").touch()
+        raise RuntimeError
+
+
+def test_an_error_leaves_what_was_there_and_no_leftovers(tmp_path: Path) -> None:
+    with whole_directory(tmp_path / "a") as partial:
+        (partial / "old").touch()
+    with pytest.raises(RuntimeError):
+        fill_and_fail(tmp_path / "a")
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "old"]
+
+
+def test_what_a_crash_left_is_not_mixed_into_the_next_attempt(tmp_path: Path) -> None:
+    (tmp_path / "a.partial").mkdir()
+    (tmp_path / "a.partial" / "torn").touch()
+    with whole_directory(tmp_path / "a") as partial:
+        assert list(partial.iterdir()) == []
+
+
+def test_an_error_of_the_disk_names_the_target(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StorageError, match=r"cannot write .*below"),
+        whole_directory(tmp_path / "file" / "below"),
+    ):
+        pass

@@ -11,8 +11,8 @@ from primerl.node.config.run import RunConfig
 from primerl.node.config.training import TrainingConfig
 from primerl.node.ops.gpus import is_on_gpu
 from primerl.node.training.backend import resolve_backend
+from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.local_backend import LocalBackend
-from primerl.node.training.ranks.fsdp import FsdpBackend
 
 ONE = ("0",)
 

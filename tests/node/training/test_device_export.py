@@ -13,9 +13,12 @@ from primerl.node.models.tensors import bf16_state
 from primerl.node.ops.errors import EngineError
 from primerl.node.training import snapshot as host_state
 from primerl.node.training.backend import Snapshot
-from primerl.node.training.export import DeviceExporter
+from primerl.node.training.export import PolicyExporter
+from primerl.node.training.world import World
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import State, digests
+
+ALONE = World.alone(torch.device("cpu"))
 
 Tensors = dict[str, torch.Tensor]
 DEVICES = [
@@ -65,9 +68,9 @@ def check(found: Snapshot, before: State, named: Mapping[str, torch.Tensor]) -> 
 def test_every_export_is_the_state_and_tells_the_difference(
     chunk: int, ahead: bool, device: str
 ) -> None:
-    exporter = DeviceExporter(threads=2, chunk=chunk, ahead=ahead)
+    exporter = PolicyExporter(ALONE, threads=2, chunk=chunk, ahead=ahead)
     named = {name: tensor.to(device) for name, tensor in weights().items()}
-    first = exporter.export(named)
+    first = exporter.snapshot(named)
     assert first.base is None
     assert cases.same(first.state, bf16_state(named.items()))
     before, bits = first.state, copy(first.state)
@@ -76,7 +79,7 @@ def test_every_export_is_the_state_and_tells_the_difference(
         for tensor in named.values():
             chosen = (torch.rand(tensor.shape, generator=rng) < share).to(device)
             tensor[chosen] = tensor[chosen] * 3 + 1
-        found = exporter.export(named)
+        found = exporter.snapshot(named)
         check(found, before, named)
         assert copy(before) == bits  # what was given away has not moved
         before, bits = found.state, copy(found.state)
@@ -91,53 +94,53 @@ def test_any_floats_are_rounded_and_compared_by_their_bits(
     writes: list[tuple[int, float]], chunk: int
 ) -> None:
     named = {"w": torch.zeros(200)}
-    exporter = DeviceExporter(threads=1, chunk=chunk)
-    before = exporter.export(named).state
+    exporter = PolicyExporter(ALONE, threads=1, chunk=chunk)
+    before = exporter.snapshot(named).state
     for at, value in writes:
         named["w"][at] = value
-    check(exporter.export(named), before, named)
+    check(exporter.snapshot(named), before, named)
 
 
 def test_a_change_below_the_rounding_is_none_and_a_sign_of_zero_is_one() -> None:
     named = {"w": torch.tensor([1.0, 0.0])}
-    exporter = DeviceExporter(threads=1)
-    before = exporter.export(named).state
+    exporter = PolicyExporter(ALONE, threads=1)
+    before = exporter.snapshot(named).state
     named["w"][0] += 1e-4
-    assert exporter.export(named).state["w"] is before["w"]
+    assert exporter.snapshot(named).state["w"] is before["w"]
     named["w"][1] = -0.0
-    found = exporter.export(named)
+    found = exporter.snapshot(named)
     assert found.state["w"].data.tolist() == [0x3F80, 0x8000]
 
 
 def test_few_changes_are_told_by_position_and_many_as_all_of_it() -> None:
     named = {"w": torch.zeros(1000)}
-    exporter = DeviceExporter(threads=1, chunk=500)
-    exporter.export(named)
+    exporter = PolicyExporter(ALONE, threads=1, chunk=500)
+    exporter.snapshot(named)
     named["w"][[0, 499, 500, 999]] = 1.0
-    told = exporter.export(named).changed["w"]
+    told = exporter.snapshot(named).changed["w"]
     assert told is not None
     assert told.tolist() == [0, 499, 500, 999]
     named["w"][:200] = 2.0  # too many in one of the two chunks
-    assert exporter.export(named).changed["w"] is None
+    assert exporter.snapshot(named).changed["w"] is None
 
 
 def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_state, "MAX_WAITING", 500)
-    exporter = DeviceExporter(threads=2, chunk=50)
+    exporter = PolicyExporter(ALONE, threads=2, chunk=50)
     named = weights()
-    before = exporter.export(named).state
+    before = exporter.snapshot(named).state
     for tensor in named.values():
         tensor += 1
-    check(exporter.export(named), before, named)
+    check(exporter.snapshot(named), before, named)
 
 
 def test_a_tensor_that_rests_for_a_while_is_copied_ahead_once() -> None:
-    exporter = DeviceExporter(threads=1, ahead=True)
+    exporter = PolicyExporter(ALONE, threads=1, ahead=True)
     named = weights()
-    before = exporter.export(named).state
+    before = exporter.snapshot(named).state
     for name in ("wide", "row", "wide", "row", "half", "wide"):
         named[name] += 1
-        found = exporter.export(named)
+        found = exporter.snapshot(named)
         check(found, before, named)
         before = found.state
     exporter.close()
@@ -145,13 +148,13 @@ def test_a_tensor_that_rests_for_a_while_is_copied_ahead_once() -> None:
 
 def test_the_hint_gives_the_bytes_that_a_comparison_gives() -> None:
     named = weights()
-    exporter = DeviceExporter(threads=2, chunk=300)
-    before = exporter.export(named).state
+    exporter = PolicyExporter(ALONE, threads=2, chunk=300)
+    before = exporter.snapshot(named).state
     rng = torch.Generator().manual_seed(2)
     for share in (0.02, 0.6):
         for tensor in named.values():
             tensor[torch.rand(tensor.shape, generator=rng) < share] += 1
-        found = exporter.export(named)
+        found = exporter.snapshot(named)
         hinted = encode_delta(before, found.state, changed=found.changed_since(before))
         assert b"".join(hinted) == b"".join(encode_delta(before, found.state))
         before = found.state
@@ -159,12 +162,12 @@ def test_the_hint_gives_the_bytes_that_a_comparison_gives() -> None:
 
 def test_a_snapshot_speaks_only_of_the_very_state_it_was_compared_with() -> None:
     named = {"w": torch.zeros(10)}
-    exporter = DeviceExporter(threads=1)
-    first = exporter.export(named).state
+    exporter = PolicyExporter(ALONE, threads=1)
+    first = exporter.snapshot(named).state
     named["w"][1] = 1.0
-    lost = exporter.export(named)  # never published, say: the disk was full
+    lost = exporter.snapshot(named)  # never published, say: the disk was full
     named["w"][2] = 1.0
-    third = exporter.export(named)
+    third = exporter.snapshot(named)
     assert third.changed_since(first) is None
     assert third.changed_since(dict(lost.state)) is None
     assert third.changed_since(lost.state) is third.changed
@@ -173,8 +176,8 @@ def test_a_snapshot_speaks_only_of_the_very_state_it_was_compared_with() -> None
 @pytest.mark.parametrize("how", ["renamed", "reshaped", "one more", "another type"])
 def test_other_tensors_are_exported_whole(how: str) -> None:
     named = weights()
-    exporter = DeviceExporter(threads=1)
-    exporter.export(named)
+    exporter = PolicyExporter(ALONE, threads=1)
+    exporter.snapshot(named)
     if how == "renamed":
         named["line"] = named.pop("row")
     elif how == "reshaped":
@@ -183,11 +186,11 @@ def test_other_tensors_are_exported_whole(how: str) -> None:
         named["more"] = torch.ones(3)
     else:
         named["steps"] = named["steps"].to(torch.int32)
-    found = exporter.export(named)
+    found = exporter.snapshot(named)
     assert found.base is None
     assert cases.same(found.state, bf16_state(named.items()))
     named["wide"][0, 0] = 9.0
-    check(exporter.export(named), found.state, named)
+    check(exporter.snapshot(named), found.state, named)
 
 
 def test_a_failed_export_is_followed_by_a_whole_one() -> None:
@@ -196,29 +199,29 @@ def test_a_failed_export_is_followed_by_a_whole_one() -> None:
             raise RuntimeError("out of memory")
 
     named = weights()
-    exporter = DeviceExporter(threads=2)
-    exporter.export(named)
+    exporter = PolicyExporter(ALONE, threads=2)
+    exporter.snapshot(named)
     named["wide"] += 1
     broken = named | {"steps": named["steps"].as_subclass(Unreadable)}
     with pytest.raises(RuntimeError, match="out of memory"):
-        exporter.export(broken)
-    found = exporter.export(named)  # `wide` was noted as exported, but nobody holds it
+        exporter.snapshot(broken)
+    found = exporter.snapshot(named)  # `wide` was noted as exported, but nobody holds it
     assert found.base is None
     assert cases.same(found.state, bf16_state(named.items()))
 
 
 def test_a_state_does_not_change_with_the_weights_it_came_from() -> None:
     named = {"w": torch.ones(50, dtype=torch.bfloat16)}
-    exporter = DeviceExporter(threads=1)
-    states = [exporter.export(named).state]
+    exporter = PolicyExporter(ALONE, threads=1)
+    states = [exporter.snapshot(named).state]
     named["w"][3] = 2.0
-    states.append(exporter.export(named).state)
+    states.append(exporter.snapshot(named).state)
     told = [digests(state) for state in states]
     named["w"].fill_(7.0)
-    states.append(exporter.export(named).state)
+    states.append(exporter.snapshot(named).state)
     assert [digests(state) for state in states[:2]] == told
 
 
 def test_a_dtype_that_no_state_holds_is_refused() -> None:
     with pytest.raises(EngineError, match="complex64"):
-        DeviceExporter(threads=1).export({"w": torch.zeros(2, dtype=torch.complex64)})
+        PolicyExporter(ALONE, threads=1).snapshot({"w": torch.zeros(2, dtype=torch.complex64)})

@@ -199,7 +199,7 @@ def test_a_step_counts_its_own_tokens_whatever_is_computed_again(
 ) -> None:
     mine = learner(directory, activation_checkpointing=again)
     mine.evaluate(batch(5).samples)
-    mine.logprobs(batch(6).samples)
+    mine.packed_logprobs(batch(6).samples)
     step = TrainBatch(1, batch(1, rows=9).samples)
     values = mine.step(step).values
     wanted = ExpertLoad(recount(directory, step.samples), World.alone(CPU)).figures()

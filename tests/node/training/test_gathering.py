@@ -16,9 +16,12 @@ from primerl.node.models import huggingface
 from primerl.node.models.model_files import read_state
 from primerl.node.models.tensors import bf16_state
 from primerl.node.training import gather
-from primerl.node.training.export import DeviceExporter
-from primerl.node.training.gather import policy_sources, whole_state
+from primerl.node.training.export import PolicyExporter
+from primerl.node.training.gather import policy_sources, whole_tensors
+from primerl.node.training.world import World
 from primerl.node.weights.state import State
+
+ALONE = World.alone(torch.device("cpu"))
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,13 +43,13 @@ def bare(tensors: Tensors) -> Any:
 
 def exported(model: Any) -> State:
     """What an export finds, in two steps so that both a whole and a compared one count."""
-    exporter = DeviceExporter(threads=1, chunk=37)
+    exporter = PolicyExporter(ALONE, threads=1, chunk=37)
     sources = policy_sources(model, 0)
-    exporter.export(sources)
+    exporter.snapshot(sources)
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
             tensor.reshape(-1)[::7] += 1
-    return exporter.export(sources).state
+    return exporter.snapshot(sources).state
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def test_experts_are_runs_of_the_tensor_that_they_are_fused_into(moe: Path) -> N
         "1.gate_proj.weight",
     ]
     assert cases.same(exported(model), huggingface.policy_state(model))
-    assert cases.same(whole_state(sources), huggingface.policy_state(model))
+    assert cases.same(bf16_state(whole_tensors(sources, 0)), huggingface.policy_state(model))
 
 
 def test_a_tied_weight_comes_once(tmp_path: Path) -> None:
@@ -108,7 +111,7 @@ def check(monkeypatch: pytest.MonkeyPatch, groups: list[list[str]]) -> None:
     wanted = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
               for name, tensor in model.tensors.items()}  # fmt: skip
     assert cases.same(found, bf16_state(convert(model, wanted).items()))
-    assert cases.same(whole_state(policy_sources(model, 0)), found)
+    assert cases.same(bf16_state(whole_tensors(policy_sources(model, 0), 0)), found)
 
 
 def test_what_is_transposed_or_joined_is_turned_back_by_layers(

@@ -1,11 +1,13 @@
+import gc
 import math
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.training_cases import FAST, TINY, batch, contents, sample
+from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 
 from primerl.node.config.training import LossConfig, TrainingConfig
 from primerl.node.models import huggingface
@@ -68,7 +70,7 @@ def test_favoured_tokens_rise_and_disfavoured_ones_fall(model_dir: Path, loss: s
     rejected = Sample([5, 6, 200], [False, False, True], [0.0, 0.0, 0.0], -1.0)
 
     def probabilities() -> tuple[float, float]:
-        table = subject.logprobs([favoured, rejected])
+        table = logprobs(subject, [favoured, rejected])
         return math.exp(table[0][2]), math.exp(table[1][2])
 
     before = probabilities()
@@ -208,7 +210,9 @@ def test_trainer_logprobs_are_taken_at_the_sampling_temperature(model_dir: Path)
             input_ids=torch.tensor([samples[0].token_ids])
         ).logits
         last = (logits[0, -2].float() / temperature).log_softmax(-1)[samples[0].token_ids[-1]]
-        assert subject.logprobs(samples[:1])[0][-1] == pytest.approx(float(last.detach()), abs=1e-5)
+        assert logprobs(subject, samples[:1])[0][-1] == pytest.approx(
+            float(last.detach()), abs=1e-5
+        )
 
 
 def test_warm_up_leaves_no_moment_behind(model_dir: Path, tmp_path: Path) -> None:
@@ -238,3 +242,22 @@ async def test_a_directory_without_a_model_is_an_engine_error(tmp_path: Path) ->
     with pytest.raises(EngineError):
         await backend.start(tmp_path)
     await backend.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": "full"}])
+def test_the_weights_of_a_closed_learner_go_with_it(
+    model_dir: Path, changes: dict[str, str]
+) -> None:
+    config = FAST.model_copy(update=changes)
+    learner = Learner.build(model_dir, config, max_steps=2, seed=0, temperature=1.0)
+    learner.step(batch(1))
+    weights = [weakref.ref(one) for one in learner.saved().weights.values()]
+    gc.collect()
+    gc.disable()  # the counts alone have to do it
+    try:
+        learner.close()
+        del learner
+        alive = sum(one() is not None for one in weights)
+    finally:
+        gc.enable()
+    assert alive == 0

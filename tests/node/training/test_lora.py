@@ -20,9 +20,9 @@ from primerl.node.models import huggingface, model_files
 from primerl.node.models.tensors import bf16_state, to_torch
 from primerl.node.ops.errors import EngineError
 from primerl.node.training import lora
+from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.learner import Learner
 from primerl.node.training.model import TrainedModel, layers_of
-from primerl.node.training.ranks.fsdp import FsdpBackend
 from primerl.node.training.world import World
 from primerl.node.weights.adapters import adapter_shapes, merge
 from primerl.node.weights.state import State, digests

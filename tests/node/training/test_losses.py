@@ -1,18 +1,26 @@
 import math
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from support import loss_cases
 from support.loss_cases import CASES, Case, exchange
 from torch import Tensor
 
 from primerl.node.config.training import LossConfig
+from primerl.node.ops.errors import UsageError
 from primerl.node.training.losses import (
+    FIGURES,
+    PEAKS,
     LossSums,
     TokenInputs,
     cross_entropy,
+    formula,
     policy_loss,
     token_logprobs,
 )
@@ -341,3 +349,240 @@ def test_logprobs_and_entropy_are_those_of_the_tempered_distribution() -> None:
     assert chosen.exp().item() == pytest.approx(2 / 3)
     expected = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
     assert entropy.item() == pytest.approx(expected, rel=1e-5)
+
+
+def measured(sequences: list[int], *, reference: bool = False) -> LossSums:
+    tokens = loss_cases.tokens().of(sequences).inputs(reference=reference)
+    return policy_loss(loss_cases.DPPO, tokens, 15)[1]
+
+
+def test_micro_batches_add_up_to_one() -> None:
+    sums = LossSums()
+    for part in ([0, 1], [2], [], [3, 4]):
+        sums.add(measured(part, reference=True))
+    whole = measured([0, 1, 2, 3, 4], reference=True)
+    assert sums.tokens == 15
+    assert sums.metrics() == pytest.approx(whole.metrics(), rel=1e-12)
+
+
+def test_every_rank_sends_as_many_numbers_whatever_it_saw() -> None:
+    sizes: set[tuple[int, ...]] = set()
+    for sums in (LossSums(), measured([]), measured([2]), measured([0, 1], reference=True)):
+        sent: list[int] = []
+
+        def note(values: list[float], sent: list[int] = sent) -> list[float]:
+            sent.append(len(values))
+            return values
+
+        sums.reduce(note, note)
+        sizes.add(tuple(sent))
+    assert sizes == {(2 * len(FIGURES), len(PEAKS))}
+
+
+def test_ranks_agree_when_one_is_empty_and_one_has_nothing_masked() -> None:
+    ranks = [LossSums(), measured([0, 4], reference=True), measured([1, 2, 3], reference=True)]
+    expected = measured([0, 1, 2, 3, 4], reference=True).metrics()
+    assert {"masked_mismatch_kl/mean", "ref_kl/all/mean"} <= set(expected)
+    for reduced in exchange(ranks):
+        assert reduced.metrics() == pytest.approx(expected, rel=1e-12)
+        assert reduced.tokens == 15
+
+
+def test_all_ranks_empty_is_an_empty_step() -> None:
+    assert [one.metrics() for one in exchange([LossSums(), LossSums()])] == [{}, {}]
+
+
+def test_each_figure_is_what_its_name_says() -> None:
+    given = loss_cases.tokens()
+    ratio = given.pi / given.mu
+    k3 = ratio - [math.log(one) for one in ratio] - 1
+    moved = given.pi - given.mu
+    high = (given.advantage > 0) & (moved > 0.2)
+    low = (given.advantage <= 0) & (moved < -0.1)
+    toward = given.reference / given.pi
+    metrics = measured([0, 1, 2, 3, 4], reference=True).metrics()
+    entropy = -sum(math.log(one) for one in given.pi) / 15  # what the cases give for it
+    assert metrics == pytest.approx(
+        {
+            "loss/mean": loss_cases.dppo(given)[0].mean(),
+            "entropy/all/mean": entropy,
+            "entropy/all/max": -math.log(given.pi.min()),
+            "mismatch_kl/all/mean": k3.mean(),
+            "mismatch_kl/all/max": k3.max(),
+            "kl_ent_ratio/mean": k3.mean() / entropy,
+            "importance_ratio/mean": ratio.mean(),
+            "importance_ratio/max": ratio.max(),
+            "is_masked/mean": (high | low).mean(),
+            "is_masked_low/mean": low.mean(),
+            "is_masked_high/mean": high.mean(),
+            "masked_mismatch_kl/mean": k3[high | low].mean(),
+            "unmasked_mismatch_kl/mean": k3[~(high | low)].mean(),
+            "ref_kl/all/mean": (toward - [math.log(one) for one in toward] - 1).mean(),
+            "tokens": 15.0,
+        },
+        rel=1e-9,
+    )
+
+
+def test_what_no_token_has_is_not_reported_as_zero() -> None:
+    tokens = replace(loss_cases.tokens().inputs(reference=False), entropy=torch.zeros(15))
+    metrics = policy_loss(LossConfig(dppo_mask_low=2.0, dppo_mask_high=2.0), tokens, 15)[
+        1
+    ].metrics()
+    absent = {"masked_mismatch_kl/mean", "ref_kl/all/mean", "kl_ent_ratio/mean"}
+    assert absent & set(metrics) == set()
+    assert metrics["is_masked/mean"] == 0.0
+
+
+SOURCE = """
+from primerl.node.training.losses import TokenInputs, TokenLoss
+
+IMPORTED = []
+NOT_A_FUNCTION = 3
+
+
+def reinforce(inputs: TokenInputs, scale: float = 1.0) -> TokenLoss:
+    IMPORTED.append(len(inputs.logprobs))
+    return TokenLoss.unmasked(-scale * inputs.advantages * inputs.logprobs)
+
+
+def tensor_only(inputs):
+    return -inputs.logprobs
+
+
+def total(inputs):
+    return TokenLoss.unmasked(-inputs.logprobs.sum())
+
+
+def short(inputs):
+    return TokenLoss.unmasked(-inputs.logprobs[1:])
+
+
+def detached(inputs):
+    return TokenLoss.unmasked(-inputs.logprobs.detach())
+
+
+def infinite(inputs):
+    return TokenLoss.unmasked(-inputs.logprobs * 1e308 * 1e10)
+
+
+def half_masked(inputs):
+    return TokenLoss(-inputs.logprobs, inputs.logprobs < -1, inputs.logprobs * 0)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package of the operator's own, on the path."""
+    folder = tmp_path / "own_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "losses.py").write_text(SOURCE)
+    (folder / "broken.py").write_text("def loss(:\n")
+    (folder / "needy.py").write_text("import no_such_library_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_package.losses"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "own_package"]:
+        del sys.modules[name]
+
+
+def custom(path: str, **arguments: object) -> LossConfig:
+    return LossConfig(type="custom", custom=path, custom_args=arguments)
+
+
+def test_a_loss_of_ones_own_is_divided_and_measured_like_any(package: str) -> None:
+    given = loss_cases.tokens()
+    tokens = given.inputs()
+    loss, sums = policy_loss(custom(f"{package}:reinforce", scale=2.0), tokens, 30)
+    (slope,) = torch.autograd.grad(loss, tokens.logprobs)
+    assert slope.numpy() == pytest.approx(-2.0 * given.advantage / 30)
+    assert sums.metrics()["loss/mean"] == pytest.approx(loss.item() * 2)
+    assert sums.metrics()["is_masked/mean"] == 0.0
+
+
+def test_a_loss_of_ones_own_takes_the_reference_term(package: str) -> None:
+    given = loss_cases.tokens()
+    plain = custom(f"{package}:reinforce")
+    both = plain.model_copy(update={"ref_kl_tau": 0.5, "ref_kl_mask_low": 0.15})
+    term = policy_loss(both, given.inputs(), 15)[0] - policy_loss(plain, given.inputs(), 15)[0]
+    kl = LossConfig(type="reverse_kl", kl_tau=0.0, ref_kl_mask_low=0.15)
+    expected = policy_loss(kl, given.inputs(), 15)[0].item()
+    assert term.item() == pytest.approx(0.5 * expected, rel=1e-9)
+
+
+def test_its_module_is_run_once_and_it_is_not_called_without_tokens(package: str) -> None:
+    config = custom(f"{package}:reinforce")
+    for _ in range(2):
+        policy_loss(config, loss_cases.tokens().inputs(), 15)
+    loss, _ = policy_loss(config, loss_cases.tokens().of([]).inputs(), 15)
+    loss.backward()
+    assert sys.modules[package].IMPORTED == [15, 15]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("no_such_package:loss", "does not import.*no_such_package.*PYTHONPATH"),
+        ("own_package.nowhere:loss", "does not import"),
+        ("own_package.broken:loss", "does not import"),
+        ("own_package.needy:loss", "no_such_library_at_all"),
+        ("own_package.losses:misspelt", "no 'misspelt'"),
+        ("own_package.losses:NOT_A_FUNCTION", "not a function"),
+    ],
+)
+@pytest.mark.usefixtures("package")
+def test_a_path_that_leads_nowhere_says_so_before_the_first_step(path: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        formula(custom(path))
+
+
+def test_arguments_that_it_does_not_take_are_refused_before_the_first_step(package: str) -> None:
+    with pytest.raises(UsageError, match=r"custom_args.*'scael'"):
+        formula(custom(f"{package}:reinforce", scael=1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tensor_only", "returned Tensor: return a TokenLoss"),
+        ("total", "returned values of Tensor: one number per token"),
+        ("short", r"returned values of \[14\]"),
+        ("detached", "without gradient"),
+        ("infinite", "15 values that are not finite"),
+        ("half_masked", "not torch.bool"),
+    ],
+)
+def test_what_is_no_loss_per_token_is_refused(package: str, name: str, says: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}.*{says}"):
+        policy_loss(custom(f"{package}:{name}"), loss_cases.tokens().inputs(), 15)
+
+
+def test_it_is_not_blamed_for_what_it_was_given(package: str) -> None:
+    given = loss_cases.tokens()
+    given.advantage[2] = float("nan")
+    loss, _ = policy_loss(custom(f"{package}:reinforce"), given.inputs(), 15)
+    assert not torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"type": "custom"}, "needs custom"),
+        ({"type": "custom", "custom": "own_package.losses"}, "package.module:function"),
+        ({"type": "custom", "custom": "/tmp/x.py:loss"}, "package.module:function"),
+        ({"type": "custom", "custom": "a:b.c"}, "package.module:function"),
+        ({"type": "custom", "custom": "..a:b"}, "package.module:function"),
+        ({"custom": "a:b"}, "are of type"),
+        ({"custom_args": {"scale": 2}}, "are of type"),
+        ({"type": "reverse_kl", "ref_kl_tau": 0.1}, "leave ref_kl_tau out"),
+        ({"type": "grpo_two_sided", "clip_high": 3.5}, "clip_ratio_max"),
+        ({"type": "gspo", "sequence_clip_low": 1.0}, "less than 1"),
+        ({"ref_kl_tau": float("nan")}, "greater than or equal"),
+        ({"type": "dpo"}, "Input should be"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused_at_load(
+    fields: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ValidationError, match=says):
+        LossConfig.model_validate(fields)

@@ -1,5 +1,6 @@
 """One step is what torch's AdamW and clipping make of the same gradients, to the bit."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from primerl.node.config.run import TrainingConfig
 from primerl.node.training import optimizer as module
-from primerl.node.training.optimizer import Optimizer
+from primerl.node.training.optimizer import Optimizer, learning_rate
 
 CONFIG = TrainingConfig(lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1, max_norm=0.5)
 SHAPES = {"matrix": (7, 5), "vector": (9,), "one": (1,), "frozen": (4,)}
@@ -133,3 +134,37 @@ def test_betas_and_decay_may_be_others_than_the_config_s() -> None:
         ours.step(0.1)
         theirs.step()
     assert same(mine, wanted)
+
+
+LINEAR = TrainingConfig(lr=1.0, scheduler="linear", warmup_steps=10, min_lr_ratio=0.1)
+
+
+def test_linear_rises_then_falls_to_its_floor_at_the_last_step() -> None:
+    rates = [learning_rate(LINEAR, step, 110) for step in (1, 5, 10, 60, 110, 200)]
+    assert rates == pytest.approx([0.1, 0.5, 1.0, 0.55, 0.1, 0.1])
+
+
+def test_constant_stays_after_its_warmup() -> None:
+    config = TrainingConfig(lr=2.0, warmup_steps=2)
+    assert [learning_rate(config, step, 3) for step in (1, 2, 3, 9)] == [1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_run_shorter_than_its_warmup_still_has_a_rate() -> None:
+    assert 0 < learning_rate(LINEAR, 3, 3) <= 1.0
+    assert learning_rate(LINEAR, 11, 5) == pytest.approx(0.1)
+
+
+def test_there_is_no_step_zero() -> None:
+    with pytest.raises(ValueError, match="count from 1"):
+        learning_rate(LINEAR, 0, 10)
+
+
+def test_cosine_falls_in_half_a_period_and_stays_at_its_floor() -> None:
+    config = LINEAR.model_copy(update={"scheduler": "cosine"})
+    rates = [learning_rate(config, step, 110) for step in (1, 10, 35, 60, 85, 110, 200)]
+    middle, swing = 0.55, 0.45
+    slope = swing * math.cos(math.pi / 4)
+    wanted = [0.1, 1.0, middle + slope, middle, middle - slope, 0.1, 0.1]
+    assert rates == pytest.approx(wanted)
+    falling = [learning_rate(config, step, 110) for step in range(10, 111)]
+    assert falling == sorted(falling, reverse=True)

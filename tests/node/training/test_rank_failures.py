@@ -14,10 +14,10 @@ from support import fake_rank as fake
 
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.ops.errors import EngineError, RankFailed, StorageError
-from primerl.node.training.backend import Sample, TrainBatch
-from primerl.node.training.ranks.calls import Start, Step
-from primerl.node.training.ranks.fsdp import FsdpBackend
-from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.backend import Sample
+from primerl.node.training.fsdp_backend import FsdpBackend
+from primerl.node.training.rank_group import RankGroup
+from primerl.node.training.rank_messages import RankStart
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,10 +31,6 @@ def config(timeout_s: float = 20.0) -> TrainingConfig:
     return TrainingConfig(device="cpu", threads=1, fsdp=fsdp)
 
 
-def told(step: int, kind: int) -> TrainBatch:
-    return TrainBatch(step, [Sample([kind, 1], [False, True], [0.0, -1.0], 1.0)])
-
-
 async def group(timeout_s: float = 20.0) -> RankGroup:
     ranks = RankGroup(config(timeout_s), 2, FAKE)
     await ranks.start()
@@ -45,25 +41,13 @@ def backend(ranks: RankGroup) -> FsdpBackend:
     return FsdpBackend(config(), max_steps=10, seed=0, ranks=ranks)
 
 
-async def gone(*pids: int | None) -> None:
-    """Wait until none of these processes is left, not even as a zombie of ours."""
-    async with asyncio.timeout(60.0):
-        for pid in filter(None, pids):
-            while True:
-                try:
-                    os.kill(pid, 0)
-                except ProcessLookupError:
-                    break
-                await asyncio.sleep(0.05)
-
-
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def ranks() -> AsyncIterator[RankGroup]:
     found = await group()
     yield found
     directory = found.directory
     await found.close()
-    await gone(found.pid, *found.pids)
+    await fake.gone(found.pid, *found.pids)
     assert not directory.exists()
 
 
@@ -77,10 +61,10 @@ async def subject(ranks: RankGroup) -> AsyncIterator[FsdpBackend]:
 
 async def test_what_all_ranks_refuse_is_an_error_and_they_live_on(subject: FsdpBackend) -> None:
     with pytest.raises(EngineError, match="step 1 is refused"):
-        await subject.step(told(1, fake.REFUSED))
+        await subject.step(fake.batch(1, fake.REFUSED))
     with pytest.raises(EngineError, match="not for this model"):
         await subject.load(Path("elsewhere"))
-    found = await subject.step(told(2, fake.FINE))
+    found = await subject.step(fake.batch(2, fake.FINE))
     assert found.values == {"steps": 1.0, "ranks": 2.0}
 
 
@@ -91,19 +75,19 @@ async def test_what_changes_nothing_may_fail_on_one_rank_alone(
     sample = Sample([rank, 1], [False, True], [0.0, -1.0], 1.0)
     with pytest.raises(StorageError, match=f"rank {rank}"):
         await subject.evaluate([sample])
-    assert (await subject.step(told(1, fake.FINE))).values["ranks"] == 2.0
+    assert (await subject.step(fake.batch(1, fake.FINE))).values["ranks"] == 2.0
 
 
 async def test_a_cancelled_call_is_finished_and_its_answer_is_nobody_elses(
     subject: FsdpBackend,
 ) -> None:
-    call = asyncio.create_task(subject.step(told(1, fake.SLOW)))
+    call = asyncio.create_task(subject.step(fake.batch(1, fake.SLOW)))
     await asyncio.sleep(0.2)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     assert await subject.supervised_step([([1], [2])], 0.5) == 0.5
-    assert (await subject.step(told(2, fake.FINE))).values["steps"] == 2.0
+    assert (await subject.step(fake.batch(2, fake.FINE))).values["steps"] == 2.0
 
 
 async def test_a_staged_checkpoint_is_written_while_steps_go_on(
@@ -112,10 +96,10 @@ async def test_a_staged_checkpoint_is_written_while_steps_go_on(
     await subject.stage()
     writing = asyncio.create_task(subject.write_staged(tmp_path))
     for step in range(1, fake.STEPS_BESIDE):
-        await subject.step(told(step, fake.FINE))
+        await subject.step(fake.batch(step, fake.FINE))
     assert not writing.done()
     assert os.listdir(tmp_path) == []
-    await subject.step(told(fake.STEPS_BESIDE, fake.FINE))
+    await subject.step(fake.batch(fake.STEPS_BESIDE, fake.FINE))
     await writing
     assert sorted(os.listdir(tmp_path)) == ["rank0", "rank1"]
 
@@ -134,14 +118,14 @@ async def fails(ranks: RankGroup, kind: int, match: str, victim: int | None = No
     """A step, in which the `victim` is killed, ends with this RankFailed; everything is gone, and stays so."""
     directory = ranks.directory
     try:
-        await ranks.ask(Start("model", 10, 0, 1.0), 60.0)
+        await ranks.ask(RankStart("model", 10, 0, 1.0), 60.0)
         if victim is not None:
             asyncio.get_running_loop().call_later(0.5, os.kill, victim, signal.SIGKILL)
         with pytest.raises(RankFailed, match=match):
-            await ranks.ask(Step(told(1, kind)), 60.0)
-        await gone(ranks.pid, *ranks.pids)
+            await ranks.ask(fake.step(kind), 60.0)
+        await fake.gone(ranks.pid, *ranks.pids)
         with pytest.raises(RankFailed, match=match):
-            await ranks.ask(Step(told(2, fake.FINE)), 30.0)
+            await ranks.ask(fake.step(fake.FINE), 30.0)
     finally:
         await ranks.close()
     assert not directory.exists()
@@ -159,9 +143,9 @@ async def test_a_rank_that_has_a_bug_ends_all_and_says_which() -> None:
 async def test_a_rank_that_is_stopped_while_nobody_asks_is_noticed() -> None:
     ranks = await group(TIMEOUT_S)
     os.kill(ranks.pids[1], signal.SIGSTOP)
-    await gone(ranks.pid, *ranks.pids)
+    await fake.gone(ranks.pid, *ranks.pids)
     with pytest.raises(RankFailed, match="rank 1 of 2 failed: does not answer"):
-        await ranks.ask(Step(told(1, fake.FINE)), 30.0)
+        await ranks.ask(fake.step(fake.FINE), 30.0)
     await ranks.close()
 
 
@@ -185,29 +169,29 @@ async def test_whoever_dies_while_nobody_asks_no_process_is_left(
     rank: int, number: signal.Signals
 ) -> None:
     ranks = await group(TIMEOUT_S)
-    start = Start("model", 10, 0, 1.0)
+    start = RankStart("model", 10, 0, 1.0)
     victim = ranks.pid if rank < 0 else ranks.pids[rank]
     assert victim is not None
     os.kill(victim, number)
     if rank == -1 and number is signal.SIGSTOP:  # its ranks know nothing of it, and go on
         with pytest.raises(EngineError, match="start"):
-            await ranks.ask(Step(told(1, fake.FINE)), 60.0)
+            await ranks.ask(fake.step(fake.FINE), 60.0)
     else:
         if number is signal.SIGKILL:
-            await gone(*ranks.pids)
+            await fake.gone(*ranks.pids)
         with pytest.raises(RankFailed):
             await ranks.ask(start, 2 * TIMEOUT_S)
     await ranks.close()
-    await gone(ranks.pid, *ranks.pids)
+    await fake.gone(ranks.pid, *ranks.pids)
 
 
 async def test_ranks_that_cannot_start_are_an_error_that_says_why() -> None:
     ranks = RankGroup(config(), 2, ("-c", "raise SystemExit"))
     with pytest.raises(RankFailed, match="ended before they met"):
         await ranks.start()
-    await gone(ranks.pid)
+    await fake.gone(ranks.pid)
     with pytest.raises(RankFailed):
-        await ranks.ask(Step(told(1, fake.FINE)), 5.0)
+        await ranks.ask(fake.step(fake.FINE), 5.0)
 
 
 @pytest.mark.nightly
@@ -217,12 +201,12 @@ async def test_a_world_that_cannot_be_divided_is_a_mistake_of_the_config() -> No
     with pytest.raises(EngineError, match=r"2 ranks are not divisible by fsdp.replicas 3") as error:
         await ranks.start()
     assert not isinstance(error.value, RankFailed)
-    await gone(ranks.pid)
+    await fake.gone(ranks.pid)
 
 
 DAEMON = """
 import asyncio, sys
-from primerl.node.training.ranks.group import RankGroup
+from primerl.node.training.rank_group import RankGroup
 from primerl.node.config.training import TrainingConfig
 
 async def main():
@@ -242,7 +226,7 @@ async def test_ranks_end_with_a_daemon_that_is_killed() -> None:
         assert daemon.stdout is not None
         directory, *pids = (await daemon.stdout.readline()).decode().split()
         daemon.kill()
-        await gone(*map(int, pids))
+        await fake.gone(*map(int, pids))
         assert Path(directory).name not in os.listdir(Path(directory).parent)
     finally:
         if daemon.returncode is None:

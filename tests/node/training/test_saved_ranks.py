@@ -20,13 +20,12 @@ from primerl.node.ops.errors import StorageError
 from primerl.node.training.learner import Learner
 from primerl.node.training.learner_state import (
     ALONE,
-    Ranks,
     SavedLearner,
     read_saved,
     rng_state,
     set_rng_state,
 )
-from primerl.node.training.world import World
+from primerl.node.training.world import RankChannel, World
 
 TIMEOUT_S = 120
 WIDTH = 5
@@ -51,7 +50,7 @@ class Toy(torch.nn.Module):
 class Trainer:
     """What a learner does with FSDP2, on every rank with the same data."""
 
-    def __init__(self, ranks: Ranks, *, replicas: int = 1) -> None:
+    def __init__(self, ranks: RankChannel, *, replicas: int = 1) -> None:
         torch.manual_seed(5)
         model = Toy()
         if ranks.size > 1:
@@ -106,13 +105,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if gathered is None else gathered().detach()
 
 
-Job = Callable[[Ranks, Path], Any]
+Job = Callable[[RankChannel, Path], Any]
 
 
 def joined(job: Job, place: Path) -> Any:
     """`job` on one of the ranks, which leave together."""
     world = ranks_cases.join(TrainingConfig(device="cpu"))
-    found = job(Ranks.join(TIMEOUT_S), place)
+    found = job(RankChannel.open(TIMEOUT_S), place)
     dist.barrier()
     world.close()
     return found
@@ -123,7 +122,7 @@ def on_ranks(size: int, place: Path, job: Job) -> list[Any]:
     return ranks_cases.on_ranks(size, joined, job, place)
 
 
-def train_and_save(ranks: Ranks, directory: Path) -> Any:
+def train_and_save(ranks: RankChannel, directory: Path) -> Any:
     trainer = Trainer(ranks)
     trainer.step()
     trainer.step()
@@ -136,7 +135,7 @@ def train_and_save(ranks: Ranks, directory: Path) -> Any:
     return expected, drawn, trainer.everything()
 
 
-def load_and_train(ranks: Ranks, directory: Path) -> Any:
+def load_and_train(ranks: RankChannel, directory: Path) -> Any:
     trainer = Trainer(ranks)
     trainer.step()  # moments that load() has to replace
     trainer.load(directory)
@@ -146,14 +145,14 @@ def load_and_train(ranks: Ranks, directory: Path) -> Any:
     return expected, drawn, trainer.everything()
 
 
-def copies_and_save(ranks: Ranks, directory: Path) -> Any:
+def copies_and_save(ranks: RankChannel, directory: Path) -> Any:
     trainer = Trainer(ranks, replicas=2)
     trainer.step()
     trainer.saved().write(directory, ranks)
     return trainer.everything()
 
 
-def fail_in_turn(ranks: Ranks, directory: Path) -> Any:
+def fail_in_turn(ranks: RankChannel, directory: Path) -> Any:
     """One rank has no checkpoint, then another model, then a full disk; what the others are told."""
     trainer = Trainer(ranks)
     trainer.saved().write(directory / "saved", ranks)
@@ -179,15 +178,13 @@ def fail_in_turn(ranks: Ranks, directory: Path) -> Any:
     return told, trainer.everything() == before
 
 
-def learner_of(model_dir: Path, ranks: Ranks) -> Learner:
+def learner_of(model_dir: Path, ranks: RankChannel) -> Learner:
     """A real one, sharded over the ranks if there are more than one."""
     mesh = (
         init_device_mesh("cpu", (ranks.size,), mesh_dim_names=("shard",)) if ranks.group else None
     )
     world = World(ranks.rank, ranks.size, torch.device("cpu"), mesh)
-    return Learner.build(
-        model_dir, EXACT, max_steps=9, seed=0, temperature=1.0, world=world, ranks=ranks
-    )
+    return Learner.build(model_dir, EXACT, max_steps=9, seed=0, temperature=1.0, world=world)
 
 
 def digest_of(learner: Learner) -> dict[str, bytes]:
@@ -204,22 +201,22 @@ def figures_of(learner: Learner, steps: range) -> list[list[float]]:
     return [[one[name] for name in names] for one in values]
 
 
-def learn_in_turn(ranks: Ranks, place: Path) -> Any:
+def learn_in_turn(ranks: RankChannel, place: Path) -> Any:
     """Load what one process saved after step 2, go on to step 4, save in the middle of step 5."""
     learner = learner_of(place / "model", ranks)
     learner.load(place / "learner alone")
     loaded = digest_of(learner)
     figures = figures_of(learner, range(3, 5))
-    staged = learner.stage()
+    learner.stage()
     expected = digest_of(learner)
     with ThreadPoolExecutor(1) as writer:
-        writing = writer.submit(staged.write, place / "learner both", ranks)
+        writing = writer.submit(learner.write_staged, place / "learner both")
         figures += figures_of(learner, range(5, 6))
         writing.result()
     return loaded, expected, figures
 
 
-def every_job(ranks: Ranks, place: Path) -> Any:
+def every_job(ranks: RankChannel, place: Path) -> Any:
     """Processes start slowly: one start for all tests."""
     return {
         "alone read by both": load_and_train(ranks, place / "alone"),

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support import ranks_cases as ranks
-from support.training_cases import FAST, TINY, batch
+from support.training_cases import FAST, TINY, batch, logprobs
 
 from primerl.node.config.run import TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import TrainBatch
 from primerl.node.training.learner import Learner
-from primerl.node.training.learner_state import Ranks
 from primerl.node.training.world import World
 
 CONFIG = FAST.model_copy(update={"lr": 1e-3, "seq_len": 40})
@@ -64,7 +63,7 @@ def learn(model_dir: Path, config: TrainingConfig, world: World) -> dict[str, An
         "empty": learner.step(TrainBatch(STEPS + 1, [])).values["tokens"],
     }
     if world.context is None:
-        found["logprobs"] = learner.logprobs(LAST[:3])
+        found["logprobs"] = logprobs(learner, LAST[:3])
     found["packed"] = learner.supervised_step([([1, 2, 3], [4, 5]), ([7], [8, 9, 10])], 1e-3)
     learner.close()
     return found
@@ -108,7 +107,6 @@ def handed_over(place: Path, first: int, second: int) -> list[Any]:
             seed=1,
             temperature=0.9,
             world=world,
-            ranks=Ranks.join(ranks.TIMEOUT_S),
         )
         if load:
             learner.load(directory)

@@ -3,11 +3,13 @@
 import asyncio
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import weights_cases as cases
+from support.bare_services import bare_services
 from support.drift_cases import drifted
 from support.memory_store import MemoryStore
 
@@ -38,14 +40,17 @@ class Kept:
         self.store = MemoryStore(max_bytes=max_bytes)
         self.pinned: set[bytes] = set()
         self.publisher = Publisher(
-            key=KEY,
-            run=RUN,
-            book=self.book,
-            store=self.store,
-            arrivals=ChunkArrivals(),
-            config=config,
+            bare_services(
+                KEY,
+                run_id=RUN,
+                trainer=KEY.node_id,
+                heads=self.book,
+                store=self.store,
+                arrivals=ChunkArrivals(),
+                config=SimpleNamespace(weights=config),
+                keep_chunks=self.pinned,
+            ),
             keep_states=2,
-            keep_chunks=self.pinned,
         )
 
     async def publish(self, version: int, share: float) -> None:

@@ -5,27 +5,26 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from support.counting_environment import STOP, CountingEnvironment, counting_task
 from support.lease_cases import granted, policy
+from support.protocol_cases import MANIFEST
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.engine import ConcurrencyConfig
 from primerl.node.environments.environment import Episode, Policy, Score, Task
-from primerl.node.inference.concurrency import Concurrency
+from primerl.node.inference.concurrency import Concurrency, Decision
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.ops.errors import EngineError, EngineLost
+from primerl.node.verification.checks import check_submission
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker import rollouts
-from primerl.node.worker.rollouts import (
-    AdmissionControl,
-    RolloutGenerator,
-    crossed,
-    rollout_record,
-)
+from primerl.node.worker.rollouts import AdmissionControl, RolloutGenerator, crossed, rollout_record
+from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, LeaseBook, sample_seed
+from primerl.protocol.rollouts import Submission
 
 NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
 RUN_ID = bytes(32)
@@ -67,21 +66,29 @@ class Engine:
     async def close(self) -> None: ...
 
 
+class Generation(NamedTuple):
+    generator: RolloutGenerator
+    admission: AdmissionControl
+
+
 def generation(
     engine: Engine,
     ended: "Counter[int] | None" = None,
     environment: CountingEnvironment | None = None,
-) -> RolloutGenerator:
+    concurrency: type[Concurrency] = Concurrency,
+) -> Generation:
     counted: Counter[int] = Counter() if ended is None else ended
-    cap = Concurrency(ConcurrencyConfig(), max_batch=64, max_model_len=8)
-    return RolloutGenerator(
+    cap = concurrency(ConcurrencyConfig(), max_batch=64, max_model_len=8)
+    admission = AdmissionControl(engine, cap)
+    generator = RolloutGenerator(
         run_id=RUN_ID,
         run=RUN,
         node=NODE,
         environment=environment or CountingEnvironment(),
-        admission=AdmissionControl(engine, cap),
+        admission=admission,
         rollout_ended=lambda lease_id: counted.update([lease_id]),
     )
+    return Generation(generator, admission)
 
 
 def lease_of(*indices: int) -> Lease:
@@ -105,7 +112,7 @@ async def test_every_rollout_is_there_in_its_place(
     monkeypatch.setattr(rollouts, "LARGE", large)
     engine, ended = Engine(), Counter[int]()
     lease = lease_of(5, 9)
-    played = await generation(engine, ended).play(lease)
+    played = await generation(engine, ended).generator.play(lease)
     environment = CountingEnvironment()
     for group, task in zip(played.groups, lease.tasks, strict=True):
         assert (group.task_index, group.task_digest) == (task.index, task.digest)
@@ -120,7 +127,7 @@ async def test_every_rollout_is_there_in_its_place(
 async def test_a_task_has_one_name_for_the_engine_and_each_sample_its_own_seed() -> None:
     engine = Engine()
     lease = lease_of(5, 9)
-    await generation(engine).play(lease)
+    await generation(engine).generator.play(lease)
     names = Counter(request.group for request in engine.asked)
     assert sorted(names.values()) == [4, 4]
     assert all(len(name) == 16 for name in names)
@@ -155,7 +162,7 @@ async def test_samples_begin_in_the_order_of_their_indices_however_long_their_se
     None
 ):
     engine, lease = Engine(), lease_of(5)
-    played = await generation(engine, environment=SlowToSetUp(fails=1)).play(lease)
+    played = await generation(engine, environment=SlowToSetUp(fails=1)).generator.play(lease)
     task = counting_task(5)
     seeds = [sample_seed(RUN_ID, lease, NODE, task.digest, index) for index in range(4)]
     assert [request.seed for request in engine.asked] == seeds[:3]
@@ -163,30 +170,57 @@ async def test_samples_begin_in_the_order_of_their_indices_however_long_their_se
 
 
 class Renewed(Engine):
-    """Dies once in the first sample; by the time that this is begun anew the policy is another one."""
+    """Never ends the first sample before the others have; by then the policy is another one."""
+
+    def __init__(self, *, dies: bool) -> None:
+        super().__init__(fails_at=1 if dies else -1, error=EngineLost("dead"))
+        self.others_done = asyncio.Event()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         version = 3 if len(self.asked) < 4 else 4
+        if not self.asked and self._fails_at < 0:
+            self.asked.append(request)
+            await asyncio.sleep(3600)  # until its permit is taken back
         completion = await super().generate(request)
+        if not self.now:
+            self.others_done.set()
         return replace(completion, policy_first=version, policy_last=version)
 
     def stats(self) -> EngineStats:
         return EngineStats()
 
 
-async def test_a_sample_begun_anew_under_a_newer_policy_than_later_ones_is_given_up() -> None:
-    engine = Renewed(fails_at=1, error=EngineLost("dead"))
-    (group,) = (await generation(engine).play(lease_of(5))).groups
+class NoRoom(Concurrency):
+    """Takes one sequence back at every look."""
+
+    def observe(self, *_: Any, **__: Any) -> Decision:
+        return Decision(take_back=1)
+
+
+@pytest.mark.parametrize("why", ["its engine died", "there was no room"])
+async def test_a_sample_begun_anew_under_a_newer_policy_than_later_ones_is_withdrawn(
+    why: str,
+) -> None:
+    engine, lease = Renewed(dies=why == "its engine died"), lease_of(5)
+    work = generation(engine, concurrency=NoRoom)
+    playing = asyncio.create_task(work.generator.play(lease))
+    if why == "there was no room":
+        await engine.others_done.wait()
+        work.admission.look()
+    (group,) = (await playing).groups
     assert len(engine.asked) == 5
     assert [bool(one.branches) for one in group.rollouts] == [False, True, True, True]
-    assert group.rollouts[0].error.startswith("given up: drawn out of order")
+    checked = check_submission(Submission(b"", (group,), "hf"), lease, MANIFEST, version=4)
+    (rejection,) = (one for one in checked.rejections if one.rollout == 0)
+    assert rejection.reason == Reason.WITHDRAWN
+    assert rejection.detail.startswith("it had drawn 0 tokens when policy 4 came")
 
 
 async def test_a_task_that_is_another_one_here_is_reported_and_not_played() -> None:
     engine = Engine()
     lease = lease_of(5)
     foreign = type(lease.tasks[0])(6, lease.tasks[0].digest)
-    played = await generation(engine).play(
+    played = await generation(engine).generator.play(
         Lease(1, (foreign,), 4, lease.seed, 0, lease.deadline, 1000)
     )
     assert [one.error for one in played.groups[0].rollouts] == [
@@ -199,7 +233,7 @@ async def test_a_task_that_is_another_one_here_is_reported_and_not_played() -> N
 async def test_when_the_engine_fails_nothing_of_the_lease_goes_on(error: EngineError) -> None:
     engine = Engine(fails_at=6, error=error)
     with pytest.raises(type(error), match="dead"):
-        await generation(engine).play(lease_of(5, 9))
+        await generation(engine).generator.play(lease_of(5, 9))
     assert engine.now == 0
     assert len(asyncio.all_tasks()) == 1
 
@@ -208,7 +242,7 @@ async def test_a_lease_that_runs_out_of_time_leaves_nothing_behind() -> None:
     engine = Engine()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.002):
-            await generation(engine).play(lease_of(5, 9))
+            await generation(engine).generator.play(lease_of(5, 9))
     assert engine.now == 0
     assert len(asyncio.all_tasks()) == 1
 

@@ -3,9 +3,11 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.bare_services import bare_services
 from support.counting_environment import CountingEnvironment
 from support.lease_cases import policy, task_digest
 from support.offer_cases import (
@@ -29,6 +31,7 @@ from primerl.node.p2p.heads import HeadServer, HeadStore
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.pipeline_coordinator import (
     ALIVE_S,
     BENCH_S,
@@ -36,7 +39,10 @@ from primerl.node.trainer.pipeline_coordinator import (
     HEAD_S,
     MANY_RESTARTS,
 )
-from primerl.node.trainer.scheduler import LeaseScheduler
+from primerl.node.trainer.requests import RequestHandler
+from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
+from primerl.node.trainer.submissions import SubmissionReceiver
+from primerl.node.trainer.workers import WorkerRegistry
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import LeaseBook
 from primerl.protocol.manifests import PeerRecord
@@ -282,6 +288,10 @@ class Memory:
         """Nobody looks."""
 
 
+def hundred(node: bytes | None) -> int:
+    return 100
+
+
 class Front:
     """A trainer's desk that nodes ask as they do over a network."""
 
@@ -296,22 +306,30 @@ class Front:
             body = PeerRecord(node(number), "inference", "1", ("10.0.0.1:1",), (), True)
             peers.learn(body, record(key(number)))
         unused = cast(Any, None)
-        self.desk = LeaseScheduler(
-            key=TRAINER,
-            run_id=RUN,
-            sealed_manifest=b"",
-            book=self.book,
-            boot=0,
-            ledger=self.ledger,
-            peers=peers,
-            heads=HeadServer(HeadStore(TrustedRun(RUN, TRAINER.node_id), self.ledger)),
-            environment=CountingEnvironment(),
-            capacity=lambda node: 100,
-            order=lambda: (0, 0),
-            arrivals=unused,
-            model=MODEL,
+        heads = HeadServer(HeadStore(TrustedRun(RUN, TRAINER.node_id), self.ledger))
+        registry = WorkerRegistry(
+            bare_services(
+                TRAINER,
+                run_id=RUN,
+                trainer=TRAINER.node_id,
+                ledger=self.ledger,
+                peers=peers,
+                head_server=heads,
+            ),
+            b"",
+            self.book,
+            AuditQueue(),
+            MODEL,
             clock=lambda: self.now,
         )
+        publisher, demand = SimpleNamespace(order=(0, 0)), SimpleNamespace(capacity=hundred)
+        self.desk = LeaseScheduler(
+            registry,
+            TaskSupply(CountingEnvironment(), self.book),
+            cast(Any, publisher),
+            cast(Any, demand),
+        )
+        self.requests = RequestHandler(self.desk, SubmissionReceiver(self.desk, unused, boot=0))
 
     async def offer(
         self, number: int, of: PipelinePlan | None = None, lost: tuple[int, ...] = ()
@@ -322,7 +340,7 @@ class Front:
             gone = tuple(map(node, lost))
             message = OfferStage(message.offer, of.group, of.generation, gone)
         stream = Memory(frame(message))
-        await self.desk.handle(node(number), stream)
+        await self.requests.handle(node(number), stream)
         kinds: Any = StageWait | StagePlanned
         return await receive(Memory(stream.answer), kinds)
 
@@ -377,7 +395,7 @@ async def test_leases_of_a_stage_0_that_is_gone_go_to_others_long_before_they_ru
     assert [task.index for task in front.book.held[front.lease(spare)].lease.tasks] == tasks
     late = Memory(frame(SubmitOffer(digest(b"late"), 10, lease)))
     with refuses(Reason.LEASE_EXPIRED):
-        await front.desk.handle(node(head), late)
+        await front.requests.handle(node(head), late)
 
 
 async def test_a_false_word_robs_a_stage_0_of_no_lease(front: Front) -> None:
@@ -410,7 +428,7 @@ async def test_a_stage_0_that_says_hello_again_has_no_leases_and_keeps_its_seat(
     front.now += 1.0
     sealed = record(key(head), now=int(time.time()))
     stream = Memory(frame(Hello(WIRE_VERSION, "inference", "1", b"", sealed)))
-    await front.desk.handle(node(head), stream)
+    await front.requests.handle(node(head), stream)
     assert lease not in front.book.held
     assert plan_in(await front.offer(head)) == plan
     assert plan_in(await front.offer(last, plan)) == plan

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.protocol_cases import NOW, OTHER_RUN, RUN, STRANGER, TRAINER, WORKER, refuses
+from support.bare_services import bare_services
+from support.protocol_cases import NOW, OTHER_RUN, STRANGER, TRAINER, WORKER, refuses
 from support.rogue import Rogue, altered_branch, reason_of
 from support.swarm import Swarm, until
 from support.verdict_cases import CLEAN, VERDICT, fill, signed, tampered
@@ -60,13 +61,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 def box(ledger: Ledger, talk: Talk | None = None) -> VerdictLog:
     """The worker's box."""
     links: Any = talk or Talk()
-    return VerdictLog(
-        node=WORKER.node_id,
-        run_id=RUN,
-        trainer=TRAINER.node_id,
-        links=links,
-        ledger=ledger,
-    )
+    return VerdictLog(bare_services(WORKER, links=links, ledger=ledger))
 
 
 def kept(ledger: Ledger) -> list[bytes]:

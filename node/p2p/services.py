@@ -1,0 +1,161 @@
+"""The services of a node that every role uses: identity, transport, peers, heads, chunks, discovery.
+
+`node/app/services.py` builds and closes them.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ... import __version__
+from ...crypto.keys import SecretKey
+from ...protocol.envelope import ANYBODY, Purpose, seal
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.manifests import PeerRecord, Role
+from ...protocol.trust import Equivocation, EquivocationProof
+from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
+from ..config.run import NodeConfig
+from ..ops.errors import RunFailed
+from ..storage.chunk_store import FileStore
+from ..storage.ledger import Ledger
+from .connections import ConnectionPool, Handler, Router, no_pipelines
+from .discovery import Discovery
+from .download import BlobFetcher
+from .gossip import Gossip, HoldingsAnnouncer
+from .heads import HeadServer, HeadStore
+from .peers import PeerTable
+from .serve import BlobServer, ChunkArrivals
+from .transport import Transport
+
+RECORD_TTL_S = 3600
+EQUIVOCATION = "equivocation"
+FAREWELL_S = 0.5
+"""Time for a proof of equivocation to leave before the node does."""
+
+
+@dataclass
+class NodeServices:
+    """The node in its run: its key, its network, its ledger and its chunks; every role is built on it."""
+
+    key: SecretKey
+    run_id: bytes
+    trainer: bytes
+    role: Role
+    config: NodeConfig
+    ledger: Ledger
+    store: FileStore
+    transport: Transport
+    peers: PeerTable
+    links: ConnectionPool
+    arrivals: ChunkArrivals
+    blobs: BlobServer
+    fetcher: BlobFetcher
+    heads: HeadStore
+    head_server: HeadServer
+    discovery: Discovery | None
+    holdings: HoldingsAnnouncer
+    """Versions that we hold, to be gossiped where discovery is on."""
+    fraud: "asyncio.Queue[RemoteProtocolError]"
+    keep_chunks: set[bytes] = field(default_factory=set[bytes])
+    """Chunks that are no weights and are never collected: model files, manifests."""
+
+    def seal(
+        self,
+        purpose: Purpose,
+        body: msgspec.Struct,
+        *,
+        expires: float,
+        recipient: bytes = ANYBODY,
+        sequence: int = 0,
+    ) -> bytes:
+        """Sign `body` for one purpose in this run. `expires` in Unix seconds."""
+        return seal(
+            self.key,
+            purpose,
+            self.run_id,
+            body,
+            expires=int(expires),
+            recipient=recipient,
+            sequence=sequence,
+        )
+
+    def addresses(self) -> tuple[str, ...]:
+        """host:port hints for tickets and records."""
+        return tuple(self.config.network.advertise) or self.transport.addresses()
+
+    def discovery_addresses(self) -> tuple[str, ...]:
+        """libp2p multiaddrs for tickets and records."""
+        return self.discovery.addresses() if self.discovery else ()
+
+    def record(self) -> bytes:
+        """Seal our peer record."""
+        record = PeerRecord(
+            node=self.key.node_id,
+            role=self.role,
+            software=__version__,
+            addresses=self.addresses(),
+            discovery=self.discovery_addresses(),
+            share_address=self.config.network.share_address,
+        )
+        return self.seal(Purpose.PEER, record, expires=time.time() + RECORD_TTL_S)
+
+    def public_record(self) -> bytes:
+        """Seal our peer record for gossip: without addresses where those are not to be shared."""
+        if self.config.network.share_address:
+            return self.record()
+        record = PeerRecord(self.key.node_id, self.role, __version__, (), (), False)
+        return self.seal(Purpose.PEER, record, expires=time.time() + RECORD_TTL_S)
+
+    def router(self, control: Handler, pipeline: Handler = no_pipelines) -> Router:
+        """Make the accept loop: `control` answers ALPN_CONTROL, `pipeline` ALPN_PIPELINE."""
+        network = self.config.network
+        return Router(
+            self.transport,
+            self.peers,
+            {ALPN_CONTROL: control, ALPN_BLOBS: self.blobs.handle, ALPN_PIPELINE: pipeline},
+            max_streams_per_peer=network.max_streams_per_peer,
+            max_peers=network.max_peers,
+        )
+
+    def gossip(self) -> Gossip | None:
+        """Make the gossip loop; None where discovery is off."""
+        if self.discovery is None:
+            return None
+        return Gossip(
+            self.discovery,
+            self.heads,
+            self.peers,
+            record=self.public_record,
+            holdings=self.holdings,
+            on_fraud=self.report_fraud,
+        )
+
+    def report_fraud(self, error: RemoteProtocolError) -> None:
+        """Queue a proof against the trainer for watch_fraud(); one is enough, more may be dropped."""
+        with suppress(asyncio.QueueFull):
+            self.fraud.put_nowait(error)
+
+    async def watch_fraud(self) -> None:
+        """Wait for a proof that the trainer's key signed two heads of one version; then raise RunFailed."""
+        error = await self.fraud.get()
+        if isinstance(error, Equivocation):
+            await self._tell(error.proof)
+        if self.role == "trainer":
+            raise RunFailed(
+                f"somebody else signs with this run's key ({error.detail}): stop the other trainer, "
+                "or begin a new run with a new key"
+            )
+        raise RunFailed(
+            f"the trainer contradicts itself ({error.detail}): stop trusting this run, tell its operator"
+        )
+
+    async def _tell(self, proof: EquivocationProof) -> None:
+        """Keep the proof, and gossip it: anybody can check it."""
+        sealed = self.seal(Purpose.EQUIVOCATION, proof, expires=time.time() + RECORD_TTL_S)
+        self.ledger.set(EQUIVOCATION, sealed)
+        if self.discovery is not None:
+            await self.discovery.publish(sealed)
+            await asyncio.sleep(FAREWELL_S)

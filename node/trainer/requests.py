@@ -1,0 +1,101 @@
+"""Answer the control requests of workers, validators and stages."""
+
+import asyncio
+import time
+
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.messages import (
+    MAX_LEASES,
+    MAX_SEALED,
+    Accepted,
+    AuditDone,
+    AuditRequest,
+    ControlRequest,
+    GetHeads,
+    GetVerdicts,
+    Hello,
+    LeaseRequest,
+    OfferStage,
+    SubmitOffer,
+    SyncRecords,
+    Verdicts,
+    WatchHeads,
+)
+from ..p2p.rpc import receive, send
+from ..p2p.transport import Stream
+from .scheduler import VERDICT_BYTES, LeaseScheduler
+from .submissions import SubmissionReceiver
+
+REQUEST_TIMEOUT_S = 15.0
+
+
+class RequestHandler:
+    """Reads one control request from a stream and passes it to the part of the trainer that answers it."""
+
+    def __init__(self, scheduler: LeaseScheduler, submissions: SubmissionReceiver) -> None:
+        self._scheduler = scheduler
+        self._registry = scheduler.registry
+        self._services = scheduler.registry.services
+        self._submissions = submissions
+
+    async def handle(self, peer: bytes, stream: Stream) -> None:
+        """Answer one control request (a router handler)."""
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            request: ControlRequest = await receive(stream, ControlRequest)  # type: ignore[arg-type]
+        registry = self._registry
+        registry.seen(peer)
+        match request:
+            case Hello():
+                try:
+                    reply = registry.hello(peer, request)
+                except RemoteProtocolError as error:
+                    registry.turned_away.append(error.reason.value)
+                    raise
+            case WatchHeads():
+                return await self._services.head_server.watch(peer, stream, request)
+            case GetHeads():
+                return await self._services.head_server.get(stream, request)
+            case LeaseRequest():
+                reply = await self._scheduler.lease(peer, request)
+            case SubmitOffer():
+                registry.get(peer)
+                if await self._submissions.handle(peer, stream, request):
+                    registry.pipelines.worked(peer)
+                return
+            case GetVerdicts():
+                registry.get(peer)
+                reply = self._verdicts(peer, request.after)
+            case AuditRequest():
+                registry.update(peer, request.stats)
+                return await registry.audits.hand_out(peer, stream, request)
+            case AuditDone():
+                registry.get(peer)
+                await registry.audits.take_in(peer, request)
+                reply = Accepted()
+            case OfferStage():
+                worker = registry.get(peer)
+                worker.left, worker.failure = False, ""
+                reply = registry.pipelines.offered(peer, request)
+                await self._scheduler.unseat(peer)
+            case SyncRecords():
+                registry.get(peer)
+                registry.renew(peer, request.records)
+                before, after = registry.sources(peer)
+                reply = SyncRecords((*before, *after))
+            case _:  # Goodbye, the last of the union
+                registry.goodbye(peer, request.detail)
+                registry.book.release(peer, time.time())
+                await self._scheduler.work_changed()
+                reply = Accepted()
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            await send(stream, reply)
+            await stream.finish()
+
+    def _verdicts(self, peer: bytes, after: int) -> Verdicts:
+        """Return a node's verdicts after a number, as many as one reply holds."""
+        numbered = self._services.ledger.verdicts_after(
+            peer, after, count=MAX_LEASES, size=VERDICT_BYTES
+        )
+        last = numbered[-1][0] if numbered else after
+        # One that is too large for any message must not keep its node from hearing the others.
+        return Verdicts(tuple(s for _, s in numbered if len(s) <= MAX_SEALED), last)

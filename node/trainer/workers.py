@@ -1,0 +1,394 @@
+"""The workers of a run, as the trainer knows them: admission by ticket, reputations, silence, chunk sources.
+
+Invariant: an admitted node can always fetch its verdicts, even when it is given no work any more.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ... import __version__
+from ...crypto.hashing import short
+from ...protocol import tickets
+from ...protocol.envelope import utc, wrong_version
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leases import LeaseBook, Origin
+from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
+from ...protocol.reputation import Reputation
+from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
+from ..memory_plan.stages import CutModel
+from ..ops.errors import printable
+from ..p2p.gossip import read_record
+from ..p2p.limits import TokenBuckets
+from ..p2p.peers import Tier
+from ..p2p.services import NodeServices
+from .audits import AuditQueue
+from .pipeline_coordinator import PipelineCoordinator
+
+logger = logging.getLogger(__name__)
+
+HELLO_RATE, HELLO_BURST = 10.0, 200.0
+"""Nodes per second that one ticket admits; each costs a write to the disk."""
+MAX_WORKERS = 4096
+"""Beyond this number, newcomers without leases are forgotten; they may say hello again."""
+SOURCES_S = 0.25
+"""Maximum age of the list of chunk sources."""
+WARN_S = 60.0
+"""Between two warnings in the log."""
+ALIVE_S = 10.0
+"""A worker that asked for nothing for this long is not named as a chunk source."""
+MAX_UPSTREAMS = 8
+MAX_NEWCOMER_SOURCES = 64
+NEAREST = 4
+"""Sources with ranks next to ours; the others are far, so that chunks cross a large swarm in few steps."""
+
+
+@dataclass
+class WorkerState:
+    """An admitted worker."""
+
+    rank: int
+    """Order of admission: chunks flow from lower to higher ranks."""
+    ticket: bytes = b""
+    """Id of the ticket that admitted it; empty if unknown."""
+    stats: WorkerStats = field(default_factory=lambda: WorkerStats(-1))
+    asked: float = 0.0
+    """Monotonic seconds of its last lease request."""
+    heard: float = 0.0
+    """Monotonic seconds of its last request of any kind, or of our start."""
+    proven: bool = False
+    """Whether work of it was accepted; see Reputation.proven."""
+    left: bool = False
+    """Whether it said goodbye and asked for nothing since; its waiting request gets no lease."""
+    failure: str = ""
+    """Error that ended it, in its own words; empty if it just left."""
+    verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
+
+
+@dataclass(frozen=True)
+class ChunkHolder:
+    """A worker that others may fetch weights from."""
+
+    rank: int
+    proven: bool
+    record: bytes
+    """Sealed."""
+
+
+@dataclass
+class PendingRequest:
+    """A lease request that waits for work."""
+
+    wanted: int
+    origin: Origin
+    leases: list[bytes] = field(default_factory=list[bytes])
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with leases, or when the reply has something else to say."""
+
+
+class WorkerRegistry:
+    """Admits workers by ticket and keeps what the trainer knows of each."""
+
+    def __init__(
+        self,
+        services: NodeServices,
+        sealed_manifest: bytes,
+        book: LeaseBook,
+        audits: AuditQueue,
+        model: CutModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`model` is None if it cannot be cut into stages."""
+        self.services = services
+        self._sealed_manifest = sealed_manifest
+        self.book = book
+        self.audits = audits
+        self.clock = clock
+        self._started = clock()
+        self.pipelines = PipelineCoordinator(
+            key=services.key,
+            run_id=services.run_id,
+            model=model,
+            ledger=services.ledger,
+            peers=services.peers,
+            heard=self._heard,
+            refused=self.refusal,
+            clock=clock,
+        )
+        self.pending: dict[bytes, PendingRequest] = {}
+        """Lease requests that wait for work, by node."""
+        self._hellos = TokenBuckets(HELLO_RATE, HELLO_BURST, limit=1024)
+        self._warn_at = -math.inf
+        self._sources: list[ChunkHolder] = []
+        self._sources_at = -math.inf
+        self._ranks = itertools.count()
+        self.turned_away: deque[str] = deque(maxlen=64)
+        """Why nodes were not admitted, the newest last."""
+        self.workers: dict[bytes, WorkerState] = {}
+        self.reputations: dict[bytes, Reputation] = {}
+        for one in services.ledger.admitted():
+            self.workers[one.node] = WorkerState(next(self._ranks), one.ticket, heard=clock())
+            if one.record:
+                self._remember(one.record)
+
+    def reputation(self, node: bytes) -> Reputation:
+        """Return the evidence about a worker, to be added to."""
+        return self.reputations.setdefault(node, Reputation())
+
+    def proven(self, node: bytes) -> bool:
+        """Whether work of a worker was accepted; its leases then count in the run's capacity."""
+        worker = self.workers.get(node)
+        if worker is None:
+            return False
+        if not worker.proven:
+            known = self.reputations.get(node)
+            worker.proven = known is not None and known.proven
+            if worker.proven:
+                self.book.newcomers.proved(node)
+                self._sources_at = -math.inf  # it may be named to others now
+        return worker.proven
+
+    def seen(self, peer: bytes) -> None:
+        """Note that a node sent a request."""
+        self.services.peers.seen(peer)
+        if peer in self.workers:
+            self.workers[peer].heard = self.clock()
+            self.services.peers.admit(peer, self._tier(peer), self.workers[peer].ticket)
+
+    def get(self, peer: bytes) -> WorkerState:
+        """Return an admitted worker. Raises RemoteProtocolError."""
+        worker = self.workers.get(peer)
+        if worker is None:
+            raise RemoteProtocolError(Reason.NOT_ADMITTED, "say hello with a ticket first")
+        return worker
+
+    def update(self, peer: bytes, stats: WorkerStats) -> WorkerState:
+        """Take in the stats of a worker that asks for work."""
+        worker = self.get(peer)
+        if worker.stats.version < 0 <= stats.version:
+            self._sources_at = -math.inf  # it holds weights now: others may fetch them from it
+        worker.stats, worker.asked = stats, self.clock()
+        return worker
+
+    def origin(self, peer: bytes) -> Origin:
+        """Return the ticket and the network that a newcomer came by."""
+        return Origin(self.workers[peer].ticket, self.services.peers.network_of(peer))
+
+    def hello(self, peer: bytes, hello: Hello) -> Welcome:
+        """Admit a node by its ticket, or again by its key. Raises RemoteProtocolError."""
+        if hello.wire_version != WIRE_VERSION:
+            raise wrong_version("your node", hello.wire_version, here="the trainer")
+        now = int(time.time())
+        check_clock(hello.unix_time, now)
+        self.services.head_server.check_going_on()
+        # A node that was admitted needs no valid ticket: its key admits it.
+        known = self.workers.get(peer)
+        if known is not None:
+            ticket = known.ticket
+        else:
+            ticket = self.services.ledger.ticket_of(peer) or self._check_ticket(hello.ticket, now)
+        if not self.proven(peer) and not self._hellos.take(ticket, self.clock()):
+            detail = "too many nodes say hello with this ticket: come again"
+            raise RemoteProtocolError(Reason.BUSY, detail)
+        record = read_record(hello.record, self.services.run_id, now)
+        if record.node != peer:
+            raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
+        self.services.peers.learn(record, hello.record)
+        if peer not in self.workers:
+            self._make_room()
+            self.services.ledger.admit(peer, now, ticket, hello.record)
+            self.workers[peer] = WorkerState(next(self._ranks), ticket, heard=self.clock())
+            self.services.peers.admit(peer, self._tier(peer), ticket)
+            logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
+        else:
+            self.services.ledger.keep_record(peer, hello.record)
+        # What it held before it said hello is lost to it.
+        self.pipelines.began(peer)
+        self.book.release(peer, now)
+        return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now)
+
+    def goodbye(self, node: bytes, detail: str) -> None:
+        """Note that a worker leaves, in order or because of the error in `detail`."""
+        worker = self.get(node)
+        worker.left = True
+        self.pipelines.left(node)
+        if detail not in ("", LEAVING):
+            worker.failure = printable(detail, MAX_NAME)
+            logger.warning("worker %s has failed: %s", short(node), worker.failure)
+
+    def renew(self, peer: bytes, records: tuple[bytes, ...]) -> None:
+        """Take in a node's own new record, before its last one expires."""
+        for sealed in records[:1]:
+            record = read_record(sealed, self.services.run_id, int(time.time()))
+            if record.node != peer:
+                raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of somebody else")
+            self.services.peers.learn(record, sealed)
+
+    def warnings(self) -> list[str]:
+        """Name the tickets whose newcomers take leases and return nothing, with the command to revoke them."""
+        return [
+            self._failing(ticket, record.lost)
+            for ticket, record in self.book.newcomers.tickets.items()
+            if record.failing
+        ]
+
+    def _failing(self, ticket: bytes, lost: int) -> str:
+        name = ticket.hex()[:12]
+        account = self.services.ledger.ticket(ticket)
+        label = f" ({account.label})" if account is not None and account.label else ""
+        return (
+            f"{lost} leases of newcomers with ticket {name}{label} did not come back: if it leaked, "
+            f"`primerl-node ticket revoke {name}` and give out another"
+        )
+
+    def warn(self) -> None:
+        """Log the warnings, once in WARN_S."""
+        now = self.clock()
+        if now < self._warn_at:
+            return
+        for warning in self.warnings():
+            self._warn_at = now + WARN_S
+            logger.warning("%s", warning)
+
+    def members(self, within_s: float) -> set[bytes]:
+        """List the proven workers that have not left and were heard within `within_s` seconds."""
+        since = self.clock() - within_s
+        return {
+            node
+            for node, worker in self.workers.items()
+            if self.proven(node) and not worker.left and worker.heard >= since
+        }
+
+    def _heard(self, node: bytes) -> float:
+        """Monotonic seconds of its last request, or of our start."""
+        worker = self.workers.get(node)
+        return worker.heard if worker else self._started
+
+    def silence(self, node: bytes) -> float:
+        """Seconds since the last request of an admitted node; 0 while it loads its first policy."""
+        loading = self.workers[node].stats.version < 0  # until then it need not send any
+        if loading and self.services.peers.get(node).path() is not None:
+            return 0.0
+        return self.clock() - self._heard(node)
+
+    def refusal(self, node: bytes) -> str:
+        """Why a node is given no work, or ""."""
+        known = self.reputations.get(node)
+        return (known.banned or known.refused) if known else ""
+
+    def _tier(self, peer: bytes) -> Tier:
+        """Rank a node for keeping its connections when there are too many."""
+        known = self.proven(peer) or peer in self.audits.validators or self.pipelines.place(peer)
+        return Tier.MEMBER if known else Tier.NEWCOMER
+
+    def _check_ticket(self, sealed: bytes, now: int) -> bytes:
+        """Check that a ticket may admit one more node; returns its id. Raises RemoteProtocolError."""
+        ticket = tickets.check(sealed, now=now)
+        if (ticket.run, ticket.trainer) != (self.services.run_id, self.services.key.node_id):
+            raise RemoteProtocolError(Reason.WRONG_RUN, "the ticket is for another run")
+        name = tickets.id_of(ticket)
+        self.services.ledger.add_ticket(name, ticket)
+        known = self.services.ledger.ticket(name)
+        assert known is not None
+        if known.revoked:
+            raise RemoteProtocolError(
+                Reason.NOT_ADMITTED, "this ticket was revoked: ask the trainer's operator for one"
+            )
+        if known.uses and known.admitted >= known.uses:
+            raise RemoteProtocolError(
+                Reason.NOT_ADMITTED,
+                f"this ticket has admitted the {known.uses} node(s) that it is for: ask the trainer's "
+                "operator for another one",
+            )
+        return name
+
+    def _remember(self, sealed: bytes) -> None:
+        """Learn an admitted node's role and addresses from the ledger, after a restart of ours."""
+        try:
+            # it may have expired: a node that comes back sends a new one
+            self.services.peers.learn(read_record(sealed, self.services.run_id, now=0), sealed)
+        except RemoteProtocolError as error:
+            logger.warning("forgetting a peer record in the ledger: %s", error)
+
+    def _make_room(self) -> None:
+        """If there are too many workers, forget the newcomer without leases that was silent longest."""
+        if len(self.workers) < MAX_WORKERS:
+            return
+        holders = {held.node for held in self.book.held.values()}
+        idle = [
+            (worker.heard, node)
+            for node, worker in self.workers.items()
+            if not self.proven(node) and node not in holders and node not in self.pending
+        ]
+        if not idle:
+            return
+        _, gone = min(idle)
+        del self.workers[gone]
+        self.book.forget(gone)
+        self.services.ledger.expel(gone)
+        self.services.peers.admit(gone, Tier.STRANGER)
+        known = self.reputations.get(gone)
+        if known is not None and not known.banned:
+            del self.reputations[gone]
+            self.services.ledger.drop_reputation(gone)
+
+    def sources(self, peer: bytes) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Choose sealed records of live workers with weights, admitted before `peer` and after it.
+
+        Where newcomers outnumber proven workers, a proven worker is named proven ones only: fresh keys may
+        serve nothing.
+        """
+        now = self.clock()
+        if now - self._sources_at >= SOURCES_S:
+            self._sources, self._sources_at = self._find_sources(now), now
+        proven = sum(one.proven for one in self._sources)
+        outnumbered = self.proven(peer) and len(self._sources) > 2 * proven
+        sources = [one for one in self._sources if one.proven or not outnumbered]
+        me = self.workers[peer].rank
+        before = [one.record for one in reversed(sources) if one.rank < me]
+        after = [one.record for one in sources if one.rank > me]
+        return _near_and_far(before, peer), _near_and_far(after, peer)
+
+    def _find_sources(self, now: float) -> list[ChunkHolder]:
+        """List the workers that others can fetch from, by rank; only some of the newcomers."""
+        found: list[ChunkHolder] = []
+        for node, worker in self.workers.items():
+            if now - worker.asked >= ALIVE_S or worker.stats.version < 0:
+                continue
+            row = self.services.peers.get(node)
+            if row.record is not None and row.record.share_address:
+                proven = self._tier(node) == Tier.MEMBER
+                found.append(ChunkHolder(worker.rank, proven, row.sealed))
+        newcomers = sum(not one.proven for one in found)
+        if newcomers > MAX_NEWCOMER_SOURCES:
+            kept = set(random.sample(range(newcomers), MAX_NEWCOMER_SOURCES))
+            numbers = itertools.count()
+            found = [one for one in found if one.proven or next(numbers) in kept]
+        return sorted(found, key=lambda one: one.rank)
+
+
+def _near_and_far(records: Sequence[bytes], peer: bytes) -> tuple[bytes, ...]:
+    """Take the nearest ranks in order, then some of the others, always the same for one peer."""
+    near, far = records[:NEAREST], records[NEAREST:]
+    few = min(len(far), MAX_UPSTREAMS - NEAREST)
+    return (*near, *random.Random(peer).sample(far, few))
+
+
+def check_clock(theirs: int, ours: int) -> None:
+    """Refuse a node whose clock is off, because leases and submissions expire by it.
+
+    Both in Unix seconds; 0 for `theirs` means unknown. Raises RemoteProtocolError(WRONG_CLOCK).
+    """
+    if theirs and abs(theirs - ours) > CLOCK_SKEW_S:
+        side = "ahead of" if theirs > ours else "behind"
+        raise RemoteProtocolError(
+            Reason.WRONG_CLOCK,
+            f"your clock is {abs(theirs - ours)} s {side} the trainer's ({utc(ours)}): set the clock of "
+            "your machine, or if it is right tell the trainer's operator",
+        )

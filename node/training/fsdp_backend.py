@@ -1,0 +1,231 @@
+"""The trainer backend over many GPUs: the daemon asks, a torchrun group of ranks computes (rank.py).
+
+A dead or silent rank is RankFailed, never a hang: every call has a deadline. After it this backend is of no
+more use; a new one can load the last checkpoint. Neither torch nor NCCL runs in the daemon.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ..config.run import TrainingConfig
+from ..ops.errors import EngineError
+from ..weights.state import State
+from .backend import Example, Sample, Snapshot, StepMetrics, TrainBatch
+from .rank_group import NOT_RUNNING, RankGroup
+from .rank_messages import (
+    RankDone,
+    RankEndSupervised,
+    RankEvaluate,
+    RankExport,
+    RankLoad,
+    RankRequest,
+    RankSave,
+    RankStage,
+    RankStart,
+    RankStep,
+    RankSupervise,
+    RankWriteSnapshot,
+    RankWriteStaged,
+    RankWriteState,
+)
+from .snapshot import SnapshotReader, exchange_directory
+
+T = TypeVar("T")
+
+STEP_TIMEOUTS = 2
+SECONDS_PER_TOKEN = 0.01
+"""Slower than a small model on one core."""
+MODEL_TIMEOUTS = 3
+"""Deadline, in fsdp.timeout_s, of a call that writes or reads all of the model."""
+STAGED_TIMEOUTS = 10
+"""A checkpoint that is written beside the training may go to a slow disk."""
+CPU_RANKS = 2
+
+
+class FsdpBackend:
+    """TrainBackend over ranks that share a model.
+
+    A caller that is cancelled leaves its call to finish; the next one queues behind it, close() ends it.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        max_steps: int,
+        seed: int,
+        temperature: float = 1.0,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        """`temperature` is the one that samples are drawn at; `max_steps` shapes the schedule.
+
+        `ranks` are used if they are given, and left running by close(); else start() starts some.
+        """
+        self._config = config
+        self._max_steps = max_steps
+        self._seed = seed
+        self._temperature = temperature
+        self._given = ranks
+        self._ranks: RankGroup | None = None
+        self._reader = SnapshotReader(threads=config.threads, ahead=config.device != "cpu")
+        self._started = False
+        self._unread = False
+        """Whether the last snapshot was not read: then the next one must be whole."""
+        self._turn = asyncio.Lock()
+        self._calls: set[asyncio.Task[object]] = set()
+        self._model_s = MODEL_TIMEOUTS * config.fsdp.timeout_s
+
+    async def start(self, model_dir: Path) -> None:
+        """Start the ranks; each loads its share of the model. Raises EngineError, RankFailed."""
+        if self._started:
+            raise EngineError("this backend was started before: make a new one")
+        self._started = True
+        ranks = self._given
+        if ranks is None:
+            count = await asyncio.to_thread(count_ranks, self._config)
+            size = await asyncio.to_thread(_policy_bytes, model_dir)
+            ranks = RankGroup(self._config, count)
+            await ranks.start(exchange_directory(size))
+        self._ranks = ranks
+        ask = RankStart(_absolute(model_dir), self._max_steps, self._seed, self._temperature)
+        try:
+            await self._ask(ask, self._config.fsdp.start_timeout_s)
+        except BaseException:  # also when cancelled: without a model the ranks are of no use
+            await self.close()
+            raise
+
+    async def step(self, batch: TrainBatch) -> StepMetrics:
+        """Make one optimizer step; an empty batch only advances the schedule.
+
+        Raises EngineError, RankFailed. Deadline: 2 x fsdp.timeout_s and 10 ms for each token.
+        """
+        return StepMetrics(await self._ask(RankStep(batch), self._step_s(batch.samples)))
+
+    async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Measure cross entropy per trained token, learn nothing. Deadline as for step()."""
+        return await self._ask(RankEvaluate(list(samples)), self._step_s(samples))
+
+    async def state(self) -> State:
+        """Copy the bf16 policy. Deadline of this and all below: 3 x fsdp.timeout_s."""
+
+        async def read(ranks: RankGroup) -> State:
+            path = ranks.directory / "state"
+            await ranks.ask(RankWriteState(str(path)), self._model_s)
+            return await asyncio.to_thread(self._reader.state, path)
+
+        return await self._in_turn(read)
+
+    async def snapshot(self) -> Snapshot:
+        """Copy the bf16 policy, and find where it differs from the last snapshot."""
+
+        async def read(ranks: RankGroup) -> Snapshot:
+            path = ranks.directory / "snapshot"
+            whole, self._unread = self._unread, True
+            await ranks.ask(RankWriteSnapshot(str(path), whole), self._model_s)
+            found = await asyncio.to_thread(self._reader.snapshot, path)
+            self._unread = False
+            return found
+
+        return await self._in_turn(read)
+
+    async def save(self, directory: Path) -> None:
+        """Write everything that resume needs into `directory`, whole or not at all."""
+        await self._ask(RankSave(_absolute(directory)), self._model_s)
+
+    async def stage(self) -> None:
+        """Copy the content of a checkpoint into the ranks' memory."""
+        await self._ask(RankStage(), self._model_s)
+
+    async def write_staged(self, directory: Path) -> None:
+        """Write the newest stage(), while other calls go on. Deadline: 10 x fsdp.timeout_s."""
+        if self._ranks is None:
+            raise EngineError(NOT_RUNNING)
+        deadline = STAGED_TIMEOUTS * self._config.fsdp.timeout_s
+        await self._ranks.ask(RankWriteStaged(_absolute(directory)), deadline)
+
+    async def load(self, directory: Path) -> None:
+        """Continue exactly from a directory that save() wrote. Raises StorageError."""
+        await self._ask(RankLoad(_absolute(directory)), self._model_s)
+
+    async def export(self, directory: Path) -> None:
+        """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
+        await self._ask(RankExport(_absolute(directory)), self._model_s)
+
+    async def supervised_step(self, examples: Sequence[Example], lr: float) -> float:
+        """Make one step of cross entropy on completions; returns the loss per token. For warm_up()."""
+        rows = [(list(prompt), list(completion)) for prompt, completion in examples]
+        tokens = sum(len(prompt) + len(completion) for prompt, completion in rows)
+        deadline = STEP_TIMEOUTS * self._config.fsdp.timeout_s + SECONDS_PER_TOKEN * tokens
+        return (await self._ask(RankSupervise(rows, lr), deadline))["loss"]
+
+    async def end_supervised(self) -> None:
+        """Reset the optimizer after a warm-up."""
+        await self._ask(RankEndSupervised(), self._model_s)
+
+    async def close(self) -> None:
+        """End the ranks, also in the middle of a call; safe to call twice."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None and ranks is not self._given:
+            await (ranks.kill() if self._calls else ranks.close())
+        for call in list(self._calls):
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+        await asyncio.to_thread(self._reader.close)
+
+    def _step_s(self, samples: Sequence[Sample]) -> float:
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        return STEP_TIMEOUTS * self._config.fsdp.timeout_s + SECONDS_PER_TOKEN * tokens
+
+    async def _ask(self, request: RankRequest, timeout_s: float) -> dict[str, float]:
+        """Ask when it is this call's turn; returns the figures of the answer."""
+
+        async def work(ranks: RankGroup) -> dict[str, float]:
+            answer = await ranks.ask(request, timeout_s)
+            assert isinstance(answer, RankDone)
+            return answer.values
+
+        return await self._in_turn(work)
+
+    async def _in_turn(self, work: Callable[[RankGroup], Awaitable[T]]) -> T:
+        """Do `work` when it is its turn, to its end, also when the caller is cancelled."""
+        ranks = self._ranks
+        if ranks is None:
+            raise EngineError(NOT_RUNNING)
+
+        async def wait_and_work() -> T:
+            async with self._turn:
+                return await work(ranks)
+
+        call = asyncio.create_task(wait_and_work(), name="call of ranks")
+        self._calls.add(call)
+        call.add_done_callback(self._forget)
+        return await asyncio.shield(call)
+
+    def _forget(self, call: "asyncio.Task[T]") -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # retrieved, for a caller that was cancelled; the next call meets it, too
+
+
+def count_ranks(config: TrainingConfig) -> int:
+    """Count the ranks on this machine: as configured, else one for each GPU, else two. Imports torch."""
+    if config.fsdp.ranks:
+        return config.fsdp.ranks
+    if config.device == "cpu":
+        return CPU_RANKS
+    import torch
+
+    return torch.cuda.device_count() or CPU_RANKS
+
+
+def _policy_bytes(model_dir: Path) -> int:
+    """Add up the model's weights on the disk: about the size of its policy."""
+    return sum(os.path.getsize(path) for path in model_dir.glob("*.safetensors"))
+
+
+def _absolute(path: Path) -> str:
+    return os.path.abspath(path)

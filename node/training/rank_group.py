@@ -1,0 +1,361 @@
+"""The ranks of a trainer, as the daemon sees them: start them, ask rank 0, kill all, name the rank at fault.
+
+Every wait has a deadline. Once anything is wrong with one rank all of them are ended, and every call raises
+RankFailed with the rank at fault. torchrun starts the ranks; a rank that is to be the only one is started
+directly. The daemon's machine is node 0, so that rank 0 is beside the daemon: with several machines that needs
+a static rendezvous.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..config.training import TrainingConfig
+from ..ops.errors import EngineError, RankFailed, StorageError, UsageError
+from ..process.child_process import ChildProcess
+from ..process.exit_reason import signal_name
+from ..process.frames import Message, frame
+from ..process.spawn import end_process, kill_group
+from .rank_messages import (
+    ENDED,
+    EXIT_LOST,
+    MAX_FRAME,
+    REPLIES,
+    RankAnswer,
+    RankEnd,
+    RankError,
+    RankJoin,
+    RankReply,
+    RankRequest,
+    RanksBroken,
+    RanksJoined,
+)
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = ("-m", f"{__package__}.rank")
+NOT_RUNNING = "the trainer backend is not running: call start() first"
+ATTRIBUTION_S = 5.0
+"""How long torchrun and the dying ranks may take to say which one was at fault."""
+SILENT_S = 1.5
+"""As ATTRIBUTION_S, where rank 0 has said already which ranks do not answer."""
+LAST_LINES_S = 1.0
+REAP_S = 1.0
+"""From the end of a process's log to its own end."""
+END_S = 20.0
+"""How long ranks may take to end in peace."""
+KILL_S = 5.0
+"""How long torchrun may take to reap its killed ranks."""
+TORCHRUN = ("-m", "torch.distributed.run")
+SHUTDOWN_S = 2
+"""How long torchrun lets ranks end after SIGTERM."""
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"}
+"""What torchrun would say to the only rank."""
+SOCKET = "rank0"
+TAIL_LINES = 5
+ADVICE = "look at the log above, free memory or lower training.seq_len, then `train --resume`"
+_ENDED = re.compile(ENDED.format(rank=r"(\d+)", reason="(.*)"))
+_EXIT = re.compile(r"exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+
+
+class FailureAttribution:
+    """Finds the rank at fault from what rank 0, the ranks' last lines and torchrun say. No I/O.
+
+    A rank that ends because of another one is never at fault: the others always fail a moment after the first.
+    """
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        """Process ids of the ranks in order, once they are known."""
+        self.known = asyncio.Event()
+        """Set when a line or an exit code has named a rank."""
+        self._words: dict[int, str] = {}
+        self._exits: dict[int, str] = {}
+        self.silent: dict[int, str] = {}
+        """Why ranks do not answer, as far as rank 0 can tell."""
+        self._aborts: dict[int, str] = {}
+        """NCCL aborts a rank that has waited too long, so these are rarely at fault."""
+        self._hushed = False
+        """Whether torchrun writes its own traceback and table by now, which say nothing new."""
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def note(self, line: str) -> None:
+        """Read and log a line that a rank or torchrun wrote."""
+        if found := _ENDED.search(line):
+            self._words.setdefault(int(found[1]), found[2])
+            self.known.set()
+        if found := _EXIT.search(line):
+            self.hush()
+            pid, local_rank = int(found[3]), int(found[2])
+            self.exited(self.pids.index(pid) if pid in self.pids else local_rank, int(found[1]))
+        logger.log(logging.DEBUG if self._hushed else logging.WARNING, "ranks: %s", line)
+        if not self._hushed:
+            self._tail.append(line)
+
+    def hush(self) -> None:
+        """Log what comes now for debugging only: torchrun complains of being ended."""
+        self._hushed = True
+
+    def mute(self, ranks: Sequence[int], why: str) -> None:
+        """Note ranks that do not answer."""
+        for rank in ranks:
+            self.silent.setdefault(rank, why)
+
+    def exited(self, rank: int, code: int) -> None:
+        """Note the exit code of a rank, negative for the signal that killed it."""
+        if code == EXIT_LOST:
+            return
+        said = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+        if code == -signal.SIGABRT:
+            self._aborts.setdefault(rank, said)
+        else:
+            self._exits.setdefault(rank, said)
+        self.known.set()
+
+    def text(self, what: str, size: int) -> str:
+        """Name the rank at fault, why, and what to do, in one line; else say `what` was noticed."""
+        for said in (self._words, self._exits, self.silent, self._aborts):
+            if said:
+                rank = min(said)
+                return f"rank {rank} of {size} failed: {said[rank]}; {ADVICE}"
+        last = " | ".join(self._tail)
+        return f"{what}{f' ({last})' if last else ''}; {ADVICE}"
+
+
+class RankGroup(ChildProcess):
+    """One torchrun and its ranks, or one rank alone: start(), ask(), close(). Broken once, it stays so."""
+
+    Error = EngineError
+    Lost = RankFailed
+    max_frame = MAX_FRAME
+
+    def __init__(
+        self, config: TrainingConfig, ranks: int, program: Sequence[str] = PROGRAM
+    ) -> None:
+        """`ranks` on this machine; `program` is what torchrun is to run."""
+        super().__init__("ranks", "the ranks", program, {})
+        self._config = config
+        self._ranks = ranks
+        self._rank_program = program
+        self._directory: Path | None = None
+        self._attribution = FailureAttribution()
+        self._numbers = itertools.count(1)
+        self.pids: list[int] = []
+        """Of the ranks in order; 0 for one on another machine."""
+
+    @property
+    def directory(self) -> Path:
+        """A folder that only we can read, while the group lives."""
+        assert self._directory is not None, "start() comes first"
+        return self._directory
+
+    async def start(self, parent: Path | None = None) -> None:
+        """Start the ranks and wait until they are one world; files are exchanged in a folder below `parent`.
+
+        Raises EngineError, RankFailed; nothing is left running then.
+        """
+        self._directory = Path(tempfile.mkdtemp(prefix="primerl-ranks-", dir=parent))
+        try:
+            await self._start()
+        except BaseException:  # also when cancelled: half started, the ranks are of no use
+            await self.kill()
+            raise
+
+    async def ask(self, request: RankRequest, timeout_s: float) -> RankAnswer:
+        """Return the answer of all ranks.
+
+        Raises RankFailed, also after `timeout_s`, and what a learner raised.
+        """
+        number = next(self._numbers)
+        try:
+            data = await asyncio.to_thread(frame, Message(number, request), MAX_FRAME)
+        except ValueError as error:
+            raise EngineError(f"this batch is too large ({error}): make smaller ones") from error
+        reply: RankReply = await self._exchange(number, data, type(request).__name__, timeout_s)
+        if isinstance(reply.body, RankError):
+            kind = StorageError if reply.body.of_storage else EngineError
+            raise kind(reply.body.detail)
+        return reply.body
+
+    async def close(self) -> None:
+        """End the ranks, in peace if they are well; safe to call twice."""
+        await self.end(END_S)
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._program = command(self._config, self._ranks, self._rank_program, here=True)
+        self._environment = environment(os.environ, self._config, self._ranks)
+        others = self._others()
+        if others:
+            logger.warning("%d machines are waited for%s", self._config.fsdp.nodes - 1, others)
+        limit_s = self._config.fsdp.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.spawn_at_socket(
+                    self.directory / SOCKET, "the ranks ended before they met"
+                )
+                joined = await self.ask(RankJoin(self._config.model_dump_json()), limit_s)
+        except TimeoutError as error:
+            await self._lose(f"the ranks did not meet in {limit_s:g} s{others}")
+            raise self._failed() from error
+        assert isinstance(joined, RanksJoined)
+        self.pids = self._attribution.pids = joined.pids
+
+    def _others(self) -> str:
+        """Say how to start the ranks of other machines, if there are any."""
+        if self._config.fsdp.nodes == 1:
+            return ""
+        line = command(self._config, self._ranks, self._rank_program)
+        return (
+            f": on the other machines, with NODE 1 to {self._config.fsdp.nodes - 1}, run `{line}`"
+        )
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _decode(self, body: bytes) -> RankReply:
+        return REPLIES.decode(body)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message.body, RanksBroken):
+            broken = message.body
+            self._attribution.mute(broken.ranks, f"does not answer ({broken.detail})")
+            raise EOFError("the ranks end")
+        super()._take(message)
+
+    def _note(self, line: str) -> None:
+        self._attribution.note(line)
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def _closed(self) -> EngineError:
+        return EngineError(NOT_RUNNING)
+
+    def _request_end(self) -> None:
+        self._send(Message(0, RankEnd()))
+
+    async def _find_reason(self, fault: str) -> str:
+        """End everything, after the ranks and torchrun had time to say which rank was at fault."""
+        await self._hear_out()
+        size = len(self.pids) or self._ranks * self._config.fsdp.nodes
+        reason = self._attribution.text(fault or "the ranks ended", size)
+        logger.error("%s", reason)
+        return reason
+
+    async def _hear_out(self) -> None:
+        attribution = self._attribution
+        if self._log is not None:
+            known = asyncio.create_task(attribution.known.wait())
+            limit_s = SILENT_S if attribution.silent else ATTRIBUTION_S
+            silence = asyncio.create_task(self._log.wait(limit_s))
+            await asyncio.wait({known, silence}, return_when=asyncio.FIRST_COMPLETED)
+            known.cancel()
+            silence.cancel()
+        if self._process is not None and is_alone(self._config, self._ranks):
+            with suppress(TimeoutError):  # torchrun is not there to say how the only rank ended
+                async with asyncio.timeout(REAP_S):
+                    attribution.exited(0, await self._process.wait())
+        attribution.hush()
+        attribution.mute(stopped(self.pids), "is stopped (SIGSTOP, or a debugger)")
+        if self._process is not None:
+            await self._kill_now(self._process)
+        if self._log is not None:
+            await self._log.wait(LAST_LINES_S)
+
+    async def _kill_now(self, process: asyncio.subprocess.Process) -> None:
+        """Kill ranks first, so that torchrun reaps them; then torchrun. The kernel kills what outlives it."""
+        if process.returncode is None:
+            for pid in filter(None, self.pids):
+                kill_group(pid)
+        await end_process(process, KILL_S)
+
+    async def _bury(self) -> None:
+        await super()._bury()
+        if self._directory is not None:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+
+
+def is_alone(config: TrainingConfig, ranks: int) -> bool:
+    """Whether `ranks` on this machine are one, and there are no other machines."""
+    return ranks * config.fsdp.nodes == 1
+
+
+def command(
+    config: TrainingConfig, ranks: int, program: Sequence[str], *, here: bool = False
+) -> "Command":
+    """The call for this machine, or, not `here`, for another one: there NODE stands for its number, from 1.
+
+    Of `program` itself for a rank alone.
+
+    Raises UsageError for several machines without an address to meet at.
+    """
+    fsdp = config.fsdp
+    if is_alone(config, ranks):
+        return Command([sys.executable, "-P", *program])
+    places = ["--nproc-per-node", str(ranks), "--max-restarts", "0"]
+    if fsdp.nodes == 1:
+        places += ["--standalone", "--local-addr", "127.0.0.1"]
+    else:
+        host, port = _meeting(fsdp.rendezvous)
+        places += ["--nnodes", str(fsdp.nodes), "--node-rank", "0" if here else "NODE"]
+        places += ["--master-addr", host, "--master-port", port]
+        places += ["--rdzv-conf", f"timeout={int(fsdp.start_timeout_s)}"]
+    python = [sys.executable, "-P"] if here else ["python"]
+    return Command([*python, *TORCHRUN, *places, *program])
+
+
+class Command(list[str]):
+    """A command line that prints as a shell would read it."""
+
+    def __str__(self) -> str:
+        return shlex.join(self)
+
+
+def environment(inherited: Mapping[str, str], config: TrainingConfig, ranks: int) -> dict[str, str]:
+    """The environment of torchrun and its ranks, or of a rank alone."""
+    if is_alone(config, ranks):
+        return {**inherited, **ALONE, "PYTHONSAFEPATH": "1"}
+    threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)
+    alone = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **(alone if config.fsdp.nodes == 1 else {}),  # no other machine has to reach the ranks
+        **inherited,
+        "PYTHONSAFEPATH": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+    }
+
+
+def _meeting(rendezvous: str) -> tuple[str, str]:
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(
+            "training.fsdp.rendezvous must be host:port of this machine where fsdp.nodes > 1, "
+            "e.g. 10.0.0.1:29500"
+        )
+    return host.strip("[]"), port
+
+
+def stopped(pids: Sequence[int]) -> list[int]:
+    """Find the places in `pids` of processes that a signal has stopped; none where there is no /proc."""
+    found: list[int] = []
+    for place, pid in enumerate(pids):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state in "Tt":
+            found.append(place)
+    return found

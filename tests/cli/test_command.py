@@ -1,0 +1,163 @@
+"""The program itself: help, wrong lines, signals."""
+
+import re
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from primerl.cli.command import keys_help
+from primerl.cli.main import CONFIGURED, PLAIN
+from primerl.node.config.loader import COMMANDS as CONFIGS
+
+from .conftest import Cli
+
+HEAVY = {
+    *("torch", "vllm", "transformers", "iroh", "libp2p", "trio", "verifiers", "numpy"),
+    "matplotlib",
+}
+COMMANDS = (*CONFIGURED, *PLAIN, "ticket")
+
+
+def imported_by(*args: str) -> set[str]:
+    program = (
+        "import sys; from primerl.cli.main import execute; code = execute(sys.argv[1:]);"
+        "print(*sys.modules, file=sys.stderr); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert "typer" in loaded  # else nothing was looked at
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["rl", "@", "demo", "--dry-run"],
+        ["sft", "@", "sft_demo", "--dry-run"],
+    ],
+)
+def test_help_and_dry_runs_load_nothing_heavy(args: list[str]) -> None:
+    loaded = imported_by(*args)
+    assert loaded.isdisjoint(HEAVY)
+    assert ("pydantic" in loaded) == (args[0][0] != "-")
+
+
+def test_keys_are_made_and_shown_without_anything_heavy(tmp_path: Path) -> None:
+    for command in ("init", "id"):
+        assert imported_by(command, "--data-dir", str(tmp_path)).isdisjoint(HEAVY)
+
+
+def test_help_names_every_command_and_every_exit_code(cli: Cli) -> None:
+    ran = cli("--help")
+    assert ran.code == 0
+    for name in COMMANDS:
+        assert f"\n  {name} " in ran.out
+    for code in (*range(9), 130, 143):
+        assert f" {code} " in ran.out
+    bare = cli()
+    assert (bare.code, bare.out, bare.err) == (2, ran.out, "")  # no success
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, cli: Cli) -> None:
+    ran = cli(command, "--help")
+    assert ran.code == 0
+    assert ran.out.startswith(f"Usage: primerl-node {command}")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "hidden"),
+    [
+        ("train", ["--training.lr NUMBER"], ["--data.hub"]),
+        ("sft", ["--data.loss-roles JSON"], ["--rollouts"]),
+        ("join", ["--engine.type"], ["--training.lr"]),
+        ("inference", ["--api.key-variable", "--model.base", "--engine.dtype"], ["--rollouts"]),
+    ],
+)
+def test_help_shows_the_keys_of_the_command(
+    command: str, shown: list[str], hidden: list[str], cli: Cli
+) -> None:
+    out = cli(command, "--help").out
+    assert all(key in out for key in shown)
+    assert not any(key in out for key in hidden)
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_every_key_has_a_meaning_in_the_help(cls: type[BaseModel]) -> None:
+    lines = keys_help(cls).splitlines()
+    keys = [bool(re.match(r"  (?:--)?[a-z][\w.-]* \S", line)) for line in lines]
+    without = [
+        line
+        for (line, below), is_key in zip(pairwise(lines), keys, strict=False)
+        if is_key and below.strip().startswith("[")
+    ]
+    assert sum(keys) > 20  # else nothing was looked at
+    assert without == []
+
+
+@pytest.mark.parametrize(
+    "args", [["nonsense"], ["peers", "--nonsense"], ["stop", "--wait", "soon"]]
+)
+def test_a_wrong_command_line_is_one_line_with_code_2(args: list[str], cli: Cli) -> None:
+    cli(*args).refused(2, "--help")
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+PROGRAM = """
+import asyncio, sys
+from primerl.cli.main import app, execute
+from primerl.cli.command import run_to_end
+
+async def work():
+    print("up", flush=True)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        print("tidy", flush=True)
+        {last}
+
+app.command("work")(lambda: run_to_end(work()))
+sys.exit(execute(["work"]))
+"""
+
+
+def started(last: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(last=last)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("last", ["pass", "return"])  # also where the work swallows the stop
+def test_the_first_signal_stops_in_order(number: signal.Signals, last: str) -> None:
+    process = started(last)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=100)
+    assert (out, process.returncode) == ("tidy\n", 128 + number)
+    assert err == "stopping; once more to stop at once\n"
+
+
+def test_the_second_signal_does_not_wait() -> None:
+    process = started("await asyncio.sleep(60)")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "tidy\n"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGINT

@@ -1,0 +1,62 @@
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from primerl.cli.identity import base58
+from primerl.crypto.keys import KeyFileError, SecretKey
+
+from .conftest import Cli
+
+
+def test_init_makes_a_key_that_only_its_owner_reads_and_never_replaces_it(
+    cli: Cli, home: Path
+) -> None:
+    ran = cli("init", "--data-dir", "d")
+    key = home / "d" / "key.pem"
+    before = key.read_bytes()
+    assert ran.code == 0
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert SecretKey.load(key).node_id.hex() in ran.out
+    cli("init", "--data-dir", "d").refused(4, "exists already")
+    assert key.read_bytes() == before
+
+
+def test_a_passphrase_locks_the_key(cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIMERL_PASSPHRASE", "open sesame")
+    assert cli("init", "--passphrase").code == 0
+    assert cli("id").code == 0
+    with pytest.raises(KeyFileError):
+        SecretKey.load(home / ".primerl" / "key.pem")
+    monkeypatch.setenv("PRIMERL_PASSPHRASE", "wrong")
+    cli("id").refused(5)
+
+
+def test_id_shows_one_key_in_three_spellings(cli: Cli, home: Path) -> None:
+    cli("id").refused(5, "primerl-node init")
+    SecretKey.from_seed(bytes(32)).save(home / ".primerl" / "key.pem")
+    shown = json.loads(cli("id", "--json").out)
+    # The public key of RFC 8032's algorithm for 32 zero bytes, and its well-known libp2p peer id.
+    assert shown["id"] == "3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29"
+    assert shown["short"] == "3b6a27bcce"
+    assert shown["libp2p"] == "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+    assert shown["libp2p"] in cli("id").out
+
+
+def test_base58_keeps_leading_zero_bytes() -> None:
+    assert base58(b"\0\0\x01") == "112"
+    assert base58(b"hello world") == "StV1DL6CwTryKyV"
+
+
+@pytest.mark.parametrize("command", ["id", "init"])
+def test_a_key_or_a_directory_that_cannot_be_used_is_named(
+    cli: Cli, home: Path, command: str
+) -> None:
+    (home / "a" / "key.pem").mkdir(parents=True)
+    (home / "b").mkdir()
+    (home / "b" / "key.pem").symlink_to("nowhere")
+    (home / "c").touch()
+    for place in ("a", "b", "c"):
+        ran = cli(command, "--data-dir", str(home / place))
+        ran.refused(4 if command == "init" and place in "ab" else 5, str(home / place))

@@ -1,0 +1,146 @@
+"""`join`: the ticket that is given, and the environment that a run wants to run here."""
+
+import io
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from primerl.cli.join import asked, ticket_text, with_allowed, with_checked_ticket
+from primerl.crypto.keys import SecretKey
+from primerl.node.app.tickets import remember, run_directory
+from primerl.node.config.run import JoinConfig
+from primerl.node.environments.allowed import EnvironmentNotAllowed, Package
+from primerl.node.inference.vllm_arguments import is_installed
+from primerl.node.ops.errors import TicketError
+from primerl.node.storage.ledger import Ledger
+from primerl.protocol.manifests import Ticket
+from primerl.protocol.tickets import issue
+
+from .conftest import Cli
+
+KEY = SecretKey.from_seed(bytes(32))
+
+
+def ticket(*, expires_in: int = 3600) -> str:
+    now = int(time.time())
+    body = Ticket(bytes(32), KEY.node_id, ("127.0.0.1:1",), (), now, now + expires_in)
+    return issue(KEY, body)
+
+
+def test_a_good_ticket_passes_as_text_out_of_a_file_and_through_a_pipe(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ticket()
+    (home / "t").write_text(text + "\n")
+    for given in (text, f"  {text}\n", "t", "~/t"):
+        assert with_checked_ticket(JoinConfig(ticket=given)).ticket == text
+    monkeypatch.setattr(sys, "stdin", io.StringIO("primerl1-x\n"))
+    assert ticket_text("-") == "primerl1-x"
+    os.mkfifo(home / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((home / "pipe").write_text, "primerl1-x\n")
+        assert ticket_text("pipe") == "primerl1-x"
+
+
+@pytest.mark.parametrize("command", ["join", "inference"])
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("/dev/zero", "no file"), (".", "no file"), ("large", "too large"), ("none", "neither")],
+)
+def test_what_cannot_hold_a_ticket_is_refused_before_anything_else(
+    command: str, dry: tuple[str, ...], name: str, said: str, cli: Cli, home: Path
+) -> None:
+    (home / "large").write_text("primerl1-" + "a" * 2**20)
+    cli(command, "--ticket", name, "--data-dir", "d", *dry).refused(3, said)
+
+
+def test_a_ticket_that_is_missing_expired_or_damaged_is_refused_offline(
+    cli: Cli, home: Path
+) -> None:
+    cli("join").refused(3, "primerl-node ticket")
+    expired = cli("join", "--ticket", ticket(expires_in=-3600))
+    expired.refused(3, "expired 360", "s ago by our clock (", "check the clock of this machine")
+    text = ticket()
+    middle = len(text) // 2
+    flipped = text[:middle] + ("A" if text[middle] != "A" else "B") + text[middle + 1 :]
+    (home / "binary").write_bytes(b"\xff\x00\xfe")
+    (home / "note").write_text("see you at nine")
+    invented = ("primerl1-", "primerl1-!!", "primerl1-AAAA", "binary", "note")
+    for bad in (flipped, text[:-20], *invented):
+        cli("join", "--ticket", bad).refused(3)
+
+
+def test_a_directory_that_was_admitted_passes_with_an_expired_ticket_and_with_none(
+    home: Path,
+) -> None:
+    old = ticket(expires_in=-3600)
+    ledger = Ledger(run_directory(home / "node", bytes(32)) / "ledger.db", fsync=False)
+    config = JoinConfig(ticket=old, data_dir=home / "node")
+    with pytest.raises(TicketError, match="expired"):
+        with_checked_ticket(config)
+    remember(ledger, old)
+    ledger.close()
+    assert with_checked_ticket(config).ticket == old
+    assert with_checked_ticket(JoinConfig(data_dir=home / "node")).ticket == old
+    with pytest.raises(TicketError, match="never admitted"):
+        with_checked_ticket(JoinConfig(data_dir=home / "other"))
+
+
+def test_an_unknown_role_is_a_usage_error(cli: Cli) -> None:
+    cli("join", "--role", "miner", "--ticket", ticket()).refused(2, "role")
+
+
+@pytest.mark.skipif(is_installed(), reason="there is a vLLM here")
+def test_an_engine_that_is_not_installed_is_named_before_anything_is_sent(cli: Cli) -> None:
+    ran = cli("join", "--ticket", ticket(), "--engine.type", "vllm")
+    ran.refused(7, "vLLM is not installed")
+
+
+# -- the environment of a run ----------------------------------------------------------------------
+
+REFUSED = EnvironmentNotAllowed(Package("sort-digits", "sort-digits 0.1.0", bytes(range(32))))
+
+
+class Terminal(io.StringIO):
+    """A person who types this."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_yes_allows_it_for_this_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_allowed(JoinConfig(data_dir=tmp_path), ["other"])
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    assert asked(config, REFUSED).environments.allow == ["other", "sort-digits"]
+    assert list(tmp_path.iterdir()) == []
+    said = capsys.readouterr().err
+    assert "wants to run the environment 'sort-digits'" in said
+    assert "package sort-digits 0.1.0, digest 000102030405" in said
+    assert "[y/N/always]" in said
+
+
+def test_always_is_kept_in_the_data_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("always\n"))
+    asked(JoinConfig(data_dir=tmp_path), REFUSED)
+    held = json.loads((tmp_path / "allowed_environments.json").read_text())
+    assert held == {"sort-digits": bytes(range(32)).hex()}
+
+
+@pytest.mark.parametrize("typed", [Terminal("\n"), Terminal("no\n"), io.StringIO("y\n")])
+def test_any_other_answer_and_no_terminal_refuse(
+    tmp_path: Path, typed: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", typed)
+    with pytest.raises(EnvironmentNotAllowed):
+        asked(JoinConfig(data_dir=tmp_path), REFUSED)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,244 @@
+"""`status`, `peers` and `stop`, and which node they ask."""
+
+import io
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from primerl.cli.tables import group, peers_table, status_lines
+from primerl.node.ops.control import EngineRow, GroupRow, PeerRow, StageRow, Status, register
+from primerl.node.ops.errors import NodeError
+
+from .conftest import Ask, Cli, Serve
+
+PEER = PeerRow(
+    id="ab" * 32,
+    short="ababababab",
+    role="inference",
+    path="direct",
+    rtt_ms=1.25,
+    bytes_sent=1_500_000,
+    bytes_received=999,
+    version=7,
+    lag=1,
+    leases=2,
+    accepted=30,
+    rejected=4,
+    top_reason="stale",
+    trust=0.9,
+    reliability=1.0,
+    last_seen_s=3.2,
+    software="0.1.0 [bold]",
+)
+STATUS = Status(
+    id="cd" * 32,
+    short="cdcdcdcdcd",
+    role="trainer",
+    software="0.1.0",
+    pid=1,
+    uptime_s=75,
+    data_dir="/d",
+    run_name="demo",
+    run="ef" * 32,
+    phase="running",
+    step=3,
+    max_steps=10,
+    version=3,
+    newest_version=3,
+    reward=0.5,
+    rejected={"stale": 2, "bad_reward": 5},
+    accepted=9,
+    history=[(1, 0.25), (2, 0.5)],
+    chunk_bytes_by_source={"trainer": 25, "ababababab": 75},
+)
+
+
+def drawn(*rows: PeerRow, width: int = 300) -> list[str]:
+    screen = Console(file=io.StringIO(), width=width)
+    screen.print(peers_table(rows, width=width))
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue().splitlines()
+
+
+def lines_of(**more: Any) -> dict[str, str]:
+    return dict(status_lines(replace(STATUS, **more)))
+
+
+async def test_peers_shows_one_line_a_peer(ask: Ask, serve: Serve) -> None:
+    ran = await ask("peers", "-d", str(await serve(peers=[PEER])))
+    assert ran.code == 0
+    head, row = ran.out.splitlines()
+    assert head.split()[:3] == ["PEER", "ROLE", "PATH"]
+    for cell in (
+        *("ababababab", "inference", "direct", "1.2 ms", "1.5 MB", "999 B", " 7 ", "30/4 (stale)"),
+        *("0.90", "3 s ago", "0.1.0 [bold]"),
+    ):
+        assert cell in row
+    nobody = await ask("peers", "-d", str(await serve("alone", peers=[])))
+    assert nobody.out == "no peers yet\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "state"),
+    [
+        ({"audited": 321}, ""),
+        ({"suspicion": 0.625}, "suspicious, 62% of the way to a ban"),
+        ({"refused": "banned: " + "because " * 20}, "banned: because because because because becau..."),
+        ({"role": "validator", "audits": 12}, "12 audits made"),
+        ({"silent_s": 61.0}, "silent 1 min 01 s"),
+        ({"silent_s": 5.0, "left": True}, "left 5 s"),
+        ({"stage": "1/2, layers 14-27"}, "stage 1/2, layers 14-27"),
+    ],
+)  # fmt: skip
+def test_a_peer_says_what_an_operator_should_notice(more: dict[str, Any], state: str) -> None:
+    row = drawn(replace(PEER, **more))[1]
+    assert row.rstrip().endswith(state or "0.1.0 [bold]")
+    assert (" 321 " in row) == ("audited" in more)
+
+
+def test_a_narrow_terminal_shows_whole_ids_and_versions_and_leaves_out_what_matters_least() -> None:
+    rows = [PEER, replace(PEER, short="0123456789", refused="banned: " + "because " * 20)]
+    for width in (60, 80, 100, 160):
+        head, banned, fine = drawn(*rows, width=width)
+        assert {"PEER", "ROLE", "VER", "OK/REJECTED"} <= set(head.split())
+        assert max(len(line.rstrip()) for line in (head, banned, fine)) <= width
+        assert fine.startswith("ababababab  inference")
+        assert banned.startswith("0123456789  inference")
+        assert "\u2026" not in fine  # nothing but a long reason is cut off
+        assert " 7 " in fine
+    reason = "too much was rejected: bad_reward"
+    assert reason[:24] in drawn(replace(PEER, refused=reason), width=80)[1]
+    for column in ("SOFTWARE", "SENT", "RTT", "REL"):
+        assert column not in drawn(*rows, width=80)[0]
+    assert "SOFTWARE" in drawn(*rows, width=200)[0]
+
+
+async def test_peers_are_sorted_by_a_column_and_a_wrong_one_is_refused_with_the_nearest(
+    ask: Ask, serve: Serve
+) -> None:
+    rows = [
+        replace(PEER, short="a", trust=0.9, accepted=1, rtt_ms=None),
+        replace(PEER, short="b", trust=0.1, accepted=5),
+        replace(PEER, short="c", trust=0.5, accepted=9, path="-", last_seen_s=9e3),
+    ]
+    node = str(await serve(peers=rows))
+    orders = {"trust": "bac", "OK/REJECTED": "bac", "rtt": "bac", "peer": "abc"}
+    for column, order in orders.items():
+        ran = await ask("peers", "--sort", column, "-d", node)
+        assert "".join(line[0] for line in ran.out.splitlines()[1:]) == order  # a lost one is last
+    (await ask("peers", "--sort", "tust", "-d", node)).refused(2, "did you mean trust?")
+
+
+async def test_status_fits_a_screen_and_says_what_matters(ask: Ask, serve: Serve) -> None:
+    ran = await ask("status", "-d", str(await serve(status=STATUS)))
+    assert ran.code == 0
+    assert len(ran.out.splitlines()) <= 24
+    for part in (
+        *("cdcdcdcdcd", "demo", "3 of 10", "0.50", "9 accepted", "1 min 15 s"),
+        *("7 rejected (bad_reward 5, stale 2)", "ababababab 75 B (75%), trainer 25 B (25%)"),
+    ):
+        assert part in ran.out
+
+
+def test_status_of_a_worker_says_how_its_engine_and_its_stage_do() -> None:
+    engine = EngineRow("vllm", inflight=250, cap=256, running=240, waiting=10, kv_use=0.43)
+    lag = {"mean": 0.0012, "max": 0.03}
+    shown = lines_of(role="inference", engine=engine, event_loop_lag=lag, leases=2)
+    assert shown["engine"] == "vllm: 250 of 256 in flight, 240 running, 10 waiting, cache 43%"
+    assert shown["loop lag"] == "mean 1.2 ms, max 30.0 ms"
+    assert shown["leases"] == "2 held"
+    broken = replace(engine, restarts=2, fault="out of memory: lower it")
+    assert lines_of(role="inference", engine=broken)["engine"].endswith(
+        "restarted 2 times. Down: out of memory: lower it"
+    )
+    stage = StageRow("ab", 1, 0, 2, "0-13", "whole", rtt_ms=20.0, lanes=4, in_flight=3)
+    stage = replace(stage, round_ms=44.4, stall_share=0.25, breaks=1, bytes_out=1000)
+    assert lines_of(role="inference", stage=stage)["stage"] == (
+        "0 of 2, layers 0-13, whole, 3 of 4 micro-batches under way, 20 ms to the next, 44 ms round, "
+        "stalled 25%, broke 1 times, 1.0 kB out, 0 B in"
+    )
+
+
+def test_a_trainer_shows_its_pipelines() -> None:
+    row = GroupRow("ab12", 3, ["one", "two"], ["0-13", "14-27"], 1, 41.6, 8192, "planned")
+    assert lines_of(pipelines=[row])["pipeline"] == (
+        "ab12 planned, generation 3: one 0-13, two 14-27, 42 ms round, room for 8192 tokens, 1 spares"
+    )
+    assert " ms" not in group(replace(row, round_trip_ms=None))
+    assert "pipeline" not in lines_of()
+
+
+async def test_json_says_of_which_run_and_when_it_is(ask: Ask, serve: Serve) -> None:
+    node = str(await serve(peers=[PEER], status=STATUS))
+    for command, rows in (("peers", [PEER]), ("status", STATUS)):
+        before = time.time()
+        found = json.loads((await ask(command, "--json", "-d", node)).out)
+        assert found.pop(command) == json.loads(msgspec.json.encode(rows))
+        assert before - 1 < found.pop("time") < time.time() + 1
+        assert found == {"schema": 1, "run": STATUS.run}
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+async def test_watched_json_is_an_object_a_line_and_a_watched_pipe_gets_tables_with_their_time(
+    ask: Ask, serve: Serve, as_json: bool
+) -> None:
+    answers = iter([[PEER], [PEER]])
+
+    def peers() -> list[PeerRow]:
+        for rows in answers:
+            return rows
+        raise NodeError("it ends")
+
+    node = str(await serve(peers=peers, status=STATUS))
+    lines = (await ask("peers", "--watch", *(["--json"] * as_json), "-d", node)).out.splitlines()
+    if as_json:
+        assert [json.loads(line)["peers"][0]["short"] for line in lines] == [PEER.short] * 2
+    else:
+        assert len(lines) == 6  # a time, a head and a row, twice
+        assert [line[:10] for line in lines[2::3]] == [PEER.short] * 2
+        assert lines[0][:2] == "20"
+
+
+async def test_a_refusal_of_the_node_is_one_line(ask: Ask, serve: Serve) -> None:
+    node = str(await serve(status=NodeError("not yet:\ntry again")))
+    (await ask("status", "-d", node)).refused(1, "not yet: try again")
+    (await ask("ticket", "-d", node)).refused(1, "commands are: status")
+
+
+async def test_stop_asks_and_says_when_the_node_is_still_there(ask: Ask, serve: Serve) -> None:
+    node = str(await serve(stop={}))
+    ran = await ask("stop", "--wait", "0", "-d", node, "--json")
+    assert json.loads(ran.out) == {"data_dir": node, "stopped": False}
+    (await ask("stop", "--wait", "0.3", "-d", node)).refused(1, "still busy")
+
+
+# -- which node is asked ---------------------------------------------------------------------------
+
+
+def test_no_node_at_all(cli: Cli) -> None:
+    for args in (["status"], ["status", "-d", "."]):
+        cli(*args).refused(6, "start one")
+
+
+async def test_the_running_node_is_found_and_of_several_the_trainer(
+    ask: Ask, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await serve("worker", status=STATUS)
+    register(worker, "inference", "r")
+    ran = await ask("status")
+    assert (ran.code, ran.err) == (0, "")
+    trainer = await serve("trainer", ticket={"ticket": "T"})
+    register(trainer, "trainer", "r")
+    ran = await ask("ticket")
+    assert ran.out == "T\n"
+    assert str(trainer) in ran.err
+    assert "--data-dir" in ran.err
+    assert len(ran.err.splitlines()) == 1
+    assert "worker" not in ran.err  # one short line, however many there are
+    monkeypatch.setenv("PRIMERL_DATA_DIR", str(worker))
+    assert (await ask("status")).err == ""

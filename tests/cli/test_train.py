@@ -1,0 +1,212 @@
+"""`train`, `rl` and `sft` before anything starts: engines, GPUs and disks that they refuse."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.disks import fill, make_read_only, small_disk
+
+from primerl.node.config.loader import load
+from primerl.node.config.run import RunConfig
+from primerl.node.ops import gpus
+
+from .conftest import Cli, Ran
+
+# -- engines ---------------------------------------------------------------------------------------
+
+VLLM = ("--engine.type", "vllm")
+JOIN, RL = ("join",), ("rl", "@", "demo")
+
+
+@pytest.mark.parametrize("command", [JOIN, RL])
+def test_short_flags_are_the_config_s_keys(cli: Cli, command: tuple[str, ...]) -> None:
+    ran = cli(*command, "--dry-run", "--json", *VLLM, "--tp", "auto", "--dp", "2", "--pp", "1")
+    assert ran.code == 0, ran.err
+    engine = json.loads(ran.out)["engine"]
+    assert (engine["tp"], engine["pp"], engine["dp"]) == ("auto", 1, 2)
+
+
+@pytest.mark.parametrize("dry", [("--dry-run",), ()])
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("--dp 2 --pp 2", "dp and pp cannot be combined: start one node per pipeline"),
+        ("--engine.vllm.quantization fp8", "would fail every audit"),
+        ("--engine.vllm.tensor_parallel_size 2", "set engine.tp"),
+        ('--engine.vllm.speculative_config {"method":"ngram"}', "no seeds and no proof"),
+    ],
+)
+def test_an_engine_that_breaks_proofs_is_refused_with_the_reason_also_by_a_dry_run(
+    cli: Cli, dry: tuple[str, ...], given: str, reason: str
+) -> None:
+    for command in (JOIN, RL):
+        ran = cli(*command, *dry, *VLLM, *given.split())
+        ran.refused(2, reason)
+        assert not ran.out
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("rl @ demo --engine vllm --tp 3", "set it to one of 1, 2, 4"),
+        ("join --tp 2", "set engine.type to vllm"),
+        ("join --pp.rank 0 --pp.world-size 2", "need vLLM for their stages: set engine.type to vllm"),
+        ("join --engine scripted --pp.mode on", "need vLLM for their stages"),
+        ("join --engine hf --pp.mode on", "need vLLM for their stages"),
+    ],
+)  # fmt: skip
+def test_a_shape_that_an_engine_or_a_model_does_not_have_is_refused(
+    cli: Cli, line: str, reason: str
+) -> None:
+    cli(*line.split(), "--dry-run").refused(2, reason)
+    cli(*line.split()).refused(2, reason)
+
+
+# -- GPUs ------------------------------------------------------------------------------------------
+
+
+def torch_is(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        return release
+
+    monkeypatch.setattr(gpus, "version", version)
+
+
+@pytest.fixture
+def four_gpus(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose nvidia-smi is ours."""
+    program = home / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    lines = "".join(f"GPU {index}: H200 (UUID: GPU-{index})\n" for index in range(4))
+    program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && printf "{lines}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    torch_is("2.13.0+cu130", monkeypatch)
+
+
+def placed(ran: Ran) -> list[str]:
+    """The lines about processes; keys that are not set are comments too."""
+    lines = ran.out.splitlines()
+    return [line[2:] for line in lines if line.startswith("# ") and not line.endswith(" not set")]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_dry_run_shows_the_gpus_of_each_process_and_reads_back(cli: Cli, home: Path) -> None:
+    given = "rl --engine vllm --trainer-gpus 2 --inference-gpus 2 --tp 2 --dry-run"
+    ran = cli(*given.split())
+    assert (ran.code, ran.err) == (0, "")
+    assert placed(ran) == [
+        "trainer: GPUs 0,1 (--training.backend fsdp --training.fsdp.ranks 2)",
+        "worker_1: GPUs 2,3",
+    ]
+    (home / "back.toml").write_text(ran.out)
+    back = load(RunConfig, ["@", "back.toml"], {})
+    assert (back.training.backend, back.training.fsdp.ranks) == ("fsdp", 2)
+    assert (back.launch.trainer_gpus, back.engine.tp) == ("2", 2)
+    assert cli("rl", "@", "back.toml", "--dry-run").out == ran.out
+    ran = cli("rl", "@", "demo", "--dry-run", "--json")
+    assert json.loads(ran.out)["launch"]["workers"] == 2
+    assert ran.err.splitlines()[0] == "trainer: GPU 0"
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_hidden_gpus_and_a_torch_for_cpus_count(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-1")
+    shown = placed(cli("rl", "--trainer-gpus", "1,", "--dry-run"))
+    assert shown == ["trainer: GPU GPU-1", "worker_1: GPU 3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placed(cli("rl", "--dry-run")) == ["trainer: CPU", "worker_1: CPU", "worker_2: CPU"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    torch_is("2.13.0+cpu", monkeypatch)
+    assert placed(cli("rl", "--dry-run"))[0] == "trainer: CPU"
+    cli("rl", "--trainer-gpus", "1", "--dry-run").refused(2, "whose version ends in +cpu")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus_that_are_not_there_are_refused_before_anything_starts(cli: Cli, home: Path) -> None:
+    ran = cli("rl", "--trainer-gpus", "3", "--inference-gpus", "2")
+    ran.refused(2, "error: --inference-gpus 2: 4 visible, 1 of them free")
+    assert not (home / "outputs").exists()
+
+
+# -- files and disks that cannot be used -----------------------------------------------------------
+
+SMALL = ("@", "demo", "--name", "run")
+SFT = ("@", "sft_demo", "--name", "run")
+
+
+def one_line(ran: Ran, *words: str) -> None:
+    """Assert that a command ended with the exit code of a disk, and one line with these words."""
+    assert ran.code == 5, ran.err
+    errors = [line for line in ran.err.splitlines() if line.startswith("primerl-node: error: ")]
+    assert errors == ran.err.splitlines()[-1:]
+    assert "Traceback" not in ran.err
+    for word in words:
+        assert word in errors[0]
+
+
+@pytest.mark.parametrize("name", ["config.json", "ticket.txt", "metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("command", ["train", "rl"])
+def test_a_directory_where_a_file_of_the_run_should_be(
+    cli: Cli, home: Path, command: str, name: str
+) -> None:
+    (home / "outputs" / "run" / name).mkdir(parents=True)
+    resume = ["--resume"] if name == "metrics.jsonl" else []
+    one_line(cli(command, *SMALL, *resume), f"run/{name}", "directory", "move it away")
+
+
+@pytest.mark.parametrize("name", ["", "logs", "checkpoints", "trainer", "trainer/key.pem"])
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_something_else_where_a_directory_or_the_key_should_be(
+    cli: Cli, home: Path, name: str, kind: str
+) -> None:
+    path = home / "outputs" / "run" / name
+    path.parent.mkdir(parents=True)
+    if kind == "link":
+        path.symlink_to(home / "nowhere")
+    elif name == "trainer/key.pem":
+        path.mkdir()
+    else:
+        path.touch()
+    ran = cli("train", *SMALL)
+    one_line(ran, name)
+    assert any(word in ran.err for word in ("move it away", "remove it"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "logs"])
+def test_the_same_in_supervised_learning(cli: Cli, home: Path, name: str) -> None:
+    path = home / "outputs" / "run" / name
+    path.parent.mkdir(parents=True)
+    path.mkdir() if name == "config.json" else path.touch()
+    one_line(cli("sft", *SFT), f"run/{name}", "move it away")
+
+
+@pytest.mark.parametrize("command", ["train", "rl", "sft", "init"])
+def test_a_read_only_disk_is_one_line(cli: Cli, home: Path, command: str) -> None:
+    with small_disk(home / "disk") as disk:
+        (disk / "run").mkdir()
+        make_read_only(disk)
+        if command == "init":
+            ran = cli("init", "--data-dir", str(disk / "node"))
+        else:
+            ran = cli(command, *(SFT if command == "sft" else SMALL), "--output-dir", str(disk))
+        one_line(ran, "Read-only file system")
+
+
+def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_half_of_a_file(
+    cli: Cli, home: Path
+) -> None:
+    with small_disk(home / "disk") as disk:
+        run = disk / "run"
+        run.mkdir()
+        (run / "config.json").write_text(json.dumps({"name": "before"}))
+        filling = fill(disk)
+        one_line(cli("train", *SMALL, "--output-dir", str(disk)), "No space left on device")
+        assert json.loads((run / "config.json").read_text()) == {"name": "before"}
+        (disk / "node").mkdir()
+        one_line(cli("init", "--data-dir", str(disk / "node")), "No space left on device")
+        assert list((disk / "node").iterdir()) == []
+        filling.unlink()
+        assert cli("init", "--data-dir", str(disk / "node")).code == 0

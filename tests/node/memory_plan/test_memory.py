@@ -1,0 +1,442 @@
+"""Plans of engines and trainers: arithmetic by hand, against docs/benchmarks.md, torch and vLLM themselves."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
+from primerl.node.config.training import LoraConfig, TrainingConfig
+from primerl.node.inference.build import build_engine
+from primerl.node.inference.vllm_arguments import is_installed
+from primerl.node.memory_plan.memory import (
+    BLOCK_TOKENS,
+    GIB,
+    Device,
+    LearnerMemory,
+    MemoryBreakdown,
+    MemoryItem,
+    gib,
+    plan_engine,
+    plan_learner,
+    plan_trainer,
+    refuse_what_cannot_fit,
+    sequence_bytes,
+    token_bytes,
+    worker_share,
+)
+from primerl.node.memory_plan.shape import ModelShape, read_shape
+from primerl.node.models import huggingface
+from primerl.node.ops.errors import UsageError
+from primerl.node.ops.gpus import GpuMemory
+
+
+def qwen(hidden: int, layers: int, heads: int, width: int, tied: bool = True) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": width,
+        "vocab_size": 151936,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40960,
+    }
+
+
+Q8B = read_shape(qwen(4096, 36, 32, 12288, tied=False))
+Q1_7B = qwen(2048, 28, 16, 6144)
+SMALL, LARGE = read_shape(qwen(1024, 28, 16, 3072)), read_shape(qwen(2560, 36, 32, 9728))
+"""0.6b and 4b of scripts/bench/shapes.py."""
+TINY = read_shape({"model_type": "qwen3", **ModelCreateConfig().model_dump()})
+CARD = Device("cuda", 24 * GIB)
+
+
+def vllm(**more: Any) -> EngineConfig:
+    fields: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8192, **more}
+    return EngineConfig(type="vllm", **fields)
+
+
+# -- engines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, 2 * 36 * 8 * 128 * 2),  # two vectors of each key head in each layer
+        ({"dtype": "float32"}, 2 * 36 * 8 * 128 * 4),
+        ({"tp": 4}, 2 * 36 * 2 * 128 * 2),
+        ({"tp": 16}, 2 * 36 * 1 * 128 * 2),  # a head is not cut
+        ({"pp": 2}, 2 * 18 * 8 * 128 * 2),
+        ({"vllm": {"kv_cache_dtype": "fp8"}}, 2 * 36 * 8 * 128),
+    ],
+)
+def test_a_token_takes_keys_and_values(more: dict[str, Any], expected: int) -> None:
+    assert token_bytes(vllm(**more), Q8B) == expected
+
+
+def test_a_sequence_takes_whole_blocks_and_a_windowed_layer_holds_the_window_only() -> None:
+    one = token_bytes(vllm(), Q8B)
+    assert sequence_bytes(vllm(), Q8B, 1, "cuda") == 16 * one
+    assert sequence_bytes(vllm(), Q8B, 17, "cuda") == 32 * one
+    assert sequence_bytes(vllm(), Q8B, 1, "cpu") == 128 * one
+    assert sequence_bytes(vllm(vllm={"block_size": 32}), Q8B, 33, "cuda") == 64 * one
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    more = {"model_type": "gemma3_text", "sliding_window": 512, "layer_types": kinds}
+    gemma = read_shape({**qwen(64, 6, 4, 96), "num_key_value_heads": 2, "head_dim": 16, **more})
+    layer = 2 * 2 * 16 * 2
+    blocks = -(-(512 - 1 + 2048) // 16) + 1  # the window, and a step's tokens
+    assert sequence_bytes(vllm(), gemma, 65536, "cuda") == layer * (65536 + 5 * 16 * blocks)
+    assert sequence_bytes(vllm(), gemma, 128, "cuda") == layer * (128 + 5 * (128 + 16))
+
+
+def test_the_cache_gets_what_is_left_of_the_budget() -> None:
+    plan = plan_engine(vllm(), Q8B, CARD)
+    assert plan.budget == int(0.92 * 24 * GIB)
+    assert plan.cache == plan.budget - plan.engine.total
+    assert plan.engine.items[0] == MemoryItem("weights", 2 * Q8B.parameters, "8,191 M x 2 bytes")
+    assert plan.at_once == plan.cache // (8192 * token_bytes(vllm(), Q8B)) == 5
+    assert (plan.fits, plan.holds_all) == (True, False)
+    assert "only 5 of 256 sequences" in plan.verdict
+    all_of_them = plan_engine(vllm(max_batch=5), Q8B, CARD)
+    assert all_of_them.verdict == "fits: 5 sequences of 8192 tokens at once"
+    assert "short of one" in plan_engine(vllm(), Q8B, Device("cuda", 16 * GIB)).verdict
+
+
+def test_a_share_or_a_cache_that_is_set_is_taken_as_it_is() -> None:
+    half = plan_engine(vllm(vllm={"gpu_memory_utilization": 0.5}), Q8B, CARD)
+    assert half.budget == 12 * GIB
+    assert not half.fits
+    assert half.missing == half.sequence - half.cache > 0
+    cache = plan_engine(vllm(vllm={"kv_cache_memory_bytes": 3 * GIB}), Q8B, CARD)
+    assert (cache.cache, cache.fits) == (3 * GIB, True)
+    assert not plan_engine(vllm(vllm={"kv_cache_memory_bytes": 9 * GIB}), Q8B, CARD).fits
+
+
+@pytest.mark.parametrize(
+    ("taken", "least", "most"),
+    [
+        (GIB, 0.92, 0.92),  # vLLM's own, as long as so much is free
+        (3 * GIB // 2, 0.8, 0.919),
+        (4 * GIB, 0.771, 20 / 24),
+        (24 * GIB, 0, 0),
+    ],
+)
+def test_beside_others_vllm_gets_what_they_leave(taken: int, least: float, most: float) -> None:
+    plan = plan_engine(vllm(), TINY, Device("cuda", 24 * GIB, taken=taken))
+    assert plan.utilization is not None
+    assert least <= plan.utilization <= most
+    greedy = vllm(vllm={"gpu_memory_utilization": 0.97})
+    refused = plan_engine(greedy, TINY, Device("cuda", 24 * GIB, taken=taken))
+    assert not refused.fits  # vLLM refuses to start where less is free than it may take
+    assert refused.missing == refused.overdrawn > 0
+
+
+def test_a_small_gpu_leaves_room_for_what_vllm_does_not_count() -> None:
+    """Its context and graphs: 0.97 GiB of 12, of which vLLM's own share would leave 0.96."""
+    plan = plan_engine(vllm(pp=2, max_model_len=1024), Q8B, Device("cuda", 12 * GIB))
+    assert (plan.utilization, plan.fits) == (0.89, True)
+
+
+def test_proofs_are_planned_where_the_run_has_some() -> None:
+    proofs = [item.name for item in plan_engine(vllm(), Q8B, CARD).beside]
+    none = [item.name for item in plan_engine(vllm(), Q8B, CARD, fingerprint="").beside]
+    assert set(proofs) - set(none) == {"proofs"}
+
+
+def test_auto_has_to_be_a_number_first() -> None:
+    with pytest.raises(UsageError, match="auto"):
+        plan_engine(vllm(tp="auto"), Q8B, CARD)
+
+
+def test_the_embedded_engine_needs_room_for_two_networks() -> None:
+    plan = plan_engine(EngineConfig(), Q8B, Device("cpu", 96 * GIB))
+    items = {item.name: item.nbytes for item in plan.engine}
+    assert items["weights"] == items["the next weights"] == 4 * Q8B.parameters
+    assert plan.fits
+    assert not plan_engine(EngineConfig(), Q8B, Device("cpu", 60 * GIB)).fits
+
+
+def test_the_embedded_engines_cache_is_what_a_session_holds() -> None:
+    """At most twice keys and values, while it grows; and hidden states: held, joined, and in fp32."""
+    import torch
+
+    from primerl.node.inference.qwen3 import Qwen3Session
+
+    torch.set_num_threads(1)
+
+    class Sizes:
+        """The sizes that a session asks a network for."""
+
+        layers, kv_heads, head_dim = 2, 2, 32
+
+        def empty_cache(self, rows: int, slots: int) -> torch.Tensor:
+            return torch.empty(self.layers, rows, self.kv_heads, slots, self.head_dim)
+
+    session: Any = Qwen3Session(Sizes(), torch.ones(3, 100, dtype=torch.bool))  # pyright: ignore[reportArgumentType]
+    used = 100
+    while used < 1024:  # as step() does it
+        if used == session._keys.shape[3]:
+            before = session._keys.nbytes + session._values.nbytes
+            session._grow(max(64, used // 2))
+            peak = before // 2 + session._keys.nbytes + session._values.nbytes
+            plan = plan_engine(EngineConfig(max_model_len=used + 1), TINY, Device("cpu", GIB))
+            assert peak <= 3 * plan.sequence * 1.02
+        used += 1
+
+
+def test_a_breakdown_adds_up_and_leaves_out_what_is_nothing() -> None:
+    items = MemoryBreakdown.of([MemoryItem("a", 3), MemoryItem("b", 0), MemoryItem("c", 4)])
+    assert [item.name for item in items] == ["a", "c"]
+    assert (items + items).total == 14
+    assert (gib(1.5 * GIB), gib(3 << 20)) == ("1.5 GiB", "3 MiB")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not is_installed(), reason="see scripts/install_vllm_cpu.sh")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_vllms_cache_holds_the_tokens_that_were_planned(tmp_path: Path) -> None:
+    cache, block = 64 << 20, BLOCK_TOKENS["cpu"]
+    options: dict[str, Any] = {"kv_cache_memory_bytes": cache}
+    config = EngineConfig(type="vllm", max_batch=8, max_model_len=512, vllm=options)
+    huggingface.create(tmp_path, ModelCreateConfig(num_hidden_layers=3), seed=0)
+    shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
+    engine = build_engine(config)
+    try:
+        await engine.start(tmp_path)
+        await engine.load(0, huggingface.policy_state(huggingface.load_model(tmp_path)))
+        tokens = engine.stats().kv_tokens
+    finally:
+        await engine.close()
+    assert tokens == cache // (token_bytes(config, shape) * block) * block > 0
+    plan = plan_engine(config, shape, Device("cpu", 1 << 34))
+    assert plan.at_once == tokens // 512 == cache // sequence_bytes(config, shape, 512, "cpu")
+
+
+# -- refusal ---------------------------------------------------------------------------------------
+
+
+def card(gib: float) -> GpuMemory:
+    return GpuMemory("0", "GPU-1", "Card", int(gib * GIB), int(gib * GIB), "1")
+
+
+LONG = vllm(max_model_len=40960)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(Q1_7B))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus"),
+    [
+        (LONG, [card(6)]),
+        (vllm(max_model_len=4096, tp=2), [card(80), card(2)]),  # the smallest GPU counts
+    ],
+)
+def test_an_engine_that_cannot_hold_a_sequence_is_refused_with_a_way_out(
+    model: Path, config: EngineConfig, gpus: list[GpuMemory]
+) -> None:
+    with pytest.raises(UsageError, match=r"does not fit: .* short .* lower engine\.max_model_len"):
+        refuse_what_cannot_fit(config, model, gpus)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus"),
+    [
+        *((vllm(max_model_len=4096), [card(size)]) for size in (12, 24, 80)),
+        (vllm(max_model_len=40960, tp="auto"), [card(6)] * 4),
+        (EngineConfig(type="hf"), [card(1)]),
+        (vllm(device="cpu"), [card(1)]),
+        (vllm(), []),
+    ],
+)
+def test_an_engine_that_fits_or_that_no_gpu_bounds_is_let_through(
+    model: Path, config: EngineConfig, gpus: list[GpuMemory]
+) -> None:
+    refuse_what_cannot_fit(config, model, gpus)
+
+
+def test_where_only_estimates_speak_against_it_it_is_tried(model: Path) -> None:
+    """Weights and one sequence fit into the budget; with graphs, context and activations they do not."""
+    config = vllm(max_model_len=4096)
+    budget = 2 * read_shape(Q1_7B).parameters + 4096 * 2 * 28 * 8 * 128 * 2 + (1 << 20)
+    with pytest.raises(UsageError):
+        refuse_what_cannot_fit(config, model, [card(budget / 0.92 / GIB)])
+    refuse_what_cannot_fit(config, model, [card(1.25 * budget / 0.92 / GIB)])
+
+
+def test_a_model_that_cannot_be_planned_for_is_let_through(tmp_path: Path) -> None:
+    refuse_what_cannot_fit(vllm(), tmp_path, [card(1)])
+    (tmp_path / "config.json").write_text(json.dumps(Q1_7B | {"kv_lora_rank": 512}))
+    refuse_what_cannot_fit(vllm(), tmp_path, [card(1)])
+
+
+FAKE_NVIDIA_SMI = """\
+#!/bin/sh
+case "$1" in
+  -L) echo "GPU 0: Card (UUID: GPU-1)" ;;
+  *) echo "0, GPU-1, Card, 4096, 4000, 570.1" ;;
+esac
+"""
+
+
+async def test_an_engine_asks_the_gpus_and_refuses_before_it_starts_anything(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(FAKE_NVIDIA_SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UsageError, match=r"on a GPU of 4\.0 GiB"):
+        refuse_what_cannot_fit(LONG, model)
+    hosted = build_engine(LONG)
+    with pytest.raises(UsageError, match=r"on a GPU of 4\.0 GiB"):
+        await hosted.start(model)
+    await hosted.close()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refuse_what_cannot_fit(LONG, model)  # nothing is known of it
+
+
+# -- learners --------------------------------------------------------------------------------------
+
+
+def learner(shape: ModelShape = SMALL, *, ranks: int = 1, **more: Any) -> LearnerMemory:
+    fields: dict[str, Any] = {"seq_len": 16384, **more}
+    return plan_learner(TrainingConfig(**fields), shape, gpu=True, ranks=ranks, exports=False)
+
+
+def named(items: MemoryBreakdown) -> dict[str, int]:
+    return {item.name: item.nbytes for item in items}
+
+
+LEFT = 6 * 28 * SMALL.layer_parameters() / GIB
+"""What a row of the bench counted of a closed learner before it: weights and masters of its layers, which
+stand in circles until Python collects them (docs/benchmarks.md)."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "more", "left", "measured"),
+    [
+        (SMALL, {}, 0, 34.9),
+        (SMALL, {"activation_checkpointing": "selective"}, 0, 18.2),
+        (SMALL, {"head_chunk": 1024}, 0, 28.8),
+        (SMALL, {"seq_len": 65536}, 0, 93.3),
+        (SMALL, {"seq_len": 65536, "activation_checkpointing": "selective"}, 0, 26.6),
+        (LARGE, {}, 0, 121.8),
+        (LARGE, {"activation_checkpointing": "full"}, 0, 69.5),
+        (SMALL, {"activation_checkpointing": "full"}, 1, 18.9),
+        (SMALL, {"compile": False}, 1, 50.7),
+        (SMALL, {"optimizer_offload": True}, 3, 37.8),
+    ],
+)
+def test_a_learner_takes_what_was_measured_on_an_h200(
+    shape: ModelShape, more: dict[str, Any], left: int, measured: float
+) -> None:
+    counted = sum(one.nbytes for one in learner(shape, **more).peak if not one.estimate) / GIB
+    assert counted + left * LEFT == pytest.approx(measured, rel=0.015)
+
+
+def test_on_a_cpu_masters_and_moments_stay_and_an_export_s_bits() -> None:
+    """In fp32 the weights are their own masters; AdamW keeps two moments of 4 bytes."""
+    plan = plan_learner(TrainingConfig(seq_len=16384), TINY, gpu=False)
+    assert named(plan.resident) == {
+        "masters": 4 * TINY.parameters,
+        "Adam's moments": 8 * TINY.parameters,
+        "bits of the last version": 2 * TINY.parameters,
+    }
+
+
+def kept_by_torch(layers: int, tokens: int) -> int:
+    """Bytes that autograd really keeps of a tiny Qwen3's forward pass for backward, without its weights."""
+    import torch
+
+    torch.set_num_threads(1)
+    transformers: Any = importlib.import_module("transformers")
+    sizes = {**ModelCreateConfig().model_dump(), "vocab_size": 64, "num_hidden_layers": layers}
+    made = transformers.Qwen3Config(**sizes, attn_implementation="sdpa")
+    model = transformers.Qwen3ForCausalLM(made).to(torch.bfloat16)
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros((1, tokens), dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    return sum(kept.values())
+
+
+def test_a_layer_that_is_not_compiled_keeps_what_autograd_keeps() -> None:
+    tokens = 512
+    config = TrainingConfig(seq_len=tokens, compile=False, dtype="bfloat16")
+
+    def kept(layers: int) -> int:
+        made = ModelCreateConfig(num_hidden_layers=layers).model_dump()
+        plan = plan_learner(config, read_shape({"model_type": "qwen3", **made}), gpu=False)
+        return named(plan.backward_start)["kept for backward"]
+
+    real = kept_by_torch(3, tokens) - kept_by_torch(2, tokens)
+    assert kept(3) - kept(2) == pytest.approx(real, rel=0.15)
+
+
+def test_ranks_share_what_stays() -> None:
+    stays = named(learner(LARGE, ranks=4).resident)
+    assert stays["Adam's moments"] == 8 * LARGE.parameters // 4
+    assert learner(LARGE, ranks=4).total < learner(LARGE).total
+    whole = named(learner(LARGE, ranks=4, fsdp={"reshard_after_forward": False}).resident)
+    assert whole["weights, gathered"] == 2 * LARGE.parameters > stays["weights, gathered"]
+
+
+def test_adapters_need_moments_of_their_own_only() -> None:
+    lines = named(learner(LARGE, lora=LoraConfig(rank=16)).resident)
+    adapters = LARGE.adapter_parameters(16, LoraConfig().target_modules)
+    assert lines["weights"] == 2 * LARGE.parameters
+    assert lines["Adam's moments"] == 8 * adapters < LARGE.parameters
+
+
+@pytest.mark.parametrize("more", [{"context_parallel": 2}, {"seq_len": 8192}])
+def test_shorter_rows_save_memory(more: dict[str, Any]) -> None:
+    assert learner(**more).total < learner().total
+
+
+# -- a trainer, and a worker beside it -------------------------------------------------------------
+
+
+def run(**more: Any) -> RunConfig:
+    engine = {"type": "vllm", "dtype": "bfloat16"}
+    return RunConfig.model_validate({"engine": engine, **more})
+
+
+def test_a_trainer_also_evaluates_and_audits() -> None:
+    items = named(plan_trainer(run(), SMALL, gpu=True)[1])
+    quiet = named(plan_trainer(run(evaluation={"prompts": 0}), SMALL, gpu=True)[1])
+    evaluation = {"evaluation's network", "evaluation's CUDA context"}
+    assert items.keys() - quiet.keys() == evaluation
+    assert "the auditor's networks" in quiet
+    for shape, networks in ((LARGE, 1), (TINY, 5)):  # max_off_policy_steps + 3 small ones
+        audited = named(plan_trainer(run(), shape, gpu=True)[1])["the auditor's networks"]
+        assert audited == networks * 2 * shape.parameters
+
+
+def test_what_a_trainer_leaves_goes_to_the_worker() -> None:
+    gpu = 80 * GIB
+    alone, others = plan_trainer(run(), SMALL, gpu=True)
+    share = worker_share(run(), SMALL, gpu)
+    assert 0 < share * gpu <= gpu - alone.total - others.total
+    assert worker_share(run(), LARGE, 24 * GIB) == 0.0

@@ -1,0 +1,65 @@
+"""The registry of running nodes."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from primerl.node.ops.control import (
+    register,
+    registry_directory,
+    running,
+    unregister,
+)
+
+
+def test_a_registered_node_is_found_until_it_unregisters(tmp_path: Path) -> None:
+    where = tmp_path / "running"
+    path = register(tmp_path / "d", "trainer", "ab", where=where)
+    [entry] = running(where=where)
+    assert (entry.pid, entry.data_dir) == (os.getpid(), str(tmp_path / "d"))
+    assert (entry.role, entry.run) == ("trainer", "ab")
+    unregister(path)
+    unregister(path)
+    assert running(where=where) == []
+
+
+def test_two_nodes_of_one_process_are_two_entries_latest_first_that_only_the_owner_sees(
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "b"):
+        register(tmp_path / name, "inference", "", where=tmp_path / "r")
+    assert [Path(e.data_dir).name for e in running(where=tmp_path / "r")] == ["b", "a"]
+    assert stat.S_IMODE((tmp_path / "r").stat().st_mode) == 0o700
+
+
+def test_entries_of_dead_processes_and_recycled_pids_are_removed(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for change in ({"pid": gone.pid}, {"birth": "12345"}):
+        path = register(tmp_path, "trainer", "", where=tmp_path)
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        assert running(where=tmp_path) == []
+        assert not path.exists()
+
+
+def test_garbage_is_removed_and_hurts_nobody(tmp_path: Path) -> None:
+    for name, text in (("a", "{"), ("b", "[]"), ("c", '{"pid": 1}'), ("d", "\x00\xff")):
+        (tmp_path / f"{name}.json").write_text(text)
+    good = register(tmp_path, "trainer", "", where=tmp_path)
+    assert len(running(where=tmp_path)) == 1
+    assert list(tmp_path.glob("*.json")) == [good]
+
+
+def test_a_directory_that_cannot_be_written_costs_only_the_entry(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    unregister_me = register(tmp_path, "trainer", "", where=tmp_path / "file" / "below")
+    assert not unregister_me.parent.exists()
+
+
+def test_the_runtime_directory_goes_before_the_home(tmp_path: Path) -> None:
+    assert registry_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "primerl"
+    for environ in ({}, {"XDG_RUNTIME_DIR": str(tmp_path / "absent")}):
+        assert registry_directory(environ) == Path.home() / ".primerl" / "running"

