@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from primerl.node.inference.vllm_features import is_installed
+from primerl.node.inference.vllm_arguments import is_installed
 
 BENCH = Path(__file__).resolve().parents[1] / "scripts" / "bench"
 NEEDS_VLLM = pytest.mark.skipif(

@@ -10,15 +10,16 @@ from pathlib import Path
 from ...crypto.keys import SecretKey
 from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
-from ..inference.vllm_features import (
+from ..inference.vllm_arguments import (
     NOT_INSTALLED,
     check_installed,
     check_names,
     check_overrides,
+    check_parallel,
     installed_arguments,
     is_installed,
+    read_shape,
 )
-from ..inference.vllm_shape import check_parallel, read_shape
 from ..ops.errors import EngineError, UsageError
 from ..ops.logs import configure
 from ..process.threads import share_python

@@ -6,12 +6,11 @@ A stage is built here; stage 0 is an inference worker like any other, with a lon
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ...crypto.hashing import short
-from ...crypto.keys import SecretKey
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.messages import Accepted, Goodbye, Probe
 from ...protocol.pipelines import PipelinePlan, PipelineShape
@@ -48,6 +47,7 @@ AGAIN_S = 0.3
 LOOK_S = 1.0
 GOODBYE_S = 2.0
 WAITING = "waiting for a pipeline"
+
 
 class PipelineWorker(Protocol):
     """The worker that takes part in pipelines (worker.py): stage 0 is an inference worker like any other."""
@@ -244,7 +244,9 @@ class StageSupervisor:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(chain.watch())
                 await engine.start(self._joined.model_dir, fingerprint=run.proofs.fingerprint)
-                catchup = self._worker.stage_weights(self._joined, engine, share_of(place.plan, place.rank))
+                catchup = self._worker.stage_weights(
+                    self._joined, engine, share_of(place.plan, place.rank)
+                )
                 role = StageRole(run=run, book=stack.heads, catchup=catchup, engine=engine)
                 chain.prepare_own = role.prepare
                 await role.run()

@@ -65,9 +65,9 @@ class PipelineConfig(BaseConfig):
 class EngineConfig(BaseConfig):
     """The engine that generates."""
 
-    type: Literal["hf", "vllm", "scripted"] = "hf"
+    type: Literal["hf", "vllm"] = "hf"
     """`hf`: a loop over transformers weights, on a GPU in a process of its own; `vllm`: vLLM in processes of
-    its own; `scripted`: a fake, for tests."""
+    its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; of a run it has to be the one in its manifest."""
     device: str = "auto"

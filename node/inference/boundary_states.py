@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..ops.errors import EngineError
-from .compiling import compiles
+from .device import compiles, upload
 from .fingerprint import NUMBERS, ProofFailed, decode_rows, pack, signs
-from .transfers import upload
 
 LIMIT = 6.0
 """Mean magnitudes; of normally distributed numbers 1 in 600,000 is beyond."""
@@ -28,7 +27,7 @@ def project(states: Tensor) -> Tensor:
     """States [rows, width] -> [rows, 7] fp32 on the same device, which is not waited for."""
     plus_minus = _signs(states.shape[1], states.device)
     if compiles(states):
-        from .boundary_kernel import project_on_gpu
+        from .kernels import project_on_gpu
 
         return project_on_gpu(states, plus_minus, LIMIT)
     return evened(states) @ plus_minus

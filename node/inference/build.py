@@ -19,10 +19,6 @@ def build_engine(config: EngineConfig, gpus: Callable[[], Sequence[str]] = usabl
         from .hosted import HostedEngine
 
         return HostedEngine(config)
-    if config.type == "scripted":
-        from .scripted import ScriptedEngine
-
-        return ScriptedEngine(max_model_len=config.max_model_len)
     if is_on_gpu(config.device, gpus):
         from .hosted import HostedEngine
 

@@ -5,7 +5,7 @@ lands while a completion runs is seen in its stamp. Batching is the engine's bus
 generate() concurrently. Requests of one group begin in the order in which they were asked for and draw in step,
 so that at a load() none has drawn more tokens than one that began before it and still goes on: the trainer
 checks it (proofs/checks.py, late_samples), and a sample that breaks it is given up.
-Implementations: scripted.py (fake), hf.py, vllm.py.
+Implementations: HfEngine (hf.py), HostedEngine (hosted.py), AdaptedEngine (adapted.py).
 Suite: tests/conformance/test_engine.py.
 """
 

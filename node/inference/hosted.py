@@ -35,7 +35,7 @@ from .engine import (
 from .handover import HostedPolicy
 from .host_messages import ApiOptions, EngineSetUp
 from .replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineTimeouts
-from .vllm_shape import read_shape, resolve_parallel
+from .vllm_arguments import read_shape, resolve_parallel
 
 logger = logging.getLogger(__name__)
 

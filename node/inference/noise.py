@@ -1,6 +1,6 @@
 """Reproducible noise: a hash of (seed, position, token id), never of a generator's state.
 
-Its bits are the same on every CPU and GPU, here and in noise_kernel.py: integers, then fp32 operations
+Its bits are the same on every CPU and GPU, here and in kernels.py: integers, then fp32 operations
 that IEEE 754 rounds exactly, each on its own: no logarithm, no fused multiply-add, no change of order.
 Changing any of it changes every sampled token (tests hold golden values).
 """

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..models.tensors import to_torch
 from ..weights.state import Tensor as StateTensor
 
+Shapes = dict[str, tuple[int, ...]]
+
 Load = Callable[[list[tuple[str, Tensor]]], object]
 """The model's loader: [(name, tensor)] -> anything."""
 
@@ -175,6 +177,18 @@ def trace(
         if recorder.written.get(_address(parameter), 0) < parameter.numel():
             return f"what fills the parameter {name!r} is missing"
     return ParameterPlacement(shapes, parts, _addresses(parameters), frozenset(absent))
+
+
+def difference(known: Shapes, shapes: Shapes) -> str:
+    """Say why a state of `shapes` does not fit where one of `known` shapes did; "" if it does."""
+    if missing := known.keys() - shapes.keys():
+        return f"tensor {min(missing)!r} is missing"
+    if extra := shapes.keys() - known.keys():
+        return f"tensor {min(extra)!r} is not the model's"
+    for name, shape in shapes.items():
+        if shape != known[name]:
+            return f"tensor {name!r} has shape {list(shape)}, the model wants {list(known[name])}"
+    return ""
 
 
 def write(flat: Tensor, tensor: StateTensor, positions: NDArray[np.int64] | None) -> None:

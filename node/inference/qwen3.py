@@ -1,31 +1,158 @@
-"""The fast network: dense Qwen3, written out as plain tensor functions with fused projections.
+"""A dense Qwen3 written out as tensor functions, with fused projections and sequences packed into one row.
 
-It must stay equal to transformers' Qwen3ForCausalLM (tests compare every logit); an architecture
-that differs in any detail does not come here, see computes(). Tokens of all sequences are in one row, T;
-only attention knows whose they are. A part of the layers can be held alone, see through(). What lies
-between two products is done by Plain, or on a GPU for many tokens by the kernels of qwen3_kernel.py, which
-round where Plain does.
+It must equal transformers' Qwen3ForCausalLM (tests compare every logit); computes() refuses an architecture
+that differs in any detail. docs/inference.md says what it gains. Shapes: T tokens of all sequences in a row, H
+query heads and KV key heads of D numbers, d the hidden size. Only attention knows whose a token is.
 """
 
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.tensors import to_torch, torch_dtype
+from ..ops.errors import EngineError
 from ..weights.state import Changed, State
-from .compiling import compiles
+from .device import compiles, upload
 from .model_output import LayerHooks, ModelOutput
-from .packed import Attend, among
 from .placement import write
-from .qwen3_shapes import check_state, shapes
-from .transfers import upload
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+
+
+def shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Checkpoint names and shapes of a dense Qwen3 model."""
+    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * width, config.num_key_value_heads * width
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "self_attn.q_norm": (width,),
+        "self_attn.k_norm": (width,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    matrix = (config.vocab_size, hidden)
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": matrix,
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = matrix
+    for index in range(config.num_hidden_layers):
+        found |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
+    return found
+
+
+def check_state(state: State, wanted: dict[str, tuple[int, ...]]) -> None:
+    """Raise EngineError unless `state` has exactly the tensors `wanted`, in floating point."""
+    if missing := wanted.keys() - state.keys():
+        raise EngineError(f"the state lacks {min(missing)}: load a state of this model")
+    if extra := state.keys() - wanted.keys():
+        raise EngineError(f"the state has {min(extra)} too many: load a state of this model")
+    for name, shape in wanted.items():
+        if state[name].shape != shape or state[name].dtype not in _FLOATS:
+            raise EngineError(
+                f"the state's {name} is {state[name].dtype} {state[name].shape} where the model has "
+                f"{shape}: load a state of this model"
+            )
+
 
 logger = logging.getLogger(__name__)
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> attention output [T, H, D]."""
+
+_WIDEST = 256
+"""Numbers a head that flash attention takes at most, in steps of 8."""
+_FLASH_SINCE = (8, 0)
+"""Compute capability."""
+
+
+def among(
+    lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype, width: int
+) -> Attend:
+    """Attention within each of the sequences of `lengths`, of heads of `width` numbers."""
+    longest = max(lengths)
+    if longest == 1 or not _has_flash(device, dtype, width):
+        return _by_runs(lengths)
+    return _by_flash(
+        upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device), longest
+    )
+
+
+def _by_flash(ends: Tensor, longest: int) -> Attend:
+    kernel, extra = _flash()
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q, k, v, ends, ends, longest, longest, window_size=(-1, 0), **extra)
+
+    return attend
+
+
+def _by_runs(lengths: Sequence[int]) -> Attend:
+    """Neighbours of equal length go together."""
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pieces = zip(runs, *(one.split(sizes) for one in (q, k, v)), strict=True)
+        mixed = [_equal(count, *heads) for (_, count), *heads in pieces]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    return attend
+
+
+def _equal(count: int, *heads: Tensor) -> Tensor:
+    q, k, v = (one.unflatten(0, (count, -1)).transpose(1, 2) for one in heads)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return mixed.transpose(1, 2).flatten(0, 1)
+
+
+@cache
+def _has_flash(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether torch's flash attention is there, takes this, and gives what it should."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if torch.cuda.get_device_capability(device) < _FLASH_SINCE or width % 8 or width > _WIDEST:
+        return False
+    lengths, generator = [3, 5], torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(8, heads, width, generator=generator, device=device).to(dtype)
+        for heads in (4, 2, 2)
+    )
+    try:
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        found = _by_flash(ends, max(lengths))(0, q, k, v)
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:
+        detail = str(error).strip().partition("\n")[0]
+        logger.warning("prefills are slower than they could be: no flash attention (%s)", detail)
+        return False
+    wanted = _by_runs(lengths)(0, q, k, v)
+    return bool(torch.allclose(found.float(), wanted.float(), atol=0.05))
+
+
+@cache
+def _flash() -> tuple[Callable[..., Any], dict[str, Any]]:
+    """torch's own, and what makes it take several query heads a key head. Raises ImportError."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # before there was a word for it, the kernel took fewer key heads all the same
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn, {"enable_gqa": True} if "enable_gqa" in known else {}
+
 
 _SPARE = 32
 """Least cache slots to grow by."""
@@ -59,26 +186,12 @@ class Layer:
 
 
 class Qwen3Network:
-    """A Network of the weights `state`; raises EngineError if they do not fit `config`.
+    """A LanguageModel of the weights `state`; raises EngineError if they do not fit `config`."""
 
-    With `layers` it holds these only, and what stands before or behind them at the model's ends.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        state: State,
-        *,
-        dtype: str,
-        device: torch.device,
-        layers: range | None = None,
-    ) -> None:
-        whole = range(config.num_hidden_layers)
-        held = whole if layers is None else layers
-        self._shapes = shapes(config, layers)
+    def __init__(self, config: Any, state: State, *, dtype: str, device: torch.device) -> None:
+        self._shapes = shapes(config)
         check_state(state, self._shapes)
-        self.layers = len(held)
-        self._first, self._all = held.start, whole.stop
+        self.layers = config.num_hidden_layers
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -86,19 +199,15 @@ class Qwen3Network:
         self._device = device
         self._dtype = torch_dtype(dtype)
         self._places: dict[str, Tensor] = {}  # checkpoint name -> its elements in our weights, flat
-        self._vocabulary = config.vocab_size
+        self._embedding = self._read(state, "model.embed_tokens.weight")
+        self._norm = self._read(state, "model.norm.weight")
         tied = config.tie_word_embeddings
-        self._embedding = self._head = self._norm = torch.empty(0)
-        if held.start == 0 or (tied and held.stop == whole.stop):
-            self._embedding = self._read(state, "model.embed_tokens.weight")
-        if held.stop == whole.stop:
-            self._norm = self._read(state, "model.norm.weight")
-            self._head = self._embedding if tied else self._read(state, "lm_head.weight")
-        self._blocks = [self._layer(state, index) for index in held]
+        self._head = self._embedding if tied else self._read(state, "lm_head.weight")
+        self._blocks = [self._layer(state, index) for index in range(self.layers)]
         exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
         self._frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents
-        self._plain: Between = Plain(self._eps, self.kv_heads)
-        self._kernels = _kernels(self._plain, self._blocks[0], self.heads, self.kv_heads)
+        self._plain = Plain(self._eps, self.kv_heads)
+        self._kernels: Plain = _kernels(self._plain, self._blocks[0], self.heads)
 
     def _read(self, state: State, *names: str) -> Tensor:
         parts = [to_torch(state[name], self._device, self._dtype) for name in names]
@@ -128,12 +237,7 @@ class Qwen3Network:
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return self._vocabulary
-
-    @property
-    def places(self) -> Mapping[str, Tensor]:
-        """Checkpoint name -> its elements in these weights, flat."""
-        return self._places
+        return len(self._embedding)
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +245,7 @@ class Qwen3Network:
         return self._device
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> tuple["Qwen3Session", ModelOutput]:
-        """See Network."""
+        """See LanguageModel."""
         session = Qwen3Session(self, mask)
         positions = (mask.long().cumsum(1) - 1).clamp_min(0)
         hidden = self.run(tokens.flatten(), positions.flatten(), session.attend_prompt)
@@ -150,88 +254,58 @@ class Qwen3Network:
     def packed(
         self, tokens: Tensor, lengths: Sequence[int], taps: LayerHooks | None = None
     ) -> Tensor:
-        """See Network."""
+        """See LanguageModel."""
         positions = upload(torch.cat([torch.arange(length) for length in lengths]), self._device)
-        return self.run(tokens, positions, self.among(lengths), taps)
-
-    def among(self, lengths: Sequence[int]) -> Attend:
-        """Attention within each of packed sequences of these lengths."""
-        return among(lengths, device=self._device, dtype=self._dtype, width=self.head_dim)
+        attend = among(lengths, device=self._device, dtype=self._dtype, width=self.head_dim)
+        return self.run(tokens, positions, attend, taps)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """See Network."""
+        """See LanguageModel."""
         rows, columns = tokens.shape
         return self.packed(tokens.flatten(), [columns] * rows).unflatten(0, tokens.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See Network."""
+        """See LanguageModel."""
         return F.linear(hidden, self._head)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """See Network."""
+        """See LanguageModel."""
         return self.logits(self.hidden(tokens))
 
     def update(self, state: State, changed: Changed) -> bool:
-        """See Network. Every tensor has its place."""
+        """See LanguageModel. Every tensor has its place."""
         check_state(state, self._shapes)
         for name, positions in changed.items():
             write(self._places[name], state[name], positions)
         return True
 
     def output(self, hidden: Tensor) -> ModelOutput:
-        """The states [B, d] and what they come to."""
+        """The states [B, d] and their logits."""
         return ModelOutput(hidden, self.logits(hidden))
 
     def run(
         self, tokens: Tensor, positions: Tensor, attend: Attend, taps: LayerHooks | None = None
     ) -> Tensor:
-        """through(), from `tokens` [T] on: the states [T, d] that feed the head."""
-        return self.through(self.embedded(tokens), positions, attend, taps)
-
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """The residual stream [T, d] that goes into the model's first layer."""
-        return F.embedding(tokens, self._embedding)
-
-    def through(
-        self, x: Tensor, positions: Tensor, attend: Attend, taps: LayerHooks | None = None
-    ) -> Tensor:
-        """The residual stream behind our layers, of `x` [T, d] at `positions` [T] of their sequences.
-
-        Where the model ends it is normed: what feeds the head. `x` is overwritten.
-        """
+        """Read `tokens` [T] at `positions` [T] of their sequences: the states [T, d] that feed the head."""
+        x = F.embedding(tokens, self._embedding)
         angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
         turn = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         between = self._kernels if len(x) >= _MANY else self._plain
-        y = F.rms_norm(x, x.shape[1:], self._blocks[0].norm_in, self._eps)
+        norms = [*(layer.norm_in for layer in self._blocks), self._norm]
+        y = F.rms_norm(x, x.shape[1:], norms[0], self._eps)
         for index, layer in enumerate(self._blocks):
             qkv = F.linear(y, layer.qkv).unflatten(-1, (-1, self.head_dim))
             mixed = attend(index, *between.turned(qkv, self.heads, layer, turn))
             x, y = between.added(x, F.linear(mixed.flatten(1), layer.out), layer.norm_mlp)
             more = F.linear(between.gated(F.linear(y, layer.gate_up)), layer.down)
-            following, coming = self._norm_behind(index), self._first + index + 1
-            if following is None:
-                x = y = x.add_(more)
-            else:
-                x, y = between.added(x, more, following)
-            if taps is not None and following is not None and coming in taps.layers:
-                x, y = self._tapped(taps, coming, x, y, following)
+            following = norms[index + 1]
+            x, y = between.added(x, more, following)
+            if taps is not None and index + 1 in taps.layers:
+                seen = taps.take(index + 1, x)
+                if seen is not x:
+                    x, y = seen, F.rms_norm(seen, following.shape, following, self._eps)
         return y
-
-    def _tapped(
-        self, taps: LayerHooks, layer: int, x: Tensor, y: Tensor, following: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The stream that goes on, and its norm."""
-        seen = taps.take(layer, x)
-        if seen is x:
-            return x, y
-        return seen, F.rms_norm(seen, following.shape, following, self._eps)
-
-    def _norm_behind(self, index: int) -> Tensor | None:
-        """The norm before what follows our layer `index`; None if another network holds that."""
-        if index + 1 < self.layers:
-            return self._blocks[index + 1].norm_in
-        return self._norm if len(self._norm) else None
 
     def empty_cache(self, rows: int, slots: int) -> Tensor:
         """Room for keys or values: [layers, rows, KV, slots, D]."""
@@ -304,68 +378,52 @@ class Qwen3Session:
         self._mask = F.pad(self._mask, (0, slots), value=True)
 
 
-class Between(Protocol):
-    """What lies between two products. Every argument may be overwritten."""
-
-    def turned(
-        self, qkv: Tensor, heads: int, layer: Layer, turn: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, H, D], k and v [T, KV, D] of their products `qkv` [T, H + 2 KV, D]: the first two normed, then
-        rotated by `turn` (halves convention, Su et al. 2021): cosines twice [T, D], and sines, minus first."""
-        ...
-
-    def added(self, x: Tensor, more: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """x + more, all [T, d], and its norm."""
-        ...
-
-    def gated(self, both: Tensor) -> Tensor:
-        """silu(gate) * up [T, inner] of `both` [T, 2 inner], side by side."""
-        ...
-
-
 class Plain:
-    """By torch's own operations."""
+    """The operations between two matrix products, by torch. Every argument may be overwritten."""
 
     def __init__(self, eps: float, kv_heads: int) -> None:
         self.eps = eps
-        self._kv_heads = kv_heads
+        self.kv_heads = kv_heads
 
     def turned(
         self, qkv: Tensor, heads: int, layer: Layer, turn: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See Between."""
-        q, k, v = qkv.split([heads, self._kv_heads, self._kv_heads], 1)
+    ) -> tuple[Tensor, ...]:
+        """Split `qkv` [T, H + 2 KV, D] into q [T, H, D], k and v [T, KV, D]; norm and rotate q and k.
+
+        `turn`: cosines twice [T, D], and sines, minus first (halves convention, Su et al. 2021).
+        """
+        q, k, v = qkv.split([heads, self.kv_heads, self.kv_heads], 1)
         return self._turn(q, layer.norm_q, *turn), self._turn(k, layer.norm_k, *turn), v
+
+    def added(self, x: Tensor, more: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """x + more, all [T, d], and its norm."""
+        x = x.add_(more)
+        return x, self._norm(x, weight)
+
+    def gated(self, both: Tensor) -> Tensor:
+        """silu(gate) * up [T, inner] of `both` [T, 2 inner], side by side."""
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate, inplace=True).mul_(up)
 
     def _turn(self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = self._norm(x, weight)
         across = x.roll(x.shape[-1] // 2, -1).mul_(sin[:, None])
         return x.mul_(cos[:, None]).add_(across)
 
-    def added(self, x: Tensor, more: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """See Between."""
-        x = x.add_(more)
-        return x, self._norm(x, weight)
-
-    def gated(self, both: Tensor) -> Tensor:
-        """See Between."""
-        gate, up = both.chunk(2, -1)
-        return F.silu(gate, inplace=True).mul_(up)
-
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
-def _kernels(plain: Plain, layer: Layer, heads: int, kv_heads: int) -> Between:
-    """Kernels where the weights are on a GPU and can be compiled for, else `plain`."""
+def _kernels(plain: Plain, layer: Layer, heads: int) -> Any:
+    """Choose kernels where the weights are on a GPU and can be compiled for, else `plain`."""
     if not compiles(layer.qkv):
         return plain
-    from .qwen3_kernel import FAILURES, Kernels, differ
+    from .kernels import FAILURES, Kernels, differ
 
-    kernels = Kernels(plain.eps, kv_heads)
+    kernels = Kernels(plain.eps, plain.kv_heads)
     try:
         with torch.inference_mode():
-            wrong = differ(kernels, plain, layer, heads, kv_heads)
+            wrong = differ(kernels, plain, layer, heads)
     except FAILURES as error:
         wrong = str(error).strip().partition("\n")[0] or type(error).__name__
     if wrong:

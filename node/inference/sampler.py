@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .compiling import compiles
+from .device import compiles
 from .noise import chunk, gumbel
 from .noise import gumbel_at as gumbel_at
 
@@ -56,7 +56,7 @@ def draw(
     fewer tokens: what the others draw does not depend on them. Logprobs and sums are of all tokens.
     """
     if compiles(logits):
-        from .noise_kernel import draw_on_gpu
+        from .kernels import draw_on_gpu
 
         drawn = SampledTokens(*draw_on_gpu(logits, temperature, seeds, positions))
     else:

@@ -13,7 +13,7 @@ same in all supported releases is called:
     0.33      2.14     CUDA             as 0.32
 
 Tokens are drawn by this package's own sampler inside vLLM's worker (vllm_sampling.py), which notes
-their logprobs, their policy versions and the fingerprint of what led to them (vllm_recorder.py).
+their logprobs, their policy versions and the fingerprint of what led to them (vllm_sampling.py).
 """
 
 import asyncio
@@ -23,9 +23,14 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, UsageError, named_line
@@ -37,23 +42,214 @@ from .engine import (
     Written,
     find_fingerprint,
 )
+from .fingerprint import ProofFailed
 from .host_messages import ApiOptions
 from .vllm_api import ApiServer
-from .vllm_collector import CompletionCollector
-from .vllm_features import (
+from .vllm_arguments import (
     NOT_INSTALLED,
+    check_cpu,
+    check_device,
     check_installed,
     check_names,
     check_overrides,
+    engine_arguments,
+    head_size,
     keeps_elsewhere,
+    read_shape,
+    sampling_arguments,
+    set_environment,
 )
-from .vllm_meter import VllmMeter
-from .vllm_options import check_device, engine_arguments, sampling_arguments, set_environment
-from .vllm_ranks import judge
-from .vllm_shape import check_cpu, head_size, read_shape
 
 if TYPE_CHECKING:
     from .host import Sleeper
+
+_MOST_PAUSES = 64
+
+
+class VllmMeter:
+    """Watches one AsyncLLM; watch() comes before its first request."""
+
+    def __init__(self) -> None:
+        self._kv_tokens = 0
+        self._scheduler: Any = None
+        self._preemptions = 0
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_MOST_PAUSES)
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._pending = 0
+        self._unfinished: Callable[[], int] = lambda: self._pending
+        self._moved = 0.0
+        self._preempted: Any = None
+
+    def watch(self, llm: Any, preempted: Any, *, served: bool = False) -> None:
+        """Catch what the engine core of `llm` tells; `preempted` is vLLM's type of that event. With `served`
+        vLLM's own statistics go on, for its /metrics."""
+        cache = llm.vllm_config.cache_config
+        self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        self._preempted = preempted
+        if not served:
+            llm.log_stats = llm.output_processor.log_stats = False
+            llm.logger_manager = None
+        self._unfinished = llm.output_processor.get_num_unfinished_requests
+        core = llm.engine_core
+        get = core.get_output_async
+
+        async def caught() -> Any:
+            outputs = await get()
+            self.note(outputs)
+            return outputs
+
+        core.get_output_async = caught
+
+    def note(self, outputs: Any) -> None:
+        """What came of a step."""
+        self._moved = time.monotonic()
+        if outputs.scheduler_stats is not None:
+            self._scheduler = outputs.scheduler_stats
+        for one in outputs.outputs:
+            self._generated_tokens += len(one.new_token_ids)
+            for event in one.events or ():
+                if event.type == self._preempted and not self._was_paused(event.timestamp):
+                    self._preemptions += 1
+
+    def begin(self, prompt: int) -> None:
+        """A request with a prompt of so many tokens goes to vLLM."""
+        self._prompt_tokens += prompt
+        if not self._pending:
+            self._moved = time.monotonic()
+        self._pending += 1
+
+    def end(self) -> None:
+        """A request has left vLLM, however it ended."""
+        self._pending -= 1
+
+    def paused(self, began: float, ended: float) -> None:
+        """No step ran between these times; vLLM preempts all then, and not because its cache is full."""
+        self._pauses.append((began, ended))
+        self._moved = max(self._moved, ended)
+
+    def stuck_s(self) -> float:
+        """How long nothing has come though there is work; a reply that waits for its reader is none."""
+        working = self._pending and self._unfinished()
+        return time.monotonic() - self._moved if working else 0.0
+
+    def stats(self) -> EngineStats:
+        """As far as it is known."""
+        found = self._scheduler if self._pending else None  # the last step's say nothing when idle
+        running = int(getattr(found, "num_running_reqs", 0))
+        skipped = int(getattr(found, "num_skipped_waiting_reqs", 0))
+        return EngineStats(
+            running=min(running, self._pending),
+            waiting=int(getattr(found, "num_waiting_reqs", 0)) + skipped,
+            kv_use=float(getattr(found, "kv_cache_usage", 0.0)),
+            kv_tokens=self._kv_tokens,
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+        )
+
+    def _was_paused(self, when: float) -> bool:
+        return any(began <= when <= ended for began, ended in self._pauses)
+
+
+GATHER_S = 0.002
+"""How long a question waits for company."""
+AGAIN_S = 0.005
+"""Before what had not come is asked for again."""
+PATIENCE_S = 60.0
+MOST_FORGOTTEN = 64
+"""Requests that were given up, before the worker is told."""
+
+Ask = Callable[[list[list[int]], list[int]], Awaitable[list[list[Any]]]]
+"""Recorder.collect in the worker."""
+
+
+@dataclass(frozen=True)
+class CollectedTokens:
+    """What was drawn for one request."""
+
+    logprobs: list[float]
+    spans: tuple[tuple[int, int], ...]
+    """(index of a token, version that drew from it on); the first is (0, ...)."""
+    proof: bytes
+    boundaries: tuple[bytes, ...] = ()
+    """Of a pipeline: the fingerprints at each boundary between stages."""
+
+
+class CompletionCollector:
+    """Asks for what many concurrent callers want."""
+
+    def __init__(self, ask: Ask, fingerprint: str) -> None:
+        self._ask = ask
+        self._fingerprint = fingerprint
+        self._wanted: dict[int, int] = {}
+        self._came: dict[int, list[Any]] = {}
+        self._forgotten: list[int] = []
+        self._asking = asyncio.Lock()
+
+    async def collect(self, key: int, tokens: int) -> CollectedTokens:
+        """What was drawn for the request `key`, which ended after `tokens` tokens. Raises EngineError."""
+        self._wanted[key] = tokens
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self._come(key)
+        except TimeoutError as error:
+            raise EngineError("vLLM's worker keeps its logprobs: restart the engine") from error
+        finally:
+            self._wanted.pop(key, None)
+            came = self._came.pop(key, None)
+            self._forgotten.append(key)
+        assert came is not None  # else _come() had not returned
+        return self._made(came, tokens)
+
+    def forget(self, key: int) -> None:
+        """The request `key` was given up; the worker is told with the next question, or by tidy()."""
+        self._forgotten.append(key)
+
+    async def tidy(self) -> None:
+        """Tell the worker what was given up, if that is much."""
+        if len(self._forgotten) >= MOST_FORGOTTEN and not self._asking.locked():
+            async with self._asking:
+                await self._question({})
+
+    async def _come(self, key: int) -> None:
+        pause = GATHER_S
+        while key not in self._came:
+            async with self._asking:
+                if key in self._came:
+                    return
+                await asyncio.sleep(pause)
+                await self._question(self._wanted)
+            pause = AGAIN_S
+
+    async def _question(self, wanted: Mapping[int, int]) -> None:
+        """Ask once. If it is interrupted nothing is lost: the worker is told once more."""
+        forgotten = list(self._forgotten)
+        missing = [[key, count] for key, count in wanted.items() if key not in self._came]
+        answer = await self._ask(missing, forgotten)
+        del self._forgotten[: len(forgotten)]
+        self._came |= {one[0]: one for one in answer if one[0] in self._wanted}
+
+    def _made(self, came: list[Any], tokens: int) -> CollectedTokens:
+        _, rows, spans, *crossed = came
+        numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
+        logprobs = numbers[:, 0]
+        if not np.isfinite(logprobs).all():
+            raise EngineError("vLLM gave no finite logprob for a token: are the weights finite?")
+        try:
+            proof = projection_proof(numbers[:, 1:]) if self._fingerprint else b""
+        except ProofFailed as error:
+            raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
+        versions = tuple((row, version) for row, version in spans)
+        return CollectedTokens(logprobs.tolist(), versions, proof, tuple(*crossed))
+
+
+def projection_proof(projected: NDArray[np.float32]) -> bytes:
+    """The proof of projected hidden states [tokens, 7]. Raises ProofFailed."""
+    from .fingerprint import pack
+
+    return pack(projected)
+
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
 START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
@@ -302,6 +498,28 @@ class VllmCore:
             return await call
         except Exception as error:  # vLLM turns whatever happens in its processes into a bare one
             raise self._lost(f"failed ({named_line(error)})") from error
+
+
+class StateCheck(NamedTuple):
+    """What all ranks together find of a state."""
+
+    fault: str
+    """Why it does not fit; "" if it does."""
+    placeless: frozenset[str]
+    """The tensors that an update has to bring whole."""
+
+
+def judge(answers: Sequence[Sequence[Any]]) -> StateCheck:
+    """Put together the answers of primerl_check(): [fault, tensors that the rank does not hold, placeless].
+
+    With tensor parallelism every rank holds a part of each tensor, in a pipeline all of some: no rank alone
+    can say that a tensor is foreign.
+    """
+    fault = next((answer[0] for answer in answers if answer[0]), "")
+    if not fault:
+        foreign = set[str].intersection(*(set(answer[1]) for answer in answers))
+        fault = f"tensor {min(foreign)!r} is not the model's" if foreign else ""
+    return StateCheck(fault, frozenset(name for answer in answers for name in answer[2]))
 
 
 # -- starting and ending ---------------------------------------------------------------------------

@@ -27,12 +27,11 @@ import msgspec
 
 from ..ops.errors import EngineError, UsageError, named_line
 from .host_messages import ApiOptions
-from .vllm_collector import CompletionCollector
-from .vllm_meter import VllmMeter
-from .vllm_options import GREEDY_BELOW, SAMPLING, SERVED
+from .vllm_arguments import GREEDY_BELOW, SAMPLING, SERVED
 
 if TYPE_CHECKING:
     from .host import Sleeper
+    from .vllm import CompletionCollector, VllmMeter
 
 WATCH_S, START_S, STOP_S = 0.5, 60.0, 2.0
 SEEDS = 1 << 63
@@ -62,10 +61,10 @@ class ApiServer:
         llm: Any,
         options: ApiOptions,
         *,
-        meter: VllmMeter,
+        meter: "VllmMeter",
         keys: Iterator[int],
         spans: Spans,
-        collector: CompletionCollector,
+        collector: "CompletionCollector",
         version: Callable[[], int],
     ) -> None:
         """`keys` number the engine's own requests, too; `version` is the policy version that draws."""

@@ -21,10 +21,8 @@ from safetensors import safe_open
 
 from ..ops.errors import named_line, one_line
 from .handover import POSITIONS, VALUES, WHOLE, read_spans
-from .placement import ParameterPlacement, PendingWrite, trace
-from .vllm_ranks import RankPlace, Shapes, difference
-from .vllm_recorder import Recorder
-from .vllm_sampling import Hooks
+from .placement import ParameterPlacement, PendingWrite, Shapes, difference, trace
+from .vllm_sampling import Hooks, RankPlace, Recorder
 
 logger = logging.getLogger(__name__)
 

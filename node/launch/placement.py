@@ -231,7 +231,7 @@ def place(
     """
     launch = config.launch
     learns = config.training.device != "cpu"
-    generates = config.engine.device != "cpu" and config.engine.type != "scripted"
+    generates = config.engine.device != "cpu"
     if not gpus or not (learns or generates):
         _none_wanted(launch, gpus)
         workers = CPU_WORKERS if launch.workers is None else launch.workers

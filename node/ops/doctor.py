@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ..config.engine import EngineConfig
 from ..config.run import NodeConfig, RunConfig
-from ..inference.vllm_features import check_release, installed_release
+from ..inference.vllm_arguments import check_release, installed_release
 from ..memory_plan.memory import (
     GIB,
     MIB,
@@ -71,7 +71,7 @@ def examine(
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         check_python(sys.version_info[:3]),
-        check_torch(torch_build(), gpus=len(found), wanted=config.engine.type != "scripted"),
+        check_torch(torch_build(), gpus=len(found), wanted=True),
         check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
         check_libp2p(libp2p.is_installed(), wanted=config.network.libp2p),
         *check_gpus(found, environ.get("CUDA_VISIBLE_DEVICES")),

@@ -13,7 +13,7 @@ import msgspec
 
 from ...protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from ..config.engine import EngineConfig
-from ..inference.vllm_shape import head_size, kv_heads
+from ..inference.vllm_arguments import head_size, kv_heads
 from ..ops.errors import EngineError, UsageError
 
 

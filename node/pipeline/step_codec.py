@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ...protocol.pipelines import PipelineShape
-from ..inference.vllm_options import SAMPLING
+from ..inference.vllm_arguments import SAMPLING
 from ..ops.errors import EngineError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]

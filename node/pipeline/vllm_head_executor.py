@@ -24,7 +24,7 @@ from vllm.v1.executor.abstract import Executor  # pyright: ignore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput  # pyright: ignore
 
 from ...protocol.pipelines import PipelinePlan
-from ..inference.vllm_options import SAMPLING
+from ..inference.vllm_arguments import SAMPLING
 from ..ops.errors import EngineError
 from ..process.threads import share_python
 from .frames import Frame, FrameLimits

@@ -28,9 +28,8 @@ from ..inference.engine import (
     Written,
     find_fingerprint,
 )
-from ..inference.vllm import START_FAULTS, VllmCore, prepare_library
-from ..inference.vllm_ranks import judge
-from ..inference.vllm_shape import read_shape
+from ..inference.vllm import START_FAULTS, VllmCore, judge, prepare_library
+from ..inference.vllm_arguments import read_shape
 from ..memory_plan.memory import tensor_parallel
 from ..ops.errors import EngineError, EngineLost, named_line
 from .frames import FrameLimits

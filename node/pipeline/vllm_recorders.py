@@ -8,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..inference.transfers import Mark, download
-from ..inference.vllm_recorder import Recorder, StepRequests
-from ..inference.vllm_sampling import SampledStep
+from ..inference.device import Mark, download
+from ..inference.vllm_sampling import Recorder, SampledStep, StepRequests
 from ..ops.errors import EngineError
 from .trails import ROW, BadTrail, check
 

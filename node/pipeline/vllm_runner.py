@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...protocol.pipelines import Encoding
 from ..inference.boundary_states import pack_projected, project
-from ..inference.transfers import Mark, download, upload_array
+from ..inference.device import Mark, download, upload_array
 from ..ops.errors import EngineError
 from .activations import arrays, codes, rounded
 from .frames import Array

@@ -22,8 +22,8 @@ from vllm.v1.core.sched.output import (  # pyright: ignore
 )
 
 from ..inference.boundary_states import agrees, project
-from ..inference.transfers import Mark, download
-from ..inference.vllm_options import SAMPLING
+from ..inference.device import Mark, download
+from ..inference.vllm_arguments import SAMPLING
 from ..inference.vllm_sampling import read_step
 from ..inference.vllm_worker import Staged, WorkerExtension, tensors_of
 from ..ops.errors import EngineError

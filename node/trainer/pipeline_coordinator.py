@@ -27,7 +27,6 @@ from ..ops.errors import EngineError
 from ..p2p.limits import TokenBuckets
 from ..p2p.services import NodeServices
 from ..pipeline.planner import Offered, fits, is_measured, make_plan, replace, ring_ms
-from ..storage.ledger import Ledger
 
 MAX_OFFERS = 256
 POOL = 24

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...protocol.pipelines import Encoding
 from ..inference.boundary_states import project
+from ..inference.device import Mark, download, upload
 from ..inference.fingerprint import (
     COLUMNS,
     TOKEN_BYTES,
@@ -34,7 +35,6 @@ from ..inference.fingerprint import (
 )
 from ..inference.model import LanguageModel, build_network
 from ..inference.sampler import draw, gumbel_at
-from ..inference.transfers import Mark, download, upload
 from ..models import huggingface
 from ..models.model_files import layer_count, read_base
 from ..ops.errors import EngineError

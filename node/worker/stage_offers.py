@@ -22,8 +22,7 @@ from ...protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecord
 from ...protocol.pipelines import PipelinePlan, StageOffer, check_plan
 from ...protocol.version import ALPN_CONTROL
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
-from ..inference.vllm_features import installed_release
-from ..inference.vllm_shape import resolve_parallel
+from ..inference.vllm_arguments import installed_release, resolve_parallel
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import memory_to_offer
 from ..models.json_files import read_json

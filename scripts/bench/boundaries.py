@@ -28,8 +28,7 @@ from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.fingerprint import signs
 from primerl.node.inference.model import pick_device
 from primerl.node.inference.model_output import LayerHooks
-from primerl.node.inference.packed import Attend
-from primerl.node.inference.qwen3 import Qwen3Network
+from primerl.node.inference.qwen3 import Attend, Qwen3Network
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.verification.auditor import (

@@ -28,10 +28,8 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.inference.vllm_options import engine_arguments
-from primerl.node.inference.vllm_recorder import Recorder
-from primerl.node.inference.vllm_sampling import SampledStep
-from primerl.node.inference.vllm_shape import read_shape
+from primerl.node.inference.vllm_arguments import engine_arguments, read_shape
+from primerl.node.inference.vllm_sampling import Recorder, SampledStep
 from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State
 

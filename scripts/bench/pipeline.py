@@ -38,7 +38,7 @@ from shapes import SHAPES
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
-from primerl.node.inference.vllm_features import NOT_INSTALLED, is_installed
+from primerl.node.inference.vllm_arguments import NOT_INSTALLED, is_installed
 from primerl.node.models import huggingface
 from primerl.node.worker.stage_offers import software
 from primerl.protocol.envelope import Purpose, seal

@@ -18,7 +18,7 @@ from typing import Any
 from children import Event, Wire, cpu_seconds
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.inference.vllm_options import engine_arguments, set_environment
+from primerl.node.inference.vllm_arguments import engine_arguments, set_environment
 
 
 class Bare:

@@ -27,7 +27,6 @@ from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import EngineConfig, JoinConfig, RunConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, EngineStats, GenerateRequest
-from primerl.node.inference.scripted import ScriptedEngine
 from primerl.node.models.model_files import read_state
 from primerl.node.ops.logs import configure
 from primerl.node.storage.ledger import Ledger
@@ -35,6 +34,7 @@ from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBa
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.manifests import RunManifest
+from primerl.tests.support.scripted_engine import ScriptedEngine
 
 PROMPTS = 512
 """Different prompts that are kept for bare vLLM."""

@@ -326,8 +326,8 @@ def test_a_section_may_be_given_by_its_type(tmp_path: Path) -> None:
     assert load(RunConfig, ["@", "demo", "--engine", "vllm"], {}).engine.type == "vllm"
     assert load(RunConfig, ["--training.loss", "dppo_kl"], {}).training.loss.type == "dppo_kl"
     section = written(tmp_path / "engine.toml", 'dtype = "bfloat16"')
-    config = load(RunConfig, ["--engine", "scripted", "--engine", "@", section], {})
-    assert (config.engine.type, config.engine.dtype) == ("scripted", "bfloat16")
+    config = load(RunConfig, ["--engine", "vllm", "--engine", "@", section], {})
+    assert (config.engine.type, config.engine.dtype) == ("vllm", "bfloat16")
 
 
 def test_a_wrong_type_of_a_section_is_refused() -> None:

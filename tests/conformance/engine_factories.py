@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine_cases import FP32, MAX_LENGTH, SHAPE, make_llama, make_qwen3
+from support.scripted_engine import ScriptedEngine
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.hf import HfEngine
-from primerl.node.inference.scripted import ScriptedEngine
 from primerl.node.weights.state import State
 
 

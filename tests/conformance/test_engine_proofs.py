@@ -9,11 +9,11 @@ import pytest_asyncio
 import torch
 from conformance.engine_factories import PARAMS, Case, make_case
 from support.engine_cases import request, started, varied_requests
+from support.scripted_engine import scripted_hidden
 
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Hidden, Projection
 from primerl.node.inference.model import build_network
-from primerl.node.inference.scripted import scripted_hidden
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.gpu_cases import no_waiting
 
-from primerl.node.inference.boundary_kernel import project_on_gpu
 from primerl.node.inference.boundary_states import LIMIT, agrees, evened, pack_projected, project
 from primerl.node.inference.fingerprint import signs
+from primerl.node.inference.kernels import project_on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.gpu_cases import no_waiting
 
+from primerl.node.inference.kernels import gumbel_on_gpu
 from primerl.node.inference.noise import gumbel
-from primerl.node.inference.noise_kernel import gumbel_on_gpu
 from primerl.node.inference.sampler import SampledTokens, draw, draw_eager
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -8,9 +8,9 @@ import torch
 from support.engine_cases import SHAPE, make_qwen3
 from support.gpu_cases import no_waiting
 
+from primerl.node.inference.kernels import Kernels, differ
 from primerl.node.inference.model import build_network
 from primerl.node.inference.qwen3 import Plain, Qwen3Network
-from primerl.node.inference.qwen3_kernel import Kernels, differ
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -57,8 +57,8 @@ def test_kernels_give_what_plain_operations_give(network: Qwen3Network) -> None:
     kernels, plain = Kernels(1e-6, kv_heads), Plain(1e-6, kv_heads)
     assert isinstance(inside._kernels, Kernels)
     with torch.inference_mode():
-        assert differ(kernels, plain, layer, heads, kv_heads) == ""
-        assert "off" in differ(Kernels(1.0, kv_heads), plain, layer, heads, kv_heads)
+        assert differ(kernels, plain, layer, heads) == ""
+        assert "off" in differ(Kernels(1.0, kv_heads), plain, layer, heads)
         with_kernels = network.packed(some_tokens(), LENGTHS)
         inside._kernels = inside._plain
         assert apart(with_kernels, network.packed(some_tokens(), LENGTHS)) < near(network)

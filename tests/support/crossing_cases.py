@@ -11,9 +11,7 @@ from support.engine_cases import SHAPE, make_qwen3
 
 from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.inference.qwen3 import Qwen3Network
-from primerl.node.inference.qwen3_shapes import shapes
-from primerl.node.models import huggingface
+from primerl.node.inference.model import build_network
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.pipeline.activations import rounded
 from primerl.node.verification.auditor import AuditItem, BoundaryClaim
@@ -43,6 +41,32 @@ def coarse(state: State, bits: int) -> State:
     return found
 
 
+class Sent:
+    """Layer hooks: round the states at the cuts as stages send them, and note their fingerprints."""
+
+    def __init__(self, cuts: Sequence[int], encoding: Encoding, led: torch.Tensor) -> None:
+        self.layers = frozenset(cuts)
+        self.led = led
+        self.claims: list[BoundaryClaim] = []
+        self._encoding: Encoding = encoding
+
+    def take(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        x = rounded(x, self._encoding)
+        self.claims.append(BoundaryClaim(layer, self._encoding, crossing(x[self.led])))
+        return x
+
+
+def _mixed(states: Sequence[State], cuts: Sequence[int]) -> State:
+    """A state with the layers of each stage's own."""
+    found = dict(states[0])
+    for name in found:
+        if name.startswith("model.layers."):
+            found[name] = states[sum(int(name.split(".")[2]) >= cut for cut in cuts)][name]
+        elif name != "model.embed_tokens.weight":
+            found[name] = states[-1][name]
+    return found
+
+
 def staged(
     case: Case,
     item: AuditItem,
@@ -51,39 +75,23 @@ def staged(
     encoding: Encoding = "raw",
 ) -> AuditItem:
     """`item` as stages with these weights, one state each, would have told of it; its tokens stay."""
-    config = huggingface.load_config(case.model_dir)
-    edges = [0, *cuts, config.num_hidden_layers]
     places = [place for reply in item.replies for place in range(reply.start, reply.end)]
-    led = torch.tensor(places) - 1
+    network = build_network(
+        case.model_dir, _mixed(states, cuts), dtype=case.run.proofs.dtype, device="cpu"
+    )
+    sent = Sent(cuts, encoding, torch.tensor(places) - 1)
     tokens = torch.tensor(item.token_ids)
-    positions = torch.arange(len(tokens))
-    boundaries: list[BoundaryClaim] = []
     with torch.inference_mode():
-        x = logprobs = torch.empty(0)
-        for number, state in enumerate(states):
-            layers = range(edges[number], edges[number + 1])
-            own = {name: state[name] for name in shapes(config, layers)}
-            network = Qwen3Network(
-                config,
-                own,
-                dtype=case.run.proofs.dtype,
-                device=torch.device("cpu"),
-                layers=layers,
-            )
-            x = x if number else network.embedded(tokens)
-            x = network.through(x, positions, network.among([len(tokens)]))
-            if number < len(cuts):
-                x = rounded(x, encoding)
-                boundaries.append(BoundaryClaim(layers.stop, encoding, crossing(x[led])))
-            else:
-                logprobs = torch.log_softmax(network.logits(x[led]).float() / TEMPERATURE, -1)
+        hidden = network.packed(tokens, [len(tokens)], sent)[sent.led]
+        logprobs = torch.log_softmax(network.logits(hidden).float() / TEMPERATURE, -1)
+    boundaries = sent.claims
     drawn = torch.tensor([item.token_ids[place] for place in places])
     counts = [reply.end - reply.start for reply in item.replies]
     make = Projection().make
     return replace(
         item,
         logprobs=logprobs.gather(1, drawn[:, None])[:, 0].tolist(),
-        proof=b"".join(make(part.float().numpy()) for part in x[led].split(counts)),
+        proof=b"".join(make(part.float().numpy()) for part in hidden.split(counts)),
         boundaries=boundaries,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.counting_environment import STOP, CountingEnvironment
+from support.scripted_engine import ScriptedEngine
 from support.swarm import Running, Swarm, make_model
 from support.witness import Fakes, WitnessEngine
 
@@ -24,7 +25,6 @@ from primerl.node.environments.environment import Environment
 from primerl.node.evaluation.evaluator import EvalSampling, EvalTask, Evaluator
 from primerl.node.evaluation.online import EvaluationLog, OnlineEvaluation
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
-from primerl.node.inference.scripted import ScriptedEngine
 from primerl.node.ops.errors import EngineError
 from primerl.node.ops.metrics import MetricsLog
 from primerl.node.weights.state import State, Tensor

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 from support.counting_environment import STOP, CountingEnvironment
+from support.scripted_engine import ScriptedEngine
 
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.environments.policies import PlayFailed
@@ -24,7 +25,6 @@ from primerl.node.evaluation.evaluator import (
 )
 from primerl.node.evaluation.statistics import summarize
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.inference.scripted import ScriptedEngine
 from primerl.node.ops.errors import EngineError, EngineLost, NetworkError
 from primerl.node.weights.state import State
 

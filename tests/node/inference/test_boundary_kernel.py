@@ -12,7 +12,7 @@ pytestmark = pytest.mark.nightly
 
 PROGRAM = """
 import torch
-from primerl.node.inference.boundary_kernel import launch
+from primerl.node.inference.kernels import launch
 from primerl.node.inference.boundary_states import LIMIT, evened
 from primerl.node.inference.fingerprint import signs
 

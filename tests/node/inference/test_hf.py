@@ -24,7 +24,6 @@ from primerl.node.inference.fingerprint import Hidden, Projection, ProofFailed
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel, build_network
 from primerl.node.inference.model_output import LayerHooks, ModelOutput
-from primerl.node.inference.scripted import ScriptedEngine
 from primerl.node.models.tensors import from_torch
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor
@@ -367,4 +366,3 @@ async def test_an_impossible_device_is_an_engine_error(tied: tuple[Path, State])
 
 def test_the_config_names_the_engine() -> None:
     assert isinstance(build_engine(FP32), HfEngine)
-    assert isinstance(build_engine(FP32.model_copy(update={"type": "scripted"})), ScriptedEngine)

@@ -7,8 +7,7 @@ import torch
 
 from primerl.node.inference.engine import GenerateRequest, check_request, narrowing
 from primerl.node.inference.sampler import Narrowed, SampledTokens, draw
-from primerl.node.inference.vllm_recorder import Recorder
-from primerl.node.inference.vllm_sampling import SampledStep
+from primerl.node.inference.vllm_sampling import Recorder, SampledStep
 from primerl.node.ops.errors import EngineError
 
 torch.set_num_threads(1)

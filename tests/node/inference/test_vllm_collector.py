@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.inference.vllm_collector import MOST_FORGOTTEN, CompletionCollector
+from primerl.node.inference.vllm import MOST_FORGOTTEN, CompletionCollector
 from primerl.node.ops.errors import EngineError
 
 
@@ -118,6 +118,6 @@ async def test_numbers_that_are_none_are_an_error_and_never_an_empty_proof(
 async def test_a_worker_that_never_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = worker()
     asked.late = {1: 10**6}
-    monkeypatch.setattr("primerl.node.inference.vllm_collector.PATIENCE_S", 0.05)
+    monkeypatch.setattr("primerl.node.inference.vllm.PATIENCE_S", 0.05)
     with pytest.raises(EngineError, match="restart"):
         await CompletionCollector(asked.ask, "").collect(1, 1)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from primerl.node.inference.engine import EngineStats
-from primerl.node.inference.vllm_meter import VllmMeter
+from primerl.node.inference.vllm import VllmMeter
 
 PREEMPTED = 3
 

@@ -11,15 +11,16 @@ import pytest
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.vllm import VllmCore
-from primerl.node.inference.vllm_options import (
+from primerl.node.inference.vllm_arguments import (
     ENVIRONMENT,
     SAMPLING,
     check_device,
     engine_arguments,
+    head_size,
+    read_shape,
     sampling_arguments,
     set_environment,
 )
-from primerl.node.inference.vllm_shape import head_size, read_shape
 from primerl.node.ops.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.sampler import draw
-from primerl.node.inference.vllm_collector import projection_proof
-from primerl.node.inference.vllm_options import SAMPLING, SERVED
-from primerl.node.inference.vllm_recorder import Recorder
-from primerl.node.inference.vllm_sampling import Hooks
+from primerl.node.inference.vllm import projection_proof
+from primerl.node.inference.vllm_arguments import SAMPLING, SERVED
+from primerl.node.inference.vllm_sampling import Hooks, Recorder
 
 torch.set_num_threads(1)
 WIDTH, VOCABULARY, LENGTH = 16, 50, 256

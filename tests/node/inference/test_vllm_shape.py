@@ -8,13 +8,15 @@ import pytest
 
 from primerl.node.app.daemon import check_config
 from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
-from primerl.node.inference.vllm_ranks import RankPlace, difference, judge
-from primerl.node.inference.vllm_shape import (
+from primerl.node.inference.placement import difference
+from primerl.node.inference.vllm import judge
+from primerl.node.inference.vllm_arguments import (
     check_cpu,
     check_parallel,
     resolve_parallel,
     visible_gpus,
 )
+from primerl.node.inference.vllm_sampling import RankPlace
 from primerl.node.ops.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {
@@ -105,7 +107,7 @@ def test_gpus_are_counted_as_one_process_can_join_them(
     def visible(_: object) -> tuple[str, ...]:
         return names
 
-    monkeypatch.setattr("primerl.node.inference.vllm_shape.visible", visible)
+    monkeypatch.setattr("primerl.node.inference.vllm_arguments.visible", visible)
     assert visible_gpus(vllm(device=device)) == count
 
 

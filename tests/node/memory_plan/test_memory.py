@@ -10,7 +10,7 @@ import pytest
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
 from primerl.node.config.training import LoraConfig, TrainingConfig
 from primerl.node.inference.build import build_engine
-from primerl.node.inference.vllm_features import is_installed
+from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.memory_plan.memory import (
     BLOCK_TOKENS,
     GIB,

@@ -1,11 +1,7 @@
 """Every tensor of a model is on the stage that computes with it, told from its name alone."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from primerl.node.inference.qwen3_shapes import shapes
 from primerl.node.pipeline.place import layer_of, names_of, share_of
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
@@ -94,18 +90,3 @@ def test_layers_that_the_plan_does_not_count_are_on_the_last_stage() -> None:
     extra = f"model.layers.{LAYERS}.eh_proj.weight"
     assert extra in share_of(plan(2, LAYERS), 1)({*NAMES, extra})
     assert extra not in share_of(plan(2, LAYERS), 0)({*NAMES, extra})
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_slice_of_our_own_network_takes_exactly_its_share(tied: bool) -> None:
-    sizes: dict[str, Any] = dict(
-        num_hidden_layers=LAYERS, hidden_size=8, intermediate_size=16, vocab_size=32, head_dim=4
-    )
-    config = SimpleNamespace(
-        **sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied
-    )
-    cut = plan(2, 3, LAYERS)
-    whole = shapes(config)
-    for rank, stage in enumerate(cut.stages):
-        part = shapes(config, range(stage.first, stage.end))
-        assert share_of(cut, rank)(whole) == part.keys()

@@ -13,8 +13,8 @@ from support.frame_cases import SHAPE, plan
 from primerl.node.config.engine import EngineConfig
 from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.fingerprint import NUMBERS
-from primerl.node.inference.vllm_collector import CompletionCollector
-from primerl.node.inference.vllm_options import SAMPLING
+from primerl.node.inference.vllm import CompletionCollector
+from primerl.node.inference.vllm_arguments import SAMPLING
 from primerl.node.inference.vllm_sampling import SampledStep
 from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.pipeline.place import (

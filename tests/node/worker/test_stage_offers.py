@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from support.bare_services import bare_services
 from support.memory_transport import MemoryNetwork
 from support.offer_cases import NOW, RUN, TRAINER, World, key, node, offer, record
 from support.swarm import until
@@ -77,9 +78,7 @@ class Net:
 
         fields: dict[str, Any] = {"offer": offer(), "probe": probe, **more}
         return StageOffers(
-            services=bare_services(
-                key(number), links=links, peers=peers
-            ),
+            services=bare_services(key(number), links=links, peers=peers),
             clock=lambda: self.now,
             **fields,
         )

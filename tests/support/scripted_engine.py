@@ -12,9 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ops.errors import EngineError
-from ..weights.state import Changed, State
-from .engine import (
+from primerl.node.inference.engine import (
     Completion,
     EngineStats,
     GenerateRequest,
@@ -22,7 +20,9 @@ from .engine import (
     check_update,
     find_fingerprint,
 )
-from .fingerprint import Hidden, Projection
+from primerl.node.inference.fingerprint import Hidden, Projection
+from primerl.node.ops.errors import EngineError
+from primerl.node.weights.state import Changed, State
 
 WIDTH = 256
 """Of scripted hidden states."""

