@@ -94,7 +94,6 @@ def _check_seed(text: str) -> str:
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 SeedUrl = Annotated[str, AfterValidator(_check_seed)]
 EnvironmentSeconds = Annotated[float, Field(ge=0.1, le=86400)]

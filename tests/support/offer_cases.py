@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from support.bare_services import bare_services
+
 from primerl.crypto.keys import SecretKey
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.memory_plan.stages import CutModel

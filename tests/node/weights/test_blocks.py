@@ -18,6 +18,7 @@ from primerl.node.weights.blocks import (
     SKIP,
     SMALL,
     SPARSE,
+    Changes,
     StreamReader,
     StreamWriter,
     decode_block,
@@ -134,11 +135,18 @@ def trained(share: float) -> tuple[NDArray[Any], NDArray[Any]]:
     return bits(weights), bits(weights + step)
 
 
+def changes_of(base: NDArray[Any], new: NDArray[Any], dtype: str = "BF16") -> Changes:
+    """The changes among all positions."""
+    found = find(base, new, dtype, np.arange(base.size))
+    assert isinstance(found, Changes)
+    return found
+
+
 @pytest.mark.parametrize("share", [0.01, 0.1, 1, 2, 8, 40])
 def test_delta_is_within_5_percent_of_the_entropy_of_gaps_and_moves(share: float) -> None:
     base, new = trained(share)
     method, body = encode_block(base, new, "BF16")
-    changes = find(base, new, "BF16", np.arange(base.size))
+    changes = changes_of(base, new)
     bound = entropy(np.diff(changes.index, prepend=-1)) + entropy(changes.moves)
     # The gaps of a thousand changes have more values than changes: their frequencies say too little.
     assert 8 * len(body) < (1.05 if changes.index.size > 5000 else 1.15) * bound
@@ -150,7 +158,7 @@ def test_delta_is_within_5_percent_of_the_entropy_of_gaps_and_moves(share: float
 @pytest.mark.parametrize(("share", "method"), [(0.2, SPARSE), (1.0, SPARSE), (40.0, DENSE)])
 def test_changes_are_coded_as_the_block_is(share: float, method: int) -> None:
     base, new = trained(share)
-    changes = find(base, new, "BF16", np.arange(base.size))
+    changes = changes_of(base, new)
     coded = encode_block(base, new, "BF16")
     assert coded == encode_changes(changes, BLOCK)
     assert coded == encode_block(base, new, "BF16", changes.index)
@@ -187,7 +195,7 @@ def test_no_body_is_longer_than_a_decoder_accepts(dtype: str, size: int) -> None
     new = np.full(size, np.iinfo(bits).max // 3, bits)
     new[:: max(1, size // (1 << 12))] = 1
     for part in (new, np.where(np.arange(size) % 7 < 4, new, base)):
-        method, body = encode_changes(find(base, part, dtype, np.arange(size)), size)
+        method, body = encode_changes(changes_of(base, part, dtype), size)
         assert len(body) <= max_body(size, bits.itemsize)
         out = np.empty_like(base)
         decode_block(method, memoryview(body), base, out, dtype)
