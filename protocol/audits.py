@@ -1,4 +1,4 @@
-"""What is audited: how large a share of a peer's rollouts, and which. Sans I/O; randomness is an argument.
+"""Choose the audited rollouts: their share for a peer, and which ones. Sans I/O; randomness is an argument.
 
 Commit, then challenge: which rollouts are audited follows from 32 random bytes that are drawn after the
 receipt: it cannot be known beforehand, and anyone can recompute it from the signed verdict.
@@ -38,7 +38,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What was measured on one rollout; the fields are explained at rollouts.py: Evidence."""
+    """The measurements of one rollout; the fields are explained at rollouts.py: Evidence."""
 
     group: Index
     rollout: Index
@@ -235,7 +235,7 @@ class _Series:
 class Outliers:
     """How unlike the others a peer's rewards and reply lengths are: never a punishment, only more audits.
 
-    What is compared is each group against the others' level at that moment, so that a policy which improves
+    Each group is compared with the others' level at that moment, so that a policy which improves
     makes no peer an outlier. Memory is bounded: the peer that was quiet longest is forgotten first.
     """
 

@@ -136,7 +136,7 @@ class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The definition of a run. Its digest is the run id, so nothing in it can change.
 
-    What has its default is left out: a run that uses nothing new has the bytes that it always had.
+    Defaults are left out: a run that uses nothing new has the bytes that it always had.
     """
 
     name: Name

@@ -39,8 +39,8 @@ FRAUD = AUDIT_FAULTS | {
     Reason.MISSING_INDEX,
 }
 """Reasons that honest software cannot produce by accident in number; each weighs FRAUD_WEIGHT failures.
-DUPLICATE is the copier's: who was received first is never rejected for it. Our worker sends every index, a
-failed one with its error, so a missing one was left out; and it gives up itself what is out of order."""
+DUPLICATE is the copier's: the first sender is never rejected for it. Our worker sends every index, a
+failed one with its error, so a missing one was left out; and it drops submissions that are out of order."""
 HARMLESS = frozenset(
     {
         Reason.STALE,
@@ -272,7 +272,7 @@ class Reputation:
         self.suspicion = max(self.cheat_nats, self.other_nats) / test.bar
 
     def _add(self, one: Audited, room: Room | None) -> None:
-        """Add to the test of outcomes; what is laid to several needs room."""
+        """Add to the test of outcomes; evidence shared by several peers needs room."""
         step = INCREMENT[one.outcome]
         if step > 0 and one.share < 1 and room is not None:
             step = room.take(one, step * one.share)

@@ -83,7 +83,7 @@ class Crossed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Submission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Everything that one lease produced. What has its default is left out."""
+    """Everything that one lease produced. Defaults are left out."""
 
     lease: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
     """The sealed lease: a trainer that lost its memory still recognises its own signature."""
@@ -172,7 +172,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rejected: int = 0
     """How many there are in all."""
     challenge: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    """Randomness drawn after the upload, which decided what was audited."""
+    """Randomness drawn after the upload, which decided the audited rollouts."""
     rate: float = 0.0
     """Share of the rollouts that was to be audited; once one of them is guilty, all are."""
     evidence: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_EVIDENCE)] = ()

@@ -73,7 +73,7 @@ async def evaluate(
 ) -> list[Cell]:
     """Measure every cell, or find it on disk; results.json and the rollouts are in config.directory.
 
-    `environ` holds the keys of endpoints. Raises NodeError; what was finished before is kept.
+    `environ` holds the keys of endpoints. Raises NodeError; finished cells are kept.
     """
     variables = os.environ if environ is None else environ
     keys = [_key(one, variables) for one in config.endpoints]

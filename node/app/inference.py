@@ -144,7 +144,7 @@ class FollowedPolicy(PeerNode):
             role="inference",
             ticket=config.ticket,
             log=config.log,
-            wait=True,  # what was fetched can be served without any trainer
+            wait=True,  # policies fetched earlier can be served without a trainer
             wait_for_trainer_s=math.inf,
             **shared,
         )
@@ -194,14 +194,14 @@ class FollowedPolicy(PeerNode):
         self._announce(self._url, self._server.served.name)
 
     def _check_numerics(self, run: RunManifest) -> None:
-        """Nobody audits what is served: any dtype will do."""
+        """Accept any dtype: served replies are not audited."""
 
     async def _status(self) -> Status:
         return shown(await super()._status(), self._serve_config, self._server, self._url)
 
 
 def find_policy(config: ServeConfig) -> Candidate:
-    """The weights that model.name means. Downloads what is on the hub. Raises UsageError, EngineError."""
+    """The weights that model.name means. Downloads a model of the hub. Raises UsageError, EngineError."""
     from ..models import huggingface
 
     name = config.model.name

@@ -188,7 +188,7 @@ class PeerNode(Node):
         return joined
 
     async def _fetch_base(self, joined: JoinedRun, adapters: AdapterContract) -> None:
-        """Policies are adapters: get what they adapt, from other workers where it can be had."""
+        """Fetch the base model of an adapter run, from other workers where they have it."""
         stack, run = joined.stack, joined.documents.manifest
         await stack.fetcher.fetch([adapters.base], (), stack.trainer)
         try:

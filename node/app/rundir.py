@@ -1,4 +1,4 @@
-"""A run's directory: who may use it, what is in it, and the documents that a new run begins with."""
+"""A run's directory: its lock, its layout and the documents of a new run."""
 
 import asyncio
 import json

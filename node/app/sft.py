@@ -72,7 +72,7 @@ def prepare(config: SftConfig) -> Path:
 
 @contextmanager
 def _alone(directory: Path) -> Generator[None]:
-    """Nobody else trains in `directory` meanwhile. The lock lies beside it: --clean removes what is inside.
+    """Hold the lock of `directory`, which lies beside it, since --clean empties the directory.
     Raises BusyError."""
     path = directory.with_name(f".{directory.name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -120,7 +120,7 @@ class TicketIssuer:
         return self._stack.ledger.tickets()
 
     def revoke(self, name: str) -> list[IssuedTicket]:
-        """Let the tickets of a label, or the one whose id begins like this, admit nobody any more.
+        """Stop admitting nodes by the tickets with label `name`, or by the one whose id starts with it.
 
         Nodes that they admitted stay. Raises UsageError.
         """
@@ -183,7 +183,7 @@ def usable_ticket(given: str, data_dir: Path, now: int) -> str:
 
 
 def run_directory(data_dir: Path, run: bytes) -> Path:
-    """Where a joined node keeps what is of one run."""
+    """Return the directory in which a joined node keeps one run's files."""
     return data_dir / "runs" / run.hex()[:16]
 
 

@@ -111,7 +111,7 @@ class WorkerNode(PeerNode):
             role = self._role = self._build(joined, engine, config, environment, share)
             await work(role)
         finally:
-            # whoever only changes its seat in a pipeline stays
+            # a worker that only changes its stage in a pipeline does not leave the run
             if self._stages is None and self._role is not None and not joined.stack.heads.ended:
                 await self._role.leave()
             await environment.close()

@@ -1,6 +1,6 @@
-"""An engine that is given adapters, and computes with what they make of a base model.
+"""Serve adapter policies by merging them into the base model.
 
-Whoever loads policies sees an Engine like any other; the engine inside only ever sees whole, merged states.
+Callers see an ordinary Engine; the wrapped engine only ever sees whole, merged states.
 Memory beside the engine's own: the base and the merged state, both bf16; one merged state more while the next
 one is made.
 """
@@ -92,7 +92,7 @@ class AdaptedEngine:
         self, base: State, adapters: State, held: MergedAdapters | None
     ) -> tuple[MergedAdapters, Changed | None]:
         contract = self._run.adapters
-        assert contract is not None  # or nobody makes this engine
+        assert contract is not None  # this engine is only made for runs with adapters
         began = time.perf_counter()
         threads = min(MAX_THREADS, os.cpu_count() or 1)
         state = merge(base, adapters, contract, before=held, threads=threads)

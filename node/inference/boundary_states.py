@@ -2,8 +2,8 @@
 
 A residual stream is not normed, and trained models keep a few channels in it that outweigh all others
 together: a plain projection would show these and hardly anything else. They are cut to LIMIT mean magnitudes,
-and the state is then stretched to its old length, so that what was cut still shows, in the length. Seven
-numbers do not pin down a state: docs/proofs.md says what a stage can do with what they leave open.
+and the state is then rescaled to its old length, so that the clipped part still shows in the length. Seven
+numbers do not determine a state: docs/proofs.md says how a stage could exploit the freedom they leave.
 """
 
 from functools import lru_cache
@@ -44,7 +44,7 @@ def evened(states: Tensor) -> Tensor:
 
 
 def pack_projected(projected: Tensor) -> bytes:
-    """What project() gave, 8 bytes a row; waits for it. Raises EngineError for what is not finite."""
+    """Encode the result of project(), 8 bytes a row; waits for it. Raises EngineError if not finite."""
     if not len(projected):
         return b""
     try:
@@ -61,7 +61,7 @@ def crossing(states: Tensor) -> bytes:
 def agrees(claimed: bytes, projected: NDArray[np.float32]) -> bool:
     """Whether `claimed` are the fingerprints of the states that project() made `projected` [rows, 7] of.
 
-    For whoever received both: without it, a stage could state the right fingerprints and send other states.
+    Called by the receiver of both: otherwise a stage could state the right fingerprints and send other states.
     """
     if len(claimed) != len(projected) * (NUMBERS + 1):
         return False

@@ -19,7 +19,7 @@ BINDING = 0.9
 SOFT = 0.8
 HARD = 0.9
 TARGET = 0.7
-"""A trim leaves so many in flight as fill this share of the cache."""
+"""A trim leaves as many sequences in flight as fill this share of the cache."""
 QUEUED = 0.1
 """Waiting in the engine, for each that runs: with more it is full, however empty its cache."""
 OVERLOAD = 0.5
@@ -42,7 +42,7 @@ class Decision:
     """What to do now."""
 
     take_back: int = 0
-    """So many of the sequences in flight, the youngest, are stopped, and asked for again later."""
+    """Number of sequences in flight, youngest first, to stop and request again later."""
     why: str = ""
     """Why the cap was changed, in words; empty if it was not."""
 
@@ -79,7 +79,7 @@ class Concurrency:
         return self._config.min_inflight == self._config.max_inflight
 
     def groups_of(self, size: int) -> None:
-        """Sequences come in groups of so many: a burst holds at least one of them."""
+        """Set the group size; a burst holds at least one whole group."""
         self._burst = max(self._burst, size)
 
     def finished(self) -> None:
@@ -103,7 +103,7 @@ class Concurrency:
         self._overloaded = self._overloaded + 1 if stats.waiting > OVERLOAD * stats.running else 0
         if stats.kv_use > SOFT:
             return self._trim(stats, inflight, now)
-        if inflight > self.cap:  # the last cut is not through: what is seen now is what led to it
+        if inflight > self.cap:  # the last cut has not taken effect: these statistics caused it
             return NOTHING
         if thrown_out:
             repeated = now < self._cut_at + CALM_S
@@ -120,7 +120,7 @@ class Concurrency:
         self._sized = True
         self._sure = max(1, stats.kv_tokens // self._max_model_len)
         if not self._config.initial_inflight:
-            # What has been drawn is in flight until its logprobs are here: others take its place meanwhile.
+            # A finished sequence stays in flight until its logprobs arrive; others take its place meanwhile.
             self.cap = self._clamp(min(self._sure, int((1 + QUEUED) * self._max_batch)))
 
     def _disturbed(self, stats: EngineStats, version: int, now: float) -> bool:

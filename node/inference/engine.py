@@ -39,7 +39,7 @@ class GenerateRequest:
     group: bytes = b""
     """Requests of one group share a prompt: they go to one engine where there are several."""
     top_k: int = 0
-    """Draw from the so many likeliest tokens only; 0 is all. No lease asks for it."""
+    """Draw from this many of the likeliest tokens only; 0 is all. No lease asks for it."""
     top_p: float = 1.0
     """Draw from the likeliest tokens that hold this probability together (at least one). No lease
     asks for it."""
@@ -47,7 +47,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled: `logprobs[i]` is the log-probability of `token_ids[i]` under
+    """One sampled reply: `logprobs[i]` is the log-probability of `token_ids[i]` under
     softmax(logits / temperature) over the whole vocabulary, whatever top_k and top_p left out."""
 
     token_ids: list[int]
@@ -61,7 +61,7 @@ class Completion:
     """Fingerprint of the hidden states that led to the tokens; empty if none was asked for at start()."""
     boundaries: tuple[bytes, ...] = ()
     """Where stages of a pipeline computed it: of each one but the last, fingerprints of the states that it sent
-    on, 8 bytes a token (pipeline/boundaries.py). Empty is allowed: nobody but stage 0 answers for it then."""
+    on, 8 bytes a token (pipeline/boundaries.py). Empty is allowed: then stage 0 alone is accountable."""
     plan: bytes = b""
     """The sealed plan that these stages worked by; without boundaries only the last of several."""
 
@@ -138,7 +138,7 @@ class WeightsFault(msgspec.Struct, frozen=True, array_like=True, tag="checked"):
 
     fault: str
     placeless: list[str] = []
-    """Tensors of which no single element can be written; told with a whole state."""
+    """Tensors that can only be written whole; reported with a whole state."""
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag="wrote"):

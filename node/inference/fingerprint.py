@@ -69,7 +69,7 @@ class Compared:
     samples: int
     """How many committed numbers were compared."""
     own: float
-    """Sum of squared relative differences between what is committed and the own hidden states, over `samples`,
+    """Sum of squared relative differences between the committed and the own hidden states, over `samples`,
     weighed so that no few tokens drown the rest. 0 if `samples` is."""
     others: tuple[float, ...]
     """The same against the hidden states of other policies, in order, over the same samples."""
@@ -99,7 +99,7 @@ class Projection:
         """Compare a proof with own hidden states [tokens, width] of the same reply.
 
         `others` are those of the same tokens under other policies. The distance is |decoded - own| / |own| over
-        the whole reply, own being rounded like a proof. `own` and `others` are against what is not rounded,
+        the whole reply, own being rounded like a proof. `own` and `others` compare with unrounded states,
         each token in units of its own mean square, and weighed (_weighed_sums()).
         Raises BadProof; ProofFailed if own or other hidden states are not finite, which is not the sender's
         fault.
@@ -269,7 +269,7 @@ def token_distances(stated: bytes, own: NDArray[np.float32]) -> NDArray[np.float
     """Relative distances [tokens] of fingerprints `stated` of a stage boundary from `own` [tokens, COLUMNS].
 
     0 is equal, at most FURTHEST, which is also that of bytes that encode no state. `stated` has as many tokens;
-    `own` is finite and is rounded like what was stated. Every token counts by its own length: a residual stream
+    `own` is finite and is rounded like `stated`. Every token counts by its own length: a residual stream
     is not normed, and one long state would drown the rest.
     """
     decoded, proper = decode_rows(stated)

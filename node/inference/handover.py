@@ -51,7 +51,7 @@ class Delta:
 def make_delta(state: State, changed: Changed, whole: Collection[str]) -> Delta:
     """The changes of `state`; positions must have been checked.
 
-    `whole` names tensors of which no single element can be written.
+    `whole` names tensors that can only be written whole.
     """
     tensors: dict[str, Tensor] = {}
     sparse: dict[str, dict[str, NDArray[np.int64]]] = {}

@@ -57,7 +57,7 @@ class ComputeThread:
         return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
-        """End the thread once what was submitted has run. Safe to call twice."""
+        """End the thread after all submitted calls have run. Safe to call twice."""
         end = asyncio.to_thread(self._pool.shutdown, wait=True)
         try:
             await asyncio.wait_for(end, CLOSE_TIMEOUT_S)
@@ -66,7 +66,7 @@ class ComputeThread:
 
 
 QUEUE_BATCHES = 16
-"""Batches that may wait; whoever asks for more is told so."""
+"""Batches that may wait; further requests are refused."""
 CLOSED = "the engine is closed: start another one"
 
 
@@ -138,7 +138,7 @@ class HfEngine:
         logger.info("policy %d loaded", version)
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
-        """See Engine. Writes in place, between two batches; what is refused changes nothing."""
+        """See Engine. Writes in place, between two batches; a refused update changes nothing."""
         thread = self._started()
         check_update(state, changed)
         written = await thread.run(self._update, version, state, changed)
@@ -210,7 +210,7 @@ class HfEngine:
                     job.done.set_result(completion)
 
     async def _next_batch(self) -> list[DecodeJob]:
-        """Wait for a request, then a little for company; whoever gave up meanwhile is left out."""
+        """Wait for a request, then briefly for more; leave out requests cancelled meanwhile."""
         batch = [await self._jobs.get()]
         if self._jobs.qsize() + 1 < self._config.max_batch:
             await asyncio.sleep(self._config.batch_window_ms / 1000)
@@ -268,7 +268,7 @@ class HfEngine:
             return []
 
         def cancelled() -> bool:
-            """Nobody waits for any of it: all have given up, or the engine is closed."""
+            """Return whether every caller has given up, or the engine is closing."""
             return self._closing.is_set() or all(job.done.done() for job in batch)
 
         replies = decode(

@@ -223,9 +223,9 @@ class HostedEngine:
         )
 
     async def close(self) -> None:
-        """End the processes, by force if need be; what is pending raises EngineError."""
+        """End the processes, by force if need be; pending requests raise EngineError."""
         self._fault = CLOSED
-        # first the engines: what waits for one of them hears from it that it was closed
+        # the engines first: pending requests then fail with the reason that the engine was closed
         await asyncio.gather(*(replica.close() for replica in self._replicas))
         for task in self._pending:
             task.cancel()

@@ -202,7 +202,7 @@ def launch_project(
 
 @triton.jit
 def _project(states, stride, width, signs, columns, limit, found, BLOCK: tl.constexpr):
-    """Of one row: once over it for its mean magnitude and length, once for what is left of it."""
+    """Project one row in two passes: mean magnitude and length first, then the clipped row."""
     row = tl.program_id(0).to(tl.int64)
     start = states + row * stride
     lanes, column = tl.arange(0, BLOCK), tl.arange(0, 8)
@@ -227,7 +227,7 @@ def _project(states, stride, width, signs, columns, limit, found, BLOCK: tl.cons
         known = inside[:, None] & (column[None, :] < columns)
         sums += cut[:, None] * tl.load(signs + places, mask=known, other=0.0)
     left = tl.sqrt(tl.sum(squares, axis=0))
-    # of what is not finite nothing finite is made: `length` is then not finite either
+    # a row that is not finite stays so: its `length` is not finite either
     stretch = tl.sqrt(length) / tl.maximum(left, 1.1754943508222875e-38)
     tl.store(found + row * columns + column, tl.sum(sums, axis=0) * stretch, mask=column < columns)
 

@@ -2,7 +2,7 @@
 
 A hidden state here is always what feeds the head, after the last norm: a fingerprint is of that.
 Only update() changes a network, between sessions, and checks everything before it writes anything:
-what is refused leaves the old weights whole. Implementations: qwen3.py (fast, dense Qwen3), and the
+a refused update leaves the old weights untouched. Implementations: qwen3.py (fast, dense Qwen3), and the
 one here (any causal model of transformers).
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROBE = 5
 """Tokens that are read to see whether the head can be tapped."""
 ROOMY = 2**10
-"""So many tokens keep a device busy: beyond them no short sequence is padded to a long one."""
+"""Tokens that keep a device busy; a larger batch does not pad short sequences to a long one."""
 FILLED = 0.75
 """Least share of the longest one's width that each sequence of a batch fills."""
 
@@ -77,7 +77,7 @@ class CausalNetwork:
     def _seen(self, tokens: Tensor, between: bool) -> tuple[Tensor, Sequence[Tensor]]:
         """The states [B, T, d] that feed the head; those before each layer, too, if asked for."""
         self._check_shown()
-        with self._tap.cut():  # logits of every position would be large, and nobody asked for them
+        with self._tap.cut():  # logits of every position would be large and are not needed
             output = self._model(
                 input_ids=tokens, use_cache=False, output_hidden_states=between or None
             )
@@ -115,7 +115,7 @@ class CausalNetwork:
     def update(self, state: State, changed: Changed) -> bool:
         """See Network. A model that keeps a tensor in another layout has no place for it."""
         if {name: tensor.shape for name, tensor in state.items()} != self._shapes:
-            return False  # making another network says what is wrong
+            return False  # building a new network reports the error
         if not changed.keys() <= self._places.keys():
             return False
         for name, positions in changed.items():
@@ -199,7 +199,7 @@ class Tap:
         return seen
 
     def forget(self) -> None:
-        """Let go of what was kept."""
+        """Release the stored tensor."""
         self._seen = None
 
     @contextmanager
@@ -314,7 +314,7 @@ class LanguageModel(Protocol):
         """The states [T, d] of sequences of these lengths, one after the other in `tokens` [T].
 
         None of them sees another one. On a GPU nothing here waits for it. Raises as hidden().
-        `taps` look between the layers; only `qwen3` goes on with what they give back.
+        `taps` see the states between layers; only `qwen3` continues from the values that they return.
         """
         ...
 

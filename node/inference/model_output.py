@@ -11,11 +11,11 @@ class LayerHooks(Protocol):
 
     @property
     def layers(self) -> frozenset[int]:
-        """Where to look: behind so many layers of the model, at least 1, less than it has."""
+        """Layer counts after which take() is called: at least 1, fewer than the model has."""
         ...
 
     def take(self, layer: int, x: Tensor) -> Tensor:
-        """The stream `x` [T, d] behind `layer` layers; what goes on from here: `x` itself, or something else.
+        """Read the residual stream `x` [T, d] after `layer` layers; return `x` or its replacement.
 
         `x` is overwritten afterwards. A network may call several times for one pass, each time for the
         tokens after the last ones, and may not be able to go on with something else: see Network.packed().

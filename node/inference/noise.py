@@ -68,8 +68,8 @@ def gumbel_at(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 def hash_bits(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """The hash [B, vocabulary] int32 of (seed, position, token id); all 32 bits are used.
 
-    A 64-bit key a row, of which one half is mixed in before and one between two 32-bit finalisers:
-    32-bit arithmetic halves the memory traffic, which is what this costs.
+    Each row has a 64-bit key; one half is mixed in before and one between two 32-bit finalisers.
+    32-bit arithmetic halves the memory traffic, which dominates the cost.
     """
     low, high = _keys(seeds, positions)
     tokens = torch.arange(vocabulary, dtype=torch.int32, device=seeds.device)

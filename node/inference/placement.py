@@ -62,7 +62,7 @@ class Part:
     def locate(self, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Offsets in `flat` of those `positions` [N] int64 that are in the block.
 
-        With them a mask [N] of which ones are, None for all.
+        Also returns a mask [N] of those positions, None if all are.
         """
         if self.whole and self.straight:
             return (positions + self.target if self.target else positions), None
@@ -117,7 +117,7 @@ class ParameterPlacement:
         return sorted(self.shapes.keys() - self._parts.keys() - self.absent)
 
     def still_holds(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether the model's parameters are where they were: else what is written is lost."""
+        """Return whether the parameters still have their addresses: writes to old ones would be lost."""
         return self._addresses == _addresses(parameters)
 
     def prepare(
@@ -147,10 +147,10 @@ def trace(
     parameters: Mapping[str, Tensor],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> ParameterPlacement | str:
-    """Send all `tensors` through `load` without writing: their places, or what is wrong with them.
+    """Send all `tensors` through `load` without writing; return their places, or an error.
 
     Each tensor that is copied must be copied unbroadcast, and together they must fill every parameter.
-    What is copied nowhere is `absent`: no model's where no other rank holds it either.
+    A tensor copied nowhere is `absent`; if every rank lacks it, the model does not have it.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     absent: set[str] = set()

@@ -1,4 +1,4 @@
-"""Sampling that can be repeated: whoever knows the seed draws the same tokens from the same logits.
+"""Sample tokens reproducibly: the same seed draws the same tokens from the same logits.
 
 The noise is noise.py's, so what a row draws cannot depend on its neighbours, its row number or the
 size of the batch.
@@ -35,7 +35,7 @@ class Narrowed:
     rows: Tensor
     """[N] int64, ascending."""
     top_k: Tensor
-    """[N] int64: so many; 0 is all."""
+    """[N] int64: draw from this many of the likeliest tokens; 0 is all."""
     top_p: Tensor
     """[N] fp32: those that hold this probability together, and one at least; 1 is all."""
 

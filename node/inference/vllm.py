@@ -4,8 +4,8 @@ core in yet another one.
 The weights never change under a running step: load() and write() pause generation, write them in
 place, empty the prefix cache and resume, so a token belongs to exactly one policy version.
 
-This file and vllm_worker.py (in vLLM's worker) are the only ones that import vLLM. Only what is the
-same in all supported releases is called:
+This file and vllm_worker.py (in vLLM's worker) are the only ones that import vLLM. They call only
+interfaces that are the same in all supported releases:
 
     release   torch    where            differs, and is therefore not used
     0.25.1    2.11     CUDA (12.x/13)   no weight versions in outputs; other weight-transfer routes
@@ -113,7 +113,7 @@ class VllmMeter:
                     self._preemptions += 1
 
     def begin(self, prompt: int) -> None:
-        """A request with a prompt of so many tokens goes to vLLM."""
+        """Count a request to vLLM with a prompt of `prompt` tokens."""
         self._prompt_tokens += prompt
         if not self._pending:
             self._moved = time.monotonic()
@@ -166,7 +166,7 @@ Ask = Callable[[list[list[int]], list[int]], Awaitable[list[list[Any]]]]
 
 @dataclass(frozen=True)
 class CollectedTokens:
-    """What was drawn for one request."""
+    """The logprobs, versions and fingerprints of one request's tokens."""
 
     logprobs: list[float]
     spans: tuple[tuple[int, int], ...]
@@ -188,7 +188,7 @@ class CompletionCollector:
         self._asking = asyncio.Lock()
 
     async def collect(self, key: int, tokens: int) -> CollectedTokens:
-        """What was drawn for the request `key`, which ended after `tokens` tokens. Raises EngineError."""
+        """Fetch the records of the request `key`, which ended after `tokens` tokens. Raises EngineError."""
         self._wanted[key] = tokens
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -207,7 +207,7 @@ class CompletionCollector:
         self._forgotten.append(key)
 
     async def tidy(self) -> None:
-        """Tell the worker what was given up, if that is much."""
+        """Tell the worker which requests were abandoned, once there are many."""
         if len(self._forgotten) >= MOST_FORGOTTEN and not self._asking.locked():
             async with self._asking:
                 await self._question({})
@@ -259,7 +259,7 @@ START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, 
 class VllmCore:
     """Implements Replica. `engine.vllm` of the config is laid over vLLM's engine arguments.
 
-    Whoever calls it replaces its weights one call after the other. After an EngineLost it is of no use.
+    Callers must replace weights one call at a time. After an EngineLost it cannot be used again.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -325,8 +325,8 @@ class VllmCore:
     async def load(self, version: int, path: str) -> Written:
         """Replace the weights in place; requests in flight go on under the new ones.
 
-        Their keys and values are computed anew, so what they draw next is what the new policy would
-        draw after the same tokens.
+        Their keys and values are recomputed, so their next tokens are those that the new policy would
+        draw after the same prefix.
         """
         return await self._replace("primerl_load", version, path)
 
@@ -351,7 +351,7 @@ class VllmCore:
         try:
             await collector.tidy()
             output = await self._drawn(request, key)
-        except BaseException:  # also when cancelled: nobody will collect it
+        except BaseException:  # also when cancelled: its records will not be collected
             collector.forget(key)
             raise
         token_ids = list(output.token_ids)
@@ -437,7 +437,7 @@ class VllmCore:
                 if not empty:  # pausing emptied it, and nothing ran since
                     raise self._lost("could not empty its prefix cache")
             except BaseException:
-                # also when cancelled: nobody knows any more which weights are in there
+                # also when cancelled: the engine's weights are now unknown
                 self._fault = self._fault or "was interrupted while its weights were replaced"
                 raise
             written = time.monotonic()
@@ -473,11 +473,11 @@ class VllmCore:
         return output
 
     async def _versions(self, keys: Sequence[int]) -> list[list[int]]:
-        """Recorder.versions in the workers, of which one has something."""
+        """Call Recorder.versions in all workers; only one of them has records."""
         return list(itertools.chain(*await self._rpc("primerl_versions", list(keys))))
 
     async def _ask(self, wanted: list[list[int]], forgotten: list[int]) -> list[list[Any]]:
-        """Recorder.collect in the workers, of which one has something."""
+        """Call Recorder.collect in all workers; only one of them has records."""
         answers = await self._rpc("primerl_collect", wanted, forgotten)
         return list(itertools.chain(*answers))
 

@@ -176,7 +176,7 @@ class ApiServer:
         return serve
 
     async def _versions(self, reply: Reply) -> tuple[int, int] | None:
-        """The first and the last policy version of what was drawn so far; None for nothing."""
+        """Return the first and last policy version of the tokens drawn so far; None without tokens."""
         found = [version for spans in await self._spans(reply.keys) for version in spans]
         return (min(found), max(found)) if found else None
 

@@ -259,7 +259,7 @@ def check_release(release: str) -> None:
 
 
 def check_installed() -> None:
-    """check_release() of what is installed here, if anything is."""
+    """Check the installed release of vLLM, if there is one. Raises as check_release()."""
     if release := installed_release():
         check_release(release)
 
@@ -400,7 +400,7 @@ GREEDY_BELOW = 1e-5
 WORKER_EXTENSION = f"{__package__}.vllm_worker.WorkerExtension"
 
 NO_DOMAIN = "media.invalid"
-"""A client's messages must not make this machine fetch what they name, and no host has this name."""
+"""A domain that no host has: a client's messages must not make this machine fetch the URLs in them."""
 
 _CPU_STEP_TOKENS = 4096
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -470,7 +470,7 @@ def check_device(device: str, *, cpu: bool) -> None:
 
 
 def set_environment(*, cpu: bool) -> None:
-    """Set what ENVIRONMENT lists, leaving alone what is already set."""
+    """Set the variables of ENVIRONMENT that are not set yet."""
     for variable in ENVIRONMENT:
         if variable.where in ("both", "cpu" if cpu else "gpu"):
             os.environ.setdefault(variable.name, variable.value)

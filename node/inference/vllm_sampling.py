@@ -2,7 +2,7 @@
 
 vLLM runs a step as execute_model() (the model, compiled or as a CUDA graph) and then sample_tokens().
 Both are wrapped, and the sampler's sample() is replaced, all as attributes of one model runner, after
-vLLM has captured its graphs. What is wrapped must be what is known here: Hooks.install() refuses a
+vLLM has captured its graphs. Hooks.install() refuses a
 runner that it does not know, and a step that draws without our sampler raises. Two runners are known
 (vLLM 0.25 to 0.33): V1 (`GPUModelRunner`, and the CPU's) and V2 (`gpu.model_runner`, CUDA only).
 
@@ -38,7 +38,7 @@ class SampledStep(NamedTuple):
     positions: NDArray[np.int64]
     """How long each sequence is, and so the position of the token that is drawn now."""
     sampling: NDArray[np.bool_]
-    """False for a part of a prompt: its row of logits is drawn from, but nobody reads the token."""
+    """False for a part of a prompt: its row of logits is sampled, but the token is not used."""
     hidden: Tensor
     """[n, width]: what feeds the head."""
 
@@ -127,7 +127,7 @@ class PendingCopy:
     """A copy on its way to the host, and what to do with it there."""
 
     event: Any
-    """torch.cuda.Event; None for what is there already."""
+    """torch.cuda.Event; None if the data is on the host already."""
     file: Callable[[], None]
 
 
@@ -158,7 +158,7 @@ class Recorder:
         self._signs = _padded_signs(width).to(device, kind) if projects else None
         self._scale = np.float32(1 / np.sqrt(width))
         self._columns = 1 if self._signs is None else 1 + NUMBERS
-        # never written before it is used: what is not used takes no memory
+        # np.empty: pages that are never written take no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)
         self._buffers: list[Tensor] = []
         self._pending: deque[PendingCopy] = deque()
@@ -170,7 +170,7 @@ class Recorder:
         """False on the ranks that the node collects nothing from."""
 
     def warm_up(self, logits: Tensor, hidden: Tensor) -> None:
-        """Compute once what a step computes, for two of each: what is compiled is compiled now."""
+        """Run a step's computations once, on two rows, so that compilation happens now."""
         with torch.inference_mode():
             numbers = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
             drawn = draw(logits, numbers.float() + 1, numbers, numbers)
@@ -287,7 +287,7 @@ class Recorder:
         columns[:, 0] = logprobs
         return columns
 
-    # -- what has come -----------------------------------------------------------------------------
+    # -- finished copies ---------------------------------------------------------------------------
 
     def settle(self, *, all_of_it: bool = False) -> None:
         """File the copies that have come; `all_of_it` waits for the others."""
@@ -337,7 +337,7 @@ class Recorder:
         return [[version for _, version in slots.spans[slot]] for slot in found]
 
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
-        """What was drawn for the requests of `wanted` [[key, tokens], ...], as far as it has come.
+        """Return the records of the requests `wanted` [[key, tokens], ...] that have arrived.
 
         Each is [key, rows as bytes, [[token, version], ...]]; it is kept until it is in `forget`, so that an
         answer that was lost can be asked for again. Never waits.

@@ -201,7 +201,9 @@ class LinkAcceptor:
 
     async def _probe(self, peer: bytes, stream: Stream, request: Probe) -> None:
         if not self._may_probe(peer):
-            raise RemoteProtocolError(Reason.NOT_ADMITTED, "nobody told us to measure with you")
+            raise RemoteProtocolError(
+                Reason.NOT_ADMITTED, "this node was not asked to measure with you"
+            )
         await self._answers.answer(peer, stream, request)
 
     def _may_probe(self, peer: bytes) -> bool:

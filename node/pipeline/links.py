@@ -409,7 +409,7 @@ class LocalLink:
         except (OSError, EOFError) as error:
             logger.debug("the engine's connection ended: %s", error)
         except RemoteProtocolError as error:
-            words = f"the engine's process says what is no frame: {error}"
+            words = f"the engine's process sent an invalid frame: {error}"
             logger.error("%s", words)
         finally:
             writer.transport.abort()

@@ -315,7 +315,7 @@ def holds(order: Sequence[Offered], costs: Costs, tokens: int) -> bool:
 
 
 def _tokens(sequences: int, terms: PlanLimits, block: int) -> int:
-    """Room for that many of full length, in whole blocks, of which vLLM keeps one for itself."""
+    """Return the cache tokens for `sequences` of full length, in whole blocks, plus vLLM's own block."""
     return (-(-sequences * terms.max_model_len // block) + 1) * block
 
 

@@ -282,7 +282,7 @@ Load = Callable[[], tuple[tuple[Array, ...], bytes]]
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A frame to be sent, where to, and what has yet to come into it; without a frame `target` ends."""
+    """A frame to send, its target and the parts it still lacks; without a frame `target` is closed."""
 
     target: socket.socket
     frame: Frame | None = None

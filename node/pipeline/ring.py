@@ -511,7 +511,7 @@ class Ring:
         return self._out.up and self._in is not None and self._local.connected
 
     def _missing(self) -> str:
-        """What is not there, in words."""
+        """Describe the missing connection."""
         before, after = self._before(), (self.rank + 1) % len(self.plan.stages)
         if not self._local.connected:
             return "the engine has not connected yet"

@@ -105,9 +105,9 @@ class Followers:
         self._closing = False
         self._processes: list[Any] = []
         self.turns = RankPipes(())
-        """For what all ranks do together, and so in one order: steps, and weights between two of them."""
+        """For work that all ranks do together, in one order: steps, and weight writes between steps."""
         self.beside = RankPipes(())
-        """For what they do beside that, in a thread of its own."""
+        """For work outside the steps, in a thread of its own."""
 
     def __len__(self) -> int:
         return self._count

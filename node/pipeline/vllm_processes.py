@@ -3,7 +3,7 @@
 HeadCore is all of vLLM's engine, with some layers. StageCore is vLLM's worker alone. It schedules nothing:
 each micro-batch comes down the ring with its own schedule (stage_loop.py), in a thread of its own, and weights
 are written when the ring says so. With engine.tp this process is the first of the stage's ranks, and speaks for
-all of them. Run as `python -m ... head` or `stage`; inference/host.py is what they answer with.
+all of them. Run as `python -m ... head` or `stage`; both answer through inference/host.py.
 """
 
 import asyncio

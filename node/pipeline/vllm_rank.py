@@ -183,7 +183,7 @@ class StageExecutor(RankExecutor):
         return [*own, *others()]
 
     def beside(self, method: str, *arguments: Any) -> list[Any]:
-        """On all ranks, beside what they compute; on this one last: a version that is here is on all."""
+        """Call on all ranks outside the steps, on this one last: a version that it has, all have."""
         others = self.followers.beside.ask(method, *arguments)
         return [getattr(self.worker, method)(*arguments), *others]
 

@@ -87,9 +87,9 @@ class HeadRecorder(Recorder):
     def file(
         self, names: Sequence[str], lengths: Sequence[int], rows: Floats, trail: bytes
     ) -> None:
-        """Keep `rows` [n, columns]: of each of these sequences the token that was drawn at that length.
+        """Keep `rows` [n, columns]: for each sequence, the record of the token drawn at that length.
 
-        `trail` holds their fingerprints, or nothing. Raises EngineError for what has another shape.
+        `trail` holds their fingerprints, or nothing. Raises EngineError for another shape.
         """
         if rows.dtype != np.float32 or rows.shape != (len(names), self._columns):
             raise EngineError("the last stage sent other numbers than asked for")

@@ -96,7 +96,7 @@ class ValidatorRecord:
     def compare(self, theirs: Sequence[Outcome], ours: Sequence[Outcome]) -> bool:
         """Take in one job that was measured twice; return whether both came to the same judgements.
 
-        Two honest machines differ by noise: one may find suspect what is clean to the other, never guilty.
+        Two honest machines differ by noise: one may judge clean and the other suspect, but never guilty.
         """
         differing = 0
         for told, own in zip(theirs, ours, strict=True):

@@ -205,8 +205,8 @@ class StageCandidates:
 
 LEDGER = "pipelines"
 PLAN_TTL_S = 7 * 86400
-"""A plan is sealed anew at half of it. Nobody has to hear of that in time: lines open by the old one as well,
-and what ends a plan is a newer generation."""
+"""A plan is sealed anew at half of it. Nodes need not learn of that in time: links also open by the old seal,
+and only a newer generation ends a plan."""
 NEVER = -1e18
 
 
@@ -382,7 +382,7 @@ class PipelineCoordinator:
         return any(group.head == node and not group.void for group in self._groups.values())
 
     def orphans(self) -> list[bytes]:
-        """Stages 0 whose plan ended and that are silent: what they had goes to others. Each is named once."""
+        """Stages 0 whose plan ended and that are silent: their work goes to others. Each is named once."""
         now = self._clock()
         self._sweep(now)
         leading = {group.head for group in self._groups.values() if not group.void}

@@ -34,7 +34,7 @@ Dissolve = Callable[[bytes, bytes, str], None]
 
 @dataclass
 class Tally:
-    """What was found of one plan so far."""
+    """The evidence against the stages of one plan so far."""
 
     doubt: list[float]
     """Nats, by stage: a CUSUM of the outcomes of all rollouts that can be of it."""

@@ -325,7 +325,7 @@ def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Leas
 
 
 def raise_unless_own(receipt: bytes, run: bytes, trainer: bytes, peer: bytes) -> None:
-    """A receipt is repeated to the node that it was given to, and to nobody else."""
+    """Refuse to repeat a receipt to any node but its recipient. Raises RemoteProtocolError."""
     try:
         unseal(receipt, Purpose.RECEIPT, Receipt, now=0, run=run, signer=trainer, recipient=peer)
     except RemoteProtocolError as error:

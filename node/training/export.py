@@ -27,7 +27,7 @@ from .world import World
 ALIGN = 8
 """Every array in a message begins at a multiple of this, so that any element type may be viewed there."""
 NOTHING, DENSE = 0, -1
-"""What is said of a chunk instead of the number of elements that differ."""
+"""Markers of a chunk in place of its number of differing elements."""
 
 
 @dataclass(frozen=True)
@@ -435,7 +435,7 @@ class PolicyExporter:
 
 
 def compare(held: torch.Tensor, new: torch.Tensor) -> Difference | None:
-    """What is not as `held`, on the device; None for nothing."""
+    """Return the elements of `new` that differ from `held`, on the device; None if all are equal."""
     index = torch.nonzero(new != held).view(-1)  # waits for the device: how many is known now
     if not index.numel():
         return None
@@ -464,7 +464,7 @@ def _buckets(sources: Sequence[Source], size: int) -> Iterator[list[Source]]:
 
 
 def _by_run(source: Source, whole: bool, pieces: Sequence[HostPiece]) -> Iterator[TensorDiff]:
-    """What was found about the checkpoint tensors of one source."""
+    """Yield the differences of one source's checkpoint tensors."""
     mine: list[list[HostPiece]] = [[] for _ in source.runs]
     if len(source.runs) == 1:
         mine[0].extend(pieces)

@@ -62,7 +62,7 @@ Policy = Mapping[str, torch.Tensor] | Iterable[Item]
 def named_sources(policy: Policy, rank: int) -> Iterator[Source]:
     """Tensors that have their checkpoint names already, whole (the first rank's count) or sharded.
 
-    What is a source passes.
+    Sources pass unchanged.
     """
     named = cast("Iterable[Item]", policy.items() if isinstance(policy, Mapping) else policy)
     for item in named:
@@ -220,7 +220,7 @@ def _tile(runs: tuple[TensorPiece, ...], count: int) -> bool:
 def _groups(
     model: "PreTrainedModel", rest: Mapping[str, torch.Tensor], outputs: Outputs
 ) -> list[tuple[list[str], Outputs]]:
-    """Model tensors that are turned back together, with what they become: by layer, if that does."""
+    """Group the model tensors that are converted together, with their outputs: by layer if possible."""
     if not rest:
         return []
     layers: dict[str, list[str]] = {}

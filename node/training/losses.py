@@ -310,7 +310,7 @@ def _find(path: str) -> Callable[..., Any]:
 
 
 def _fault(result: object, inputs: TokenInputs) -> str | None:
-    """What is wrong with what a custom loss returned, or None."""
+    """Return the error in a custom loss's result, or None."""
     if not isinstance(result, TokenLoss):
         return f"returned {type(result).__name__}: return a TokenLoss (TokenLoss.unmasked(values))"
     shape = inputs.logprobs.shape

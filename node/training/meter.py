@@ -98,7 +98,7 @@ class StepMeter:
         self._seconds = {}
 
     def phase(self, name: str) -> None:
-        """What was done since the last call, or the start, was `name`."""
+        """Attribute the time since the last call, or the start, to the phase `name`."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()

@@ -250,13 +250,13 @@ class TrainedModel(nn.Module):
             module.__dict__.pop("forward", None)
 
     def masters(self) -> dict[str, Tensor]:
-        """What is learned, fp32, by name; a tied weight appears once. Ask before the first forward pass."""
+        """Return the trained parameters, fp32, by name; tied weights once. Call before any forward pass."""
         if self._masters is not None:
             return self._masters.named
         return dict(self.causal.named_parameters())
 
     def settle(self) -> None:
-        """The masters were changed: compute with what they are now."""
+        """Take changed masters into the computing weights."""
         if self._masters is not None:
             self._masters.settle()
 

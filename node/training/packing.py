@@ -48,7 +48,7 @@ class MicroBatch:
         return len(self.rows)
 
     def part(self, index: int, count: int) -> "MicroBatch":
-        """The `index`-th of `count` equal parts of the row: tokens and what they predict; lengths stay."""
+        """Return part `index` of `count` equal parts of the row, inputs and targets; lengths stay."""
         size = len(self.token_ids) // count
         start, stop = index * size, (index + 1) * size
         own = slice(*np.searchsorted(self.rows, [start, stop]))

@@ -179,7 +179,7 @@ class _Growing:
     def __init__(self, found: TensorDiff, old: Tensor | None) -> None:
         self.old = old
         self.data = None if old else np.empty(numel(found.shape), BITS[found.dtype])
-        """What is written into; None as long as nothing has changed."""
+        """The new bits; None while nothing has changed."""
         self.pieces: list[Piece] = []
         self.found: list[Positions | None] = []
         """Where each piece changed the tensor; None: anywhere in it."""

@@ -95,7 +95,7 @@ class AdmissionControl:
         return (after - before) / max(now - begun, POLL_S)
 
     def groups_of(self, size: int) -> None:
-        """Sequences come in groups of so many."""
+        """Set the group size of the concurrency controller."""
         self._concurrency.groups_of(size)
 
     async def run(self) -> None:
@@ -390,7 +390,7 @@ class GenerationClock:
 
 
 def _failed(lease: Lease, reference: TaskRef, detail: str) -> GroupRecord:
-    """A group of which nothing was played."""
+    """Return a group whose rollouts all failed before they began."""
     records = (RolloutRecord((), 0.0, detail[:MAX_DETAIL]),) * lease.group_size
     return GroupRecord(reference.index, reference.digest, records)
 
@@ -419,7 +419,7 @@ def rollout_record(episode: Episode) -> RolloutRecord:
 def crossed(groups: Sequence[Sequence[Episode]]) -> tuple[bytes, tuple[Crossed, ...]]:
     """The plan that most branches were drawn under, and what crossed between the stages in these.
 
-    What another plan made goes without: after a change of stages that is what was begun before.
+    Branches of another plan, begun before a change of stages, are left out.
     """
     placed = [
         (Crossed(group, index, number, branch.boundaries), branch.plan)

@@ -37,7 +37,7 @@ AHEAD = 2**53
 
 
 class PrepareRequests(Protocol):
-    """What is asked through: the ring of one plan, also while it is not whole."""
+    """Ask a plan's stages to prepare a version, also while their ring is incomplete."""
 
     plan: PipelinePlan
     """Whose stages."""

@@ -1,4 +1,4 @@
-"""What was made, on its way to the trainer: signed, kept on disk, uploaded, forgotten when the receipt is here.
+"""Sign submissions, keep them on disk and upload each until the trainer's receipt arrives.
 
 Signing and the disk are left to the ledger's thread, so that generation waits for neither; what put() has taken
 in is on the disk, and stays there until the trainer has it or never wants it.
@@ -89,7 +89,7 @@ class UploadQueue:
             self._news.notify()
 
     async def run(self) -> None:
-        """Upload what is here and what comes, until cancelled."""
+        """Upload pending and new submissions until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(UPLOADS):
                 tasks.create_task(self._uploads())
@@ -124,7 +124,7 @@ class UploadQueue:
         return min(idle, default=(0.0, None))[1]
 
     async def _try(self, name: bytes, loop: asyncio.AbstractEventLoop) -> None:
-        """Upload one; after a failure nobody of us knocks for a while."""
+        """Upload one submission; a failure pauses all uploads for a while."""
         kept = self._kept[name]
         kept.moving = True
         try:

@@ -258,7 +258,7 @@ RETRY_S = 0.5
 LOOK_S = 1.0
 """Wait for a head that is expected before asking for it."""
 AHEAD_S = 600.0
-"""Plan anew what is fetched ahead after this time."""
+"""Plan prefetching anew after this time."""
 COLLECT_EVERY = 16
 COMMITTED = "committed"
 
