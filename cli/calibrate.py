@@ -101,14 +101,14 @@ async def _measure(
     from ..node.ops.errors import UsageError
     from ..node.verification.calibration import Calibrator
 
-    parts = Factories()
+    factories = Factories()
     with tempfile.TemporaryDirectory(prefix="primerl-") as directory:
         model_dir = await rundir.prepare_model(config, Path(directory))
         source = weights or model_dir
         found = await asyncio.to_thread(huggingface.read_state, source)
         state = tensors.bf16_state((name, tensors.to_torch(one)) for name, one in found.items())
         sampling = config.sampling
-        tasks = parts.environment(
+        tasks = factories.environment(
             config.environment, model_dir, config.seed, sampling.max_tokens, sampling.temperature
         )
         try:
@@ -118,10 +118,10 @@ async def _measure(
                 model_dir,
                 state,
                 tasks,
-                parts.auditor(config.engine, config.verification.audit_timeout_s),
+                factories.auditor(config.engine, config.verification.audit_timeout_s),
                 wanted,
                 say=lambda line: typer.echo(line, err=True),
-                make_engine=parts.engine,
+                make_engine=factories.engine,
             ).run()
         except EnvironmentFailed as error:
             raise UsageError(f"environment {config.environment.id!r} failed: {error}") from error

@@ -68,7 +68,7 @@ async def evaluate(
     config: EvalConfig,
     *,
     watch: Watch,
-    parts: EvalFactories | None = None,
+    factories: EvalFactories | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> list[Cell]:
     """Measure every cell, or find it on disk; results.json and the rollouts are in config.directory.
@@ -83,7 +83,7 @@ async def evaluate(
         _begin(config)
         cells = CellStore(config.directory)
         suite = EvalSuite(config, cells, watch, len(local) + len(keys))
-        evaluation = _Evaluation(config, suite, parts or EvalFactories())
+        evaluation = _Evaluation(config, suite, factories or EvalFactories())
         await evaluation.local(local)
         for endpoint, key in zip(config.endpoints, keys, strict=True):
             await evaluation.endpoint(endpoint, key)
@@ -129,10 +129,10 @@ def _key(endpoint: EndpointConfig, environ: Mapping[str, str]) -> str:
 class _Evaluation:
     """Opens models and endpoints, and measures them."""
 
-    def __init__(self, config: EvalConfig, suite: EvalSuite, parts: EvalFactories) -> None:
+    def __init__(self, config: EvalConfig, suite: EvalSuite, factories: EvalFactories) -> None:
         self._config = config
         self._suite = suite
-        self._parts = parts
+        self._factories = factories
 
     async def local(self, huggingface: Sequence[Candidate]) -> None:
         """Measure local models: those that differ in weights alone share an engine."""
@@ -141,7 +141,7 @@ class _Evaluation:
             groups.setdefault(await asyncio.to_thread(contract, one), []).append(one)
         for group in groups.values():
             async with AsyncExitStack() as open_things:
-                loader = _Loader(self._config, self._parts, group[0].model_dir, open_things)
+                loader = _Loader(self._config, self._factories, group[0].model_dir, open_things)
                 environments = _Started(self._environment(group[0].model_dir), open_things)
                 for one in group:
                     await self._suite.measure(await self._model(one, loader, environments))
@@ -162,13 +162,13 @@ class _Evaluation:
         )
 
     def _environment(self, model_dir: Path) -> Callable[[EvaluatedEnvironment], Environment]:
-        sampling, make = self._config.sampling, self._parts.environment
+        sampling, make = self._config.sampling, self._factories.environment
         limits = (self._config.seed, sampling.max_tokens, sampling.temperature)
         return lambda one: make(one, model_dir, *limits)
 
     async def endpoint(self, endpoint: EndpointConfig, key: str) -> None:
         """Measure a model behind an API."""
-        config, make = self._config, self._parts.text_environment
+        config, make = self._config, self._factories.text_environment
         sampling = config.sampling
         asked = {"url", "model", "max_tokens_field", "send_seed", "options"}
         how = endpoint.model_dump(mode="json", include=asked)
@@ -219,10 +219,14 @@ class _Loader:
     """One engine that holds the weights of several models in turn."""
 
     def __init__(
-        self, config: EvalConfig, parts: EvalFactories, model_dir: Path, open_things: AsyncExitStack
+        self,
+        config: EvalConfig,
+        factories: EvalFactories,
+        model_dir: Path,
+        open_things: AsyncExitStack,
     ) -> None:
         self._config = config
-        self._parts = parts
+        self._factories = factories
         self._model_dir = model_dir
         self._open_things = open_things
         self._engine: Engine | None = None
@@ -254,7 +258,7 @@ class _Loader:
         )
 
     async def _start(self) -> Engine:
-        engine = self._parts.engine(self._config.engine)
+        engine = self._factories.engine(self._config.engine)
         self._open_things.push_async_callback(engine.close)
         await engine.start(self._model_dir)
         self._engine = engine

@@ -93,12 +93,12 @@ class OwnPolicy(Node):
         config: ServeConfig,
         key: SecretKey,
         announce: Announce,
-        parts: Factories | None = None,
+        factories: Factories | None = None,
     ) -> None:
         super().__init__(config, key, config.directory, "inference")
         self._config = config
         self._announce = announce
-        self._parts = parts or Factories()
+        self._factories = factories or Factories()
         self._server: HttpServer | None = None
         self._url = ""
 
@@ -108,7 +108,7 @@ class OwnPolicy(Node):
 
     async def _work(self) -> None:
         found = await asyncio.to_thread(find_policy, self._config)
-        engine = self._parts.engine(self._config.engine)
+        engine = self._factories.engine(self._config.engine)
         try:
             await self._serve_from(engine, found)
         finally:
@@ -137,7 +137,7 @@ class FollowedPolicy(PeerNode):
         config: ServeConfig,
         key: SecretKey,
         announce: Announce,
-        parts: Factories | None = None,
+        factories: Factories | None = None,
     ) -> None:
         shared = {name: getattr(config, name) for name in ("fsync", "network", "engine", "weights")}
         joining = JoinConfig(
@@ -148,14 +148,14 @@ class FollowedPolicy(PeerNode):
             wait_for_trainer_s=math.inf,
             **shared,
         )
-        super().__init__(joining, key, config.directory, parts)
+        super().__init__(joining, key, config.directory, factories)
         self._serve_config = config
         self._announce = announce
         self._server: HttpServer | None = None
         self._url = ""
 
     async def _take_part(self, joined: JoinedRun) -> None:
-        hosted = self._parts.engine(self._config.engine)
+        hosted = self._factories.engine(self._config.engine)
         engine = adapted(hosted, joined.documents.manifest)
         try:
             await self._serve_from(engine, hosted, joined)
@@ -185,7 +185,7 @@ class FollowedPolicy(PeerNode):
         finally:
             asking.cancel()
             await asyncio.wait([asking])
-        logger.info("the run has ended: %s", joined.stack.heads.ended)
+        logger.info("the run has ended: %s", joined.services.heads.ended)
 
     async def _say_when_ready(self, weights: WeightSync) -> None:
         while not await weights.wait_order((0, 0), LOOK_AGAIN_S):

@@ -76,7 +76,7 @@ Questions = WatchHeads | GetHeads | Hello
 class JoinedRun:
     """A run that admitted this node."""
 
-    stack: NodeServices
+    services: NodeServices
     documents: rundir.RunDocuments
     model_dir: Path
     """The files of the model contract; no weights."""
@@ -91,13 +91,13 @@ class PeerNode(Node):
     """A node that joined a run by its ticket."""
 
     def __init__(
-        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Factories | None = None
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, factories: Factories | None = None
     ) -> None:
         super().__init__(config, key, data_dir, config.role)
         self._config = config
-        self._parts = parts or Factories()
+        self._factories = factories or Factories()
         self._ticket = ""
-        self._stack: NodeServices | None = None
+        self._services: NodeServices | None = None
         self._weights: WeightSync | None = None
         self._name = ""
         self._obstacle = ""
@@ -110,7 +110,7 @@ class PeerNode(Node):
         self._ticket = usable_ticket(self._config.ticket, self.data_dir, int(time.time()))
         ticket = tickets.read(self._ticket, now=0)
         directory = run_directory(self.data_dir, ticket.run)
-        ledger = self._parts.ledger(directory / "ledger.db", fsync=self.config.fsync)
+        ledger = self._factories.ledger(directory / "ledger.db", fsync=self.config.fsync)
         try:
             commands = {"status": self._status, "peers": self._peers}
             await self.serve(
@@ -123,7 +123,7 @@ class PeerNode(Node):
         """Do what the role does until the run ends."""
         raise NotImplementedError
 
-    def _pipelines(self, stack: NodeServices) -> Handler:
+    def _pipelines(self, services: NodeServices) -> Handler:
         """What answers those who share a model with this node."""
         return no_pipelines
 
@@ -137,50 +137,56 @@ class PeerNode(Node):
             trainer=ticket.trainer,
             role=self._config.role,
             bootstrap=ticket.discovery,
-            parts=self._parts,
-        ) as stack:
-            self._stack = stack
-            stack.peers.hint(ticket.trainer, ticket.addresses)
+            factories=self._factories,
+        ) as services:
+            self._services = services
+            services.peers.hint(ticket.trainer, ticket.addresses)
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(
-                        stack.router(PeerHandler(stack).handle, self._pipelines(stack)).run()
+                        services.router(
+                            PeerHandler(services).handle, self._pipelines(services)
+                        ).run()
                     ),
-                    tasks.create_task(stack.watch_fraud()),
+                    tasks.create_task(services.watch_fraud()),
                 ]
-                gossip = stack.gossip()
+                gossip = services.gossip()
                 if gossip is not None:
                     background.append(tasks.create_task(gossip.run()))
                 try:
-                    await self._take_part(await self._join(stack, ticket, directory))
-                    self.farewell = printable(f"the run has ended: {stack.heads.ended}", MAX_NAME)
-                    if stack.heads.outcome == "failed":
-                        raise RunFailed(printable(f"the run failed: {stack.heads.ended}", MAX_NAME))
+                    await self._take_part(await self._join(services, ticket, directory))
+                    self.farewell = printable(
+                        f"the run has ended: {services.heads.ended}", MAX_NAME
+                    )
+                    if services.heads.outcome == "failed":
+                        raise RunFailed(
+                            printable(f"the run failed: {services.heads.ended}", MAX_NAME)
+                        )
                 except RunOver as over:
                     self.farewell = printable(f"the run has ended: {over}", MAX_NAME)
                 except (NodeError, ExceptionGroup) as error:
-                    await self._say_why(stack, error)
+                    await self._say_why(services, error)
                     raise
                 finally:
                     for task in background:
                         task.cancel()
 
-    async def _join(self, stack: NodeServices, ticket: Ticket, directory: Path) -> JoinedRun:
+    async def _join(self, services: NodeServices, ticket: Ticket, directory: Path) -> JoinedRun:
         self.phase = "joining"
-        documents = await self._hello(stack, ticket)
+        documents = await self._hello(services, ticket)
         run = documents.manifest
         await asyncio.to_thread(self._check_environment, run)
         self._name, self._obstacle = run.name, "fetching the files of the model"
-        remember(stack.ledger, self._ticket)
+        remember(services.ledger, self._ticket)
         # `explain` checks verdicts by it when no trainer can be asked.
-        stack.ledger.set(MANIFEST, documents.sealed)
+        services.ledger.set(MANIFEST, documents.sealed)
         chunks = [file.chunk for file in run.model.files]
-        stack.keep_chunks.update(chunk.digest for chunk in chunks)
-        await stack.fetcher.fetch(chunks, (), ticket.trainer)
-        model_dir = rundir.write_model_files(run, stack.store, directory / "model")
+        services.keep_chunks.update(chunk.digest for chunk in chunks)
+        await services.fetcher.fetch(chunks, (), ticket.trainer)
+        model_dir = rundir.write_model_files(run, services.store, directory / "model")
         self._check_numerics(run)
-        upstreams = Upstreams(stack)
-        joined = JoinedRun(stack, documents, model_dir, upstreams)
+        upstreams = Upstreams(services)
+        joined = JoinedRun(services, documents, model_dir, upstreams)
         if run.adapters is not None:
             self._obstacle = "fetching the base weights"
             await self._fetch_base(joined, run.adapters)
@@ -189,18 +195,18 @@ class PeerNode(Node):
 
     async def _fetch_base(self, joined: JoinedRun, adapters: AdapterContract) -> None:
         """Fetch the base model of an adapter run, from other workers where they have it."""
-        stack, run = joined.stack, joined.documents.manifest
-        await stack.fetcher.fetch([adapters.base], (), stack.trainer)
+        services, run = joined.services, joined.documents.manifest
+        await services.fetcher.fetch([adapters.base], (), services.trainer)
         try:
-            chunks = await asyncio.to_thread(base_weights.chunks, run, stack.store)
-            stack.keep_chunks.update(chunk.digest for chunk in chunks)
+            chunks = await asyncio.to_thread(base_weights.chunks, run, services.store)
+            services.keep_chunks.update(chunk.digest for chunk in chunks)
             await joined.upstreams.ask()
-            await stack.fetcher.fetch(chunks, joined.upstreams.nodes, stack.trainer)
-            await asyncio.to_thread(base_weights.write, run, stack.store, joined.model_dir)
+            await services.fetcher.fetch(chunks, joined.upstreams.nodes, services.trainer)
+            await asyncio.to_thread(base_weights.write, run, services.store, joined.model_dir)
         except RemoteProtocolError as error:
             raise TicketError(f"this run cannot be joined ({error}): tell its trainer") from error
 
-    async def _hello(self, stack: NodeServices, ticket: Ticket) -> rundir.RunDocuments:
+    async def _hello(self, services: NodeServices, ticket: Ticket) -> rundir.RunDocuments:
         """Say hello until the trainer answers; it may not be up yet. Raises RunOver, NodeError."""
         pause, lines, start = RETRY_S, LogBackoff(), time.monotonic()
         limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
@@ -210,11 +216,11 @@ class PeerNode(Node):
                 self._config.role,
                 __version__,
                 tickets.sealed_bytes(self._ticket),
-                stack.record(),
+                services.record(),
                 unix_time=int(time.time()),
             )
             try:
-                welcome = await stack.links.request(
+                welcome = await services.links.request(
                     ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
                 )
                 _check_welcome(welcome, int(time.time()))
@@ -269,7 +275,7 @@ class PeerNode(Node):
         goal: Callable[[], AdmittedHead | None] | None = None,
     ) -> WeightSync:
         self._weights = WeightSync(
-            joined.stack, engine, joined.upstreams, share=share, goal=goal, on_policy=on_policy
+            joined.services, engine, joined.upstreams, share=share, goal=goal, on_policy=on_policy
         )
         return self._weights
 
@@ -277,13 +283,13 @@ class PeerNode(Node):
 
     async def _follow_while(self, joined: JoinedRun, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work` while the heads of the trainer, and of a few peers, are watched."""
-        stack = joined.stack
+        services = joined.services
         trainer = HeadFollower(
-            stack.heads,
-            stack.links,
-            stack.trainer,
+            services.heads,
+            services.links,
+            services.trainer,
             authority=True,
-            on_fraud=stack.report_fraud,
+            on_fraud=services.report_fraud,
         )
         async with asyncio.TaskGroup() as tasks:
             watches = [
@@ -347,35 +353,35 @@ class PeerNode(Node):
 
     async def _follow_peers(self, joined: JoinedRun) -> None:
         """Keep watches on the nearest upstream peers, as they come and go."""
-        stack = joined.stack
+        services = joined.services
         followed: dict[bytes, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
-            while not stack.heads.ended:
+            while not services.heads.ended:
                 wanted = joined.upstreams.nodes[:FOLLOWED_PEERS]
                 for peer in [peer for peer in followed if peer not in wanted]:
                     followed.pop(peer).cancel()
                 for peer in [peer for peer in wanted if peer not in followed]:
                     follower = HeadFollower(
-                        stack.heads,
-                        stack.links,
+                        services.heads,
+                        services.links,
                         peer,
                         authority=False,
-                        on_fraud=stack.report_fraud,
+                        on_fraud=services.report_fraud,
                     )
                     followed[peer] = tasks.create_task(follower.run())
                 await asyncio.sleep(1.0)
             for task in followed.values():
                 task.cancel()
 
-    async def _say_why(self, stack: NodeServices, error: Exception) -> None:
+    async def _say_why(self, services: NodeServices, error: Exception) -> None:
         """Tell the trainer what ended this node, so that its operator sees it in the run's status."""
         cause = first_cause(error) if isinstance(error, ExceptionGroup) else error
         if isinstance(cause, TicketError | NetworkError | RunFailed):
             return  # it never let us in, is not there, or knows
         goodbye = Goodbye(printable(one_line(cause), MAX_NAME))
         try:
-            await stack.links.request(
-                stack.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
+            await services.links.request(
+                services.trainer, ALPN_CONTROL, goodbye, Accepted, deadline=GOODBYE_S
             )
         except (TransportError, Refused, RemoteProtocolError) as refused:
             logger.debug("goodbye was not heard: %s", refused)
@@ -389,23 +395,23 @@ class PeerNode(Node):
     async def _status(self) -> Status:
         status = self.base_status()
         status.waiting_for = printable(self._waits_for(), MAX_WORDS)
-        stack, weights = self._stack, self._weights
-        if stack is None:
+        services, weights = self._services, self._weights
+        if services is None:
             return status
-        show_network(status, stack)
+        show_network(status, services)
         status.run_name = self._name
-        status.newest_version = stack.heads.order()[1]
+        status.newest_version = services.heads.order()[1]
         if weights is not None:
             if weights.version < 0 and self.phase == "running":
                 status.phase = "catching up"
             status.version = weights.version
-            status.chunk_bytes_by_source = stack.fetcher.by_source(stack.trainer)
+            status.chunk_bytes_by_source = services.fetcher.by_source(services.trainer)
             if weights.version >= 0:
                 status.detail = f"state {short(weights.state_digest)}"
         return status
 
     async def _peers(self) -> list[PeerRow]:
-        return peer_rows(self._stack) if self._stack is not None else []
+        return peer_rows(self._services) if self._services is not None else []
 
 
 def _check_welcome(welcome: Welcome, now: int) -> None:
@@ -423,16 +429,16 @@ def _check_welcome(welcome: Welcome, now: int) -> None:
 class PeerHandler:
     """Answers the control requests of peers: heads, and nothing that only a trainer may grant."""
 
-    def __init__(self, stack: NodeServices) -> None:
-        self._stack = stack
+    def __init__(self, services: NodeServices) -> None:
+        self._services = services
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
         """Answer one control request (a router handler)."""
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             request = await receive(stream, Questions)  # type: ignore[arg-type]
         if isinstance(request, WatchHeads):
-            await self._stack.head_server.watch(peer, stream, request)
+            await self._services.head_server.watch(peer, stream, request)
         elif isinstance(request, GetHeads):
-            await self._stack.head_server.get(stream, request)
+            await self._services.head_server.get(stream, request)
         else:
             raise RemoteProtocolError(Reason.NOT_FOUND, "this node is no trainer")

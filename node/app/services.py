@@ -53,7 +53,7 @@ async def open_services(
     trainer: bytes,
     role: Role,
     bootstrap: tuple[str, ...] = (),
-    parts: Factories,
+    factories: Factories,
 ) -> AsyncGenerator[NodeServices]:
     """Build and start everything over the node's ledger and chunk store.
 
@@ -61,12 +61,12 @@ async def open_services(
         BusyError: the configured port is taken.
     """
     async with AsyncExitStack() as cleanup:
-        transport = await _start_transport(config, key, ledger, parts)
+        transport = await _start_transport(config, key, ledger, factories)
         cleanup.push_async_callback(transport.close)
         peers = PeerTable()
         links = ConnectionPool(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
         cleanup.push_async_callback(links.close)
-        discovery = await _start_discovery(config, key, ledger, run_id, bootstrap, parts)
+        discovery = await _start_discovery(config, key, ledger, run_id, bootstrap, factories)
         if discovery is not None:
             cleanup.push_async_callback(discovery.close)
         arrivals = ChunkArrivals()
@@ -107,14 +107,14 @@ async def open_services(
 
 
 async def _start_transport(
-    config: NodeConfig, key: SecretKey, ledger: Ledger, parts: Factories
+    config: NodeConfig, key: SecretKey, ledger: Ledger, factories: Factories
 ) -> Transport:
     """On the configured port, else on the port of the last start, so that peers find us again."""
     wanted = config.network.port
     remembered = int.from_bytes(ledger.get(PORT) or b"", "big")
     for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
         try:
-            transport = await parts.transport(config.network, key, port)
+            transport = await factories.transport(config.network, key, port)
         except AddressInUse as error:
             if wanted:
                 raise BusyError(f"{error}: choose another --network.port") from error
@@ -137,7 +137,7 @@ async def _start_discovery(
     ledger: Ledger,
     run_id: bytes,
     bootstrap: tuple[str, ...],
-    parts: Factories,
+    factories: Factories,
 ) -> Discovery | None:
     """As _start_transport(), of libp2p's TCP port."""
     wanted = config.network.libp2p_port
@@ -145,7 +145,7 @@ async def _start_discovery(
     for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
         network = config.network.model_copy(update={"libp2p_port": port})
         try:
-            discovery = await parts.discovery(network, key, run_id, bootstrap)
+            discovery = await factories.discovery(network, key, run_id, bootstrap)
         except AddressInUse as error:
             if port == remembered and not wanted and port:
                 logger.warning("TCP port %d of the last start is taken, using another", port)

@@ -38,7 +38,7 @@ class SftFactories:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
-async def sft(config: SftConfig, *, watch: Watch, parts: SftFactories | None = None) -> Path:
+async def sft(config: SftConfig, *, watch: Watch, factories: SftFactories | None = None) -> Path:
     """Train to the end; returns the run directory, with weights in `weights/step_N`. Raises NodeError.
 
     `watch` is told of every step.
@@ -47,7 +47,7 @@ async def sft(config: SftConfig, *, watch: Watch, parts: SftFactories | None = N
     with _alone(config.run_dir):
         directory = prepare(config)
         configure(config.log, directory / "logs" / "sft.jsonl")
-        await _SftRun(config, watch, parts or SftFactories()).run()
+        await _SftRun(config, watch, factories or SftFactories()).run()
     return directory
 
 
@@ -87,10 +87,10 @@ def _alone(directory: Path) -> Generator[None]:
 
 
 class _SftRun:
-    def __init__(self, config: SftConfig, watch: Watch, parts: SftFactories) -> None:
+    def __init__(self, config: SftConfig, watch: Watch, factories: SftFactories) -> None:
         self._config = config
         self._watch = watch
-        self._parts = parts
+        self._factories = factories
         self._clock = PhaseClock()
 
     async def run(self) -> None:
@@ -126,7 +126,7 @@ class _SftRun:
         if wanted is None:
             return None
         length = self._config.training.seq_len
-        return self._parts.environment(wanted, model_dir, self._config.seed, length, 1.0)
+        return self._factories.environment(wanted, model_dir, self._config.seed, length, 1.0)
 
     async def _data(self, environment: Environment | None, model_dir: Path) -> Data:
         with self._clock.phase("data"):
@@ -145,11 +145,11 @@ class _SftRun:
     async def _learn(self, data: Data, model_dir: Path) -> dict[str, object]:
         """Train; when a rank dies, go on from the last checkpoint with new ones. Raises NodeError."""
         config = self._config
-        restarts = Restarts(config.training.fsdp.max_restarts, self._parts.sleep)
+        restarts = Restarts(config.training.fsdp.max_restarts, self._factories.sleep)
         own = Checkpoints(config.run_dir / run_files.CHECKPOINTS, keep_last=1)
         resume = config.resume
         while True:
-            backend = self._parts.backend(config)
+            backend = self._factories.backend(config)
             try:
                 with self._clock.phase("start"):
                     await backend.start(model_dir)

@@ -81,15 +81,15 @@ class StageSupervisor:
         self,
         config: JoinConfig,
         data_dir: Path,
-        parts: Factories,
+        factories: Factories,
         joined: JoinedRun,
         acceptor: LinkAcceptor,
         worker: PipelineWorker,
     ) -> None:
         self._config = config
-        self._key = joined.stack.key
+        self._key = joined.services.key
         self._socket = data_dir / SOCKET_NAME
-        self._parts = parts
+        self._factories = factories
         self._joined = joined
         self._acceptor = acceptor
         self._worker = worker
@@ -107,8 +107,8 @@ class StageSupervisor:
                 await self._take_stages(offers)
             finally:
                 offering.cancel()
-                if not self._joined.stack.heads.ended:
-                    await leave(self._joined.stack.links, self._joined.stack.trainer)
+                if not self._joined.services.heads.ended:
+                    await leave(self._joined.services.links, self._joined.services.trainer)
 
     def row(self) -> StageRow | None:
         """What there is to tell the operator of this node's stage; None while it has none."""
@@ -132,21 +132,21 @@ class StageSupervisor:
     # -- offers and plans ----------------------------------------------------------------------------
 
     async def _make_offers(self) -> StageOffers:
-        config, stack, documents = self._config, self._joined.stack, self._joined.documents
+        config, services, documents = self._config, self._joined.services, self._joined.documents
         fingerprint = documents.manifest.proofs.fingerprint
         offer = await asyncio.to_thread(
             make_offer, config.engine, config.pp, self._joined.model_dir, fingerprint
         )
         return StageOffers(
-            services=stack,
+            services=services,
             offer=offer,
-            probe=lambda peer: probe(stack.links, peer, deadline=PROBE_S),
+            probe=lambda peer: probe(services.links, peer, deadline=PROBE_S),
             allow=self._acceptor.allow,
         )
 
     async def _take_stages(self, offers: StageOffers) -> None:
         planned = None
-        while not self._joined.stack.heads.ended:
+        while not self._joined.services.heads.ended:
             if planned is None:
                 self._worker.enter(WAITING)
                 planned = await self._unless_ended(offers.newer(None))
@@ -155,7 +155,7 @@ class StageSupervisor:
 
     async def _unless_ended(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """What `waiting` gives; None once the run has ended."""
-        book = self._joined.stack.heads
+        book = self._joined.services.heads
         work = asyncio.ensure_future(waiting)
         try:
             while not work.done() and not book.ended:
@@ -184,7 +184,7 @@ class StageSupervisor:
         return None if moved.cancelled() else moved.result()
 
     def _make_chain(self, planned: AssignedPlan, local: LocalLink) -> RingSupervisor:
-        stack, stall_s = self._joined.stack, self._config.pp.stall_s
+        services, stall_s = self._joined.services, self._config.pp.stall_s
         key, run_id = self._key, self._joined.documents.run_id
         assert self._offers is not None  # run() makes them first
 
@@ -193,14 +193,14 @@ class StageSupervisor:
                 planned.sealed,
                 planned.plan,
                 planned.rank,
-                links=stack.links,
+                links=services.links,
                 local=local,
                 stall_s=stall_s,
                 trails=SignedTrails(key, run_id, planned.plan, planned.rank),
             )
 
         async def reachable(node: bytes) -> bool:
-            return await answers(stack.links, node, within_s=stall_s / 2)
+            return await answers(services.links, node, within_s=stall_s / 2)
 
         offers = self._offers
         return RingSupervisor(
@@ -224,7 +224,7 @@ class StageSupervisor:
 
     async def _lead(self, place: StagePlace, chain: RingSupervisor, config: EngineConfig) -> None:
         """Stage 0: an inference worker."""
-        head = self._head = self._parts.pipeline_head(config, place)
+        head = self._head = self._factories.pipeline_head(config, place)
 
         def order_of(version: int) -> Order | None:
             order = self._worker.writing
@@ -238,8 +238,8 @@ class StageSupervisor:
 
     async def _follow(self, place: StagePlace, chain: RingSupervisor, config: EngineConfig) -> None:
         """A later stage: no leases, only layers."""
-        run, stack = self._joined.documents.manifest, self._joined.stack
-        engine = self._parts.pipeline_stage(config, place)
+        run, services = self._joined.documents.manifest, self._joined.services
+        engine = self._factories.pipeline_stage(config, place)
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(chain.watch())
@@ -247,7 +247,7 @@ class StageSupervisor:
                 catchup = self._worker.stage_weights(
                     self._joined, engine, share_of(place.plan, place.rank)
                 )
-                role = StageRole(run=run, book=stack.heads, catchup=catchup, engine=engine)
+                role = StageRole(run=run, book=services.heads, catchup=catchup, engine=engine)
                 chain.prepare_own = role.prepare
                 await role.run()
                 watching.cancel()

@@ -61,7 +61,7 @@ class TicketIssuer:
 
     def __init__(
         self,
-        stack: "NodeServices",
+        services: "NodeServices",
         file: Path,
         *,
         ttl_s: float,
@@ -69,7 +69,7 @@ class TicketIssuer:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`ttl_s` and `uses` are of tickets for which nothing else is asked; `clock` says Unix seconds."""
-        self._stack = stack
+        self._services = services
         self._file = file
         self._ttl_s = ttl_s
         self._uses = uses
@@ -100,24 +100,24 @@ class TicketIssuer:
         uses = self._uses if uses is None else uses
         if not 0 <= uses <= 2**31:
             raise UsageError("uses is a number of nodes, or 0 for any number")
-        stack, now = self._stack, int(self._clock())
+        services, now = self._services, int(self._clock())
         ticket = Ticket(
-            run=stack.run_id,
-            trainer=stack.trainer,
-            addresses=stack.addresses(),
-            discovery=stack.discovery_addresses(),
+            run=services.run_id,
+            trainer=services.trainer,
+            addresses=services.addresses(),
+            discovery=services.discovery_addresses(),
             issued=now,
             expires=now + int(lasts_s),
             id=secrets.token_bytes(16),
             label=label,
             uses=uses,
         )
-        stack.ledger.add_ticket(ticket.id, ticket)
-        return SignedTicket(ticket, tickets.issue(stack.key, ticket))
+        services.ledger.add_ticket(ticket.id, ticket)
+        return SignedTicket(ticket, tickets.issue(services.key, ticket))
 
     def listed(self) -> list[IssuedTicket]:
         """All that were issued, oldest first."""
-        return self._stack.ledger.tickets()
+        return self._services.ledger.tickets()
 
     def revoke(self, name: str) -> list[IssuedTicket]:
         """Stop admitting nodes by the tickets with label `name`, or by the one whose id starts with it.
@@ -133,7 +133,7 @@ class TicketIssuer:
         if not found:
             raise UsageError(f"no ticket {name!r} can be revoked: `ticket list` shows them")
         for one in found:
-            self._stack.ledger.revoke_ticket(one.id, int(self._clock()))
+            self._services.ledger.revoke_ticket(one.id, int(self._clock()))
             logger.info("ticket %s (%s) was revoked", one.id.hex(), one.label)
         return found
 
@@ -149,7 +149,7 @@ class TicketIssuer:
 
     def _fresh(self, ticket: Ticket) -> bool:
         half = (ticket.issued + ticket.expires) / 2
-        known = self._stack.ledger.ticket(ticket.id)
+        known = self._services.ledger.ticket(ticket.id)
         if known is None or known.revoked or self._clock() >= half:
             return False
         return not known.uses or known.admitted < known.uses

@@ -53,7 +53,7 @@ EVALUATIONS = "evaluations.jsonl"
 
 async def open_eval_tasks(
     config: RunConfig,
-    parts: Factories,
+    factories: Factories,
     own: Environment,
     model_dir: Path,
     cleanup: AsyncExitStack,
@@ -69,7 +69,7 @@ async def open_eval_tasks(
         return [EvalTask(own.name, own, told.prompts, told.samples)]
     found: list[EvalTask] = []
     for one in told.environments:
-        environment = parts.environment(
+        environment = factories.environment(
             one, model_dir, config.seed, sampling.max_tokens, sampling.temperature
         )
         cleanup.push_async_callback(environment.close)
@@ -107,12 +107,16 @@ class Verification:
     """The auditor of a trainer, its queue of audits by validators, and its ban test."""
 
     def __init__(
-        self, config: RunConfig, documents: rundir.RunDocuments, trainer: bytes, parts: Factories
+        self,
+        config: RunConfig,
+        documents: rundir.RunDocuments,
+        trainer: bytes,
+        factories: Factories,
     ) -> None:
         """`trainer` is this node's id. Raises UsageError for validators that are no node ids."""
         settings = config.verification
         self._documents = documents
-        self._auditor = parts.auditor(config.engine, settings.audit_timeout_s)
+        self._auditor = factories.auditor(config.engine, settings.audit_timeout_s)
         self.queue = AuditQueue(
             run_id=documents.run_id,
             trainer=trainer,
@@ -165,12 +169,12 @@ class TrainerNode(Node):
         key: SecretKey,
         data_dir: Path,
         announce: Callable[[str], None],
-        parts: Factories | None = None,
+        factories: Factories | None = None,
     ) -> None:
         super().__init__(config, key, data_dir, "trainer")
         self._config = config
         self._announce = announce
-        self._parts = parts or Factories()
+        self._factories = factories or Factories()
         self._tickets: TicketIssuer | None = None
         self._clock = PhaseClock()
         self._services: NodeServices | None = None
@@ -178,11 +182,11 @@ class TrainerNode(Node):
         self._evaluation: OnlineEvaluation | None = None
         self._environment: Environment | None = None
         self._encoders = Encoders()
-        self._backend = self._parts.backend(config)
+        self._backend = self._factories.backend(config)
 
     async def run(self) -> None:
         """Train. Raises NodeError."""
-        ledger = self._parts.ledger(self.data_dir / "ledger.db", fsync=self.config.fsync)
+        ledger = self._factories.ledger(self.data_dir / "ledger.db", fsync=self.config.fsync)
         try:
             commands = {
                 "status": self._status,
@@ -213,7 +217,7 @@ class TrainerNode(Node):
             run_id=documents.run_id,
             trainer=self.key.node_id,
             role="trainer",
-            parts=self._parts,
+            factories=self._factories,
         ) as services:
             self._services = services
             rundir.check_clock(run, services.heads.latest(), int(time.time()))
@@ -237,7 +241,7 @@ class TrainerNode(Node):
 
     def _make_environment(self, model_dir: Path) -> Environment:
         sampling = self._config.sampling
-        return self._parts.environment(
+        return self._factories.environment(
             self._config.environment,
             model_dir,
             self._config.seed,
@@ -258,14 +262,14 @@ class TrainerNode(Node):
                 await asyncio.gather(environment.start(), self._backend.start(model_dir))
             except EnvironmentFailed as error:
                 raise UsageError(f"the environment does not start: {error}") from error
-        engine = adapted(self._parts.evaluation_engine(self._config.engine), documents.manifest)
-        verification = Verification(self._config, documents, self.key.node_id, self._parts)
+        engine = adapted(self._factories.evaluation_engine(self._config.engine), documents.manifest)
+        verification = Verification(self._config, documents, self.key.node_id, self._factories)
         async with AsyncExitStack() as cleanup:
             cleanup.push_async_callback(verification.close)
             cleanup.push_async_callback(engine.close)
             await asyncio.gather(engine.start(model_dir), verification.start(model_dir))
             eval_tasks = await open_eval_tasks(
-                self._config, self._parts, environment, model_dir, cleanup
+                self._config, self._factories, environment, model_dir, cleanup
             )
             evaluator = Evaluator(
                 engine,
@@ -292,7 +296,7 @@ class TrainerNode(Node):
     async def _replace_backend(self, model_dir: Path) -> None:
         self.phase = "restarting"
         await self._backend.close()
-        self._backend = self._parts.backend(self._config)
+        self._backend = self._factories.backend(self._config)
         with self._clock.phase("restart"):
             await self._backend.start(model_dir)
 

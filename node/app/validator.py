@@ -20,18 +20,18 @@ class ValidatorNode(PeerNode):
     """One validator process."""
 
     def __init__(
-        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Factories | None = None
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, factories: Factories | None = None
     ) -> None:
-        super().__init__(config, key, data_dir, parts)
+        super().__init__(config, key, data_dir, factories)
         self._role: ValidatorRole | None = None
 
     async def _take_part(self, joined: JoinedRun) -> None:
-        run, stack = joined.documents.manifest, joined.stack
-        auditor = self._parts.auditor(self._config.engine, AUDIT_TIMEOUT_S)
+        run, services = joined.documents.manifest, joined.services
+        auditor = self._factories.auditor(self._config.engine, AUDIT_TIMEOUT_S)
         cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
         sync = self._make_weights(joined, cache, cache.put)
         role = ValidatorRole(
-            self.key, run, stack.links, stack.heads, stack.fetcher, sync, cache, auditor
+            self.key, run, services.links, services.heads, services.fetcher, sync, cache, auditor
         )
 
         async def work() -> None:

@@ -41,9 +41,9 @@ class WorkerNode(PeerNode):
     """One inference worker process."""
 
     def __init__(
-        self, config: JoinConfig, key: SecretKey, data_dir: Path, parts: Factories | None = None
+        self, config: JoinConfig, key: SecretKey, data_dir: Path, factories: Factories | None = None
     ) -> None:
-        super().__init__(config, key, data_dir, parts)
+        super().__init__(config, key, data_dir, factories)
         self._role: InferenceRole | None = None
         self._verdicts: VerdictLog | None = None
         """Of all seats that this node ever has."""
@@ -78,7 +78,7 @@ class WorkerNode(PeerNode):
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)
             return
-        engine = adapted(self._parts.engine(config), run)
+        engine = adapted(self._factories.engine(config), run)
         await self._infer(
             joined,
             engine,
@@ -112,17 +112,17 @@ class WorkerNode(PeerNode):
             await work(role)
         finally:
             # a worker that only changes its stage in a pipeline does not leave the run
-            if self._stages is None and self._role is not None and not joined.stack.heads.ended:
+            if self._stages is None and self._role is not None and not joined.services.heads.ended:
                 await self._role.leave()
             await environment.close()
             await engine.close()
 
     # -- pipelines -----------------------------------------------------------------------------------
 
-    def _pipelines(self, stack: NodeServices) -> Handler:
+    def _pipelines(self, services: NodeServices) -> Handler:
         if self._config.pp.mode == "off":
             return no_pipelines
-        self._acceptor = LinkAcceptor(self.key.node_id, stack.run_id, stack.trainer)
+        self._acceptor = LinkAcceptor(self.key.node_id, services.run_id, services.trainer)
         return self._acceptor.handle
 
     async def _is_split(self, joined: JoinedRun, engine: EngineConfig) -> bool:
@@ -157,7 +157,7 @@ class WorkerNode(PeerNode):
     def _make_stages(self, joined: JoinedRun) -> StageSupervisor:
         assert self._acceptor is not None  # made with the router, before anything is joined
         return StageSupervisor(
-            self._config, self.data_dir, self._parts, joined, self._acceptor, self
+            self._config, self.data_dir, self._factories, joined, self._acceptor, self
         )
 
     # -- as a pipeline asks of it (PipelineWorker) ----------------------------------------------------
@@ -189,7 +189,7 @@ class WorkerNode(PeerNode):
     def _make_environment(self, documents: rundir.RunDocuments, model_dir: Path) -> Environment:
         contract = documents.manifest.environment
         sampling = documents.manifest.sampling
-        return self._parts.environment(
+        return self._factories.environment(
             options_of(contract),
             model_dir,
             contract.seed,
@@ -207,9 +207,9 @@ class WorkerNode(PeerNode):
     ) -> InferenceRole:
         if self._verdicts is None:
             explain = f"primerl-node explain --data-dir {self.data_dir}"
-            self._verdicts = VerdictLog(joined.stack, explain)
+            self._verdicts = VerdictLog(joined.services, explain)
         return InferenceRole(
-            joined.stack,
+            joined.services,
             joined.documents.manifest,
             self._make_weights(joined, engine, share=share),
             engine,

@@ -206,14 +206,18 @@ async def trainer(wire: Wire, settings: dict[str, Any]) -> None:
         found.wire = wire
         return found
 
-    parts = Factories(
+    factories = Factories(
         backend=lambda config: backend,
         auditor=lambda config, timeout_s: ContentAuditor(),
         evaluation_engine=lambda config: ScriptedEngine(),
         ledger=ledger,
     )
     node = TrainerNode(
-        config, load_key(data_dir), data_dir, lambda text: wire.tell("ticket", ticket=text), parts
+        config,
+        load_key(data_dir),
+        data_dir,
+        lambda text: wire.tell("ticket", ticket=text),
+        factories,
     )
 
     sampler = Sampler()

@@ -201,7 +201,7 @@ class CoolEngine(HfEngine):
 class RealSwarm(Swarm):
     """Real engines, a real auditor and a real trainer; workers named "cool..." cheat."""
 
-    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
+    def _factories(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
         kind = CoolEngine if running.data_dir.name.startswith("cool") else HfEngine
 
         def environment(
@@ -214,7 +214,7 @@ class RealSwarm(Swarm):
             return PrefillCore(config)
 
         return replace(
-            super()._parts(running, ledger),
+            super()._factories(running, ledger),
             environment=environment,
             engine=kind,
             evaluation_engine=HfEngine,

@@ -85,7 +85,7 @@ class AdaptedSwarm(Swarm):
     async def __aenter__(self) -> "AdaptedSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
+    def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
         def backend(config: RunConfig) -> NotingBackend:
             self.real.append(NotingBackend(config))
             return self.real[-1]
@@ -99,7 +99,7 @@ class AdaptedSwarm(Swarm):
             return EvenEnvironment(max_tokens=max_tokens)
 
         return replace(
-            super()._parts(running, ledger),
+            super()._factories(running, ledger),
             backend=backend,
             engine=engine,
             evaluation_engine=factories.make_evaluation_engine,

@@ -83,12 +83,12 @@ class MortalSwarm(Swarm):
     async def __aenter__(self) -> "MortalSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> Factories:
+    def _factories(self, running: Running, ledger: Any = None) -> Factories:
         def backend(config: RunConfig) -> WitnessBackend:
             self.mortals.append(Mortal(self.fakes, self._deaths, self._error))
             return self.mortals[-1]
 
-        return replace(super()._parts(running, ledger), backend=backend)
+        return replace(super()._factories(running, ledger), backend=backend)
 
     async def to_the_end(self) -> None:
         await self.start_trainer()

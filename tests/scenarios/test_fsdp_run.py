@@ -48,12 +48,12 @@ class RealSwarm(Swarm):
     async def __aenter__(self) -> "RealSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> Factories:
+    def _factories(self, running: Running, ledger: Any = None) -> Factories:
         def backend(config: RunConfig) -> TrainBackend:
             self.made.append(RealBackend(config, self._real))
             return self.made[-1]
 
-        return replace(super()._parts(running, ledger), backend=backend)
+        return replace(super()._factories(running, ledger), backend=backend)
 
 
 @pytest.mark.timeout(600)

@@ -251,12 +251,12 @@ class StagedSwarm(Swarm):
 
     gates: dict[int, asyncio.Event]
 
-    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
+    def _factories(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
         def backend(config: RunConfig) -> StagedWitness:
             self.backends.append(StagedWitness(self.fakes, self.gates))
             return self.backends[-1]  # type: ignore[return-value]
 
-        return replace(super()._parts(running, ledger), backend=backend)
+        return replace(super()._factories(running, ledger), backend=backend)
 
 
 async def test_a_version_is_told_only_when_its_checkpoint_is_there(

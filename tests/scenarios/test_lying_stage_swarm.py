@@ -41,8 +41,8 @@ class LyingSwarm(StageSwarm):
     async def __aenter__(self) -> "LyingSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
-        made = super()._parts(running, ledger)
+    def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
+        made = super()._factories(running, ledger)
         return replace(made, pipeline_stage=CoarseStage) if running.data_dir.name == LIAR else made
 
 

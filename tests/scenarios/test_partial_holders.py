@@ -116,7 +116,7 @@ class Holder(PeerNode):
     def __init__(
         self, config: JoinConfig, running: Running, swarm: Swarm, share: TensorShare, goal: Goal
     ) -> None:
-        super().__init__(config, running.key, running.data_dir, swarm._parts(running))  # pyright: ignore[reportPrivateUsage]
+        super().__init__(config, running.key, running.data_dir, swarm._factories(running))  # pyright: ignore[reportPrivateUsage]
         self.engine = PartEngine()
         self.told: list[tuple[int, int, bool]] = []
         """What it says of itself to others."""
@@ -131,11 +131,11 @@ class Holder(PeerNode):
 
     def knows(self, order: tuple[int, int]) -> AdmittedHead | None:
         """A head, if it has heard of it."""
-        return None if self._stack is None else self._stack.heads.trusted.heads.get(order)
+        return None if self._services is None else self._services.heads.trusted.heads.get(order)
 
     def has_fetched(self, version: int) -> bool:
         """Whether all that its share of the newest version, which is this one, takes is in its store."""
-        assert self._stack is not None
+        assert self._services is not None
         return self.catchup.stored == (0, version)
 
     async def fetched(self) -> int:
@@ -143,13 +143,13 @@ class Holder(PeerNode):
         return sum((await self._status()).chunk_bytes_by_source.values())
 
     async def _take_part(self, joined: JoinedRun) -> None:
-        tell = joined.stack.holdings.tell
+        tell = joined.services.holdings.tell
 
         def noted(term: int, version: int, complete: bool) -> None:
             self.told.append((term, version, complete))
             tell(term, version, complete)
 
-        joined.stack.holdings.tell = noted  # type: ignore[method-assign]
+        joined.services.holdings.tell = noted  # type: ignore[method-assign]
         catchup = self._make_weights(joined, self.engine, share=self._share, goal=self._goal)
         self.ready.set()
         await self._follow_while(joined, catchup.run)

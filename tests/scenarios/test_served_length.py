@@ -19,14 +19,14 @@ class NotingSwarm(Swarm):
         super().__init__(*arguments, **options)
         self.lengths: list[int] = []
 
-    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
-        parts = super()._parts(running, ledger)
+    def _factories(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
+        factories = super()._factories(running, ledger)
 
         def engine(config: EngineConfig) -> Engine:
             self.lengths.append(config.max_model_len)
-            return parts.engine(config)
+            return factories.engine(config)
 
-        return replace(parts, engine=engine)
+        return replace(factories, engine=engine)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ class HostedSwarm(RealStageSwarm):
         (pid,) = self._engines[self.workers[name].node_id].pids
         os.kill(pid, signal.SIGKILL)
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
-        made = super()._parts(running, ledger)
+    def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
+        made = super()._factories(running, ledger)
 
         def kept(make: Callable[[EngineConfig, StagePlace], Any]) -> Callable[..., Any]:
             def keep(config: EngineConfig, place: StagePlace) -> Any:

@@ -98,7 +98,7 @@ class StageSwarm(Swarm):
                             return name, row
                 await asyncio.sleep(0.05)
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
+    def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
         def backend(config: RunConfig) -> WitnessBackend:
             self.backends.append(LayeredBackend(self.fakes))
             return self.backends[-1]
@@ -107,7 +107,7 @@ class StageSwarm(Swarm):
             return ScriptedAuditor()
 
         return replace(
-            super()._parts(running, ledger),
+            super()._factories(running, ledger),
             backend=backend,
             pipeline_head=ScriptedHead,
             pipeline_stage=ScriptedStage,
@@ -126,12 +126,12 @@ class RealStageSwarm(StageSwarm):
     async def __aenter__(self) -> "RealStageSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> factories.Factories:
+    def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
         def engine(config: EngineConfig) -> Engine:
             return factories.build_engine(config)
 
         return replace(
-            super()._parts(running, ledger),
+            super()._factories(running, ledger),
             backend=factories.make_backend,
             engine=engine,
             evaluation_engine=factories.make_evaluation_engine,

@@ -232,7 +232,7 @@ class Swarm:
             self.trainer.key,
             self.trainer.data_dir,
             self._announced,
-            self._parts(self.trainer),
+            self._factories(self.trainer),
         )
         self.trainer.stop = node.request_stop
         self.trainer.task = asyncio.create_task(node.run())
@@ -315,8 +315,8 @@ class Swarm:
         base = {"ticket": self.ticket, "network": CONFIG["network"], "fsync": False, "wait": True}
         base["engine"] = dict(engine_section or {})
         config = JoinConfig.model_validate(merged(base, overrides))
-        parts = self._parts(worker, ledger)
-        node = WorkerNode(config, worker.key, worker.data_dir, parts)
+        factories = self._factories(worker, ledger)
+        node = WorkerNode(config, worker.key, worker.data_dir, factories)
         worker.stop = node.request_stop
         worker.task = asyncio.create_task(node.run())
         self.workers[name] = worker
@@ -342,13 +342,13 @@ class Swarm:
             await running.task
         running.task = None
 
-    # -- parts -----------------------------------------------------------------------------------
+    # -- factories -----------------------------------------------------------------------------------
 
     def _announced(self, ticket: str) -> None:
         self.ticket = ticket
         self._ticketed.set()
 
-    def _parts(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
+    def _factories(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
         """The fakes of one node."""
 
         def backend(config: RunConfig) -> WitnessBackend:

@@ -70,16 +70,16 @@ class AuditedSwarm(Swarm):
     async def __aenter__(self) -> "AuditedSwarm":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> Any:
-        parts = super()._parts(running, ledger)
+    def _factories(self, running: Running, ledger: Any = None) -> Any:
+        factories = super()._factories(running, ledger)
         if running is not self.trainer:
-            return parts
+            return factories
 
         def own(config: EngineConfig, timeout_s: float) -> Auditor:
             self.own.append(BentAuditor(self.fakes))
             return self.own[-1]
 
-        return replace(parts, auditor=own)
+        return replace(factories, auditor=own)
 
     def add_validator(
         self, auditor: Auditor, name: str = "v", key: SecretKey = VALIDATOR
@@ -92,8 +92,8 @@ class AuditedSwarm(Swarm):
         def make(config: EngineConfig, timeout_s: float) -> Auditor:
             return auditor
 
-        parts = replace(super()._parts(running), auditor=make)
-        node = self.validator = ValidatorNode(config, key, running.data_dir, parts)
+        factories = replace(super()._factories(running), auditor=make)
+        node = self.validator = ValidatorNode(config, key, running.data_dir, factories)
         running.stop = node.request_stop
         running.task = asyncio.create_task(node.run())
         self.workers[name] = running

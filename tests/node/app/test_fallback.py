@@ -50,10 +50,10 @@ def in_memory(world: MemoryNetwork) -> Factories:
 
 
 @asynccontextmanager
-async def stack(
+async def node_services(
     key: SecretKey,
     folder: Path,
-    parts: Factories,
+    factories: Factories,
     bootstrap: tuple[str, ...] = (),
     **network: Any,
 ) -> AsyncGenerator[NodeServices]:
@@ -72,7 +72,7 @@ async def stack(
             trainer=TRAINER.node_id,
             role="trainer" if key is TRAINER else "inference",
             bootstrap=bootstrap,
-            parts=parts,
+            factories=factories,
         ) as opened:
             yield opened
     finally:
@@ -119,10 +119,10 @@ async def bring(worker: NodeServices, chunks: Sequence[ChunkRef]) -> None:
 async def test_chunks_come_over_tcp_where_iroh_does_not_get_through(
     tmp_path: Path, kind: str
 ) -> None:
-    parts = in_memory(MemoryNetwork()) if kind == "memory" else Factories()
+    factories = in_memory(MemoryNetwork()) if kind == "memory" else Factories()
     async with (
-        stack(TRAINER, tmp_path / "trainer", parts) as trainer,
-        stack(WORKER, tmp_path / "worker", parts) as worker,
+        node_services(TRAINER, tmp_path / "trainer", factories) as trainer,
+        node_services(WORKER, tmp_path / "worker", factories) as worker,
     ):
         chunks = filled(trainer.store)
         meet_wrongly(worker, trainer.discovery_addresses())
@@ -134,26 +134,28 @@ async def test_chunks_come_over_tcp_where_iroh_does_not_get_through(
 
 
 async def test_a_ticket_alone_leads_to_the_trainer_over_tcp(tmp_path: Path) -> None:
-    parts = in_memory(MemoryNetwork())
-    async with stack(TRAINER, tmp_path / "trainer", parts) as trainer:
+    factories = in_memory(MemoryNetwork())
+    async with node_services(TRAINER, tmp_path / "trainer", factories) as trainer:
         addresses = trainer.discovery_addresses()
-        async with stack(WORKER, tmp_path / "worker", parts, addresses) as worker:
+        async with node_services(WORKER, tmp_path / "worker", factories, addresses) as worker:
             worker.peers.hint(TRAINER.node_id, NOWHERE)
             await bring(worker, filled(trainer.store))
 
 
 async def test_chunks_come_from_a_seed_where_nobody_is_reached(tmp_path: Path) -> None:
-    parts = in_memory(MemoryNetwork())
+    factories = in_memory(MemoryNetwork())
     chunks = filled(FileStore(tmp_path / "bucket", max_bytes=1 << 30, fsync=False))
     with web(tmp_path / "bucket") as url:
-        async with stack(WORKER, tmp_path / "worker", parts, libp2p=False, seeds=[url]) as worker:
+        async with node_services(
+            WORKER, tmp_path / "worker", factories, libp2p=False, seeds=[url]
+        ) as worker:
             meet_wrongly(worker, [])
             await bring(worker, chunks)
             assert worker.fetcher.fetched == {b"seed:127.0.0.1": sum(map(len, CHUNKS))}
 
 
 async def test_a_lying_seed_costs_time_and_never_a_wrong_chunk(tmp_path: Path) -> None:
-    parts = in_memory(MemoryNetwork())
+    factories = in_memory(MemoryNetwork())
     bucket = tmp_path / "bucket"
     chunks = [ChunkRef(digest(data), len(data)) for data in CHUNKS]
     for chunk, data in zip(chunks, CHUNKS, strict=True):
@@ -162,8 +164,10 @@ async def test_a_lying_seed_costs_time_and_never_a_wrong_chunk(tmp_path: Path) -
         (bucket / name[:2] / name[2:4] / name).write_bytes(data[:-1] + b"!")
     with web(bucket) as url:
         async with (
-            stack(TRAINER, tmp_path / "trainer", parts) as trainer,
-            stack(WORKER, tmp_path / "worker", parts, seeds=[url, url + "/other"]) as worker,
+            node_services(TRAINER, tmp_path / "trainer", factories) as trainer,
+            node_services(
+                WORKER, tmp_path / "worker", factories, seeds=[url, url + "/other"]
+            ) as worker,
         ):
             filled(trainer.store)
             serving = asyncio.ensure_future(trainer.router(trainer.blobs.handle).run())

@@ -160,8 +160,8 @@ async def test_a_run_is_followed_version_by_version_without_a_lease(tmp_path: Pa
         own.engine = WitnessEngine(fakes, "server")
         told = Announced()
         config = serve_config(own.data_dir, ticket=swarm.ticket)
-        parts: Factories = swarm._parts(own)  # pyright: ignore[reportPrivateUsage]
-        node = FollowedPolicy(config, own.key, told, parts)
+        factories: Factories = swarm._factories(own)  # pyright: ignore[reportPrivateUsage]
+        node = FollowedPolicy(config, own.key, told, factories)
         async with running(node, told) as client:
             assert told.name == "r"
             assert (await client.get("/health")).json["policy_version"] == 0

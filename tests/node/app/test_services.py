@@ -68,9 +68,9 @@ async def started(machine: Machine, directory: Path, port: int = 0) -> tuple[str
             run_id=bytes(32),
             trainer=KEY.node_id,
             role="trainer",
-            parts=Factories(transport=machine.transport, discovery=machine.discovery),
-        ) as stack:
-            return stack.discovery_addresses()
+            factories=Factories(transport=machine.transport, discovery=machine.discovery),
+        ) as services:
+            return services.discovery_addresses()
     finally:
         ledger.close()
 

@@ -47,7 +47,7 @@ async def test_weights_follow_one_another_in_one_engine_and_say_what_hf_says(
             "engine": {"type": kind, "device": "cpu", "max_model_len": 64, "max_batch": 16},
         }
         config = EvalConfig.model_validate(settings)
-        cells = await evaluate(config, watch=lambda _: None, parts=EvalFactories(engine=engine))
+        cells = await evaluate(config, watch=lambda _: None, factories=EvalFactories(engine=engine))
         files = [tmp_path / kind / cell.rollouts for cell in cells]
         lines = [line for file in files for line in file.read_text().splitlines()]
         said[kind] = [json.loads(line)["reply"] for line in lines]

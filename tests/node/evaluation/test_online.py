@@ -220,7 +220,7 @@ class Watched(Swarm):
     async def __aenter__(self) -> "Watched":
         return self
 
-    def _parts(self, running: Running, ledger: Any = None) -> Factories:
+    def _factories(self, running: Running, ledger: Any = None) -> Factories:
         def evaluation_engine(config: EngineConfig) -> Engine:
             async def pause() -> None:
                 await self.gate.wait()
@@ -234,7 +234,7 @@ class Watched(Swarm):
             return CountingEnvironment(max_tokens=max_tokens)
 
         return replace(
-            super()._parts(running, ledger),
+            super()._factories(running, ledger),
             evaluation_engine=evaluation_engine,
             environment=environment,
         )

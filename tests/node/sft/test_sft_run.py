@@ -36,7 +36,7 @@ class Backends:
         self.fail_at: list[int] = []
         """Steps at which a rank dies, one for each backend."""
 
-    def parts(self) -> SftFactories:
+    def factories(self) -> SftFactories:
         return SftFactories(backend=self._make, sleep=self._sleep)
 
     async def _sleep(self, seconds: float) -> None:
@@ -122,7 +122,7 @@ def weights(directory: Path) -> bytes:
 async def test_a_run_leaves_metrics_checkpoints_weights_and_a_summary(make: Any) -> None:
     backends, seen = Backends(), list[SftProgress]()
     config = make(validation={"fraction": 0.3, "interval": 4})
-    directory = await sft(config, watch=seen.append, parts=backends.parts())
+    directory = await sft(config, watch=seen.append, factories=backends.factories())
     assert [line["step"] for line in lines(directory)] == list(range(13))
     assert [line["step"] for line in lines(directory) if "val/loss" in line] == [0, 4, 8, 12]
     assert {"loss/mean", "perf/throughput", "progress/epoch", "time/load_data"} <= set(
@@ -152,8 +152,8 @@ async def test_what_is_held_out_is_never_trained(make: Any) -> None:
             return await super().evaluate(samples)
 
     backend = Remembering(0, 0)
-    parts = SftFactories(backend=lambda _: backend)
-    await sft(make(validation={"fraction": 0.3}), watch=quiet, parts=parts)
+    factories = SftFactories(backend=lambda _: backend)
+    await sft(make(validation={"fraction": 0.3}), watch=quiet, factories=factories)
     held_out = {tuple(sample.token_ids) for sample in backend.measured}
     trained = {tuple(s.token_ids) for batch in backend.trained for s in batch.samples}
     assert held_out
@@ -186,7 +186,7 @@ async def test_stopped_and_resumed_equals_unbroken_bit_by_bit(make: Any) -> None
 async def test_a_run_resumes_where_its_last_checkpoint_is(make: Any) -> None:
     """Steps after it are made again, with the same batches."""
     whole = Backends()
-    await sft(make("whole"), watch=quiet, parts=whole.parts())
+    await sft(make("whole"), watch=quiet, factories=whole.factories())
     broken = Backends()
 
     def stop_at_8(progress: SftProgress) -> None:
@@ -194,8 +194,8 @@ async def test_a_run_resumes_where_its_last_checkpoint_is(make: Any) -> None:
             raise EngineError("killed")
 
     with pytest.raises(EngineError):
-        await sft(make("cut"), watch=stop_at_8, parts=broken.parts())
-    directory = await sft(make("cut", resume=True), watch=quiet, parts=broken.parts())
+        await sft(make("cut"), watch=stop_at_8, factories=broken.factories())
+    directory = await sft(make("cut", resume=True), watch=quiet, factories=broken.factories())
     first, second = broken.made
     assert first.trained == whole.made[0].trained[:8]
     assert second.trained == whole.made[0].trained[5:]
@@ -204,43 +204,45 @@ async def test_a_run_resumes_where_its_last_checkpoint_is(make: Any) -> None:
 
 async def test_a_run_goes_back_to_a_step_and_forks_from_another_run(make: Any) -> None:
     config = make("base", checkpoint={"interval": 4, "keep_last": 3})
-    base = await sft(config, watch=quiet, parts=Backends().parts())
+    base = await sft(config, watch=quiet, factories=Backends().factories())
     back = Backends()
     again = make("base", resume={"step": 4}, checkpoint={"interval": 4, "keep_last": 3})
-    await sft(again, watch=quiet, parts=back.parts())
+    await sft(again, watch=quiet, factories=back.factories())
     assert [batch.step for batch in back.made[0].trained] == list(range(5, 13))
     fork = Backends()
     forked = make("fork", resume={"dir": str(base), "step": 8}, max_steps=10)
-    await sft(forked, watch=quiet, parts=fork.parts())
+    await sft(forked, watch=quiet, factories=fork.factories())
     assert fork.made[0].trained == back.made[0].trained[4:6]
     with pytest.raises(UsageError, match="no checkpoint of step 5"):
-        await sft(make("base", resume={"step": 5}), watch=quiet, parts=Backends().parts())
+        await sft(make("base", resume={"step": 5}), watch=quiet, factories=Backends().factories())
 
 
 async def test_who_is_stopped_finishes_the_step_and_saves_it(make: Any) -> None:
     whole, broken = Backends(), Backends()
-    await sft(make("whole"), watch=quiet, parts=whole.parts())
+    await sft(make("whole"), watch=quiet, factories=whole.factories())
     running: list[asyncio.Task[Path]] = []
 
     def stop_at_6(progress: SftProgress) -> None:
         if progress.step == 6:
             running[0].cancel()
 
-    running.append(asyncio.create_task(sft(make("cut"), watch=stop_at_6, parts=broken.parts())))
+    running.append(
+        asyncio.create_task(sft(make("cut"), watch=stop_at_6, factories=broken.factories()))
+    )
     with pytest.raises(asyncio.CancelledError):
         await running[0]
     assert broken.made[0].closed
     done = len(broken.made[0].trained)
     assert done in (6, 7)
-    await sft(make("cut", resume=True), watch=quiet, parts=broken.parts())
+    await sft(make("cut", resume=True), watch=quiet, factories=broken.factories())
     assert broken.made[0].trained + broken.made[1].trained == whole.made[0].trained
 
 
 async def test_a_dead_rank_costs_the_steps_since_the_last_checkpoint(make: Any) -> None:
     whole, backends = Backends(), Backends()
-    await sft(make("whole"), watch=quiet, parts=whole.parts())
+    await sft(make("whole"), watch=quiet, factories=whole.factories())
     backends.fail_at = [3, 8]
-    directory = await sft(make("dying"), watch=quiet, parts=backends.parts())
+    directory = await sft(make("dying"), watch=quiet, factories=backends.factories())
     assert [[batch.step for batch in made.trained] for made in backends.made] == [
         [1, 2],
         list(range(1, 8)),
@@ -255,25 +257,27 @@ async def test_ranks_that_die_again_and_again_end_the_run(make: Any) -> None:
     backends = Backends()
     backends.fail_at = [1] * 9
     with pytest.raises(RankFailed):
-        await sft(make(), watch=quiet, parts=backends.parts())
+        await sft(make(), watch=quiet, factories=backends.factories())
     assert len(backends.made) == 1 + TRAINING.fsdp.max_restarts
 
 
 async def test_a_directory_is_used_once_unless_it_is_said(make: Any) -> None:
     backends = Backends()
-    await sft(make(max_steps=1), watch=quiet, parts=backends.parts())
+    await sft(make(max_steps=1), watch=quiet, factories=backends.factories())
     with pytest.raises(UsageError, match="--resume, --clean"):
-        await sft(make(), watch=quiet, parts=backends.parts())
+        await sft(make(), watch=quiet, factories=backends.factories())
     with pytest.raises(UsageError, match="nothing to resume"):
-        await sft(make("other", resume=True), watch=quiet, parts=backends.parts())
-    directory = await sft(make(max_steps=2, clean=True), watch=quiet, parts=backends.parts())
+        await sft(make("other", resume=True), watch=quiet, factories=backends.factories())
+    directory = await sft(
+        make(max_steps=2, clean=True), watch=quiet, factories=backends.factories()
+    )
     assert [line["step"] for line in lines(directory)] == [1, 2]
 
 
 async def test_two_runs_never_share_a_directory(make: Any) -> None:
     async def intrude(config: SftConfig) -> None:
         with pytest.raises(BusyError):
-            await sft(config, watch=quiet, parts=Backends().parts())
+            await sft(config, watch=quiet, factories=Backends().factories())
 
     class Shared(Recording):
         async def step(self, batch: TrainBatch) -> StepMetrics:
@@ -281,28 +285,28 @@ async def test_two_runs_never_share_a_directory(make: Any) -> None:
             return await super().step(batch)
 
     directory = await sft(
-        make(max_steps=2), watch=quiet, parts=SftFactories(lambda _: Shared(0, 0))
+        make(max_steps=2), watch=quiet, factories=SftFactories(lambda _: Shared(0, 0))
     )
     assert len(lines(directory)) == 2
 
 
 async def test_other_data_are_not_resumed(make: Any, tmp_path: Path) -> None:
-    await sft(make(max_steps=2), watch=quiet, parts=Backends().parts())
+    await sft(make(max_steps=2), watch=quiet, factories=Backends().factories())
     write_rows(tmp_path / "rows.jsonl", pairs(39))
     with pytest.raises(UsageError, match="not those that the run began with"):
-        await sft(make(resume=True), watch=quiet, parts=Backends().parts())
+        await sft(make(resume=True), watch=quiet, factories=Backends().factories())
 
 
 async def test_bad_data_end_the_run_with_file_and_line(make: Any, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [*pairs(5), {"prompt": "no completion"}])
     config = make(data={"files": [str(tmp_path / "rows.jsonl")], "shuffle": False})
     with pytest.raises(RunFailed, match=r"rows\.jsonl:6: a row needs"):
-        await sft(config, watch=quiet, parts=Backends().parts())
+        await sft(config, watch=quiet, factories=Backends().factories())
 
 
 async def test_max_epochs_end_a_run_early(make: Any) -> None:
     backends = Backends()
-    directory = await sft(make(max_epochs=1), watch=quiet, parts=backends.parts())
+    directory = await sft(make(max_epochs=1), watch=quiet, factories=backends.factories())
     assert [len(batch.samples) for batch in backends.made[0].trained] == [6] * 6 + [4]
     assert (directory / "weights" / "step_7").is_dir()
 
@@ -314,12 +318,12 @@ async def test_steps_without_a_gradient_do_not_go_on_for_ever(make: Any) -> None
             return StepMetrics({**metrics.values, "optim/skipped": 1.0})
 
     with pytest.raises(RunFailed, match=r"training\.lr"):
-        await sft(make(), watch=quiet, parts=SftFactories(lambda _: Sick(0, 0)))
+        await sft(make(), watch=quiet, factories=SftFactories(lambda _: Sick(0, 0)))
 
 
 async def test_nothing_to_learn_from_is_said(make: Any) -> None:
     with pytest.raises(UsageError, match=r"--data\.files"):
-        await sft(make(data={}), watch=quiet, parts=Backends().parts())
+        await sft(make(data={}), watch=quiet, factories=Backends().factories())
 
 
 async def test_an_environment_teaches_and_its_weights_begin_a_run(
