@@ -474,7 +474,7 @@ class LeaseBook:
         digest_of: Callable[[int], bytes],
         seed: bytes,
         now: float,
-        term: int = 0,
+        epoch: int = 0,
         share: LeaseShare = LeaseShare(),
     ) -> Lease | None:
         """Grant the next lease; None when the node or the system holds enough, or it is the turn of others."""
@@ -491,7 +491,7 @@ class LeaseBook:
             min_version=version,
             deadline=now + self.policy.timeout_s,
             max_bytes=self.policy.max_bytes,
-            term=term,
+            term=epoch,
         )
         self._take(size)
         self.next_lease += 1

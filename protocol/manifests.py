@@ -58,7 +58,7 @@ class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_modules: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
     """Last parts of the names of the layers that have adapters."""
     base: ChunkRef
-    """An encoded PolicyManifest of no run, with one anchor: the base's tensors, and where they are. Its state
+    """An encoded PolicyManifest of no run, with one snapshot: the base's tensors, and where they are. Its state
     is the model contract's base_state."""
 
 
@@ -178,13 +178,13 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One way to reach a version: a full anchor, or a delta on a named base."""
+    """One way to reach a version: a full snapshot, or a delta on a named base."""
 
     kind: Literal["anchor", "delta"]
     base_version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
-    """-1 for an anchor."""
+    """-1 for a snapshot."""
     base_state: Digest
-    """State digest that the delta must be applied to; zeros for an anchor."""
+    """State digest that the delta must be applied to; zeros for a snapshot."""
     codec: Name
     size: Annotated[int, msgspec.Meta(ge=0, le=2**48)]
     chunks: Annotated[tuple[ChunkRef, ...], msgspec.Meta(max_length=2**20)]
@@ -212,7 +212,7 @@ class PolicyHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The epoch: raised when a resumed trainer had to go back; (term, version) never decreases."""
     version: Version
     previous: Digest
-    """Digest of the previous head's payload; zeros at version 0 and where a term begins."""
+    """Digest of the previous head's payload; zeros at version 0 and where an epoch begins."""
     state: Digest
     manifest: Digest
     manifest_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_MANIFEST)]

@@ -18,7 +18,7 @@ from .manifests import ProofContract
 
 BAN_AT_ONCE = frozenset({Reason.BAD_PROOF})
 """Bytes that no honest software makes, whatever its numerics: one of them is enough. Signatures, recipients
-and replays are refused at the door and never get here; a wrong reward or prompt may be a library's fault in
+and replays are refused on arrival and never get here; a wrong reward or prompt may be a library's fault in
 another version, so it weighs FRAUD_WEIGHT and leads to quarantine."""
 AUDIT_FAULTS = frozenset(
     {

@@ -56,8 +56,8 @@ def publish(
         TensorInfo(name, one.dtype, one.shape, policy.digests[name])
         for name, one in sorted(state.items())
     ]
-    anchor = Artifact("anchor", -1, NO_DIGEST, CODEC, size, tuple(chunks))
-    table = PolicyManifest(NO_DIGEST, 0, policy.digest, tuple(tensors), (anchor,))
+    snapshot = Artifact("anchor", -1, NO_DIGEST, CODEC, size, tuple(chunks))
+    table = PolicyManifest(NO_DIGEST, 0, policy.digest, tuple(tensors), (snapshot,))
     document = check_sizes(encode(table), MAX_CHUNK)
     return policy.digest, AdapterContract(
         rank=config.rank,

@@ -244,10 +244,12 @@ class StageSupervisor:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(chain.watch())
                 await engine.start(self._joined.model_dir, fingerprint=run.proofs.fingerprint)
-                catchup = self._worker.stage_weights(
+                weight_sync = self._worker.stage_weights(
                     self._joined, engine, share_of(place.plan, place.rank)
                 )
-                role = StageRole(run=run, book=services.heads, catchup=catchup, engine=engine)
+                role = StageRole(
+                    run=run, book=services.heads, weight_sync=weight_sync, engine=engine
+                )
                 chain.prepare_own = role.prepare
                 await role.run()
                 watching.cancel()

@@ -46,7 +46,7 @@ class WorkerNode(PeerNode):
         super().__init__(config, key, data_dir, factories)
         self._role: InferenceRole | None = None
         self._verdicts: VerdictLog | None = None
-        """Of all seats that this node ever has."""
+        """Of all stages that this node ever holds."""
         self._environment: Environment | None = None
         self._acceptor: LinkAcceptor | None = None
         self._stages: StageSupervisor | None = None

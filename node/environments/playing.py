@@ -215,8 +215,8 @@ class TasksetPlayer:
         episode = vf.Episode(task=prepared.record)
         placement = {"runtime": self._box, "on_trace": episode.traces.append}
 
-        def sit(_: str, seat: vf.AgentConfig) -> vf.Agent:
-            limit = min(self._config.max_turns, seat.max_turns or self._config.max_turns)
+        def sit(_: str, agent: vf.AgentConfig) -> vf.Agent:
+            limit = min(self._config.max_turns, agent.max_turns or self._config.max_turns)
             config = self._agent.model_copy(update={"max_turns": limit})
             return BorrowingAgent(config, harness, placement)
 

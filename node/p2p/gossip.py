@@ -46,10 +46,10 @@ class HoldingsAnnouncer:
         """Our own id."""
         return self._key.node_id
 
-    def tell(self, term: int, version: int, complete: bool) -> None:
+    def tell(self, epoch: int, version: int, complete: bool) -> None:
         """We hold that version, or (not complete) begin to fetch it. Older news than before is none."""
-        if (term, version, complete) > self._newest:
-            self._newest = (term, version, complete)
+        if (epoch, version, complete) > self._newest:
+            self._newest = (epoch, version, complete)
             self._news.set()
 
     async def take(self) -> bytes:

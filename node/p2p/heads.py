@@ -66,7 +66,7 @@ class HeadStore:
         return self._trusted.latest()
 
     def order(self) -> tuple[int, int]:
-        """(term, version) of the newest head; (0, -1) without any."""
+        """(epoch, version) of the newest head; (0, -1) without any."""
         head = self.latest()
         return head.order if head else (0, -1)
 
@@ -96,10 +96,10 @@ class HeadStore:
         return manifest
 
     def held(self) -> list[AdmittedHead]:
-        """Heads of the newest term, oldest first."""
-        term = self.order()[0]
+        """Heads of the newest epoch, oldest first."""
+        epoch = self.order()[0]
         heads = self._trusted.heads
-        return [heads[order] for order in sorted(heads) if order[0] == term]
+        return [heads[order] for order in sorted(heads) if order[0] == epoch]
 
     def notice(self, head: AdmittedHead) -> HeadNotice:
         """The message that tells of a head."""
@@ -107,12 +107,12 @@ class HeadStore:
         return HeadNotice(head.sealed, document if len(document) <= INLINE_MANIFEST else b"")
 
     def forget(self, below: int) -> None:
-        """Drop versions of the newest term below one, and all of earlier terms."""
-        term = self.order()[0]
-        for order in [one for one in self._trusted.heads if one[0] < term or one[1] < below]:
+        """Drop versions of the newest epoch below one, and all of earlier epochs."""
+        epoch = self.order()[0]
+        for order in [one for one in self._trusted.heads if one[0] < epoch or one[1] < below]:
             del self._trusted.heads[order]
             self._manifests.pop(order, None)
-        self._ledger.drop_heads(term, below)
+        self._ledger.drop_heads(epoch, below)
 
     async def retain(self, store: Store, oldest: int, chunks: AbstractSet[bytes]) -> None:
         """Forget versions below `oldest`, and collect all of `store` but `chunks` and the kept manifests."""
@@ -299,8 +299,8 @@ class HeadFollower:
         connection = await self._links.get(self._peer, ALPN_CONTROL)
         stream = await connection.open_stream()
         try:
-            term, version = self._book.order()
-            await send(stream, WatchHeads(term, version))
+            epoch, version = self._book.order()
+            await send(stream, WatchHeads(epoch, version))
             while not self._book.ended:
                 async with asyncio.timeout(3 * KEEPALIVE_S):
                     news = await receive_reply(stream, HeadNotice | Heads | RunEnded)  # type: ignore[arg-type]

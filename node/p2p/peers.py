@@ -62,7 +62,7 @@ class Peer:
     """Bytes over connections that are gone; traffic() adds the others."""
     blamed: Counter[Reason] = field(default_factory=Counter[Reason])
     holding: tuple[int, int, bool] | None = None
-    """(term, version, complete), as it last told; ask PeerTable.holds()."""
+    """(epoch, version, complete), as it last told; ask PeerTable.holds()."""
     holding_until: float = 0.0
     """Unix seconds."""
 
@@ -126,20 +126,20 @@ class PeerTable:
         peer.holding, peer.holding_until = news, until
 
     def holds(self, node: bytes, now: float) -> tuple[int, int, bool] | None:
-        """(term, version, complete) as `node` told, if that is still fresh; `now` in Unix seconds."""
+        """(epoch, version, complete) as `node` told, if that is still fresh; `now` in Unix seconds."""
         peer = self._peers.get(node)
         return peer.holding if peer is not None and now < peer.holding_until else None
 
-    def holders(self, term: int, version: int, now: float) -> list[bytes]:
+    def holders(self, epoch: int, version: int, now: float) -> list[bytes]:
         """List peers that claim to hold that version or a later one of its epoch.
 
         Where these are few, also peers that fetch just this one: they will soon have parts of it.
         """
         told = [(node, self.holds(node, now)) for node in self._peers]
-        hold = [node for node, what in told if what and _covers(what, term, version)]
+        hold = [node for node, what in told if what and _covers(what, epoch, version)]
         if len(hold) >= ENOUGH_HOLDERS:
             return hold
-        return hold + [node for node, what in told if what == (term, version, False)]
+        return hold + [node for node, what in told if what == (epoch, version, False)]
 
     def hint(self, node: bytes, addresses: Iterable[str]) -> None:
         """Addresses from a ticket, before any record is known."""
@@ -225,8 +225,8 @@ class PeerTable:
             peer.success = min(1.0, peer.success + HEAL * (1.0 - peer.success))
 
 
-def _covers(told: tuple[int, int, bool], term: int, version: int) -> bool:
-    return told[0] == term and told[1] >= version and told[2]
+def _covers(told: tuple[int, int, bool], epoch: int, version: int) -> bool:
+    return told[0] == epoch and told[1] >= version and told[2]
 
 
 SHUN_S = 60.0

@@ -286,13 +286,13 @@ class Ring:
         self.epoch = max(self.epoch + 1, (self._generation() << MOMENT_BITS) + moment)
         return self.epoch
 
-    async def prepare(self, rank: int, term: int, version: int, *, deadline: float) -> None:
+    async def prepare(self, rank: int, policy_epoch: int, version: int, *, deadline: float) -> None:
         """Stage 0: have another stage get its part of a version ready.
 
         Raises Refused, RemoteProtocolError, TransportError (TooSlow when the deadline passed).
         """
         peer = self.plan.stages[rank].node
-        request = PrepareVersion(self.plan.group, self.plan.generation, term, version)
+        request = PrepareVersion(self.plan.group, self.plan.generation, policy_epoch, version)
         connection = await self._links.get(peer, ALPN_PIPELINE, lane=REQUEST_LANE)
         reply = await ask(connection, request, Prepared, deadline=deadline)
         if reply.version != version:
@@ -320,7 +320,7 @@ class Ring:
     # -- the line from the stage before ----------------------------------------------------------
 
     async def accept(self, stream: Stream, epoch: int) -> None:
-        """Take a line that the door let in, and serve it until it is lost.
+        """Take a link that the acceptor admitted, and serve it until it is lost.
 
         Raises RemoteProtocolError (REPLAYED: a newer line came before this one, or what came was no frame).
         """

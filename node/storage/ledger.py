@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class QueuedSubmission:
-    """A submission in the inbox, numbered in order of arrival."""
+    """A submission in the queue, numbered in order of arrival."""
 
     arrival: int
     digest: bytes
@@ -178,10 +178,10 @@ class Ledger:
         """The id of this ledger, hex: a copy has the same, one that was made anew another."""
         return (self.get(ID) or b"").hex()
 
-    def add_head(self, term: int, version: int, sealed: bytes, manifest: bytes) -> None:
+    def add_head(self, epoch: int, version: int, sealed: bytes, manifest: bytes) -> None:
         """Remember a head with its manifest document."""
         self._write(
-            "INSERT OR REPLACE INTO heads VALUES (?, ?, ?, ?)", (term, version, sealed, manifest)
+            "INSERT OR REPLACE INTO heads VALUES (?, ?, ?, ?)", (epoch, version, sealed, manifest)
         )
 
     def heads(self) -> list[tuple[bytes, bytes]]:
@@ -189,10 +189,10 @@ class Ledger:
         rows = self._db.execute("SELECT sealed, manifest FROM heads ORDER BY term, version")
         return [(bytes(sealed), bytes(manifest)) for sealed, manifest in rows]
 
-    def drop_heads(self, term: int, below: int) -> None:
-        """Forget heads of earlier terms, and of `term` below a version."""
+    def drop_heads(self, epoch: int, below: int) -> None:
+        """Forget heads of earlier epochs, and of `epoch` below a version."""
         self._write(
-            "DELETE FROM heads WHERE term < ? OR (term = ? AND version < ?)", (term, term, below)
+            "DELETE FROM heads WHERE term < ? OR (term = ? AND version < ?)", (epoch, epoch, below)
         )
 
     def admit(self, node: bytes, now: int, ticket: bytes = b"", record: bytes = b"") -> None:
@@ -249,7 +249,7 @@ class Ledger:
     def receive(
         self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, receipt: bytes
     ) -> int:
-        """Put a submission into the inbox; returns its arrival number."""
+        """Put a submission into the queue; returns its arrival number."""
         cursor = self._write(
             "INSERT INTO inbox (digest, lease_id, node, sealed, receipt) VALUES (?, ?, ?, ?, ?)",
             (digest, lease_id, node, sealed, receipt),

@@ -282,7 +282,7 @@ class LeaseScheduler:
 
     def _grant(self, peer: bytes, wanted: int) -> list[bytes]:
         sealed: list[bytes] = []
-        term, version = self._publisher.order
+        epoch, version = self._publisher.order
         proven = self.registry.proven(peer)
         reputation = self.registry.reputations.get(peer) or Reputation()
         share = LeaseShare(
@@ -295,7 +295,7 @@ class LeaseScheduler:
             lease = self.book.grant(
                 peer,
                 version=version,
-                term=term,
+                epoch=epoch,
                 capacity=self.demand.capacity(peer if proven else None),
                 digest_of=self.tasks.digests.__getitem__,
                 seed=secrets.token_bytes(32),

@@ -287,7 +287,7 @@ class SubmissionReceiver:
             expires=int(now) + RECEIPT_TTL_S,
         )
         if self._queue.full:
-            raise RemoteProtocolError(Reason.BUSY, "the inbox is full: come again")
+            raise RemoteProtocolError(Reason.BUSY, "the submission queue is full: try again later")
         try:
             arrival = self._ledger.receive(offer.digest, lease.lease_id, peer, data, receipt)
         except StorageError as error:

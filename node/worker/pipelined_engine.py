@@ -19,7 +19,7 @@ from ..weights.state import Changed, State
 logger = logging.getLogger(__name__)
 
 Order = tuple[int, int]
-"""(term, version)."""
+"""(policy epoch, version)."""
 
 AGAIN_S = 0.2
 """Before a chain that broke while it was begun is begun again."""
@@ -55,7 +55,7 @@ class PipelinedEngine:
         order_of: Callable[[int], Order | None],
         plan: Callable[[], bytes],
     ) -> None:
-        """`order_of` a version that is being loaded: which term it is of; None if it is not known.
+        """`order_of` a version being loaded returns its (policy epoch, version); None if unknown.
 
         `plan` gives the sealed plan that holds just now.
         """

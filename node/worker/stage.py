@@ -42,7 +42,7 @@ class PrepareRequests(Protocol):
     plan: PipelinePlan
     """Whose stages."""
 
-    async def prepare(self, rank: int, term: int, version: int, *, deadline: float) -> None:
+    async def prepare(self, rank: int, policy_epoch: int, version: int, *, deadline: float) -> None:
         """Ask one stage. Raises Refused, TransportError, RemoteProtocolError."""
         ...
 
@@ -54,7 +54,7 @@ async def all_ready(
     *,
     patience_s: float = PATIENCE_S,
 ) -> int:
-    """Wait until all other stages have (term, version) ready: that version, or AHEAD if one is further.
+    """Wait until all other stages have (policy epoch, version) ready; return it, or AHEAD if one is further.
 
     `complain` is told of stages that had `patience_s` and are not ready. Cancelled once another plan holds.
     """
@@ -121,7 +121,7 @@ class RingSupervisor:
         self,
         planned: AssignedPlan,
         make: Callable[[AssignedPlan], Ring],
-        door: LinkAcceptor,
+        acceptor: LinkAcceptor,
         complain: Callable[[Iterable[bytes]], None],
         reachable: Callable[[bytes], Awaitable[bool]],
         newest: Callable[[], AssignedPlan | None],
@@ -139,7 +139,7 @@ class RingSupervisor:
         self.prepare_own: Prepare = _not_yet
         """How this node gets a version ready when stage 0 asks."""
         self._make = make
-        self._door = door
+        self._acceptor = acceptor
         self._complain = complain
         self._reachable = reachable
         self._newest = newest
@@ -160,7 +160,7 @@ class RingSupervisor:
         return self.planned.plan
 
     def use(self, planned: AssignedPlan) -> None:
-        """A newer plan holds, in which our seat is the same."""
+        """Continue with a newer plan in which our stage is the same."""
         self.planned = planned
         self._breaks.clear()
         self._end()
@@ -171,14 +171,14 @@ class RingSupervisor:
             ring = self._make(self.planned)
             turn = _Turn(ring)
             async with ring.running():
-                self._door.attach(ring, self._prepare_own)
+                self._acceptor.attach(ring, self._prepare_own)
                 self._turn = turn
                 self._there.set()
                 try:
                     await turn.over.wait()
                 finally:
                     self._end()
-                    self._door.detach(ring)
+                    self._acceptor.detach(ring)
 
     def _end(self) -> None:
         """The ring of now is over: waiters go on to the next one."""
@@ -325,20 +325,20 @@ class StageRole:
         *,
         run: RunManifest,
         book: HeadStore,
-        catchup: WeightSync,
+        weight_sync: WeightSync,
         engine: StageEngine,
         answer_s: float = ANSWER_S,
     ) -> None:
         self._answer_s = answer_s
         self._run = run
         self._book = book
-        self._catchup = catchup
+        self._weight_sync = weight_sync
         self._engine = engine
 
     async def run(self) -> None:
         """Hold the stage until the run ends. Raises EngineError when the engine is beyond help."""
         async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(self._catchup.run())
+            following = tasks.create_task(self._weight_sync.run())
             while not self._book.ended:
                 if self._engine.policy_version >= self._run.max_steps:
                     await self._book.end("the run has reached its last step")
@@ -356,9 +356,9 @@ class StageRole:
         # only what the trainer signed: else a stage 0 that lies would send us after what never comes
         if not await self._book.wait(lambda: self._book.order() >= order, self._answer_s):
             raise RemoteProtocolError(Reason.NOT_YET, "no such version is known here yet")
-        if await self._catchup.reach(order, self._answer_s):
+        if await self._weight_sync.reach(order, self._answer_s):
             return
-        held = self._catchup.order
+        held = self._weight_sync.order
         if held <= order:
             raise RemoteProtocolError(Reason.NOT_YET, "the weights are still on their way")
         if held[0] > asked.term or self._engine.policy_version != asked.version:

@@ -462,8 +462,8 @@ class WeightSync:
         await self._write(policy)
         self._order = head.order
         self._book.trusted.commit(head)
-        term, version = head.order
-        self._services.ledger.set(COMMITTED, term.to_bytes(8, "big") + version.to_bytes(8, "big"))
+        epoch, version = head.order
+        self._services.ledger.set(COMMITTED, epoch.to_bytes(8, "big") + version.to_bytes(8, "big"))
         self.versions_loaded += 1
         logger.info(
             "policy %d loaded in %.2fs: %s, %d step(s)",

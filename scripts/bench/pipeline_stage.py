@@ -1,4 +1,4 @@
-"""One stage of pipeline.py in a process of its own: real iroh on loopback, real door, ring and engine.
+"""One stage of pipeline.py in a process of its own: real iroh on loopback, real acceptor, ring and engine.
 
     python scripts/bench/pipeline_stage.py RANK
 
@@ -106,9 +106,9 @@ class Member:
         for node, addresses in command["peers"].items():
             self.peers.hint(bytes.fromhex(node), addresses)
         sealed, run = bytes.fromhex(command["plan"]), bytes.fromhex(command["run"])
-        door = LinkAcceptor(self.key.node_id, run, bytes.fromhex(command["trainer"]))
-        plan = door.admit(sealed)
-        await self._serve_door(door)
+        acceptor = LinkAcceptor(self.key.node_id, run, bytes.fromhex(command["trainer"]))
+        plan = acceptor.admit(sealed)
+        await self._serve_links(acceptor)
         self._joins += 1
         path = self.home / f"{self._joins}.sock"
         limits = FrameLimits.of(plan.shape)
@@ -124,7 +124,7 @@ class Member:
                 stall_s=STALL_S,
                 shaper=shaper,
             )
-            door.attach(ring, None)
+            acceptor.attach(ring, None)
             return ring
 
         self._ring_of = ring_of
@@ -153,11 +153,11 @@ class Member:
                 await self.engine.rejoin(ring.begin())  # pyright: ignore
         return {}
 
-    async def _serve_door(self, door: LinkAcceptor) -> None:
+    async def _serve_links(self, acceptor: LinkAcceptor) -> None:
         router = Router(
             self.transport,
             self.peers,
-            {ALPN_PIPELINE: door.handle},
+            {ALPN_PIPELINE: acceptor.handle},
             max_streams_per_peer=16,
             max_peers=64,
         )

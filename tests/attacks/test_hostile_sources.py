@@ -263,7 +263,7 @@ def announced_bomb(size: int) -> bytes:
 
 
 def raw_block(words: int, frame: bytes) -> bytes:
-    """An anchor of one tensor whose first byte plane is `frame`."""
+    """A snapshot of one tensor whose first byte plane is `frame`."""
     whole = b"".join(encode_full(policy(7, words)))
     header = whole[: 4 + 1 + 16]
     body = struct.pack("<I", len(frame)) + frame

@@ -16,7 +16,7 @@ from primerl.node.p2p.connections import Router, no_pipelines
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused, ask, receive_reply, send
 from primerl.node.p2p.transport import Connection, Stream, TransportError
-from primerl.node.pipeline import acceptor as door_module
+from primerl.node.pipeline import acceptor as acceptor_module
 from primerl.node.pipeline.frames import MAX_HEAD, Frame, FrameLimits, Kind, encode
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
@@ -147,7 +147,7 @@ async def test_a_stage_opens_a_line_only_to_the_one_after_it(made: Chain) -> Non
 async def test_an_older_generation_counts_no_more(made: Chain) -> None:
     rogue = await Rogue.join(made, made.keys[0])
     nodes = [key.node_id for key in made.keys]
-    made.nodes[1].door.admit(sealed(plan(nodes, generation=1)))
+    made.nodes[1].acceptor.admit(sealed(plan(nodes, generation=1)))
     assert await rogue.reason(1, OpenLine(sealed(made.plan), LATER)) is Reason.ROLLBACK
 
 
@@ -156,7 +156,7 @@ async def test_a_newer_plan_is_told_to_whom_it_concerns_and_used_when_that_is_re
 ) -> None:
     rogue = await Rogue.join(made, made.keys[0])
     told: list[bytes] = []
-    made.nodes[1].door.newer = told.append
+    made.nodes[1].acceptor.newer = told.append
     newer = sealed(plan([key.node_id for key in made.keys], generation=1))
     for _ in range(2):
         assert await rogue.reason(1, OpenLine(newer, LATER)) is Reason.NOT_YET
@@ -176,7 +176,7 @@ async def test_only_the_first_stage_has_others_prepare(made: Chain) -> None:
     async def prepare(request: PrepareVersion) -> None:
         asked.append(request)
 
-    made.nodes[2].door.attach(made.rings[2], prepare)
+    made.nodes[2].acceptor.attach(made.rings[2], prepare)
     request = PrepareVersion(made.plan.group, 0, 1, 7)
     follower = await Rogue.join(made, made.keys[1])
     assert await follower.reason(2, request) is Reason.NOT_ADMITTED
@@ -246,7 +246,7 @@ async def test_a_frame_that_trickles_in_is_not_waited_for() -> None:
 async def test_a_request_that_never_comes_is_not_waited_for(
     made: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_module, "REQUEST_S", 0.2)
+    monkeypatch.setattr(acceptor_module, "REQUEST_S", 0.2)
     rogue = await Rogue.join(made)
     stream = await (await rogue.connect(1)).open_stream()
     await stream.write(b"\x00")
@@ -272,7 +272,7 @@ async def test_probes_are_answered_to_those_who_may_share_a_model_and_not_for_ev
     made: Chain,
 ) -> None:
     rogue = await Rogue.join(made)
-    made.nodes[1].door.allow([rogue.node.key.node_id])
+    made.nodes[1].acceptor.allow([rogue.node.key.node_id])
     full = Probe(bytes(1000), MAX_PROBE)
     answer = await rogue.ask(1, full, Probe)
     assert isinstance(answer, Probe)

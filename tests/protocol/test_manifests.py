@@ -214,12 +214,12 @@ def test_a_run_manifest_has_limits(path: str, value: object) -> None:
         decode(replaced(ADAPTED, path, value), RunManifest)
 
 
-ANCHOR = POLICY_MANIFEST.artifacts[0]
+SNAPSHOT = POLICY_MANIFEST.artifacts[0]
 TENSOR = POLICY_MANIFEST.tensors[0]
 
 
 def with_artifact(**changes: object) -> bytes:
-    wrong = msgspec.structs.replace(ANCHOR, **changes)
+    wrong = msgspec.structs.replace(SNAPSHOT, **changes)
     return encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=(wrong,)))
 
 
@@ -247,7 +247,7 @@ def with_tensor(**changes: object) -> bytes:
         with_tensor(shape=(2**40 + 1,)),
         with_tensor(digest=bytes(33)),
         encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=())),
-        encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=(ANCHOR,) * 17)),
+        encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=(SNAPSHOT,) * 17)),
         encode(msgspec.structs.replace(POLICY_MANIFEST, version=-1)),
     ],
 )

@@ -213,7 +213,7 @@ def test_a_lower_version_of_a_higher_term_may_be_loaded() -> None:
 def test_a_restart_does_not_forget_what_was_loaded() -> None:
     run = trusted(committed=(1, 5))
     with refuses(Reason.ROLLBACK):
-        run.admit(sealed_head(head(9)), now=NOW)  # a term that was left
+        run.admit(sealed_head(head(9)), now=NOW)  # an epoch that was left
     old = admitted(run, sealed_head(head(4, term=1)))  # a base for others; never loaded
     with refuses(Reason.ROLLBACK):
         run.commit(old)

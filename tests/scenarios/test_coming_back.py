@@ -1,4 +1,4 @@
-"""A worker that was away, was restarted or comes late fetches the cheaper of deltas and an anchor."""
+"""A worker that was away, was restarted or comes late fetches the cheaper of deltas and a snapshot."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from support.swarm import Running, Swarm, until
 LONG = 1000
 """Steps that no test reaches."""
 SPARSE = 0.01
-"""Share of the weights that a version changes: eight deltas weigh less than an anchor."""
+"""Share of the weights that a version changes: eight deltas weigh less than a snapshot."""
 DENSE = 0.9
-"""Eight such deltas weigh more than an anchor."""
+"""Eight such deltas weigh more than a snapshot."""
 SLACK = 4_000
 """Bytes of manifests that are fetched as chunks."""
 
@@ -29,8 +29,8 @@ async def received(worker: Running) -> int:
     return sum((await worker.status())["chunk_bytes_by_source"].values())
 
 
-def anchor_bytes(trainer: LineTrainer, version: int) -> int:
-    """Bytes of the anchor of a version."""
+def snapshot_bytes(trainer: LineTrainer, version: int) -> int:
+    """Bytes of the snapshot of a version."""
     return next(
         one.size for one in trainer.line.manifests[version].artifacts if one.kind == "anchor"
     )
@@ -58,19 +58,19 @@ async def test_workers_that_were_away_come_back_by_the_deltas_that_they_missed(
         singles = trainer.line.single_bytes(1, 9)
         for worker, had in zip(workers, before, strict=True):
             got = await received(worker) - had
-            assert singles <= got < singles + SLACK < anchor_bytes(trainer, 0)
+            assert singles <= got < singles + SLACK < snapshot_bytes(trainer, 0)
         for name in names:
             assert [event.version for event in swarm.fakes.loads(name)] == [1, 9]
             assert swarm.fakes.loads(name)[-1].state == trainer.line.state(9)
 
 
-async def test_a_worker_that_was_restarted_fetches_neither_what_it_holds_nor_a_newer_anchor(
+async def test_a_worker_that_was_restarted_fetches_neither_what_it_holds_nor_a_newer_snapshot(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    """The anchor of version 10 would be the shortest way for a worker that holds nothing."""
+    """The snapshot of version 10 would be the shortest way for a worker that holds nothing."""
     async with (
         Swarm(tmp_path, model_dir, max_steps=LONG) as swarm,
-        LineTrainer(swarm, share=SPARSE, anchors=[10]) as trainer,
+        LineTrainer(swarm, share=SPARSE, snapshots=[10]) as trainer,
     ):
         await trainer.tell(3)
         worker = swarm.add_worker("w1")
@@ -80,17 +80,17 @@ async def test_a_worker_that_was_restarted_fetches_neither_what_it_holds_nor_a_n
         worker = swarm.add_worker("w1")
         await loaded(swarm, 10, "w1")
         singles = trainer.line.single_bytes(2, 10)
-        assert singles <= await received(worker) < singles + SLACK < anchor_bytes(trainer, 10)
+        assert singles <= await received(worker) < singles + SLACK < snapshot_bytes(trainer, 10)
         assert swarm.fakes.loads("w1")[-1].state == trainer.line.state(10)
 
 
-async def test_a_worker_that_missed_versions_does_not_take_an_anchor_that_it_can_do_without(
+async def test_a_worker_that_missed_versions_does_not_take_a_snapshot_that_it_can_do_without(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    """It hears of the newest head only, which has an anchor; the deltas before it are the shorter way."""
+    """It hears of the newest head only, which has a snapshot; the deltas before it are the shorter way."""
     async with (
         Swarm(tmp_path, model_dir, max_steps=LONG) as swarm,
-        LineTrainer(swarm, share=SPARSE, anchors=[8]) as trainer,
+        LineTrainer(swarm, share=SPARSE, snapshots=[8]) as trainer,
     ):
         await trainer.tell(1)
         worker = swarm.add_worker("w1")
@@ -100,16 +100,16 @@ async def test_a_worker_that_missed_versions_does_not_take_an_anchor_that_it_can
         await loaded(swarm, 8, "w1")
         singles = trainer.line.single_bytes(0, 8)
         assert singles <= await received(worker) - before < singles + SLACK
-        assert singles + SLACK < anchor_bytes(trainer, 8)
+        assert singles + SLACK < snapshot_bytes(trainer, 8)
 
 
-async def test_a_worker_that_was_away_takes_an_anchor_where_the_deltas_outweigh_it(
+async def test_a_worker_that_was_away_takes_a_snapshot_where_the_deltas_outweigh_it(
     tmp_path: Path, model_dir: Path
 ) -> None:
     network = MemoryNetwork()
     async with (
         Swarm(tmp_path, model_dir, network=network, max_steps=LONG) as swarm,
-        LineTrainer(swarm, share=DENSE, anchors=[8]) as trainer,
+        LineTrainer(swarm, share=DENSE, snapshots=[8]) as trainer,
     ):
         await trainer.tell(1)
         worker = swarm.add_worker("w1")
@@ -119,23 +119,23 @@ async def test_a_worker_that_was_away_takes_an_anchor_where_the_deltas_outweigh_
         await trainer.tell(8)
         network.heal(trainer.key.node_id, worker.node_id)
         await loaded(swarm, 8, "w1")
-        anchor = anchor_bytes(trainer, 8)
+        snapshot = snapshot_bytes(trainer, 8)
         got = await received(worker) - before
-        assert anchor <= got < anchor + SLACK < trainer.line.single_bytes(0, 8)
+        assert snapshot <= got < snapshot + SLACK < trainer.line.single_bytes(0, 8)
         assert swarm.fakes.loads("w1")[-1].state == trainer.line.state(8)
 
 
-async def test_a_late_joiner_takes_the_nearest_anchor_and_the_deltas_after_it(
+async def test_a_late_joiner_takes_the_nearest_snapshot_and_the_deltas_after_it(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with (
         Swarm(tmp_path, model_dir, max_steps=LONG) as swarm,
-        LineTrainer(swarm, share=SPARSE, anchors=[5]) as trainer,
+        LineTrainer(swarm, share=SPARSE, snapshots=[5]) as trainer,
     ):
         await trainer.tell(9)
         worker = swarm.add_worker("late")
         await loaded(swarm, 8, "late")
-        cost = anchor_bytes(trainer, 5) + trainer.line.single_bytes(5, 8)
+        cost = snapshot_bytes(trainer, 5) + trainer.line.single_bytes(5, 8)
         assert cost <= await received(worker) < cost + SLACK
         assert [event.version for event in swarm.fakes.loads("late")] == [8]
         assert swarm.fakes.loads("late")[0].state == trainer.line.state(8)

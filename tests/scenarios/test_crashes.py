@@ -16,7 +16,7 @@ Heads = dict[tuple[int, int], PolicyHead]
 
 
 def chained(heads: Heads) -> bool:
-    """Whether versions of a term follow each other without a gap."""
+    """Whether versions of an epoch follow each other without a gap."""
     orders = sorted(heads)
     return all(b[0] > a[0] or b == (a[0], a[1] + 1) for a, b in pairwise(orders))
 

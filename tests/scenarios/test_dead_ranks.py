@@ -107,7 +107,7 @@ async def test_dead_ranks_cost_no_version_and_no_worker(tmp_path: Path, model_di
         taught = [batch for one in swarm.mortals for batch in one.batches]
         assert [one.closed for one in swarm.mortals] == [True] * 6
     assert not +deaths
-    # nothing that was told is void: one term, and every version that a worker loaded is the published one
+    # nothing that was told is void: one epoch, and every version that a worker loaded is the published one
     assert sorted(heads) == [(0, version) for version in range(8)]
     for name in swarm.workers:
         assert [e.state for e in swarm.fakes.loads(name)] == [
@@ -144,8 +144,8 @@ async def test_an_older_checkpoint_begins_a_new_term(tmp_path: Path, model_dir: 
     ) as swarm:
         await swarm.to_the_end()
         heads = swarm.heads()
-    assert [version for term, version in sorted(heads) if term == 1] == [3, 4, 5, 6, 7]
-    assert max(version for term, version in heads if term == 0) == 5
+    assert [version for epoch, version in sorted(heads) if epoch == 1] == [3, 4, 5, 6, 7]
+    assert max(version for epoch, version in heads if epoch == 0) == 5
 
 
 async def test_a_run_that_dies_before_its_first_checkpoint_begins_again(

@@ -69,7 +69,7 @@ def test_a_killed_trainer_resumes_the_same_chain_and_the_workers_come_back(tmp_p
         assert second.wait() == 0, run.logs()
         assert worker.wait() == 0, run.logs()
         again = heads(run)
-        assert {term for term, _ in again} == {0}, "the chain went on without a new term"
+        assert {epoch for epoch, _ in again} == {0}, "the chain went on without a new epoch"
         assert again[-1] == (0, 40)
         # Nothing that was signed was signed again: the retained part of the chain is unbroken.
         assert set(signed) & set(again) or signed[-1][1] < again[0][1]

@@ -124,7 +124,7 @@ class Holder(PeerNode):
         self._share, self._goal = share, goal
 
     @property
-    def catchup(self) -> WeightSync:
+    def weight_sync(self) -> WeightSync:
         """What is tested."""
         assert self._weights is not None
         return self._weights
@@ -136,7 +136,7 @@ class Holder(PeerNode):
     def has_fetched(self, version: int) -> bool:
         """Whether all that its share of the newest version, which is this one, takes is in its store."""
         assert self._services is not None
-        return self.catchup.stored == (0, version)
+        return self.weight_sync.stored == (0, version)
 
     async def fetched(self) -> int:
         """Chunk bytes that it got from others."""
@@ -145,14 +145,14 @@ class Holder(PeerNode):
     async def _take_part(self, joined: JoinedRun) -> None:
         tell = joined.services.holdings.tell
 
-        def noted(term: int, version: int, complete: bool) -> None:
-            self.told.append((term, version, complete))
-            tell(term, version, complete)
+        def noted(epoch: int, version: int, complete: bool) -> None:
+            self.told.append((epoch, version, complete))
+            tell(epoch, version, complete)
 
         joined.services.holdings.tell = noted  # type: ignore[method-assign]
-        catchup = self._make_weights(joined, self.engine, share=self._share, goal=self._goal)
+        weight_sync = self._make_weights(joined, self.engine, share=self._share, goal=self._goal)
         self.ready.set()
-        await self._follow_while(joined, catchup.run)
+        await self._follow_while(joined, weight_sync.run)
 
 
 class Model(HostileTrainer):
@@ -235,7 +235,7 @@ async def test_stages_fetch_and_hold_their_part_and_follow(tmp_path: Path, model
             assert {how for how, _ in node.engine.given[1:]} == {"update"}
             assert not any(complete for _, _, complete in node.told)
             assert node.told[-1][:2] == (0, 2)
-            assert node.catchup.state_digest == whole.catchup.state_digest
+            assert node.weight_sync.state_digest == whole.weight_sync.state_digest
         assert trainer.held(whole, 2, everything)
         assert whole.told[-1] == (0, 2, True)
         size = trainer.size(0, "anchor")
@@ -267,20 +267,20 @@ async def test_who_stands_goes_exactly_where_it_is_asked_to(
         share = stage(1, 2)
         node = add(swarm, "s1", share, goal=stand)
         await node.ready.wait()
-        catchup = node.catchup
+        weight_sync = node.weight_sync
         await until(lambda: node.has_fetched(0))
         assert node.engine.given == []
-        assert await catchup.reach((0, 0), 10.0)
+        assert await weight_sync.reach((0, 0), 10.0)
         await trainer.tell(1, 2, 3)
         await until(lambda: node.has_fetched(3))
-        assert catchup.order == (0, 0)
+        assert weight_sync.order == (0, 0)
         ahead = await node.fetched()
-        assert await catchup.reach((0, 2), 10.0)
+        assert await weight_sync.reach((0, 2), 10.0)
         assert trainer.held(node, 2, share)
-        assert not await catchup.reach((0, 1), 10.0), "there is no way back"
-        assert await catchup.reach((0, 2), 10.0)
+        assert not await weight_sync.reach((0, 1), 10.0), "there is no way back"
+        assert await weight_sync.reach((0, 2), 10.0)
         assert trainer.held(node, 2, share)
-        assert await catchup.reach((0, 3), 10.0)
+        assert await weight_sync.reach((0, 3), 10.0)
         assert await node.fetched() == ahead, "all of it had been fetched ahead"
         assert node.engine.given == [("load", 0), ("update", 2), ("update", 3)]
 
@@ -292,10 +292,10 @@ async def test_who_is_asked_for_a_version_that_nobody_knows_says_no_and_goes_the
         await trainer.tell(0)
         node = add(swarm, "s1", stage(1, 2), goal=stand)
         await node.ready.wait()
-        assert not await node.catchup.reach((0, 1), 0.3)
-        assert node.catchup.order == (0, -1)
+        assert not await node.weight_sync.reach((0, 1), 0.3)
+        assert node.weight_sync.order == (0, -1)
         await trainer.tell(1)
-        assert await node.catchup.reach((0, 1), 10.0)
+        assert await node.weight_sync.reach((0, 1), 10.0)
         assert trainer.held(node, 1, stage(1, 2))
 
 
@@ -306,8 +306,8 @@ async def test_who_was_asked_for_what_nobody_signed_still_goes_where_it_can(
         await trainer.tell(0)
         node = add(swarm, "s1", stage(1, 2), goal=stand)
         await node.ready.wait()
-        assert not await node.catchup.reach((2**53, 2**53), 0.2)
-        assert await node.catchup.reach((0, 0), 10.0)
+        assert not await node.weight_sync.reach((2**53, 2**53), 0.2)
+        assert await node.weight_sync.reach((0, 0), 10.0)
         assert trainer.held(node, 0, stage(1, 2))
 
 
@@ -332,12 +332,12 @@ async def test_a_stage_that_was_away_takes_its_part_of_the_deltas_that_it_missed
         share = stage(0, 2)
         node = add(swarm, "s0", share, goal=stand)
         await node.ready.wait()
-        assert await node.catchup.reach((0, 0), 10.0)
+        assert await node.weight_sync.reach((0, 0), 10.0)
         before = await node.fetched()
         swarm.network.partition(trainer.key.node_id, node.key.node_id)
         await trainer.tell(1, 2, 3, 4)
         swarm.network.heal(trainer.key.node_id, node.key.node_id)
-        assert await node.catchup.reach((0, 4), 60.0)
+        assert await node.weight_sync.reach((0, 4), 60.0)
         assert trainer.held(node, 4, share)
         got = await node.fetched() - before
         singles = sum(trainer.size(version, "delta") for version in range(1, 5))

@@ -22,7 +22,7 @@ PIECE_S = 0.15
 ENOUGH = 3
 
 
-def anchor_chunks() -> dict[bytes, int]:
+def snapshot_chunks() -> dict[bytes, int]:
     """Digest and size of the chunks of version 0."""
     pieces = cut(encode_full(drifted(WORDS, SHARE, 0)), 1 << 22)
     return {digest(piece): len(piece) for piece in pieces}
@@ -39,10 +39,10 @@ def work_until_killed(directory: Path, model: Path) -> None:
 
     Nothing comes any more once enough is here: who watches may be late.
     """
-    anchor = anchor_chunks().keys()
+    snapshot = snapshot_chunks().keys()
 
     async def slow(source: bytes, target: bytes) -> None:
-        enough = len(held(directory) & anchor) >= ENOUGH
+        enough = len(held(directory) & snapshot) >= ENOUGH
         await asyncio.sleep(3600 if enough else PIECE_S)
 
     async def live() -> None:
@@ -59,8 +59,8 @@ def work_until_killed(directory: Path, model: Path) -> None:
 
 
 def kill_in_the_middle(directory: Path, model: Path) -> set[bytes]:
-    """Run the above until some chunks of the anchor are here, then SIGKILL; what the store holds of it."""
-    wanted = anchor_chunks().keys()
+    """Run the above until some chunks of the snapshot are here, then SIGKILL; what the store holds of it."""
+    wanted = snapshot_chunks().keys()
     process = multiprocessing.get_context("spawn").Process(
         target=work_until_killed, args=(directory, model)
     )
@@ -81,15 +81,15 @@ async def test_sigkill_in_the_middle_of_a_version_refetches_nothing_that_is_held
     tmp_path: Path, model_dir: Path
 ) -> None:
     before = await asyncio.to_thread(kill_in_the_middle, tmp_path, model_dir)
-    sizes = anchor_chunks()
+    sizes = snapshot_chunks()
     assert ENOUGH <= len(before) < len(sizes)
     async with (
         Swarm(tmp_path, model_dir, max_steps=LONG) as swarm,
         LineTrainer(swarm, words=WORDS, share=SHARE) as trainer,
     ):
         trainer.recall(1)
-        anchor = trainer.line.manifests[0].artifacts[0]
-        assert set(anchor.chunks) == {ChunkRef(name, size) for name, size in sizes.items()}
+        snapshot = trainer.line.manifests[0].artifacts[0]
+        assert set(snapshot.chunks) == {ChunkRef(name, size) for name, size in sizes.items()}
         worker = swarm.add_worker("w1")
         await until(lambda: bool(swarm.fakes.loads("w1")))
         sources = (await worker.status())["chunk_bytes_by_source"]

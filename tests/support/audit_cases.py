@@ -116,8 +116,8 @@ class Told:
         """See Stream."""
 
 
-def desk(*validators: SecretKey, **settings: Any) -> AuditQueue:
-    """A desk that believes these validators."""
+def audit_queue(*validators: SecretKey, **settings: Any) -> AuditQueue:
+    """A queue that believes these validators."""
     nodes = [key.node_id for key in validators or (VALIDATOR,)]
     base: dict[str, Any] = {"run_id": RUN, "trainer": TRAINER.node_id, "validators": nodes}
     more: dict[str, Any] = {"timeout_s": 5.0, **settings}
@@ -125,15 +125,17 @@ def desk(*validators: SecretKey, **settings: Any) -> AuditQueue:
 
 
 async def request(
-    desk: AuditQueue,
+    audit_queue: AuditQueue,
     key: SecretKey = VALIDATOR,
     versions: Sequence[int] = (2, 3),
     term: int = 0,
     stream: Told | None = None,
 ) -> tuple[AuditJob | AuditWait, bytes]:
-    """One request: the reply and the bytes behind it. Raises what the desk refuses with."""
+    """One request: the reply and the bytes behind it. Raises what the queue refuses with."""
     told = stream or Told()
-    await desk.hand_out(key.node_id, told, AuditRequest(term, tuple(versions), WorkerStats(3)))
+    await audit_queue.hand_out(
+        key.node_id, told, AuditRequest(term, tuple(versions), WorkerStats(3))
+    )
     size = payload_size(bytes(told.data[:HEADER_BYTES]))
     end = HEADER_BYTES + size
     reply: AuditJob | AuditWait = decode(
@@ -165,18 +167,18 @@ def sealed(report: AuditReport, key: SecretKey = VALIDATOR, **changes: Any) -> A
     return AuditDone(seal(key, purpose, run, report, **where))
 
 
-async def serve(desk: AuditQueue, key: SecretKey, *found: Measured | Unreadable) -> None:
+async def serve(audit_queue: AuditQueue, key: SecretKey, *found: Measured | Unreadable) -> None:
     """A validator that reports the same of every job, until it is cancelled or refused."""
     while True:
-        reply, _ = await request(desk, key)
+        reply, _ = await request(audit_queue, key)
         if isinstance(reply, AuditJob):
-            await desk.take_in(key.node_id, sealed(report(reply, *found), key))
+            await audit_queue.take_in(key.node_id, sealed(report(reply, *found), key))
 
 
-async def present(desk: AuditQueue, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
-    """The request of a validator that waits for a job, once the desk knows of it."""
-    waiting = asyncio.create_task(request(desk, key))
-    await until(lambda: desk.validators[key.node_id].waiting > 0)
+async def present(audit_queue: AuditQueue, key: SecretKey = VALIDATOR) -> "asyncio.Task[Any]":
+    """The request of a validator that waits for a job, once the queue knows of it."""
+    waiting = asyncio.create_task(request(audit_queue, key))
+    await until(lambda: audit_queue.validators[key.node_id].waiting > 0)
     return waiting
 
 

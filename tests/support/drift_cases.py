@@ -23,7 +23,7 @@ CHUNK = 1 << 22
 
 
 class Line:
-    """Versions 0, 1, 2, ... of some bf16 weights; deltas, and anchors at 0 and `anchors`, all in `store`."""
+    """Versions 0, 1, 2, ... of some bf16 weights; deltas, snapshots at 0 and `snapshots`, all in `store`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Line:
         share: float,
         store: Store,
         run: bytes = cases.RUN,
-        anchors: Collection[int] = (),
+        snapshots: Collection[int] = (),
     ) -> None:
         self.store = store
         self.chain = VersionChain()
@@ -40,7 +40,7 @@ class Line:
         self._words = words
         self._share = share
         self._run = run
-        self._anchors = anchors
+        self._snapshots = snapshots
 
     def grow(self, count: int = 1, state: State | None = None) -> None:
         """The next versions; `state`, if given, is the next one."""
@@ -94,7 +94,7 @@ class Line:
         if version:
             payload = self.delta(version - 1, version)
             made.append(self.put(list(cut(iter([payload]), CHUNK)), version - 1))
-        if not version or version in self._anchors:
+        if not version or version in self._snapshots:
             whole = encode_full(self.states[-1])
             made.append(self.put(list(cut(whole, CHUNK)), -1, NO_DIGEST, "anchor"))
         return tuple(made)
@@ -129,18 +129,18 @@ class LineTrainer(HostileTrainer):
         *,
         words: int = 2_000_000,
         share: float = 0.12,
-        anchors: Collection[int] = (),
+        snapshots: Collection[int] = (),
     ) -> None:
         super().__init__(swarm)
         self._words = words
         self._share = share
-        self._anchors = anchors
+        self._snapshots = snapshots
         self.records: dict[bytes, bytes] = {}
         """What workers said of themselves."""
 
     async def __aenter__(self) -> "LineTrainer":
         await super().__aenter__()
-        self.line = Line(self._words, self._share, self.store, self.run, self._anchors)
+        self.line = Line(self._words, self._share, self.store, self.run, self._snapshots)
         return self
 
     async def tell(self, count: int = 1) -> None:

@@ -126,7 +126,7 @@ class HostileTrainer:
         chunks: Sequence[bytes] | None = None,
         tensors: Sequence[TensorInfo] | None = None,
     ) -> bytes:
-        """The document of an anchor of `state`, whose payload may be anything."""
+        """The document of a snapshot of `state`, whose payload may be anything."""
         pieces = [b"".join(encode_full(state))] if chunks is None else chunks
         artifact = Artifact(
             kind="anchor",

@@ -42,7 +42,7 @@ class AsyncQueue(Generic[T]):
         self._changed = Notifier()
 
     def offer(self, item: T) -> bool:
-        """Add `item`; False when the inbox is full or closed."""
+        """Add `item`; False when the queue is full or closed."""
         if self._closed or len(self._items) >= self._limit:
             return False
         self._items.append(item)
@@ -50,7 +50,7 @@ class AsyncQueue(Generic[T]):
         return True
 
     async def take(self) -> T:
-        """The next item in order. Raises what `ended` makes once the inbox is closed."""
+        """The next item in order. Raises what `ended` makes once the queue is closed."""
         while not self._closed:
             if self._items:
                 return self._items.popleft()
@@ -58,7 +58,7 @@ class AsyncQueue(Generic[T]):
         raise self._ended()
 
     def close(self) -> list[T]:
-        """End the inbox and hand back what nobody took."""
+        """End the queue and hand back what nobody took."""
         self._closed = True
         left = list(self._items)
         self._items.clear()

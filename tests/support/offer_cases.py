@@ -1,4 +1,4 @@
-"""What the tests of plans share: a model, nodes that offer, and a trainer's desk whose time stands still."""
+"""What the tests of plans share: a model, nodes that offer, and a coordinator with a stopped clock."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def opened(reply: StageWait | StagePlanned, now: int = NOW) -> PipelinePlan:
 
 
 class World:
-    """A desk, and nodes that offer to it, all measured: 10 ms from each to each."""
+    """A coordinator, and nodes that offer to it, all measured: 10 ms from each to each."""
 
     def __init__(self, directory: Path, model: CutModel | None = MODEL) -> None:
         self.ledger = Ledger(directory / "ledger.db", fsync=False)
@@ -81,7 +81,7 @@ class World:
         self.heard: dict[bytes, float] = {}
         """When a node asked for anything last."""
         self.started = self.now
-        self.desk = self.make()
+        self.coordinator = self.make()
 
     def make(self) -> PipelineCoordinator:
         return PipelineCoordinator(
@@ -96,7 +96,7 @@ class World:
     def restart(self) -> None:
         """The trainer is stopped and started."""
         self.heard, self.started = {}, self.now
-        self.desk = self.make()
+        self.coordinator = self.make()
 
     def know(self, number: int, *, shared: bool = True) -> None:
         """Hear of a node."""
@@ -123,7 +123,7 @@ class World:
         if of is not None:
             gone = tuple(map(node, lost))
             message = OfferStage(said, of.group, of.generation, gone)
-        return self.desk.offered(node(number), message)
+        return self.coordinator.offered(node(number), message)
 
     def later(self, seconds: float) -> None:
         self.now += seconds

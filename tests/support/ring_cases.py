@@ -1,4 +1,4 @@
-"""Rings of nodes in one process: real doors, lines and sockets; the stages compute next to nothing."""
+"""Rings of nodes in one process: real acceptors, links and sockets; the stages compute next to nothing."""
 
 import asyncio
 import tempfile
@@ -94,7 +94,7 @@ class Node:
     transport: Transport
     peers: PeerTable
     links: ConnectionPool
-    door: LinkAcceptor
+    acceptor: LinkAcceptor
 
 
 class Chain:
@@ -124,9 +124,13 @@ class Chain:
         transport = await self._make(key)
         peers = PeerTable()
         links = ConnectionPool(transport, peers, connect_timeout_s=5.0)
-        door = LinkAcceptor(key.node_id, RUN, TRAINER.node_id)
+        acceptor = LinkAcceptor(key.node_id, RUN, TRAINER.node_id)
         router = Router(
-            transport, peers, {ALPN_PIPELINE: door.handle}, max_streams_per_peer=32, max_peers=32
+            transport,
+            peers,
+            {ALPN_PIPELINE: acceptor.handle},
+            max_streams_per_peer=32,
+            max_peers=32,
         )
         serving = asyncio.create_task(router.run())
 
@@ -137,7 +141,7 @@ class Chain:
             await transport.close()
 
         self._stack.push_async_callback(end)
-        return Node(key, transport, peers, links, door)
+        return Node(key, transport, peers, links, acceptor)
 
     def acquaint(self) -> None:
         """Everybody knows everybody's addresses."""
@@ -169,7 +173,7 @@ class Chain:
             trails=SignedTrails(node.key, RUN, self.plan, rank) if self.signs else None,
         )
         await self._stack.enter_async_context(ring.running())
-        node.door.attach(ring)
+        node.acceptor.attach(ring)
         return ring
 
     async def compute(self, rank: int) -> None:

@@ -285,7 +285,7 @@ class Swarm:
         return [json.loads(line) for line in text.splitlines()]
 
     def heads(self) -> dict[tuple[int, int], PolicyHead]:
-        """Everything that the trainer has signed, by term and version; it must not be running."""
+        """Everything that the trainer has signed, by epoch and version; it must not be running."""
         ledger = Ledger(self.trainer.data_dir / "ledger.db")
         try:
             opened = [

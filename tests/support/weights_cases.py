@@ -45,8 +45,8 @@ def chunks(parts: Sequence[bytes]) -> tuple[ChunkRef, ...]:
     return tuple(ChunkRef(digest(part), len(part)) for part in parts)
 
 
-def anchor(payload: bytes) -> Artifact:
-    """An anchor of one chunk."""
+def snapshot(payload: bytes) -> Artifact:
+    """A snapshot of one chunk."""
     return Artifact("anchor", -1, NO_DIGEST, CODEC, len(payload), chunks([payload]))
 
 

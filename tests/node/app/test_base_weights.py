@@ -86,14 +86,14 @@ def test_a_model_that_cannot_have_the_adapters_is_refused_before_a_run_begins(
 def test_tables_that_make_no_sense_are_refused_unread(model_dir: Path) -> None:
     run, store = published(model_dir)
     table = base_weights.read_table(run, store)
-    anchor = table.artifacts[0]
-    delta = msgspec.structs.replace(anchor, kind="delta")
+    snapshot = table.artifacts[0]
+    delta = msgspec.structs.replace(snapshot, kind="delta")
     for wrong in (
         named(run, store, b"nonsense"),
         named(run, store, encode(ADAPTED)),
         with_table(run, store, state=digest(b"other")),
         with_table(run, store, artifacts=(delta,)),
-        with_table(run, store, artifacts=(anchor, anchor)),
+        with_table(run, store, artifacts=(snapshot, snapshot)),
         with_table(run, store, tensors=table.tensors[:2]),
     ):
         with pytest.raises(RemoteProtocolError, match="the base model"):

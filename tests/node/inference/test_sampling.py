@@ -96,7 +96,7 @@ EDGES = [0, 1, 2, 2**23, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, 2**31 + 
 
 
 def as_noise(hashes: list[int]) -> torch.Tensor:
-    """The noise of given hashes: the one step that has no public door of its own."""
+    """The noise of given hashes: the one step without a public function."""
     bits = torch.tensor(hashes, dtype=torch.int64).to(torch.int32)
     return noise._gumbel_of_(bits)  # pyright: ignore[reportPrivateUsage]
 

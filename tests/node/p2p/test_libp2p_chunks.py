@@ -175,7 +175,7 @@ async def test_backing_off_ends(
     assert await fetch(chunks, server) == DATA
 
 
-async def test_a_peer_whose_door_is_shut_turns_us_away(client: Libp2pDiscovery) -> None:
+async def test_a_peer_that_admits_nobody_refuses_us(client: Libp2pDiscovery) -> None:
     server = Server()
     await server.discovery.start([])
     with pytest.raises(StreamClosed):

@@ -1,4 +1,4 @@
-"""The trainer's desk for validators: whose reports count, and what becomes of those that should not."""
+"""The trainer's queue of audits for validators: whose reports count, and the fate of the others."""
 
 import asyncio
 import math
@@ -15,9 +15,9 @@ from support.audit_cases import (
     VALIDATOR,
     Own,
     Told,
+    audit_queue,
     call,
     chosen,
-    desk,
     present,
     report,
     request,
@@ -58,7 +58,7 @@ async def job_of(audits: AuditQueue) -> tuple[AuditJob, "asyncio.Task[Any]"]:
 
 
 async def test_a_validator_gets_the_submission_and_its_report_is_the_answer() -> None:
-    own, audits = Own(), desk()
+    own, audits = Own(), audit_queue()
     asked = await present(audits)
     answer = asyncio.create_task(remote(own, audits).audit(call()))
     job, data = await asked
@@ -75,11 +75,11 @@ async def test_a_validator_gets_the_submission_and_its_report_is_the_answer() ->
 
 
 async def test_a_request_without_work_is_told_to_come_again() -> None:
-    assert isinstance((await request(desk()))[0], AuditWait)
+    assert isinstance((await request(audit_queue()))[0], AuditWait)
 
 
 async def test_nobody_else_is_given_audits_or_believed() -> None:
-    audits = desk()
+    audits = audit_queue()
     job, waiting = await job_of(audits)
     with refuses(Reason.NOT_ADMITTED):
         await request(audits, STRANGER)
@@ -92,7 +92,7 @@ async def test_nobody_else_is_given_audits_or_believed() -> None:
 
 
 async def test_a_report_counts_only_as_its_validator_signed_it_for_this_job() -> None:
-    audits = desk(VALIDATOR, SECOND)
+    audits = audit_queue(VALIDATOR, SECOND)
     job, waiting = await job_of(audits)
     good = report(job)
     mine = VALIDATOR.node_id
@@ -136,7 +136,7 @@ OTHER = MeasuredRow(1, 1, 64, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 async def test_a_report_has_one_row_of_numbers_for_each_rollout(
     measured: tuple[MeasuredRow, ...], unreadable: tuple[UnreadableRow, ...]
 ) -> None:
-    audits = desk()
+    audits = audit_queue()
     job, waiting = await job_of(audits)
     with refuses(Reason.MALFORMED):
         await audits.take_in(
@@ -151,7 +151,7 @@ async def test_a_report_has_one_row_of_numbers_for_each_rollout(
 
 async def test_without_a_validator_the_trainer_audits_at_once_itself() -> None:
     own = Own()
-    assert (await remote(own, desk()).audit(call())).validator == b""
+    assert (await remote(own, audit_queue()).audit(call())).validator == b""
     assert len(own.calls) == 1
 
 
@@ -161,14 +161,14 @@ async def test_without_a_validator_the_trainer_audits_at_once_itself() -> None:
 async def test_a_validator_without_the_versions_is_not_waited_for(
     versions: tuple[int, ...], term: int
 ) -> None:
-    own, audits = Own(), desk()
+    own, audits = Own(), audit_queue()
     await request(audits, versions=versions, term=term)
     assert (await remote(own, audits).audit(call())).validator == b""
 
 
 async def test_a_validator_that_never_answers_costs_one_deadline_and_then_nothing() -> None:
     now = [1000.0]
-    own, audits = Own(), desk(timeout_s=0.05, clock=lambda: now[0])
+    own, audits = Own(), audit_queue(timeout_s=0.05, clock=lambda: now[0])
     asked = await present(audits)
     assert (await remote(own, audits).audit(call())).validator == b""
     job, _ = await asked
@@ -185,7 +185,7 @@ async def test_a_validator_that_never_answers_costs_one_deadline_and_then_nothin
 
 
 async def test_a_job_that_does_not_reach_its_validator_is_the_trainers() -> None:
-    own, audits = Own(), desk()
+    own, audits = Own(), audit_queue()
     stream = Told(broken=StreamClosed("gone"))
     asked = asyncio.create_task(request(audits, stream=stream))
     await until(lambda: audits.validators[VALIDATOR.node_id].waiting > 0)
@@ -195,7 +195,7 @@ async def test_a_job_that_does_not_reach_its_validator_is_the_trainers() -> None
 
 
 async def test_a_validator_that_cannot_audit_says_so_and_the_trainer_does() -> None:
-    audits = desk()
+    audits = audit_queue()
     job, waiting = await job_of(audits)
     failed = report(job, measured=(), failed="no memory left")
     await audits.take_in(VALIDATOR.node_id, sealed(failed))
@@ -205,7 +205,7 @@ async def test_a_validator_that_cannot_audit_says_so_and_the_trainer_does() -> N
 
 
 async def test_rollouts_of_several_branches_stay_with_the_trainer_and_keep_their_place() -> None:
-    own, audits = Own(ODD, ODD), desk()
+    own, audits = Own(ODD, ODD), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR, GUILTY))
     await asyncio.sleep(0)
     mixed = call(chosen(0, 0, branches=2), chosen(0, 1), chosen(1, 0, branches=3))
@@ -232,7 +232,7 @@ async def test_rollouts_of_several_branches_stay_with_the_trainer_and_keep_their
 async def test_a_validator_that_lies_is_found_and_its_reports_count_no_more(
     told: tuple[Measured, ...], own: tuple[Measured, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine, audits = Own(*own), desk()
+    mine, audits = Own(*own), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR, *told))
     await asyncio.sleep(0)
     found = await remote(mine, audits, overlap=1.0).audit(call())
@@ -248,14 +248,14 @@ async def test_a_validator_that_lies_is_found_and_its_reports_count_no_more(
 
 
 async def a_job() -> AuditJob:
-    """Some job of another desk."""
-    job, waiting = await job_of(desk())
+    """Some job of another queue."""
+    job, waiting = await job_of(audit_queue())
     waiting.cancel()
     return job
 
 
 async def test_honest_noise_disqualifies_nobody() -> None:
-    own, audits = Own(ODD, CLEAN), desk()
+    own, audits = Own(ODD, CLEAN), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR, CLEAN, CLEAN))
     await asyncio.sleep(0)
     auditors = remote(own, audits, overlap=1.0)
@@ -270,7 +270,7 @@ async def test_honest_noise_disqualifies_nobody() -> None:
 
 
 async def test_a_validator_that_suspects_everybody_is_found_in_time() -> None:
-    own, audits = Own(), desk()
+    own, audits = Own(), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR, ODD, NO_END))
     await asyncio.sleep(0)
     auditors = remote(own, audits, overlap=1.0)
@@ -282,7 +282,7 @@ async def test_a_validator_that_suspects_everybody_is_found_in_time() -> None:
 
 
 async def test_the_first_jobs_and_then_a_share_are_measured_again() -> None:
-    own, audits = Own(), desk()
+    own, audits = Own(), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR))
     await asyncio.sleep(0)
     auditors = remote(own, audits, overlap=0.1, first_jobs=4)
@@ -296,7 +296,7 @@ async def test_the_first_jobs_and_then_a_share_are_measured_again() -> None:
 
 
 async def test_a_trainer_whose_own_auditor_died_still_has_its_validators() -> None:
-    own, audits = Own(dead=True), desk()
+    own, audits = Own(dead=True), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR))
     await asyncio.sleep(0)
     found = await remote(own, audits, overlap=1.0).audit(call())

@@ -17,23 +17,22 @@ def made_by(version: int) -> Submission:
     return Submission(b"", (GroupRecord(0, bytes(32), (rollout,)),), "hf")
 
 
-def test_work_of_a_version_that_any_term_since_made_anew_is_void(tmp_path: Path) -> None:
+def test_work_of_a_version_that_any_epoch_since_made_anew_is_void(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     current_epoch(ledger, (0, 0), 1)
     current_epoch(ledger, (1, 5), 2)
     current_epoch(ledger, (2, 8), 3)
-    term = current_epoch(
-        ledger, (2, 9), 4
-    )  # the same term, as a restart without going back finds it
+    # a restart without going back finds the same epoch
+    epoch = current_epoch(ledger, (2, 9), 4)
     ledger.close()
     void = {
-        (boot, version): term.voids(
+        (boot, version): epoch.voids(
             made_by(version), structs.replace(LEASE, lease_id=(boot << LEASES_PER_BOOT) + 1)
         )
         for boot in (1, 2, 3, 4)
         for version in (5, 7, 8, 9)
     }
     assert {place for place, is_void in void.items() if is_void} == {
-        *((1, version) for version in (7, 8, 9)),  # version 5 of term 0 was gone on from
-        (2, 9),  # version 8 of term 1 was
+        *((1, version) for version in (7, 8, 9)),  # version 5 of epoch 0 was continued
+        (2, 9),  # version 8 of epoch 1 was
     }

@@ -1,4 +1,4 @@
-"""The trainer's desk for pipelines: from offers to plans, and what becomes of them when stages are lost."""
+"""The trainer's pipeline coordinator: from offers to plans, and what becomes of them when stages are lost."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -149,7 +149,7 @@ def broken(world: World) -> tuple[PipelinePlan, int, int]:
     head, lost = ranks(plan)
     world.later(ALIVE_S + 1)
     assert opened(world.offer(head, of=plan, lost=(lost,))) == plan
-    assert world.desk.rows()[0].state == "waiting"
+    assert world.coordinator.rows()[0].state == "waiting"
     return plan, head, lost
 
 
@@ -161,7 +161,7 @@ def test_a_group_that_nobody_can_mend_goes_on_when_somebody_comes(world: World) 
     assert ranks(after) == [head, 3]
     assert (after.group, after.generation) == (plan.group, 1)
     assert opened(world.offer(head)) == after
-    assert world.desk.rows()[0].state == "planned"
+    assert world.coordinator.rows()[0].state == "planned"
     assert isinstance(world.offer(lost), StageWait)
 
 
@@ -170,13 +170,13 @@ def test_a_lost_stage_that_comes_back_finds_its_place_free(world: World) -> None
     world.later(60.0)
     world.offer(head, of=plan, lost=(lost,))
     assert opened(world.offer(lost)) == plan
-    assert world.desk.rows()[0].state == "planned"
+    assert world.coordinator.rows()[0].state == "planned"
 
 
 def test_a_place_is_not_kept_for_who_has_too_little_by_now(world: World) -> None:
     plan, head, lost = broken(world)
     world.offer(lost, 1000)
-    assert world.desk.rows()[0].state == "waiting"
+    assert world.coordinator.rows()[0].state == "waiting"
     assert ranks(opened(world.offer(3))) == [head, 3]
     assert plan.rank_of(node(lost)) == 1
 
@@ -247,9 +247,9 @@ def test_a_stage_that_says_goodbye_is_replaced_at_once(world: World) -> None:
     plan = world.gather(1, 2, 3)
     head, last = ranks(plan)
     spare = ({1, 2, 3} - {head, last}).pop()
-    world.desk.left(node(last))
+    world.coordinator.left(node(last))
     assert ranks(world.plan(head, spare)) == [head, spare]
-    world.desk.left(node(head))
+    world.coordinator.left(node(head))
     assert isinstance(world.offer(spare), StageWait)
 
 
@@ -265,7 +265,7 @@ def test_a_liar_is_in_no_plan_ever_after(world: World) -> None:
     plan = world.gather(1, 2, 3)
     head, liar = ranks(plan)
     spare = ({1, 2, 3} - {head, liar}).pop()
-    world.desk.dissolve(plan.group, node(liar), "states that no honest stage makes")
+    world.coordinator.dissolve(plan.group, node(liar), "states that no honest stage makes")
     after = world.plan(head, spare)
     assert ranks(after) == [head, spare]
     with refuses(Reason.BANNED):
@@ -294,7 +294,7 @@ def test_a_trainer_that_restarts_gives_the_same_plan(world: World) -> None:
     world.restart()
     assert opened(world.offer(2, of=plan)) == plan
     assert world.plan(1, 2) == plan
-    assert world.desk.plan_of(plan.group, 0) == plan
+    assert world.coordinator.plan_of(plan.group, 0) == plan
     world.later(1.0)
     # whom a restarted trainer has not heard yet is not taken for dead
     world.restart()
@@ -307,10 +307,10 @@ def test_old_plans_are_remembered_for_who_judges_their_work(world: World) -> Non
     plan = world.gather(1, 2)
     head, other = ranks(plan)
     after = opened(world.offer(head, of=plan, lost=(other,)))
-    assert world.desk.plan_of(plan.group, 0) == plan
-    assert world.desk.plan_of(plan.group, 1) == after
-    assert world.desk.plan_of(plan.group, 2) is None
-    assert world.desk.plan_of(bytes(32), 0) is None
+    assert world.coordinator.plan_of(plan.group, 0) == plan
+    assert world.coordinator.plan_of(plan.group, 1) == after
+    assert world.coordinator.plan_of(plan.group, 2) is None
+    assert world.coordinator.plan_of(bytes(32), 0) is None
 
 
 def test_a_plan_is_sealed_anew_before_it_runs_out(world: World) -> None:
@@ -335,19 +335,19 @@ def test_a_group_that_nobody_speaks_of_is_forgotten(world: World) -> None:
     world.gather(1, 2)
     world.later(GONE_S + 1)
     world.offer(5)
-    assert world.desk.rows() == []
+    assert world.coordinator.rows() == []
     assert isinstance(world.offer(1), StageWait)
 
 
 def test_operators_see_every_group(world: World) -> None:
     plan = world.gather(1, 2, 3)
-    (row,) = world.desk.rows()
+    (row,) = world.coordinator.rows()
     assert row.layers == [f"{stage.first}-{stage.end - 1}" for stage in plan.stages]
     assert (row.state, row.spares, row.round_trip_ms) == ("planned", 1, 10.0)
     head, last = ranks(plan)
-    assert world.desk.place(node(head)) == f"0/2, layers {row.layers[0]}"
-    assert world.desk.place(node(last)) == f"1/2, layers {row.layers[1]}"
-    assert world.desk.place(node(9)) == ""
+    assert world.coordinator.place(node(head)) == f"0/2, layers {row.layers[0]}"
+    assert world.coordinator.place(node(last)) == f"1/2, layers {row.layers[1]}"
+    assert world.coordinator.place(node(9)) == ""
 
 
 # -- attacks ---------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_a_plan_of_an_engine_without_stages_is_not_taken_up_again(world: World) 
     old = structs.replace(plan, shape=structs.replace(plan.shape, engine="hf"))
     world.ledger.set(LEDGER, msgspec.msgpack.encode(SavedPipeline((old,), {})))
     world.restart()
-    assert world.desk.rows() == []
+    assert world.coordinator.rows() == []
     assert world.gather(1, 2).group != plan.group
 
 
@@ -405,7 +405,7 @@ def test_so_many_may_offer_and_no_more(world: World) -> None:
         name = number.to_bytes(32, "big")
         world.peers.get(name).record = row.record
         lone = StageOffer(0, "vllm", "vllm 1", name=str(number))
-        world.desk.offered(name, OfferStage(lone))
+        world.coordinator.offered(name, OfferStage(lone))
     with refuses(Reason.BUSY):
         world.offer(2)
     world.later(ALIVE_S + 1)
@@ -415,8 +415,8 @@ def test_so_many_may_offer_and_no_more(world: World) -> None:
 def test_memory_that_nobody_has_costs_its_group_only_time(world: World) -> None:
     """A boaster is planned once, found out, and benched for longer each time."""
     world.gather(1, 7, memory=PART)
-    world.desk.left(node(1))
-    world.desk.left(node(7))
+    world.coordinator.left(node(1))
+    world.coordinator.left(node(7))
     plan = world.gather(1, 2, memory=2**49)
     assert len(plan.stages) == 2
     head, boaster = ranks(plan)
@@ -430,7 +430,7 @@ def test_a_key_is_in_one_plan_only(world: World) -> None:
     plan = world.gather(1, 2)
     assert key(1).node_id in {stage.node for stage in plan.stages}
     world.offer(1, name="other")  # says another name now: it is still in its plan
-    assert len(world.desk.rows()) == 1
+    assert len(world.coordinator.rows()) == 1
 
 
 def test_offers_that_change_all_the_time_do_not_keep_the_trainer_planning(world: World) -> None:

@@ -62,7 +62,7 @@ class Court:
         )
 
     def take_in(self, verified: Verified) -> None:
-        """As the inbox does."""
+        """As the submission queue does."""
         assert verified.plan is not None
         node = verified.plan.stages[0].node
         rejected = sum(one.reason is not None for one in verified.audited.judgements)

@@ -51,7 +51,7 @@ class Recorder:
         return None
 
 
-class Inbox:
+class FakeQueue:
     """Judges nothing: tests put groups into the buffer themselves."""
 
     def __init__(self, buffer: RolloutBuffer, progress: Progress) -> None:
@@ -108,7 +108,7 @@ class World:
             services=services, book=self.book, proven=_proven, reputations={}
         )
         self.demand = LeaseDemand(self.config, registry, self.buffer, self.progress)
-        self.inbox = Inbox(self.buffer, self.progress)
+        self.queue = FakeQueue(self.buffer, self.progress)
         parts: list[Any] = [
             SimpleNamespace(
                 registry=registry,
@@ -117,7 +117,7 @@ class World:
                 take_back=self.book.expire,
                 work_changed=nothing,
             ),
-            self.inbox,
+            self.queue,
             self.recorder,
             SimpleNamespace(publish=nothing, last_delta_bytes=0, states=defaultdict(dict)),
             self.metrics,
@@ -144,8 +144,8 @@ class World:
 
     async def judged(self) -> None:
         """Wake the trainer, and give it time to take what it may."""
-        async with self.inbox.grown:
-            self.inbox.grown.notify_all()
+        async with self.queue.grown:
+            self.queue.grown.notify_all()
         for _ in range(20):
             await asyncio.sleep(0)
 

@@ -206,13 +206,13 @@ async def test_what_is_audited_cannot_be_told_from_the_bundle() -> None:
     assert {len(challenge) for challenge in challenges} == {CHALLENGE_BYTES}
 
 
-async def test_an_error_in_one_of_many_ends_the_inbox_with_that_error() -> None:
+async def test_an_error_in_one_of_many_ends_the_queue_with_that_error() -> None:
     world = World()
     for number in (1, 2, 3):
         world.queue.put(arrived(number))
     world.auditor.broken = {2}
-    async with running(world) as inbox:
+    async with running(world) as queue:
         await until(lambda: world.auditor.begun == [1, 2, 3])
         world.auditor.let_go([2])
         with pytest.raises(StorageError, match="no disk"):
-            await inbox
+            await queue

@@ -44,7 +44,7 @@ def plan(
 LINE = {(0, -1): 100, (1, 0): 10, (2, 1): 10, (3, 2): 10}
 
 
-def test_late_joiner_takes_the_anchor_and_the_deltas() -> None:
+def test_late_joiner_takes_the_snapshot_and_the_deltas() -> None:
     assert plan(chain_of(LINE), NOTHING, 3) == [(0, -1), (1, 0), (2, 1), (3, 2)]
 
 
@@ -53,7 +53,7 @@ def test_follower_takes_only_the_deltas_it_lacks() -> None:
     assert plan(chain_of(LINE), 3, 3) == []
 
 
-def test_cheaper_of_new_anchor_and_chain_is_taken() -> None:
+def test_cheaper_of_new_snapshot_and_chain_is_taken() -> None:
     chain = chain_of(LINE | {(3, -1): 25})
     assert plan(chain, NOTHING, 3) == [(3, -1)]
     assert plan(chain, 1, 3) == [(2, 1), (3, 2)]
@@ -75,7 +75,7 @@ def test_chunks_in_the_store_cost_nothing() -> None:
     assert plan(chain, NOTHING, 3, stored=stored) == [(0, -1), (1, 0), (2, 1), (3, 2)]
 
 
-def test_other_bits_of_the_held_version_start_from_an_anchor() -> None:
+def test_other_bits_of_the_held_version_start_from_a_snapshot() -> None:
     steps = chain_of(LINE).plan(1, digest(b"other bits"), 3)
     assert [v for v, _ in steps] == [0, 1, 2, 3]
 
@@ -126,7 +126,7 @@ def test_a_gap_is_where_known_versions_break_off_below_a_version() -> None:
     assert chain_of({(9, -1): 5}).gap(NOTHING, 9) is None
 
 
-def test_anchor_is_due_at_first_by_age_and_by_weight() -> None:
+def test_snapshot_is_due_at_first_by_age_and_by_weight() -> None:
     assert VersionChain().needs_snapshot(0, 10)
     chain = chain_of(LINE)
     assert not chain.needs_snapshot(4, 10)
@@ -137,14 +137,14 @@ def test_anchor_is_due_at_first_by_age_and_by_weight() -> None:
     assert chain.needs_snapshot(9, 10)  # version 8 is unknown
 
 
-def test_old_anchors_go_when_a_new_one_carries_every_kept_version() -> None:
+def test_old_snapshots_go_when_a_new_one_carries_every_kept_version() -> None:
     chain = chain_of(LINE | {(3, -1): 90, (4, 3): 10, (5, 4): 10})
     live = [(v, a.base_version) for v, a in chain.live(2)]
     assert live == [(3, -1), (4, 3), (5, 4)]
     assert (0, -1) in [(v, a.base_version) for v, a in chain.live(4)]
 
 
-def test_deltas_without_a_known_anchor_are_kept_for_followers() -> None:
+def test_deltas_without_a_known_snapshot_are_kept_for_followers() -> None:
     chain = chain_of({(7, 6): 5, (8, 7): 5, (9, 8): 5})
     assert [(v, a.base_version) for v, a in chain.live(2)] == [(8, 7), (9, 8)]
 
@@ -156,7 +156,7 @@ def test_keeping_nothing_is_a_mistake() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> dict[tuple[int, int], int]:
-    """What a trainer may publish: a delta each version, anchors now and then, deltas over several versions."""
+    """Draw a history of versions: a delta for each, snapshots now and then, deltas over several versions."""
     sizes = st.integers(1, 200)
     artifacts: dict[tuple[int, int], int] = {(0, -1): draw(sizes)}
     for version in range(1, draw(st.integers(1, 12))):

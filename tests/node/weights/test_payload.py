@@ -93,7 +93,7 @@ def grown(share: TensorShare, *line: Published) -> WeightReplica:
     return replica
 
 
-ANCHOR, FIRST, SECOND = Published(0, V0), Published(1, V1, V0), Published(2, V2, V1)
+SNAPSHOT, FIRST, SECOND = Published(0, V0), Published(1, V1, V0), Published(2, V2, V1)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 300, 5000, 1 << 20])
@@ -110,7 +110,7 @@ def test_a_share_becomes_what_the_whole_would_have_become(
 
 
 def test_only_chunks_that_hold_wanted_tensors_are_needed() -> None:
-    for published in (ANCHOR, FIRST):
+    for published in (SNAPSHOT, FIRST):
         artifact, tensors = published.artifact, published.manifest.tensors
         names = [name for name, _, _ in layout_of(V0)]
         edges = (*artifact.offsets, artifact.size)
@@ -128,7 +128,7 @@ def test_only_chunks_that_hold_wanted_tensors_are_needed() -> None:
 
 
 def test_what_changed_is_told_of_the_share_alone() -> None:
-    replica = grown(only("t1", "t4", "z"), ANCHOR)
+    replica = grown(only("t1", "t4", "z"), SNAPSHOT)
     wanted = frozenset({"t1", "t4", "z"})
     prepared = replica.prepare(FIRST.manifest, FIRST.artifact, FIRST.some(wanted))
     assert prepared.changed is not None
@@ -139,7 +139,7 @@ def test_what_changed_is_told_of_the_share_alone() -> None:
 def test_without_offsets_everything_is_needed_and_the_share_is_held_all_the_same() -> None:
     share = only("t1", "t6")
     replica = WeightReplica(share=share)
-    for one in (ANCHOR, FIRST, SECOND):
+    for one in (SNAPSHOT, FIRST, SECOND):
         plain = structs.replace(one.artifact, offsets=())
         assert chunks_for(plain, one.manifest.tensors, share(list(V0))) == plain.chunks
         pieces = [one.chunks[chunk.digest] for chunk in plain.chunks]
@@ -149,7 +149,7 @@ def test_without_offsets_everything_is_needed_and_the_share_is_held_all_the_same
 
 def test_a_tensor_that_differs_from_the_manifest_is_refused() -> None:
     """Also where the payload is right and another tensor is meant."""
-    replica = grown(only("t1", "t4"), ANCHOR)
+    replica = grown(only("t1", "t4"), SNAPSHOT)
     forged = Published(1, V1 | {"t4": cases.stepped(V0["t4"], 99, 0.1)}, V0)
     with pytest.raises(DigestMismatch, match="tensor t4"):
         replica.prepare(FIRST.manifest, forged.artifact, forged.some({"t1", "t4"}))
@@ -167,7 +167,7 @@ def test_a_lie_about_a_tensor_that_is_not_held_cannot_change_the_state_digest() 
     )
     lying = structs.replace(FIRST.manifest, tensors=tensors)
     with pytest.raises(DigestMismatch, match="state is"):
-        grown(only("t1"), ANCHOR).prepare(lying, FIRST.artifact, FIRST.some({"t1"}))
+        grown(only("t1"), SNAPSHOT).prepare(lying, FIRST.artifact, FIRST.some({"t1"}))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_offsets_that_lie_end_in_a_refusal_and_leave_what_is_held(data: st.DataO
     offsets = (FIRST.artifact.offsets[0], *sorted(data.draw(inner)))
     wanted = frozenset(data.draw(st.lists(st.sampled_from(sorted(V0)), min_size=1, max_size=3)))
     lying = structs.replace(FIRST.artifact, offsets=offsets)
-    replica = grown(only(*wanted), ANCHOR)
+    replica = grown(only(*wanted), SNAPSHOT)
     pieces = [FIRST.chunks[c.digest] for c in chunks_for(lying, FIRST.manifest.tensors, wanted)]
     try:
         policy = replica.prepare(FIRST.manifest, lying, pieces).policy
@@ -216,7 +216,7 @@ def test_offsets_that_lie_end_in_a_refusal_and_leave_what_is_held(data: st.DataO
 
 def test_chunks_that_are_missing_or_too_short_are_refused() -> None:
     pieces = FIRST.some({"t1", "t4"})
-    replica = grown(only("t1", "t4"), ANCHOR)
+    replica = grown(only("t1", "t4"), SNAPSHOT)
     for wrong in ([], pieces[:-1], [piece[:-1] for piece in pieces], pieces[1:]):
         with pytest.raises(WeightsError):
             replica.prepare(FIRST.manifest, FIRST.artifact, wrong)
@@ -259,14 +259,14 @@ def noisy(seed: int) -> State:
 
 
 def test_planning_counts_what_the_share_needs() -> None:
-    """For everybody else the anchor is the shorter way; of `t3` the deltas say next to nothing."""
+    """For everybody else the snapshot is the shorter way; of `t3` the deltas say next to nothing."""
     middle, last = noisy(5), noisy(6)
-    first, step, anchor = Published(1, middle, V0), Published(2, last, middle), Published(2, last)
+    first, step, snapshot = Published(1, middle, V0), Published(2, last, middle), Published(2, last)
     chain = VersionChain()
-    chain.add(ANCHOR.manifest)
+    chain.add(SNAPSHOT.manifest)
     chain.add(first.manifest)
-    chain.add(structs.replace(step.manifest, artifacts=(step.artifact, anchor.artifact)))
-    held = (0, ANCHOR.manifest.state)
+    chain.add(structs.replace(step.manifest, artifacts=(step.artifact, snapshot.artifact)))
+    held = (0, SNAPSHOT.manifest.state)
     assert [artifact.kind for _, artifact in chain.plan(*held, 2)] == ["anchor"]
     steps = chain.plan(*held, 2, needs=NeededChunks(only("t3")))
     assert [artifact.kind for _, artifact in steps] == ["delta", "delta"]
@@ -283,12 +283,12 @@ def test_what_is_needed_is_remembered_for_one_artifact_and_not_for_another() -> 
     first = needs(FIRST.manifest, FIRST.artifact)
     assert needs(FIRST.manifest, FIRST.artifact) == first
     assert len(calls) == 1
-    assert needs(ANCHOR.manifest, ANCHOR.artifact) != first
+    assert needs(SNAPSHOT.manifest, SNAPSHOT.artifact) != first
     assert len(calls) == 2
 
 
 def test_a_share_may_name_what_a_manifest_does_not_have() -> None:
-    replica = grown(lambda _: frozenset({"t1", "lm_head.weight"}), ANCHOR)
+    replica = grown(lambda _: frozenset({"t1", "lm_head.weight"}), SNAPSHOT)
     assert set(replica.policy.state) == {"t1"}
 
 

@@ -29,7 +29,7 @@ def published(
     """What a trainer publishes: manifest, artifact, payload."""
     if base is None:
         payload = b"".join(encode_full(state))
-        artifact = cases.anchor(payload)
+        artifact = cases.snapshot(payload)
     else:
         payload = b"".join(encode_delta(base, state))
         artifact = cases.delta(version - 1, state_digest(digests(base)), payload)
@@ -68,7 +68,7 @@ def test_prepare_changes_nothing_until_commit() -> None:
 
 def test_trainer_proves_its_own_state() -> None:
     policy = prove(4, V1)
-    assert WeightReplica(policy).policy.digest == cases.manifest(4, V1, cases.anchor(b"x")).state
+    assert WeightReplica(policy).policy.digest == cases.manifest(4, V1, cases.snapshot(b"x")).state
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])

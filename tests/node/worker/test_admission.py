@@ -53,7 +53,7 @@ class HeldEngine:
     async def close(self) -> None: ...
 
 
-class Desk:
+class AdmissionBench:
     """An admission over a held engine, and the sequences that were asked for."""
 
     def __init__(self, cap: int, **config: int) -> None:
@@ -93,165 +93,165 @@ class Desk:
 
 
 async def test_no_more_begin_than_the_cap_allows() -> None:
-    desk = Desk(cap=2)
+    bench = AdmissionBench(cap=2)
     for lease in range(5):
-        await desk.ask(lease)
-    assert desk.admission.inflight == len(desk.engine.running) == 2
-    await desk.end((0, 0, 0))
-    assert desk.engine.begun == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+        await bench.ask(lease)
+    assert bench.admission.inflight == len(bench.engine.running) == 2
+    await bench.end((0, 0, 0))
+    assert bench.engine.begun == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
     for lease in range(1, 5):
-        await desk.end((lease, 0, 0))
-    assert [(await task).token_ids for task in desk.asked.values()] == [[0], [1], [2], [3], [4]]
-    desk.check_none_is_lost()
+        await bench.end((lease, 0, 0))
+    assert [(await task).token_ids for task in bench.asked.values()] == [[0], [1], [2], [3], [4]]
+    bench.check_none_is_lost()
 
 
 async def test_the_oldest_lease_goes_first_and_a_group_stays_together() -> None:
-    desk = Desk(cap=1)
-    await desk.ask(0)
+    bench = AdmissionBench(cap=1)
+    await bench.ask(0)
     for index in range(2):
         for lease, place in ((7, 1), (3, 1), (3, 0), (7, 0)):
-            await desk.ask(lease, place, index)
+            await bench.ask(lease, place, index)
     for number in range(8):
-        await desk.end(desk.engine.begun[number])
-    assert [prompt[:2] for prompt in desk.engine.begun[1:]] == [
+        await bench.end(bench.engine.begun[number])
+    assert [prompt[:2] for prompt in bench.engine.begun[1:]] == [
         *((3, 0), (3, 0), (3, 1), (3, 1)),
         *((7, 0), (7, 0), (7, 1), (7, 1)),
     ]
 
 
 async def test_the_next_turn_of_an_old_rollout_goes_before_new_leases() -> None:
-    desk = Desk(cap=1)
+    bench = AdmissionBench(cap=1)
     for lease in (1, 2, 3):
-        await desk.ask(lease)
-    await desk.ask(1, index=1)
-    await desk.end((1, 0, 0))
-    assert desk.engine.begun == [(1, 0, 0), (1, 0, 1)]
+        await bench.ask(lease)
+    await bench.ask(1, index=1)
+    await bench.end((1, 0, 0))
+    assert bench.engine.begun == [(1, 0, 0), (1, 0, 1)]
 
 
 async def test_the_youngest_are_taken_back_and_made_again_with_the_same_seed() -> None:
-    desk = Desk(cap=10)
+    bench = AdmissionBench(cap=10)
     for lease in range(10):
-        await desk.ask(lease)
-    await desk.look(running=10, kv_use=0.95)
-    assert set(desk.engine.running) == {(lease, 0, 0) for lease in range(7)}
-    assert desk.admission.taken_back == 3
-    assert desk.admission.cap == 7
-    await desk.end((0, 0, 0), (1, 0, 0), (2, 0, 0))
-    assert desk.engine.begun[10:] == [(7, 0, 0), (8, 0, 0), (9, 0, 0)]
-    await desk.end(*desk.engine.running)
-    assert [(await task).token_ids[0] for task in desk.asked.values()] == list(range(10))
-    desk.check_none_is_lost()
+        await bench.ask(lease)
+    await bench.look(running=10, kv_use=0.95)
+    assert set(bench.engine.running) == {(lease, 0, 0) for lease in range(7)}
+    assert bench.admission.taken_back == 3
+    assert bench.admission.cap == 7
+    await bench.end((0, 0, 0), (1, 0, 0), (2, 0, 0))
+    assert bench.engine.begun[10:] == [(7, 0, 0), (8, 0, 0), (9, 0, 0)]
+    await bench.end(*bench.engine.running)
+    assert [(await task).token_ids[0] for task in bench.asked.values()] == list(range(10))
+    bench.check_none_is_lost()
 
 
 async def test_those_taken_back_go_before_the_others_of_their_group_that_wait() -> None:
-    desk = Desk(cap=10)
+    bench = AdmissionBench(cap=10)
     for index in range(12):
-        await desk.ask(0, index=index)
-    await desk.look(running=10, kv_use=0.95)
-    assert desk.admission.taken_back == 3
-    await desk.end(*[(0, 0, index) for index in range(7)])
-    assert desk.engine.begun[10:] == [(0, 0, index) for index in range(7, 12)]
-    await desk.end(*desk.engine.running)
-    desk.check_none_is_lost()
+        await bench.ask(0, index=index)
+    await bench.look(running=10, kv_use=0.95)
+    assert bench.admission.taken_back == 3
+    await bench.end(*[(0, 0, index) for index in range(7)])
+    assert bench.engine.begun[10:] == [(0, 0, index) for index in range(7, 12)]
+    await bench.end(*bench.engine.running)
+    bench.check_none_is_lost()
 
 
 async def test_looking_again_before_the_stopped_have_ended_stops_nobody_twice() -> None:
-    desk = Desk(cap=10)
+    bench = AdmissionBench(cap=10)
     for lease in range(10):
-        await desk.ask(lease)
-    await desk.look(running=10, kv_use=0.95)
-    desk.admission.look()
-    desk.admission.look()
-    await desk.settle()
-    assert len(desk.engine.running) == 7
-    assert desk.admission.taken_back == 3
+        await bench.ask(lease)
+    await bench.look(running=10, kv_use=0.95)
+    bench.admission.look()
+    bench.admission.look()
+    await bench.settle()
+    assert len(bench.engine.running) == 7
+    assert bench.admission.taken_back == 3
 
 
 async def test_one_that_ends_in_the_moment_in_which_it_is_taken_back_is_made_again() -> None:
-    desk = Desk(cap=2, min_inflight=1)
-    await desk.ask(0)
-    await desk.ask(1)
-    await desk.look(running=2, kv_use=0.5)
-    desk.engine.told = EngineStats(running=2, kv_use=0.99, kv_tokens=100)
-    desk.admission.look()
-    desk.engine.end((1, 0, 0))
-    await desk.settle()
-    await desk.end((0, 0, 0))
-    while not desk.asked[1, 0, 0].done():
-        await desk.end(*desk.engine.running)
-    assert (await desk.asked[1, 0, 0]).token_ids == [1]
-    desk.check_none_is_lost()
+    bench = AdmissionBench(cap=2, min_inflight=1)
+    await bench.ask(0)
+    await bench.ask(1)
+    await bench.look(running=2, kv_use=0.5)
+    bench.engine.told = EngineStats(running=2, kv_use=0.99, kv_tokens=100)
+    bench.admission.look()
+    bench.engine.end((1, 0, 0))
+    await bench.settle()
+    await bench.end((0, 0, 0))
+    while not bench.asked[1, 0, 0].done():
+        await bench.end(*bench.engine.running)
+    assert (await bench.asked[1, 0, 0]).token_ids == [1]
+    bench.check_none_is_lost()
 
 
 async def test_who_gives_up_waiting_or_is_cancelled_leaves_no_permit_behind() -> None:
-    desk = Desk(cap=1)
+    bench = AdmissionBench(cap=1)
     for lease in range(4):
-        await desk.ask(lease)
-    desk.asked[1, 0, 0].cancel()
-    desk.asked[0, 0, 0].cancel()
-    await desk.settle()
-    assert list(desk.engine.running) == [(2, 0, 0)]
+        await bench.ask(lease)
+    bench.asked[1, 0, 0].cancel()
+    bench.asked[0, 0, 0].cancel()
+    await bench.settle()
+    assert list(bench.engine.running) == [(2, 0, 0)]
     # The permit has been given to the last one, which has not come to run yet.
-    desk.engine.end((2, 0, 0))
+    bench.engine.end((2, 0, 0))
     await asyncio.sleep(0)
-    desk.asked[3, 0, 0].cancel()
-    await desk.settle()
-    desk.check_none_is_lost()
-    await desk.ask(5)
-    assert list(desk.engine.running) == [(5, 0, 0)]
-    await desk.end((5, 0, 0))
+    bench.asked[3, 0, 0].cancel()
+    await bench.settle()
+    bench.check_none_is_lost()
+    await bench.ask(5)
+    assert list(bench.engine.running) == [(5, 0, 0)]
+    await bench.end((5, 0, 0))
 
 
 async def test_what_one_engine_loses_others_make_at_once() -> None:
-    desk = Desk(cap=2)
-    await desk.ask(0)
-    desk.engine.fail((0, 0, 0), EngineLost("the process died"))
-    await desk.settle()
-    assert desk.engine.begun == [(0, 0, 0), (0, 0, 0)]
-    await desk.end((0, 0, 0))
-    assert (await desk.asked[0, 0, 0]).token_ids == [0]
+    bench = AdmissionBench(cap=2)
+    await bench.ask(0)
+    bench.engine.fail((0, 0, 0), EngineLost("the process died"))
+    await bench.settle()
+    assert bench.engine.begun == [(0, 0, 0), (0, 0, 0)]
+    await bench.end((0, 0, 0))
+    assert (await bench.asked[0, 0, 0]).token_ids == [0]
 
 
 async def test_a_sequence_that_kills_every_engine_is_not_asked_for_for_ever() -> None:
-    desk = Desk(cap=2)
-    await desk.ask(0)
+    bench = AdmissionBench(cap=2)
+    await bench.ask(0)
     for _ in range(MAX_LOSSES + 1):
-        desk.engine.fail((0, 0, 0), EngineLost("the process died"))
-        await desk.settle()
+        bench.engine.fail((0, 0, 0), EngineLost("the process died"))
+        await bench.settle()
     with pytest.raises(EngineLost):
-        await desk.asked[0, 0, 0]
-    desk.check_none_is_lost()
+        await bench.asked[0, 0, 0]
+    bench.check_none_is_lost()
 
 
 @pytest.mark.parametrize("error", [EngineError("no"), EngineLost("no"), TimeoutError()], ids=repr)
 async def test_where_no_engine_is_left_the_caller_hears_it(error: Exception) -> None:
-    desk = Desk(cap=2)
-    await desk.ask(0)
-    desk.engine.told = EngineStats(fault="it is being started")
-    desk.engine.fail((0, 0, 0), error)
+    bench = AdmissionBench(cap=2)
+    await bench.ask(0)
+    bench.engine.told = EngineStats(fault="it is being started")
+    bench.engine.fail((0, 0, 0), error)
     with pytest.raises(type(error)):
-        await desk.asked[0, 0, 0]
-    desk.check_none_is_lost()
+        await bench.asked[0, 0, 0]
+    bench.check_none_is_lost()
 
 
 async def test_those_that_take_the_places_do_not_wait_for_the_work_that_comes_after() -> None:
     """Many sequences end at once, and what their callers do then takes its time."""
-    desk = Desk(cap=8)
+    bench = AdmissionBench(cap=8)
     scored: list[tuple[int, int]] = []
 
     async def score(lease: int) -> None:
-        await desk.asked[lease, 0, 0]
-        scored.append((lease, len(desk.engine.begun)))
+        await bench.asked[lease, 0, 0]
+        scored.append((lease, len(bench.engine.begun)))
 
     for lease in range(16):
-        await desk.ask(lease)
+        await bench.ask(lease)
     scoring = [asyncio.create_task(score(lease)) for lease in range(8)]
-    desk.engine.end(*desk.engine.running)
+    bench.engine.end(*bench.engine.running)
     await asyncio.wait(scoring)
     assert [lease for lease, _ in scored] == list(range(8))
     assert [begun for _, begun in scored[2:]] == [16] * 6
-    await desk.end(*desk.engine.running)
-    desk.check_none_is_lost()
+    await bench.end(*bench.engine.running)
+    bench.check_none_is_lost()
 
 
 async def test_who_is_cancelled_at_the_turnstile_stops_nobody() -> None:
@@ -267,11 +267,11 @@ async def test_who_is_cancelled_at_the_turnstile_stops_nobody() -> None:
 
 
 async def test_it_looks_by_itself() -> None:
-    desk = Desk(cap=4)
-    desk.engine.told = EngineStats(running=4, kv_use=0.99, kv_tokens=100)
-    desk.now = 10.0
-    following = asyncio.create_task(desk.admission.run())
-    await desk.settle()
-    desk.now = 20.0
-    await until(lambda: desk.admission.cap == 2)
+    bench = AdmissionBench(cap=4)
+    bench.engine.told = EngineStats(running=4, kv_use=0.99, kv_tokens=100)
+    bench.now = 10.0
+    following = asyncio.create_task(bench.admission.run())
+    await bench.settle()
+    bench.now = 20.0
+    await until(lambda: bench.admission.cap == 2)
     following.cancel()

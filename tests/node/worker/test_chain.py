@@ -1,4 +1,4 @@
-"""The rings of a seat: a newer plan is a new ring, and whoever keeps one from getting whole is reported."""
+"""The rings of one stage: a newer plan makes a new ring, and a node that keeps one incomplete is reported."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
@@ -77,13 +77,13 @@ class FakeRing:
         self.up.clear()
         self.down.set()
 
-    async def prepare(self, rank: int, term: int, version: int, *, deadline: float) -> None:
-        self.asked.append((rank, term, version))
+    async def prepare(self, rank: int, policy_epoch: int, version: int, *, deadline: float) -> None:
+        self.asked.append((rank, policy_epoch, version))
         if self.answers:
             raise self.answers.pop(0)
 
 
-class FakeDoor:
+class FakeAcceptor:
     """Knows which ring it lets lines into."""
 
     def __init__(self) -> None:
@@ -102,15 +102,15 @@ class Bench:
 
     def __init__(self, stall_s: float = 0.05, patience_s: float = 60.0) -> None:
         self.rings: list[FakeRing] = []
-        self.door = FakeDoor()
+        self.acceptor = FakeAcceptor()
         self.reported: list[bytes] = []
         self.newest: AssignedPlan | None = None
         self.reachable = dict.fromkeys(NODES, True)
-        door: Any = self.door
+        acceptor: Any = self.acceptor
         self.chain = RingSupervisor(
             planned(),
             self._make,
-            door,
+            acceptor,
             self._complain,
             self._reach,
             lambda: self.newest,
@@ -137,16 +137,16 @@ class Bench:
         finally:
             task.cancel()
             await asyncio.wait([task])
-            assert self.door.ring is None
+            assert self.acceptor.ring is None
             assert not any(ring.runs for ring in self.rings)
 
 
 async def test_a_newer_plan_is_a_new_ring_and_who_waited_for_the_old_one_waits_for_it() -> None:
     async with Bench(stall_s=60.0).running() as bench:
         waiting = asyncio.create_task(bench.chain.whole())
-        await until(lambda: bench.door.ring is bench.rings[0])
+        await until(lambda: bench.acceptor.ring is bench.rings[0])
         bench.chain.use(planned(2, third=3))
-        await until(lambda: len(bench.rings) == 2 and bench.door.ring is bench.rings[1])
+        await until(lambda: len(bench.rings) == 2 and bench.acceptor.ring is bench.rings[1])
         assert [ring.runs for ring in bench.rings] == [False, True]
         bench.rings[0].up.set()
         await asyncio.sleep(0.02)

@@ -85,7 +85,7 @@ class Kept:
 def test_every_version_that_is_promised_can_be_reached_from_nothing_and_from_any_other(
     keep: int, interval: int, share: float, versions: int
 ) -> None:
-    """Dense deltas outweigh anchors, sparse ones do not."""
+    """Dense deltas outweigh snapshots, sparse ones do not."""
 
     async def live(directory: Path) -> None:
         config = WeightsConfig(keep_versions=keep, anchor_interval=interval, keep_s=0)
@@ -112,24 +112,24 @@ async def test_only_the_newest_states_stay_in_memory(tmp_path: Path) -> None:
     kept.ledger.close()
 
 
-async def test_anchors_come_by_interval_and_when_the_deltas_outweigh_the_last(
+async def test_snapshots_come_by_interval_and_when_the_deltas_outweigh_the_last(
     tmp_path: Path,
 ) -> None:
-    anchors: dict[float, list[int]] = {}
+    snapshots: dict[float, list[int]] = {}
     for share, interval in ((0.01, 8), (0.9, 100)):
         config = WeightsConfig(keep_versions=100, anchor_interval=interval, keep_s=0)
         kept = Kept(tmp_path / str(share), config)
         for version in range(17):
             await kept.publish(version, share)
         manifests = [kept.book.manifest(head) for head in kept.book.held()]
-        anchors[share] = [
+        snapshots[share] = [
             manifest.version
             for manifest in manifests
             if manifest and any(one.kind == "anchor" for one in manifest.artifacts)
         ]
         kept.ledger.close()
-    assert anchors[0.01] == [0, 8, 16]
-    assert len(anchors[0.9]) > 1
+    assert snapshots[0.01] == [0, 8, 16]
+    assert len(snapshots[0.9]) > 1
 
 
 async def test_a_long_run_needs_no_more_room_than_what_it_keeps(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ async def test_a_long_run_needs_no_more_room_than_what_it_keeps(tmp_path: Path) 
     for version in range(60):
         await kept.publish(version, 0.05)
         sizes.append(kept.store.total_bytes())
-    anchor = sizes[0]
-    assert max(sizes) < 5 * anchor
+    snapshot = sizes[0]
+    assert max(sizes) < 5 * snapshot
     assert max(sizes[40:]) <= 1.2 * max(sizes[10:30])
     kept.ledger.close()
 

@@ -34,7 +34,7 @@ class FakeBook:
         self.ended = detail
 
 
-class FakeCatchUp:
+class FakeWeightSync:
     """Reaches what a test lets it reach."""
 
     def __init__(self) -> None:
@@ -68,19 +68,19 @@ class Bench:
     """A role over fakes."""
 
     def __init__(self) -> None:
-        self.book, self.catchup, self.engine = FakeBook(), FakeCatchUp(), FakeEngine()
+        self.book, self.weight_sync, self.engine = FakeBook(), FakeWeightSync(), FakeEngine()
         fakes: dict[str, Any] = {
             "book": self.book,
-            "catchup": self.catchup,
+            "weight_sync": self.weight_sync,
             "engine": self.engine,
             "run": type("Run", (), {"max_steps": 9}),
         }
         self.role = StageRole(**fakes, answer_s=0.0)
 
-    async def asks(self, term: int, version: int) -> Reason | None:
+    async def asks(self, epoch: int, version: int) -> Reason | None:
         """Why stage 0 is refused; None if it is not."""
         try:
-            await self.role.prepare(PrepareVersion(b"g" * 32, 1, term, version))
+            await self.role.prepare(PrepareVersion(b"g" * 32, 1, epoch, version))
         except RemoteProtocolError as error:
             return error.reason
         return None
@@ -90,34 +90,34 @@ async def test_what_is_asked_for_is_got_ready() -> None:
     bench = Bench()
     assert await bench.asks(1, 4) is None
     assert await bench.asks(1, 4) is None
-    assert bench.catchup.order == (1, 4)
+    assert bench.weight_sync.order == (1, 4)
 
 
 async def test_what_is_still_on_its_way_is_to_be_asked_for_again() -> None:
     bench = Bench()
-    bench.catchup.reachable = (1, 3)
+    bench.weight_sync.reachable = (1, 3)
     assert await bench.asks(1, 4) is Reason.NOT_YET
 
 
 async def test_a_version_that_the_trainer_never_signed_is_not_even_looked_for() -> None:
     """It would be waited for for ever, also for the next stage 0."""
     bench = Bench()
-    for term, version in ((1, 6), (1, 2**50), (2, 0)):
-        assert await bench.asks(term, version) is Reason.NOT_YET
-    assert bench.catchup.asked == []
+    for epoch, version in ((1, 6), (1, 2**50), (2, 0)):
+        assert await bench.asks(epoch, version) is Reason.NOT_YET
+    assert bench.weight_sync.asked == []
 
 
 async def test_what_it_computes_by_is_ready_though_more_was_prepared() -> None:
     bench = Bench()
-    bench.catchup.order = (1, 4)
+    bench.weight_sync.order = (1, 4)
     assert await bench.asks(1, 3) is None
 
 
 async def test_it_does_not_go_back() -> None:
     bench = Bench()
-    bench.catchup.order, bench.engine.policy_version = (1, 5), 5
+    bench.weight_sync.order, bench.engine.policy_version = (1, 5), 5
     assert await bench.asks(1, 4) is Reason.ROLLBACK
-    bench.catchup.order = (1, 0)  # a later term began, with a lower version
+    bench.weight_sync.order = (1, 0)  # a later epoch began, with a lower version
     assert await bench.asks(0, 5) is Reason.ROLLBACK
 
 

@@ -39,7 +39,7 @@ class Measured:
 
 @dataclass
 class Net:
-    """A trainer's desk behind a memory transport, and workers that offer to it."""
+    """A pipeline coordinator behind a memory transport, and workers that offer to it."""
 
     world: World
     network: MemoryNetwork
@@ -57,7 +57,7 @@ class Net:
         else:
             assert isinstance(request, OfferStage)
             self.heard.append(request)
-            reply = self.world.desk.offered(peer, request)
+            reply = self.world.coordinator.offered(peer, request)
             if self.forge is not None and isinstance(reply, StagePlanned):
                 reply = self.forge(peer, reply)
             await send(stream, reply)
@@ -177,7 +177,7 @@ async def test_a_plan_that_is_void_is_waited_out(tmp_path: Path) -> None:
         world.world.offer(2, rank=1, world_size=2)
         async with offering(first):
             before = await planned(first)
-            world.world.desk.dissolve(before.plan.group, node(2), "false work")
+            world.world.coordinator.dissolve(before.plan.group, node(2), "false work")
             first.hurry()
             assert await first.newer(before) is None
             assert first.current is None
@@ -291,7 +291,7 @@ async def test_a_refusal_for_now_is_no_end(tmp_path: Path) -> None:
         def busy(peer: bytes, request: OfferStage) -> StagePlanned:
             raise RemoteProtocolError(Reason.BUSY, "too many")
 
-        world.world.desk.offered = busy  # type: ignore[method-assign]
+        world.world.coordinator.offered = busy  # type: ignore[method-assign]
         assert await one._once() > 0  # pyright: ignore[reportPrivateUsage]
 
 

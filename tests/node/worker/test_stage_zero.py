@@ -78,7 +78,7 @@ def trio(world: World) -> tuple[PipelinePlan, int, int, int]:
     return plan, head, last, ({1, 2, 3} - {head, last}).pop()
 
 
-# -- its seat --------------------------------------------------------------------------------------
+# -- its stage -------------------------------------------------------------------------------------
 
 
 def test_a_spare_takes_the_place_of_a_stage_0_that_falls_silent(world: World) -> None:
@@ -100,7 +100,7 @@ def test_silence_alone_takes_nothing_from_a_stage_0(world: World) -> None:
         world.later(HEAD_S)
         assert isinstance(world.offer(spare), StageWait)
         assert opened(world.offer(last, of=plan)) == plan
-    assert world.desk.orphans() == []
+    assert world.coordinator.orphans() == []
 
 
 def test_one_false_word_about_a_stage_0_that_works_costs_whoever_says_it(world: World) -> None:
@@ -111,7 +111,7 @@ def test_one_false_word_about_a_stage_0_that_works_costs_whoever_says_it(world: 
     assert ranks(after) == [head, spare]
     assert isinstance(world.offer(slanderer), StageWait)
     world.later(BENCH_S)
-    assert world.desk.orphans() == []
+    assert world.coordinator.orphans() == []
 
 
 def test_a_word_from_before_the_trainer_heard_stage_0_last_does_not_count_twice(
@@ -157,22 +157,22 @@ def test_a_stage_0_that_was_started_again_is_not_lost_and_nobody_lied(world: Wor
     plan, head, last, _ = trio(world)
     world.offer(last, of=plan, lost=(head,))
     world.later(1.0)
-    world.desk.began(node(head))
+    world.coordinator.began(node(head))
     assert opened(world.offer(head)) == plan
     assert opened(world.offer(last, of=plan)) == plan
 
 
-def test_a_stage_0_does_not_keep_its_seat_by_starting_again_and_again(world: World) -> None:
+def test_a_stage_0_does_not_keep_its_stage_by_starting_again_and_again(world: World) -> None:
     plan, head, last, spare = trio(world)
     for _ in range(MANY_RESTARTS):
         assert opened(world.offer(head)) == plan
         world.later(1.0)
         world.offer(spare)
         world.offer(last, of=plan, lost=(head,))
-        world.desk.began(node(head))
+        world.coordinator.began(node(head))
     after = opened(world.offer(last, of=plan))
     assert ranks(after) == [spare, last]
-    world.desk.left(node(last))
+    world.coordinator.left(node(last))
     assert isinstance(world.offer(head), StageWait)
     assert opened(world.offer(spare)) == after
 
@@ -182,7 +182,7 @@ def test_a_word_against_stage_0_is_forgotten_with_the_plan(world: World) -> None
     head, middle, last = ranks(plan)
     spare = ({1, 2, 3, 4} - {head, middle, last}).pop()
     world.offer(middle, of=plan, lost=(head,), world_size=3)
-    world.desk.left(node(last))
+    world.coordinator.left(node(last))
     world.later(1.0)
     for number in (head, middle, spare):
         after = opened(world.offer(number, world_size=3))
@@ -206,7 +206,7 @@ def test_a_stage_0_that_is_right_about_others_stays_as_long_as_it_brings_work(wo
         plan = opened(world.offer(head, of=plan, lost=(lost,), world_size=3))
         assert (ranks(plan)[0], ranks(plan)[2]) == (head, last)
         if works:
-            world.desk.worked(node(head))
+            world.coordinator.worked(node(head))
     world.offer(6, world_size=3)
     # nothing came of the second: it is perhaps its own fault
     assert isinstance(world.offer(head, of=plan, lost=(last,), world_size=3), StageWait)
@@ -217,9 +217,9 @@ def test_work_of_whoever_leads_nothing_excuses_nobody(world: World) -> None:
     world.offer(slanderer, of=plan, lost=(head,))
     world.later(1.0)
     world.offer(head, of=plan)
-    world.desk.worked(node(slanderer))
+    world.coordinator.worked(node(slanderer))
     assert isinstance(world.offer(slanderer), StageWait)
-    world.desk.left(node(head))
+    world.coordinator.left(node(head))
     assert isinstance(world.offer(slanderer), StageWait)
 
 
@@ -228,43 +228,43 @@ def test_work_of_whoever_leads_nothing_excuses_nobody(world: World) -> None:
 
 def test_a_silent_stage_0_whose_plan_ended_is_an_orphan_once(world: World) -> None:
     plan, head, last, spare = trio(world)
-    assert world.desk.orphans() == []
+    assert world.coordinator.orphans() == []
     world.offer(last, of=plan, lost=(head,))
     world.later(HEAD_S)
     world.offer(spare)
     assert ranks(opened(world.offer(last, of=plan))) == [spare, last]
-    assert world.desk.orphans() == []  # it may still have something to upload
+    assert world.coordinator.orphans() == []  # it may still have something to upload
     world.later(ALIVE_S - HEAD_S + 1)
-    assert world.desk.orphans() == [node(head)]
-    assert world.desk.orphans() == []
+    assert world.coordinator.orphans() == [node(head)]
+    assert world.coordinator.orphans() == []
 
 
 def test_a_stage_0_that_speaks_is_no_orphan_whatever_is_said_of_it(world: World) -> None:
     plan, head, slanderer, spare = trio(world)
-    world.desk.orphans()
+    world.coordinator.orphans()
     for _ in range(20):
         world.offer(slanderer, of=plan, lost=(head,))
         world.later(ALIVE_S / 4)
         world.offer(spare)
         world.offer(head)
-        assert world.desk.orphans() == []
+        assert world.coordinator.orphans() == []
 
 
 def test_who_led_a_pipeline_and_works_alone_since_is_no_orphan(world: World) -> None:
     _, head, last, _ = trio(world)
-    world.desk.orphans()
-    world.desk.left(node(head))
-    world.desk.began(node(head))
+    world.coordinator.orphans()
+    world.coordinator.left(node(head))
+    world.coordinator.began(node(head))
     world.later(ALIVE_S + 1)
     world.offer(last)
-    assert world.desk.orphans() == []
+    assert world.coordinator.orphans() == []
 
 
 def test_a_pipeline_of_which_nobody_is_left_leaves_an_orphan(world: World) -> None:
     _, head, _, _ = trio(world)
-    assert world.desk.orphans() == []
+    assert world.coordinator.orphans() == []
     world.later(GONE_S + 1)
-    assert world.desk.orphans() == [node(head)]
+    assert world.coordinator.orphans() == [node(head)]
 
 
 class Memory:
@@ -293,7 +293,7 @@ def hundred(node: bytes | None) -> int:
 
 
 class Front:
-    """A trainer's desk that nodes ask as they do over a network."""
+    """A lease scheduler that nodes ask as they do over a network."""
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
@@ -323,13 +323,15 @@ class Front:
             clock=lambda: self.now,
         )
         publisher, demand = SimpleNamespace(order=(0, 0)), SimpleNamespace(capacity=hundred)
-        self.desk = LeaseScheduler(
+        self.scheduler = LeaseScheduler(
             registry,
             TaskSupply(CountingEnvironment(), self.book),
             cast(Any, publisher),
             cast(Any, demand),
         )
-        self.requests = ControlHandler(self.desk, SubmissionReceiver(self.desk, unused, boot=0))
+        self.requests = ControlHandler(
+            self.scheduler, SubmissionReceiver(self.scheduler, unused, boot=0)
+        )
 
     async def offer(
         self, number: int, of: PipelinePlan | None = None, lost: tuple[int, ...] = ()
@@ -382,15 +384,15 @@ async def test_leases_of_a_stage_0_that_is_gone_go_to_others_long_before_they_ru
     plan, head, last, spare = await front.gather()
     lease = front.lease(head)
     tasks = [task.index for task in front.book.held[lease].lease.tasks]
-    assert front.desk.take_back(time.time()) == []
+    assert front.scheduler.take_back(time.time()) == []
     await front.offer(last, plan, (head,))
     front.now += HEAD_S
     await front.offer(spare)
     after = plan_in(await front.offer(last, plan))
     assert ranks(after) == [spare, last]
-    assert front.desk.take_back(time.time()) == []
+    assert front.scheduler.take_back(time.time()) == []
     front.now += ALIVE_S - HEAD_S + 1
-    (lost,) = front.desk.take_back(time.time())
+    (lost,) = front.scheduler.take_back(time.time())
     assert (lost.lease.lease_id, lost.node) == (lease, node(head))
     assert [task.index for task in front.book.held[front.lease(spare)].lease.tasks] == tasks
     late = Memory(frame(SubmitOffer(digest(b"late"), 10, lease)))
@@ -410,7 +412,7 @@ async def test_a_false_word_robs_a_stage_0_of_no_lease(front: Front) -> None:
         front.now += ALIVE_S / 4
         await front.offer(head, plan)
         await front.offer(spare, plan)
-        assert front.desk.take_back(time.time()) == []
+        assert front.scheduler.take_back(time.time()) == []
     assert lease in front.book.held
     await front.offer(slanderer)
     await front.offer(spare, plan, (head,))
@@ -419,7 +421,7 @@ async def test_a_false_word_robs_a_stage_0_of_no_lease(front: Front) -> None:
     assert lease not in front.book.held
 
 
-async def test_a_stage_0_that_says_hello_again_has_no_leases_and_keeps_its_seat(
+async def test_a_stage_0_that_says_hello_again_has_no_leases_and_keeps_its_stage(
     front: Front,
 ) -> None:
     plan, head, last, _ = await front.gather()
@@ -441,8 +443,8 @@ async def test_a_later_stage_takes_nothing_from_workers_beside_the_pipeline(fron
     front.ledger.admit(node(4), NOW)
     beside = front.lease(4)
     await front.offer(last, plan, (4, head, spare))
-    assert front.desk.take_back(time.time()) == []
+    assert front.scheduler.take_back(time.time()) == []
     front.now += GONE_S + 1
-    taken = [held.node for held in front.desk.take_back(time.time())]
+    taken = [held.node for held in front.scheduler.take_back(time.time())]
     assert taken == [node(head)]
     assert beside in front.book.held

@@ -28,7 +28,7 @@ WORKER, TRAINER = SecretKey.from_seed(bytes(31) + b"w"), SecretKey.from_seed(byt
 RUN = bytes(32)
 
 
-class Desk:
+class FakeTrainer:
     """The trainer's end: what came, and what it answers."""
 
     def __init__(self) -> None:
@@ -58,18 +58,18 @@ class Desk:
 
 
 class World:
-    """A spool over a ledger and a desk."""
+    """A spool over a ledger and a fake trainer."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.desk = Desk()
+        self.trainer = FakeTrainer()
         self.refused: list[Reason] = []
         self.spool = UploadQueue(
             key=WORKER,
             run_id=RUN,
             trainer=TRAINER.node_id,
             ledger=ledger,
-            upload=self.desk.take,
+            upload=self.trainer.take,
             refused=self.refused.append,
         )
 
@@ -109,16 +109,16 @@ async def test_what_was_put_is_on_the_disk_and_held_until_the_receipt_is_here(
     ledger: Ledger,
 ) -> None:
     world = World(ledger)
-    world.desk.open.clear()
+    world.trainer.open.clear()
     async with world.running():
         (lease,) = leases(1)
         await world.spool.put(lease, work(lease))
         assert [row[1] for row in ledger.spooled()] == [lease.lease_id]
-        await until(lambda: world.desk.now == 1)
+        await until(lambda: world.trainer.now == 1)
         assert world.spool.leases() == {lease.lease_id}
-        world.desk.open.set()
+        world.trainer.open.set()
         await until(world.empty)
-    assert world.desk.came == [lease.lease_id]
+    assert world.trainer.came == [lease.lease_id]
 
 
 async def test_a_node_that_was_killed_uploads_what_it_finds(ledger: Ledger) -> None:
@@ -130,21 +130,21 @@ async def test_a_node_that_was_killed_uploads_what_it_finds(ledger: Ledger) -> N
     assert again.spool.leases() == {0, 1, 2}
     async with again.running():
         await until(again.empty)
-    assert sorted(again.desk.came) == [0, 1, 2]
+    assert sorted(again.trainer.came) == [0, 1, 2]
 
 
 async def test_a_few_at_a_time_and_the_most_urgent_first(ledger: Ledger) -> None:
     world = World(ledger)
     for lease in leases(8):
         await world.spool.put(lease, work(lease))
-    world.desk.open.clear()
+    world.trainer.open.clear()
     async with world.running():
-        await until(lambda: world.desk.now == UPLOADS)
-        assert world.desk.came == [7, 6, 5]
-        world.desk.open.set()
+        await until(lambda: world.trainer.now == UPLOADS)
+        assert world.trainer.came == [7, 6, 5]
+        world.trainer.open.set()
         await until(world.empty)
-    assert world.desk.came == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert world.desk.most == UPLOADS
+    assert world.trainer.came == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert world.trainer.most == UPLOADS
 
 
 @pytest.mark.parametrize(
@@ -157,34 +157,34 @@ async def test_what_failed_is_kept_and_tried_again(
 ) -> None:
     monkeypatch.setattr(upload, "PAUSE_S", 0.01)
     world = World(ledger)
-    world.desk.failures = [error, error]
+    world.trainer.failures = [error, error]
     async with world.running():
         for lease in leases(2):
             await world.spool.put(lease, work(lease))
         await until(world.empty)
-    assert len(world.desk.came) == 4
+    assert len(world.trainer.came) == 4
     assert world.refused == []
 
 
 async def test_what_is_refused_for_good_is_forgotten_and_counted(ledger: Ledger) -> None:
     world = World(ledger)
-    world.desk.failures = [Refused(Reason.LEASE_EXPIRED, "too late")]
+    world.trainer.failures = [Refused(Reason.LEASE_EXPIRED, "too late")]
     async with world.running():
         (lease,) = leases(1)
         await world.spool.put(lease, work(lease))
         await until(world.empty)
     assert world.refused == [Reason.LEASE_EXPIRED]
-    assert world.desk.came == [lease.lease_id]
+    assert world.trainer.came == [lease.lease_id]
 
 
 async def test_a_receipt_for_something_else_is_none(ledger: Ledger) -> None:
     world = World(ledger)
-    world.desk.wrong = 1
+    world.trainer.wrong = 1
     async with world.running():
         (lease,) = leases(1)
         await world.spool.put(lease, work(lease))
         await until(world.empty)
-    assert len(world.desk.came) == 2
+    assert len(world.trainer.came) == 2
 
 
 class SlowDisk(Ledger):

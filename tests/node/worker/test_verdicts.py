@@ -137,7 +137,7 @@ async def test_a_node_that_gets_no_work_tells_its_operator_once_a_minute_or_less
     assert await mine.refused("again") == BAN_PAUSE_S
 
 
-# -- at the trainer's desk ------------------------------------------------------------------------
+# -- at the trainer -----------------------------------------------------------------------------
 
 
 def opened(swarm: Swarm, rogue: Rogue, verdicts: Sequence[bytes]) -> list[int]:
