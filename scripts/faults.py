@@ -288,7 +288,7 @@ FAULTS = (
     Fault(
         "stage accepts a peer that the plan does not put before it",
         "pipeline",
-        "node/pipeline/door.py",
+        "node/pipeline/acceptor.py",
         "if rank is None or plan.before(rank) != peer:",
         "if rank is None:",
         ("test_a_stage_opens_a_line_only_to_the_one_after_it",),

@@ -21,9 +21,7 @@ FREE = {"__init__", "node", "configs"}
 
 # Layers from the bottom up; the lists of one layer do not import each other.
 OPERATING = "doctor explain summary"
-LOW_PIPELINE = """boundaries frame frame_codec layers outbox packets place planner port shaper socket_port
-    stage_loop
-    together"""
+LOW_PIPELINE = "frames links planner ports stage_loop trails"
 LAYERS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],
@@ -35,7 +33,7 @@ LAYERS: list[list[list[str]]] = [
         [f"node.pipeline.{name}" for name in LOW_PIPELINE.split()],
     ],
     [["node.memory_plan"]],
-    [["node.inference", "node.pipeline.vllm_place"]],
+    [["node.inference", "node.pipeline.place"]],
     [["node.environments"], ["node.training"], ["node.pipeline"]],
     [["node.api"], ["node.sft"], ["node.verification"]],
     [["node.evaluation"]],
@@ -76,7 +74,7 @@ HEAVY = {
         "node.inference.vllm_worker",
         "node.pipeline.vllm_head_executor",
         "node.pipeline.vllm_rank",
-        "node.pipeline.vllm_stage",
+        "node.pipeline.vllm_processes",
         "node.pipeline.vllm_stage_worker",
     },
     "transformers": {"node.models.huggingface"},
@@ -112,17 +110,10 @@ LOADED_AT_IMPORT = {
 DUPLICATE_NAMES = {"Asked", "Lanes", "Outbox"}
 """Public class names that two files still share; this set only shrinks."""
 LONG_CONSTRUCTORS = {
-    "InferenceRole",
-    "LeaseScheduler",
     "PipelineCoordinator",
-    "Publisher",
     "Ring",
     "StageOffers",
     "StageSupervisor",
-    "SubmissionQueue",
-    "TrainerRole",
-    "UpdatePlanner",
-    "WeightSync",
 }
 """Constructors that still have more than eight arguments; this set only shrinks."""
 

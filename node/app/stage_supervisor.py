@@ -1,17 +1,16 @@
-"""A worker's part in pipelines: offers, takes the seat that a plan gives it, moves when a newer one says so.
+"""A worker's part in pipelines: offers, takes the stage that a plan gives it, moves when a newer one says so.
 
-What a seat consists of is built here; stage 0 is an inference worker like any other, with a longer engine.
+A stage is built here; stage 0 is an inference worker like any other, with a longer engine.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ...crypto.hashing import short
-from ...crypto.keys import SecretKey
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.messages import Accepted, Goodbye, Probe
 from ...protocol.pipelines import PipelinePlan, PipelineShape
@@ -22,13 +21,11 @@ from ..ops.control import StageRow
 from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import Refused, ask
 from ..p2p.transport import TransportError
-from ..pipeline.door import Door
-from ..pipeline.frame_codec import FrameLimits
+from ..pipeline.acceptor import LinkAcceptor, probe
+from ..pipeline.frames import FrameLimits
 from ..pipeline.hosted_stage import HeadEngine, Laned, StageEngine
-from ..pipeline.layers import share_of
-from ..pipeline.local_end import LocalEnd
-from ..pipeline.place import StagePlace
-from ..pipeline.probe import probe
+from ..pipeline.links import LocalLink
+from ..pipeline.place import StagePlace, share_of
 from ..pipeline.ring import REQUEST_LANE, Ring
 from ..pipeline.trails import SignedTrails
 from ..weights.payload import TensorShare
@@ -51,8 +48,30 @@ LOOK_S = 1.0
 GOODBYE_S = 2.0
 WAITING = "waiting for a pipeline"
 
-Infer = Callable[[PipelinedEngine, EngineConfig, TensorShare], Awaitable[None]]
-"""Be an inference worker with that engine, whose weights are that share, until the run ends."""
+
+class PipelineWorker(Protocol):
+    """The worker that takes part in pipelines (worker.py): stage 0 is an inference worker like any other."""
+
+    @property
+    def writing(self) -> Order | None:
+        """The (epoch, version) that is being loaded into the engine."""
+        ...
+
+    async def infer(
+        self, joined: JoinedRun, engine: PipelinedEngine, config: EngineConfig, share: TensorShare
+    ) -> None:
+        """Be an inference worker with that engine, whose weights are that share, until the run ends."""
+        ...
+
+    def stage_weights(
+        self, joined: JoinedRun, engine: StageEngine, share: TensorShare
+    ) -> WeightSync:
+        """Keep a later stage's share of the weights at the newest version."""
+        ...
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, which the status names."""
+        ...
 
 
 class StageSupervisor:
@@ -60,29 +79,20 @@ class StageSupervisor:
 
     def __init__(
         self,
-        *,
         config: JoinConfig,
-        key: SecretKey,
         data_dir: Path,
         parts: Factories,
         joined: JoinedRun,
-        door: Door,
-        infer: Infer,
-        make_catchup: Callable[[StageEngine, TensorShare], WeightSync],
-        writing: Callable[[], Order | None],
-        enter: Callable[[str], None],
+        acceptor: LinkAcceptor,
+        worker: PipelineWorker,
     ) -> None:
-        """`writing`: the (term, version) that is being loaded; `enter` is told the phase that begins."""
         self._config = config
-        self._key = key
+        self._key = joined.stack.key
         self._socket = data_dir / SOCKET_NAME
         self._parts = parts
         self._joined = joined
-        self._door = door
-        self._infer = infer
-        self._make_catchup = make_catchup
-        self._writing = writing
-        self._enter = enter
+        self._acceptor = acceptor
+        self._worker = worker
         self._offers: StageOffers | None = None
         self._chain: RingSupervisor | None = None
         self._head: HeadEngine | None = None
@@ -90,11 +100,11 @@ class StageSupervisor:
     async def run(self) -> None:
         """Take part until the run ends. Raises NodeError."""
         offers = self._offers = await self._make_offers()
-        self._door.newer = lambda sealed: offers.hurry()
+        self._acceptor.newer = lambda sealed: offers.hurry()
         async with asyncio.TaskGroup() as tasks:
             offering = tasks.create_task(offers.run())
             try:
-                await self._take_seats(offers)
+                await self._take_stages(offers)
             finally:
                 offering.cancel()
                 if not self._joined.stack.heads.ended:
@@ -128,25 +138,20 @@ class StageSupervisor:
             make_offer, config.engine, config.pp, self._joined.model_dir, fingerprint
         )
         return StageOffers(
-            node=self._key.node_id,
-            run_id=documents.run_id,
-            trainer=stack.trainer,
-            links=stack.links,
-            peers=stack.peers,
+            services=stack,
             offer=offer,
-            record=stack.record,
             probe=lambda peer: probe(stack.links, peer, deadline=PROBE_S),
-            allow=self._door.allow,
+            allow=self._acceptor.allow,
         )
 
-    async def _take_seats(self, offers: StageOffers) -> None:
+    async def _take_stages(self, offers: StageOffers) -> None:
         planned = None
         while not self._joined.stack.heads.ended:
             if planned is None:
-                self._enter(WAITING)
+                self._worker.enter(WAITING)
                 planned = await self._unless_ended(offers.newer(None))
             else:
-                planned = await self._sit(offers, planned)
+                planned = await self._hold_stage(offers, planned)
 
     async def _unless_ended(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """What `waiting` gives; None once the run has ended."""
@@ -159,13 +164,13 @@ class StageSupervisor:
         finally:
             work.cancel()
 
-    async def _sit(self, offers: StageOffers, planned: AssignedPlan) -> AssignedPlan | None:
-        """Hold a seat; the plan by which it is another one, None for no plan or the end of the run."""
+    async def _hold_stage(self, offers: StageOffers, planned: AssignedPlan) -> AssignedPlan | None:
+        """Hold a stage; return the plan that moves it, None for no plan or the end of the run."""
         place = StagePlace(planned.plan, planned.rank, str(self._socket))
         moved: asyncio.Task[AssignedPlan | None]
-        async with LocalEnd(self._socket, FrameLimits.of(place.shape)) as local:
+        async with LocalLink(self._socket, FrameLimits.of(place.shape)) as local:
             chain = self._chain = self._make_chain(planned, local)
-            self._enter("running")
+            self._worker.enter("running")
             try:
                 async with asyncio.TaskGroup() as tasks:
                     keeping = tasks.create_task(chain.run())
@@ -178,7 +183,7 @@ class StageSupervisor:
                 self._chain = self._head = None
         return None if moved.cancelled() else moved.result()
 
-    def _make_chain(self, planned: AssignedPlan, local: LocalEnd) -> RingSupervisor:
+    def _make_chain(self, planned: AssignedPlan, local: LocalLink) -> RingSupervisor:
         stack, stall_s = self._joined.stack, self._config.pp.stall_s
         key, run_id = self._key, self._joined.documents.run_id
         assert self._offers is not None  # run() makes them first
@@ -201,14 +206,14 @@ class StageSupervisor:
         return RingSupervisor(
             planned,
             make,
-            self._door,
+            self._acceptor,
             offers.complain,
             reachable,
             lambda: offers.current,
             stall_s=stall_s,
         )
 
-    # -- the seats -------------------------------------------------------------------------------------
+    # -- the stages ------------------------------------------------------------------------------------
 
     async def _work(self, place: StagePlace, chain: RingSupervisor) -> None:
         config = engine_config(self._config.engine, place.shape)
@@ -222,13 +227,13 @@ class StageSupervisor:
         head = self._head = self._parts.pipeline_head(config, place)
 
         def order_of(version: int) -> Order | None:
-            order = self._writing()
+            order = self._worker.writing
             return order if order and order[1] == version else None
 
         engine = PipelinedEngine(head, chain, order_of, lambda: chain.planned.sealed)
         async with asyncio.TaskGroup() as tasks:
             supervising = tasks.create_task(engine.run())
-            await self._infer(engine, config, share_of(place.plan, 0))
+            await self._worker.infer(self._joined, engine, config, share_of(place.plan, 0))
             supervising.cancel()
 
     async def _follow(self, place: StagePlace, chain: RingSupervisor, config: EngineConfig) -> None:
@@ -239,7 +244,9 @@ class StageSupervisor:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(chain.watch())
                 await engine.start(self._joined.model_dir, fingerprint=run.proofs.fingerprint)
-                catchup = self._make_catchup(engine, share_of(place.plan, place.rank))
+                catchup = self._worker.stage_weights(
+                    self._joined, engine, share_of(place.plan, place.rank)
+                )
                 role = StageRole(run=run, book=stack.heads, catchup=catchup, engine=engine)
                 chain.prepare_own = role.prepare
                 await role.run()
@@ -249,16 +256,16 @@ class StageSupervisor:
 
 
 async def _moved(offers: StageOffers, chain: RingSupervisor) -> AssignedPlan | None:
-    """Follow the plans for as long as they leave this seat as it is; the first that does not."""
+    """Follow the plans for as long as they leave this stage as it is; the first that does not."""
     while True:
         planned = await offers.newer(chain.planned)
-        if planned is None or not same_seat(chain.planned, planned):
+        if planned is None or not same_stage(chain.planned, planned):
             return planned
         chain.use(planned)
 
 
-def same_seat(old: AssignedPlan, new: AssignedPlan) -> bool:
-    """Whether whoever computes a stage of `old` can go on with `new`: only who else takes part differs."""
+def same_stage(old: AssignedPlan, new: AssignedPlan) -> bool:
+    """Whether our stage of `old` stays the same in `new`, so that its engine can go on."""
     cuts = [[(stage.first, stage.end) for stage in one.plan.stages] for one in (old, new)]
     return (
         old.rank == new.rank

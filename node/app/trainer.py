@@ -31,7 +31,7 @@ from ..storage.run_files import TICKET, weights_dir
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_validators
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
-from ..trainer.requests import RequestHandler
+from ..trainer.requests import ControlHandler
 from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply
 from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
@@ -347,7 +347,7 @@ class TrainerNode(Node):
             buffer,
             progress,
         )
-        handler = RequestHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
+        handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
         role = self._role = TrainerRole(
             services, config, scheduler, submissions, self._backend, publisher, metrics, evaluation
         )

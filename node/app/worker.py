@@ -22,11 +22,11 @@ from ..ops.control import Status
 from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.services import NodeServices
-from ..pipeline.door import Door
+from ..pipeline.acceptor import LinkAcceptor
 from ..storage import run_files
 from ..weights.payload import TensorShare, everything
 from ..worker.loop import InferenceRole, VerdictLog
-from ..worker.pipelined_engine import PipelinedEngine
+from ..worker.pipelined_engine import Order, PipelinedEngine
 from ..worker.weight_sync import stand
 from . import rundir
 from .factories import Factories
@@ -47,7 +47,7 @@ class WorkerNode(PeerNode):
         self._verdicts: VerdictLog | None = None
         """Of all seats that this node ever has."""
         self._environment: Environment | None = None
-        self._door: Door | None = None
+        self._acceptor: LinkAcceptor | None = None
         self._stages: StageSupervisor | None = None
 
     async def _take_part(self, joined: JoinedRun) -> None:
@@ -121,8 +121,8 @@ class WorkerNode(PeerNode):
     def _pipelines(self, stack: NodeServices) -> Handler:
         if self._config.pp.mode == "off":
             return no_pipelines
-        self._door = Door(self.key.node_id, stack.run_id, stack.trainer)
-        return self._door.handle
+        self._acceptor = LinkAcceptor(self.key.node_id, stack.run_id, stack.trainer)
+        return self._acceptor.handle
 
     async def _is_split(self, joined: JoinedRun, engine: EngineConfig) -> bool:
         """Whether to hold the model together with others. Raises UsageError if that is wanted and cannot be."""
@@ -154,28 +154,33 @@ class WorkerNode(PeerNode):
         return bool(why) and not uncut
 
     def _make_stages(self, joined: JoinedRun) -> StageSupervisor:
-        assert self._door is not None  # made with the router, before anything is joined
-
-        async def infer(engine: PipelinedEngine, config: EngineConfig, share: TensorShare) -> None:
-            await self._infer(joined, engine, config, InferenceRole.run, share)
-
-        def enter(phase: str) -> None:
-            self.phase = phase
-
+        assert self._acceptor is not None  # made with the router, before anything is joined
         return StageSupervisor(
-            config=self._config,
-            key=self.key,
-            data_dir=self.data_dir,
-            parts=self._parts,
-            joined=joined,
-            door=self._door,
-            infer=infer,
-            make_catchup=lambda engine, share: self._make_weights(
-                joined, engine, share=share, goal=stand
-            ),
-            writing=lambda: self._weights.writing if self._weights else None,
-            enter=enter,
+            self._config, self.data_dir, self._parts, joined, self._acceptor, self
         )
+
+    # -- as a pipeline asks of it (PipelineWorker) ----------------------------------------------------
+
+    @property
+    def writing(self) -> Order | None:
+        """The (epoch, version) that is being loaded."""
+        return self._weights.writing if self._weights else None
+
+    async def infer(
+        self, joined: JoinedRun, engine: PipelinedEngine, config: EngineConfig, share: TensorShare
+    ) -> None:
+        """Be an inference worker with that engine until the run ends."""
+        await self._infer(joined, engine, config, InferenceRole.run, share)
+
+    def stage_weights(
+        self, joined: JoinedRun, engine: StageEngine, share: TensorShare
+    ) -> WeightSync:
+        """Keep a later stage's share of the weights at the newest version."""
+        return self._make_weights(joined, engine, share=share, goal=stand)
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, which the status names."""
+        self.phase = phase
 
     def _check_environment(self, run: RunManifest) -> None:
         check_allowed(run.environment, self._config.environments.allow, self.data_dir)

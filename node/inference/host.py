@@ -16,8 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from ..config.engine import EngineConfig
 from ..ops.errors import EngineError, EngineLost, NodeError, named_line
-from ..pipeline.place import StagePlace
-from ..pipeline.vllm_place import decode_place
+from ..pipeline.place import StagePlace, decode_place
 from ..process.frames import Message
 from ..process.serve import Outbox, serve_parent
 from ..process.spawn import kill_group

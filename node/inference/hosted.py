@@ -21,8 +21,7 @@ from ..config.engine import EngineConfig
 from ..memory_plan.memory import refuse_what_cannot_fit
 from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
 from ..ops.gpus import VARIABLE, shown, visible
-from ..pipeline.place import StagePlace
-from ..pipeline.vllm_place import check_placed, encode_place
+from ..pipeline.place import StagePlace, check_placed, encode_place
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import Changed, State
 from .engine import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...protocol.pipelines import Encoding
 from ..ops.errors import EngineError
-from .frame import Array
+from .frames import Array
 
 _E4M3_MOST = 448.0
 """Largest number of float8_e4m3fn."""

@@ -14,8 +14,7 @@ from ..inference.host_messages import EngineBusy
 from ..inference.hosted import HostedEngine
 from ..inference.replica import EngineTimeouts
 from ..ops.errors import EngineError, EngineLost
-from .place import StagePlace
-from .vllm_place import HEAD_PROGRAM_MODULE, STAGE_PROGRAM_MODULE
+from .place import PROGRAM_MODULE, StagePlace
 
 
 class HeadEngine(Engine, Protocol):
@@ -68,8 +67,8 @@ class Laned(Protocol):
         ...
 
 
-HEAD_PROGRAM = (sys.executable, "-P", "-m", HEAD_PROGRAM_MODULE)
-STAGE_PROGRAM = (sys.executable, "-P", "-m", STAGE_PROGRAM_MODULE)
+HEAD_PROGRAM = (sys.executable, "-P", "-m", PROGRAM_MODULE, "head")
+STAGE_PROGRAM = (sys.executable, "-P", "-m", PROGRAM_MODULE, "stage")
 
 
 @dataclass(frozen=True)

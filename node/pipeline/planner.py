@@ -2,7 +2,7 @@
 
 As few stages as hold the model with room for sequences, in the order that makes the shortest ring, and no stage
 busier than it must be. An offer is a claim: what it says of another node counts only as far as that one's own
-claim does not say worse, and whoever claims too much is found out when the plan does not work.
+claim does not say worse, and a node that claims too much is found out when the plan does not work.
 """
 
 import itertools
@@ -37,9 +37,9 @@ STEP_BYTES = 8
 ROWS = 16
 """Rows of a step by which orders are compared."""
 UNKNOWN_MS = 2000.0
-"""Round trip to whom nobody has measured, though there was time to: perhaps they do not reach each other."""
+"""Assumed round trip of a pair without a measurement though there was time: they may not reach each other."""
 ASSUMED_MS = 100.0
-"""Of a ring that nobody measured, as operators said who is in it."""
+"""Assumed for a ring without measurements, where operators named its members."""
 SLOWEST_MS = 60_000.0
 """Of a hop, whatever is claimed of it."""
 STEP_MS = 10.0
@@ -120,7 +120,7 @@ def replace(
 ) -> PipelinePlan | None:
     """The next generation of `plan`, with spares in the places of those that are lost; None if none fit.
 
-    Layers and shape stay, so that whoever is left keeps its weights. The first spare that fits is taken.
+    Layers and shape stay, so that the remaining stages keep their weights. The first spare that fits is taken.
     """
     gone, stages = set(lost), list(plan.stages)
     left = [one for one in spares if one.node not in gone and plan.rank_of(one.node) is None]
@@ -175,7 +175,7 @@ def _hops(order: Sequence[Offered]) -> list[tuple[Offered, Offered]]:
 
 
 def _round_trip(one: Offered, other: Offered) -> float:
-    """The longer of what both say: nobody comes nearer to others than they see it."""
+    """The longer of both reports: a node cannot claim to be nearer than others see it."""
     known = one.offer.round_trips.get(other.node), other.offer.round_trips.get(one.node)
     return max((value for value in known if value is not None), default=UNKNOWN_MS)
 
@@ -183,7 +183,7 @@ def _round_trip(one: Offered, other: Offered) -> float:
 def _least(
     one: Mapping[bytes, float], other: Mapping[bytes, float], node: bytes, far: bytes
 ) -> float:
-    """The smaller of what both say of the way between them; 0 if nobody measured it."""
+    """The smaller of what both say of the way between them; 0 if it was not measured."""
     return min((value for value in (one.get(far), other.get(node)) if value), default=0.0)
 
 
@@ -290,7 +290,7 @@ def _memory(one: Offered) -> int:
 
 
 def _too_little(largest: Sequence[Offered], costs: Costs, tokens: int) -> bool:
-    """Whether these hold too few layers even if nobody had to hold a table; quickly told."""
+    """Whether these hold too few layers even if no stage had to hold a table; quickly told."""
     most = (costs.capacity(_memory(one), tokens, first=False, last=False) for one in largest)
     return sum(max(0, layers) for layers in most) < costs.layers
 
@@ -309,13 +309,13 @@ def kv_room(order: Sequence[Offered], costs: Costs, most: int) -> int:
 
 
 def holds(order: Sequence[Offered], costs: Costs, tokens: int) -> bool:
-    """Whether these stages hold the model with room for so many tokens."""
+    """Whether these stages hold the model with room for that many tokens."""
     caps = _capacities(order, costs, tokens)
     return len(order) <= costs.layers and min(caps) >= 1 and sum(caps) >= costs.layers
 
 
 def _tokens(sequences: int, terms: PlanLimits, block: int) -> int:
-    """Room for so many of full length, in whole blocks, of which vLLM keeps one for itself."""
+    """Room for that many of full length, in whole blocks, of which vLLM keeps one for itself."""
     return (-(-sequences * terms.max_model_len // block) + 1) * block
 
 

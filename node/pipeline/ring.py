@@ -1,15 +1,17 @@
-"""One node's part of a ring: lines to its neighbours, a socket to what computes, and whether all is whole.
+"""Relay frames between the neighbouring stages and our own engine, and track whether the ring is whole.
 
 Frames are relayed in order, and dropped as soon as they are of no use: those of an older epoch, and of one that
-broke here. When something is lost, whoever notices tells the next stage, so that stage 0 hears of it; stage 0
-alone begins anew. Nothing that a neighbour says is believed beyond this ring.
+broke here. When something is lost, the stage that notices tells the next one, so that stage 0 hears of it;
+stage 0 alone begins anew. Nothing that a neighbour says is believed beyond this ring.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import Accepted, Prepared, PrepareVersion
@@ -19,24 +21,172 @@ from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import ask, send
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import Notifier
-from .boundaries import BadTrail
-from .frame import Frame, Kind
-from .frame_codec import words_of
-from .handed import Handed
-from .health import Fault, RingStats
-from .line import LineIn, LineOut
-from .local_end import LocalEnd
-from .packets import Packet, packet
-from .rounds import Rounds
-from .shaper import Shaper
-from .stage_loop import fault as fault_frame
-from .trails import SignedTrails
+from .frames import Frame, Head, Kind, Packet, fault_frame, packet, words_of
+from .links import InboundLink, LocalLink, OutboundLink, Shaper
+from .trails import BadTrail, SignedTrails
+
+
+@dataclass(frozen=True)
+class RingFault:
+    """Why a ring is not whole."""
+
+    rank: int | None
+    """Of the stage that is lost or failed; None where it is not known."""
+    words: str
+
+
+@dataclass(frozen=True)
+class RingStats:
+    """For status rows; bytes and frames of activations and everything else, over all lines so far."""
+
+    epoch: int
+    whole: bool
+    bytes_out: int
+    bytes_in: int
+    frames_out: int
+    frames_in: int
+    rtt_ms: float | None
+    """To the next stage and back."""
+    round_ms: float | None
+    """Once round the ring, through every stage's queue; only stage 0 knows."""
+    busy_s: float
+    idle_s: float
+    """Of our own stage within chains, where it is not stage 0."""
+    stall_share: float
+    breaks: int
+    waiting: int
+    """Frames that have not left yet."""
+
+
+EVERY_S = 2.0
+SOON_S = 0.2
+"""While the ring is not whole: the next one may be the first that gets through."""
+MAX_OUT = 256
+"""Older ones are given up."""
+EMA = 0.3
+
+
+class RingPings:
+    """Numbers that go out and come back in order."""
+
+    def __init__(self) -> None:
+        self.round_ms: float | None = None
+        """How long one takes, smoothed."""
+        self._number = 0
+        self._first = 1
+        """The first that counts: those before were sent before something broke."""
+        self._out: dict[int, float] = {}
+        self._last = -EVERY_S
+        self._heard = 0.0
+
+    def next(self, now: float, *, whole: bool) -> int | None:
+        """The number to send now; None if it is not time yet."""
+        due = self._last + (EVERY_S if whole else SOON_S)
+        return self._number + 1 if now >= due else None
+
+    def sent(self, number: int, now: float) -> None:
+        """It left."""
+        self._number = number
+        self._last = now
+        self._out[number] = now
+        if len(self._out) > MAX_OUT:
+            del self._out[next(iter(self._out))]
+
+    def heard(self, now: float) -> None:
+        """Something came round: the ring moves."""
+        self._heard = now
+
+    def back(self, number: int, now: float) -> bool:
+        """A ping came back; true if it was sent since the last begin()."""
+        since = self._out.pop(number, None)
+        if since is None or number < self._first:
+            return False
+        self._out = {one: at for one, at in self._out.items() if one > number}
+        took = (now - since) * 1e3
+        self.round_ms = took if self.round_ms is None else (1 - EMA) * self.round_ms + EMA * took
+        return True
+
+    def silent_s(self, now: float) -> float:
+        """How long nothing came round though something should have."""
+        return now - max(self._heard, min(self._out.values())) if self._out else 0.0
+
+    def begin(self) -> None:
+        """Something broke: pings under way do not count any more."""
+        self._out.clear()
+        self._first = self._number + 1
+
+
+class ProcessMonitor:
+    """Follows one process; cleared when another takes its place."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        """With a micro-batch."""
+        self.idle_s = 0.0
+        """Without one, between two of one chain."""
+        self._waiting: deque[tuple[bool, int, int, float]] = deque()
+        """(whether it is a micro-batch, epoch, number, handed over at)."""
+        self._heard = 0.0
+        self._steps = 0
+        self._since: float | None = None
+        """Since when it is busy, or idle; None where no chain runs."""
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the time in which it had nothing to do, 0 to 1."""
+        whole = self.busy_s + self.idle_s
+        return self.idle_s / whole if whole else 0.0
+
+    def given(self, head: Head, now: float) -> None:
+        """A frame was handed over."""
+        step = head.kind is Kind.STEP
+        if step:
+            self._pass(now)
+            self._steps += 1
+        elif head.kind is Kind.RESET:
+            self._pass(None)
+        self._waiting.append((step, head.epoch, head.number, now))
+
+    def answered(self, head: Head, now: float) -> None:
+        """A frame came back; whatever was handed over before it will not."""
+        self._heard = now
+        step = head.kind in (Kind.STEP, Kind.DRAWN)
+        what = (step, head.epoch, head.number)
+        if not any(one[:3] == what for one in self._waiting):
+            return
+        if step:
+            self._pass(now)
+        while self._waiting:
+            one = self._waiting.popleft()
+            self._steps -= one[0]
+            if one[:3] == what:
+                return
+
+    def silent_s(self, now: float) -> float:
+        """How long it has said nothing though there is something to say; 0 where there is not."""
+        return now - max(self._heard, self._waiting[0][3]) if self._waiting else 0.0
+
+    def clear(self) -> None:
+        """Nothing of it will come back."""
+        self._waiting.clear()
+        self._steps = 0
+        self._since = None
+
+    def _pass(self, now: float | None) -> None:
+        """Count the time up to `now`; None begins a chain."""
+        if self._since is not None and now is not None:
+            if self._steps:
+                self.busy_s += now - self._since
+            else:
+                self.idle_s += now - self._since
+        self._since = now
+
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 RING_PATIENCE = 1.5
-"""Stage 0 waits this much longer than the others do: whoever is next to the trouble can say where it is."""
+"""Stage 0 waits this much longer than the others do: the neighbours of a fault can say where it is."""
 GENERATION_BITS, MOMENT_BITS = 22, 30
 REQUEST_LANE = 1
 """A request that fails costs its connection, and that must not be the one that frames run on."""
@@ -57,23 +207,21 @@ class Ring:
         rank: int,
         *,
         links: ConnectionPool,
-        local: LocalEnd,
+        local: LocalLink,
         stall_s: float = 20.0,
         shaper: Shaper | None = None,
         trails: SignedTrails | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.plan = plan
         self.rank = rank
         self.epoch = -1
-        self.fault: Fault | None = Fault(None, "it was never whole yet")
+        self.fault: RingFault | None = RingFault(None, "it was never whole yet")
         """Why it is not whole; None while it is."""
         self._links = links
         self._local = local
         self._stall_s = stall_s
         self._trails = trails
-        self._clock = clock
-        self._out = LineOut(
+        self._out = OutboundLink(
             links,
             plan.after(rank),
             sealed,
@@ -81,13 +229,13 @@ class Ring:
             changed=self._out_changed,
             shaper=shaper,
         )
-        self._in: LineIn | None = None
+        self._in: InboundLink | None = None
         self._in_epoch = -1
         self._gone_in = (0, 0)
         self._void = -1
         """Epoch that broke; nothing of it goes on."""
-        self._rounds = Rounds()
-        self._handed = Handed()
+        self._rounds = RingPings()
+        self._handed = ProcessMonitor()
         self._breaks = 0
         self._running = False
         self._changed = Notifier()
@@ -123,18 +271,18 @@ class Ring:
         while not self.is_whole:
             await self._changed.wait()
 
-    async def broken(self) -> Fault:
+    async def broken(self) -> RingFault:
         """Return why once it is not whole any more; at once if it is not."""
         while self.is_whole:
             await self._changed.wait()
-        return self.fault or Fault(None, self._missing())
+        return self.fault or RingFault(None, self._missing())
 
     def begin(self) -> int:
-        """Stage 0: the epoch of a new chain; what is of an older one is dropped from now on.
+        """Stage 0: the epoch of a new chain; frames of an older one are dropped from now on.
 
         Rises with the plan's generation, and across restarts of this node.
         """
-        moment = int(self._clock() * 10) % 2**MOMENT_BITS
+        moment = int(time.time() * 10) % 2**MOMENT_BITS
         self.epoch = max(self.epoch + 1, (self._generation() << MOMENT_BITS) + moment)
         return self.epoch
 
@@ -181,7 +329,7 @@ class Ring:
         if self._in is not None and epoch <= self._in_epoch:
             raise RemoteProtocolError(Reason.REPLAYED, "there is a newer line from you")
         self._in_epoch = epoch
-        line, old = LineIn(stream, self._local.limits, stall_s=self._stall_s), self._in
+        line, old = InboundLink(stream, self._local.limits, stall_s=self._stall_s), self._in
         self._in = line
         words = "the line was closed"
         try:
@@ -222,7 +370,7 @@ class Ring:
         """Whether it is of the chain that runs; for all but stage 0 a RESET begins another one."""
         epoch = packet.head.epoch
         if packet.kind is Kind.RESET and self.rank != 0:
-            # Of this generation: whoever lies about epochs spoils no later plan of the group.
+            # Of this generation: a lie about epochs spoils no later plan of the group.
             return epoch > self.epoch and epoch >> MOMENT_BITS == self._generation()
         return epoch == self.epoch and epoch != self._void
 
@@ -245,7 +393,7 @@ class Ring:
     def _told(self, packet: Packet) -> None:
         """The stage before tells of a fault, its own or one farther up."""
         rank = packet.head.number if packet.head.number < len(self.plan.stages) else None
-        fault = Fault(rank, words_of(packet.contents[: packet.head.body]))
+        fault = RingFault(rank, words_of(packet.contents[: packet.head.body]))
         if self.rank != 0:
             self._forget(packet.head.epoch)
             self._out.box.put_only(packet)
@@ -263,7 +411,7 @@ class Ring:
             self._handed.clear()
             self._break(self.rank, words_of(packet.contents[: packet.head.body]))
         elif self.rank == 0 and packet.kind is Kind.RESET and not self.is_whole:
-            self._tell_local(packet.head.epoch, self.fault or Fault(None, self._missing()))
+            self._tell_local(packet.head.epoch, self.fault or RingFault(None, self._missing()))
         elif packet.kind is Kind.PING:
             if self.rank != 0:
                 await self._out.box.put(packet)
@@ -282,7 +430,7 @@ class Ring:
         else:
             self._changed.fire()
 
-    # -- what is lost ----------------------------------------------------------------------------
+    # -- losses ----------------------------------------------------------------------------------
 
     def _out_changed(self, words: str) -> None:
         after = (self.rank + 1) % len(self.plan.stages)
@@ -296,10 +444,10 @@ class Ring:
         logger.warning("stage %d: the ring broke: %s", self.rank, words)
         if self.rank != 0:
             self._forget(self.epoch)
-            self._out.box.put_only(self._fault_packet(self.epoch, Fault(rank, words)))
-        self._lose(Fault(rank, words))
+            self._out.box.put_only(self._fault_packet(self.epoch, RingFault(rank, words)))
+        self._lose(RingFault(rank, words))
 
-    def _lose(self, fault: Fault) -> None:
+    def _lose(self, fault: RingFault) -> None:
         """It is not whole; the first fault since it was is the one that counts."""
         if self.fault is None:
             self.fault = fault
@@ -323,10 +471,10 @@ class Ring:
         self._out.box.drop(over)
         self._local.box.drop(over)
 
-    def _tell_local(self, epoch: int, fault: Fault) -> None:
+    def _tell_local(self, epoch: int, fault: RingFault) -> None:
         self._local.box.put_only(self._fault_packet(epoch, fault))
 
-    def _fault_packet(self, epoch: int, fault: Fault) -> Packet:
+    def _fault_packet(self, epoch: int, fault: RingFault) -> Packet:
         rank = len(self.plan.stages) if fault.rank is None else fault.rank
         return packet(fault_frame(max(0, epoch), rank, fault.words), self._local.limits)
 
@@ -351,7 +499,7 @@ class Ring:
             return
         if self.is_whole and self._rounds.silent_s(now) > RING_PATIENCE * self._stall_s:
             return self._lose(
-                Fault(None, f"nothing came round for {self._rounds.silent_s(now):.0f} s")
+                RingFault(None, f"nothing came round for {self._rounds.silent_s(now):.0f} s")
             )
         number = self._rounds.next(now, whole=self.is_whole)
         if number is not None:

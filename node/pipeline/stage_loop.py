@@ -7,13 +7,13 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ..ops.errors import EngineError
-from .frame import Frame, Kind
-from .frame_codec import MAX_WORDS
-from .place import Later, StageCompute
-from .port import DEPTH, Port, PortClosed
+from .frames import Frame, Kind, fault_frame
+from .ports import DEPTH, Port, PortClosed
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,29 @@ LOOK_S = 1.0
 """Between two looks whether anything leaves any more."""
 FLUSH_S = 1.0
 """How long last words may take to leave."""
+
+
+Later = Callable[[], Frame]
+"""Waits for a micro-batch that a device computes, in another thread. Raises EngineError."""
+
+
+class StageCompute(Protocol):
+    """What a stage that does not schedule computes with; see stage_loop.py. Called by one thread."""
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        ...
+
+    def switch(self, version: int) -> None:
+        """Write the weights that were prepared for `version`. Raises EngineError if none were."""
+        ...
+
+    def step(self, frame: Frame) -> "Frame | Later":
+        """Compute a micro-batch: the frame for the next stage, or the drawn tokens. Raises EngineError.
+
+        A stage on a device may return a function that waits for it: the next micro-batch is begun meanwhile.
+        """
+        ...
 
 
 @dataclass
@@ -55,11 +78,6 @@ def serve(port: Port, compute: StageCompute, *, rank: int, stats: LoopStats | No
         logger.debug("stage %d ends: %s", rank, error)
     finally:
         sender.close()
-
-
-def fault(epoch: int, rank: int, words: str) -> Frame:
-    """The frame that says so."""
-    return Frame(Kind.FAULT, epoch, max(0, rank), words.encode()[:MAX_WORDS])
 
 
 @dataclass(frozen=True)
@@ -182,4 +200,4 @@ class _Loop:
     def _break(self, epoch: int, error: EngineError) -> Frame:
         logger.warning("stage %d cannot go on: %s", self._rank, error)
         self._broken = max(self._broken, epoch)
-        return fault(epoch, self._rank, str(error))
+        return fault_frame(epoch, self._rank, str(error))

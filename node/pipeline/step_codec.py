@@ -24,7 +24,7 @@ REMEMBERED = 8
 """A stage remembers this many times max_sequences: preempted ones are not told of before they end."""
 
 
-class New(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
+class NewSequence(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     """A sequence that the stages behind do not know, or have to compute anew."""
 
     key: Key
@@ -41,7 +41,7 @@ class New(msgspec.Struct, frozen=True, array_like=True, tag=0, gc=False):
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class Going(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
+class ContinuedSequence(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """A sequence that goes on."""
 
     key: Key
@@ -52,38 +52,38 @@ class Going(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
     """New ones, behind those that it has."""
 
 
-Part = New | Going
+SequencePart = NewSequence | ContinuedSequence
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
+class StageStep(msgspec.Struct, frozen=True, array_like=True):
     """One micro-batch; rows of states are in the order of `parts`."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SequencePart, ...]
     ended: tuple[Key, ...] = ()
-    """Sequences of which nothing comes any more."""
+    """Sequences that are over."""
 
 
-class Drawn(msgspec.Struct, frozen=True, array_like=True):
+class DrawnTokens(msgspec.Struct, frozen=True, array_like=True):
     """What the last stage drew: a token for every part that draws, in their order."""
 
     tokens: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31)], ...]
 
 
-_STEPS = msgspec.msgpack.Decoder(Step)
-_DRAWN = msgspec.msgpack.Decoder(Drawn)
+_STEPS = msgspec.msgpack.Decoder(StageStep)
+_DRAWN = msgspec.msgpack.Decoder(DrawnTokens)
 
 
-def draws(part: Part) -> bool:
+def draws(part: SequencePart) -> bool:
     """Whether its last token is computed now, and so the next one drawn."""
     return part.computed + part.scheduled == part.tokens
 
 
-def encode(message: Step | Drawn) -> bytes:
+def encode(message: StageStep | DrawnTokens) -> bytes:
     """The body of a frame."""
     return msgspec.msgpack.encode(message)
 
 
-def decode_step(body: bytes) -> Step:
+def decode_step(body: bytes) -> StageStep:
     """Raises EngineError."""
     try:
         return _STEPS.decode(body)
@@ -91,7 +91,7 @@ def decode_step(body: bytes) -> Step:
         raise EngineError(f"stage 0 sent no step ({error})") from error
 
 
-def decode_drawn(body: bytes) -> Drawn:
+def decode_drawn(body: bytes) -> DrawnTokens:
     """Raises EngineError."""
     try:
         return _DRAWN.decode(body)
@@ -100,7 +100,7 @@ def decode_drawn(body: bytes) -> Drawn:
 
 
 @dataclass
-class Known:
+class KnownSequence:
     """What a stage knows of a sequence."""
 
     name: str
@@ -111,13 +111,13 @@ class Known:
     blocks: int
 
 
-class Sequences:
+class KnownSequences:
     """The sequences of a chain, as a stage behind stage 0 sees them."""
 
     def __init__(self, shape: PipelineShape) -> None:
         self._shape = shape
         self._most_blocks = shape.kv_tokens // shape.block_size
-        self._known: dict[int, Known] = {}
+        self._known: dict[int, KnownSequence] = {}
         self._serial = 0
 
     def names(self) -> list[str]:
@@ -128,7 +128,7 @@ class Sequences:
         """A new chain begins."""
         self._known.clear()
 
-    def take(self, step: Step) -> tuple[list[str], list[str]]:
+    def take(self, step: StageStep) -> tuple[list[str], list[str]]:
         """The names of the parts, and those of the sequences that are over. Raises EngineError.
 
         After an error the chain is of no use: parts taken before it stay taken.
@@ -137,7 +137,7 @@ class Sequences:
         over = [self._known.pop(key).name for key in step.ended if key in self._known]
         names: list[str] = []
         for part in step.parts:
-            if isinstance(part, New):
+            if isinstance(part, NewSequence):
                 if (old := self._known.pop(part.key, None)) is not None:
                     over.append(old.name)
                 names.append(self._begin(part))
@@ -147,7 +147,7 @@ class Sequences:
             raise EngineError("stage 0 never ends its sequences")
         return names, over
 
-    def _check_size(self, step: Step) -> None:
+    def _check_size(self, step: StageStep) -> None:
         if not 0 < len(step.parts) <= self._shape.max_sequences:
             raise EngineError(f"a step of {len(step.parts)} sequences is not in the plan")
         if len({part.key for part in step.parts}) != len(step.parts):
@@ -155,14 +155,14 @@ class Sequences:
         if sum(part.scheduled for part in step.parts) > self._shape.max_step_tokens:
             raise EngineError("a step has more tokens than the plan allows")
 
-    def _begin(self, part: New) -> str:
+    def _begin(self, part: NewSequence) -> str:
         self._serial += 1
-        one = Known(f"{part.key}-{self._serial}", part.computed, part.tokens, 0)
+        one = KnownSequence(f"{part.key}-{self._serial}", part.computed, part.tokens, 0)
         self._grow(one, part)
         self._known[part.key] = one
         return one.name
 
-    def _go_on(self, part: Going) -> str:
+    def _go_on(self, part: ContinuedSequence) -> str:
         one = self._known.get(part.key)
         if one is None or part.computed != one.length or not one.tokens <= part.tokens:
             raise EngineError(f"sequence {part.key} goes on where it did not stop")
@@ -171,7 +171,7 @@ class Sequences:
         self._grow(one, part)
         return one.name
 
-    def _grow(self, one: Known, part: Part) -> None:
+    def _grow(self, one: KnownSequence, part: SequencePart) -> None:
         end = part.computed + part.scheduled
         if not (0 < part.scheduled and end <= part.tokens <= self._shape.max_model_len):
             raise EngineError(f"sequence {part.key} is cut wrongly")
@@ -184,7 +184,7 @@ class Sequences:
         one.length, one.tokens = end, part.tokens
 
 
-def check_drawn(drawn: Drawn, count: int, vocab_size: int) -> None:
+def check_drawn(drawn: DrawnTokens, count: int, vocab_size: int) -> None:
     """Raise EngineError for tokens that are not `count` of the vocabulary."""
     if len(drawn.tokens) != count:
         raise EngineError("the last stage drew for other sequences than it was asked for")
@@ -193,7 +193,7 @@ def check_drawn(drawn: Drawn, count: int, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SequenceSampling:
     """What stays the same of a request."""
 
     key: int
@@ -205,11 +205,11 @@ class Asked:
     """Tokens of it."""
 
 
-class Encoder:
+class StepEncoder:
     """Sees every output of the scheduler, in order."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, SequenceSampling] = {}
         self._ended: list[int] = []
 
     def skip(self, output: Any) -> None:
@@ -222,7 +222,7 @@ class Encoder:
         """Begin a new chain, whose stages know no sequence."""
         self._ended.clear()
 
-    def encode(self, output: Any) -> Step:
+    def encode(self, output: Any) -> StageStep:
         """Its parts are in the order of `output.num_scheduled_tokens`. Raises EngineError."""
         self.skip(output)
         if getattr(output, "kv_cache_block_copies", None):
@@ -231,18 +231,18 @@ class Encoder:
         parts = {new.req_id: self._new(new, scheduled) for new in output.scheduled_new_reqs}
         parts |= self._cached(output.scheduled_cached_reqs, scheduled)
         ended, self._ended = tuple(self._ended), []
-        return Step(tuple(parts[name] for name in scheduled), ended)
+        return StageStep(tuple(parts[name] for name in scheduled), ended)
 
-    def _new(self, new: Any, scheduled: dict[str, int]) -> Part:
+    def _new(self, new: Any, scheduled: dict[str, int]) -> SequencePart:
         key, seed, temperature, top_k, top_p, *_ = new.sampling_params.extra_args[SAMPLING]
         tokens = len(new.prompt_token_ids)
-        asked = Asked(key, seed, temperature, top_k, top_p, tokens)
+        asked = SequenceSampling(key, seed, temperature, top_k, top_p, tokens)
         self._asked[new.req_id] = asked
         computed, count = new.num_computed_tokens, scheduled[new.req_id]
         return _as_new(asked, tokens, computed, count, _only(new.block_ids))
 
-    def _cached(self, cached: Any, scheduled: dict[str, int]) -> dict[str, Part]:
-        parts: dict[str, Part] = {}
+    def _cached(self, cached: Any, scheduled: dict[str, int]) -> dict[str, SequencePart]:
+        parts: dict[str, SequencePart] = {}
         for index, name in enumerate(cached.req_ids):
             asked, count = self._asked[name], scheduled[name]
             tokens = asked.prompt + cached.num_output_tokens[index]
@@ -251,14 +251,14 @@ class Encoder:
             if name in cached.resumed_req_ids:
                 parts[name] = _as_new(asked, tokens, computed, count, blocks)
             else:
-                parts[name] = Going(asked.key, tokens, computed, count, blocks)
+                parts[name] = ContinuedSequence(asked.key, tokens, computed, count, blocks)
         return parts
 
 
 def _as_new(
-    asked: Asked, tokens: int, computed: int, scheduled: int, blocks: tuple[int, ...]
-) -> New:
-    return New(
+    asked: SequenceSampling, tokens: int, computed: int, scheduled: int, blocks: tuple[int, ...]
+) -> NewSequence:
+    return NewSequence(
         asked.key,
         tokens,
         computed,

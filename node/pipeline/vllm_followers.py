@@ -35,7 +35,7 @@ Main = Callable[..., None]
 """main(rank, turns, beside, *arguments) of a follower's process; it can be found by its name."""
 
 
-class Line:
+class RankPipes:
     """A pipe to each follower, at whose other end a thread carries out orders one after the other."""
 
     def __init__(self, pipes: Sequence[Connection], answer_s: float = ANSWER_S) -> None:
@@ -104,9 +104,9 @@ class Followers:
         self._lost = lost or _end
         self._closing = False
         self._processes: list[Any] = []
-        self.turns = Line(())
+        self.turns = RankPipes(())
         """For what all ranks do together, and so in one order: steps, and weights between two of them."""
-        self.beside = Line(())
+        self.beside = RankPipes(())
         """For what they do beside that, in a thread of its own."""
 
     def __len__(self) -> int:
@@ -127,7 +127,7 @@ class Followers:
             for line, (ours, other) in zip(lines, pairs, strict=True):
                 line.append(ours)
                 other.close()
-        self.turns, self.beside = map(Line, lines)
+        self.turns, self.beside = map(RankPipes, lines)
         if self._processes:
             threading.Thread(target=self._watch, name="primerl-ranks", daemon=True).start()
 

@@ -27,18 +27,14 @@ from ...protocol.pipelines import PipelinePlan
 from ..inference.vllm_arguments import SAMPLING
 from ..ops.errors import EngineError
 from ..process.threads import share_python
-from .chain import Chain
-from .frame import Frame
-from .frame_codec import FrameLimits
-from .lanes import Lanes, is_ready, rest
-from .micro_batches import MicroBatches
-from .port import Port
-from .socket_port import SplitPort
-from .step_codec import Encoder, check_drawn, decode_drawn, draws, encode
-from .vllm_followers import Followers, Line
-from .vllm_place import check_passes, read_place
+from .frames import Frame, FrameLimits
+from .micro_batches import LaneAssignment, MicroBatches, RingClient, is_ready, rest
+from .place import check_passes, read_place
+from .ports import Port, SplitPort
+from .step_codec import StepEncoder, check_drawn, decode_drawn, draws, encode
+from .vllm_followers import Followers, RankPipes
 from .vllm_rank import follow, meeting_place
-from .vllm_recorders import Keeper
+from .vllm_recorders import HeadRecorder
 from .vllm_runner import drawing
 
 _SchedulerBase: Any = Scheduler
@@ -50,10 +46,10 @@ _FORGET_FROM = 256
 class LaneScheduler(_SchedulerBase):
     """One lane a call, in turns; nothing while the pipeline is broken."""
 
-    def __init__(self, *arguments: Any, chain: Chain, **named: Any) -> None:
+    def __init__(self, *arguments: Any, chain: RingClient, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._chain = chain
-        self._lanes = Lanes(chain.lanes)
+        self._lanes = LaneAssignment(chain.lanes)
         self._flying: dict[int, int | None] = {}
         """Scheduled micro-batches that are not back -> their lane, if they draw."""
         self._tried = False
@@ -149,10 +145,12 @@ BEGIN_S = 30.0
 class HeadSide:
     """Answers for the whole of stage 0, its ranks included."""
 
-    keeper: Keeper
+    keeper: HeadRecorder
     """Once primerl_record() was called."""
 
-    def __init__(self, config: Any, plan: PipelinePlan, chain: Chain, ranks: Followers) -> None:
+    def __init__(
+        self, config: Any, plan: PipelinePlan, chain: RingClient, ranks: Followers
+    ) -> None:
         """`config` is vLLM's; `ranks` may be started later."""
         self._config, self._plan, self._chain, self._ranks = config, plan, chain, ranks
         self._version = -1
@@ -170,7 +168,7 @@ class HeadSide:
             ]
         model, plan = self._config.model_config, self._plan
         proven = plan.shape.fingerprint == "projection"
-        self.keeper = Keeper(
+        self.keeper = HeadRecorder(
             boundaries=len(plan.stages) - 1 if proven else 0,
             width=model.get_hidden_size(),
             dtype=torch.float32,
@@ -234,14 +232,14 @@ class HeadExecutor(_ExecutorBase):
         self.place = read_place(os.environ)
         config, shape = self.vllm_config, self.place.shape
         check_passes(config.compilation_config)
-        self._encoder = Encoder()
+        self._encoder = StepEncoder()
         self._answer: Any = None
         self._handles, theirs = Pipe()
         self.followers = Followers(self.parallel_config.tensor_parallel_size, first=0)
         stages = len(self.place.plan.stages)
         graph_rows = config.compilation_config.max_cudagraph_capture_size or 0
         batches = MicroBatches(shape.micro_batches, stages=stages, graph_rows=graph_rows)
-        self._chain = Chain(self._port, batches)
+        self._chain = RingClient(self._port, batches)
         self._side = HeadSide(config, self.place.plan, self._chain, self.followers)
         try:
             self.followers.start(follow, config, meeting_place(self), theirs)
@@ -301,10 +299,10 @@ class HeadExecutor(_ExecutorBase):
             self.followers.close()
 
     def _port(self) -> Port:
-        first = FirstRank(self.followers.turns, self._handles)
+        first = FirstRankOutlet(self.followers.turns, self._handles)
         return SplitPort(self.place.socket, FrameLimits.of(self.place.shape), first)
 
-    def _go(self, output: Any) -> "Answer":
+    def _go(self, output: Any) -> "StepFuture":
         keeper = self._side.keeper
         for new in output.scheduled_new_reqs:
             extra = new.sampling_params.extra_args[SAMPLING]
@@ -314,15 +312,15 @@ class HeadExecutor(_ExecutorBase):
         frame, future = self._chain.submit(encode(step), sum(drawn))
         self.followers.turns.tell("primerl_compute", output, frame, drawing(step.parts))
         names = list(output.num_scheduled_tokens)
-        asked = Asked(names, drawn, [part.tokens for part in step.parts])
+        asked = StepSequences(names, drawn, [part.tokens for part in step.parts])
         vocabulary = self.vllm_config.model_config.get_vocab_size()
-        return Answer(self._chain, keeper, future, asked, vocabulary)
+        return StepFuture(self._chain, keeper, future, asked, vocabulary)
 
 
-class FirstRank:
+class FirstRankOutlet:
     """Implements Outlet: what leaves, leaves from there."""
 
-    def __init__(self, turns: Line, handles: Connection) -> None:
+    def __init__(self, turns: RankPipes, handles: Connection) -> None:
         """`handles` is the other end of what the rank was started with."""
         self._turns, self._handles = turns, handles
 
@@ -342,7 +340,7 @@ class FirstRank:
 
 
 @dataclass(frozen=True)
-class Asked:
+class StepSequences:
     """The sequences of a step."""
 
     names: list[str]
@@ -351,15 +349,15 @@ class Asked:
     lengths: list[int]
 
 
-class Answer:
+class StepFuture:
     """A future of a step's tokens, as vLLM's engine waits for it; the waiting thread files the answer."""
 
     def __init__(
         self,
-        chain: Chain,
-        keeper: Keeper,
+        chain: RingClient,
+        keeper: HeadRecorder,
         future: "Future[Frame | None]",
-        asked: Asked,
+        asked: StepSequences,
         vocab_size: int,
     ) -> None:
         self._chain, self._keeper, self._future = chain, keeper, future

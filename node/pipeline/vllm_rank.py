@@ -27,9 +27,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
 from vllm.v1.worker import gpu_model_runner  # pyright: ignore
 
 from ..ops.errors import EngineError
-from .place import StagePlace
+from .place import StagePlace, check_passes, read_place
 from .vllm_followers import FAILED, Followers, end_with_first, obey
-from .vllm_place import check_passes, read_place
 from .vllm_runner import LaneBatches, remember_making
 
 _state: Any = parallel_state
@@ -52,7 +51,7 @@ _WorkerBase: Any = _worker()
 
 
 class FarGroup(_Coordinator):
-    """A pipeline group of which only this member is here."""
+    """A pipeline group whose other members are on other nodes."""
 
     def __init__(self, alone: Any, rank: int, size: int) -> None:
         self.__dict__.update(alone.__dict__)

@@ -11,14 +11,14 @@ from torch import Tensor
 from ..inference.device import Mark, download
 from ..inference.vllm_sampling import Recorder, SampledStep, StepRequests
 from ..ops.errors import EngineError
-from .boundaries import ROW, BadTrail, check
+from .trails import ROW, BadTrail, check
 
 Floats = NDArray[np.float32]
 ROUNDING = 1e-3
 """A logprob is at most 0; anything up to this is put down to rounding."""
 
 
-class Told:
+class StepTokens:
     """The tokens of a step on their way to the host, not waited for yet."""
 
     def __init__(self, ids: Sequence[str], tokens: Tensor, numbers: Tensor) -> None:
@@ -35,7 +35,7 @@ class Told:
         return tuple(self._tokens.numpy()[rows].tolist()), self._numbers.numpy()[rows]
 
 
-class Teller(Recorder):
+class LastStageRecorder(Recorder):
     """In the last stage: tells each token, and keeps none."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -44,7 +44,7 @@ class Teller(Recorder):
         self._lanes: dict[str, StepRequests] = {}
         """First sequence of a lane -> its batch: lanes take turns."""
 
-    def tell(self, step: SampledStep, logits: Tensor) -> Told:
+    def tell(self, step: SampledStep, logits: Tensor) -> StepTokens:
         """Draw in a step whose logits [n, vocabulary] are these, in fp32; the device is not waited for."""
         self._batch = self._lanes.get(step.ids[0])
         self.begin(step)
@@ -52,7 +52,7 @@ class Teller(Recorder):
         self._lanes[step.ids[0]] = self._batch
         tokens = self.draw(logits)
         assert self._numbers is not None  # and draw() these
-        return Told(step.ids, tokens, self._numbers)
+        return StepTokens(step.ids, tokens, self._numbers)
 
     def leave(self, names: Sequence[str]) -> None:
         """These sequences are over."""
@@ -70,7 +70,7 @@ def number_of(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-class Keeper(Recorder):
+class HeadRecorder(Recorder):
     """In stage 0: told of every token that came back; it answers collect()."""
 
     def __init__(self, *, boundaries: int, length: int, requests: int, **named: Any) -> None:

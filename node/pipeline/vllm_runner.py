@@ -23,8 +23,8 @@ from ..inference.boundary_states import pack_projected, project
 from ..inference.device import Mark, download, upload_array
 from ..ops.errors import EngineError
 from .activations import arrays, codes, rounded
-from .frame import Array
-from .step_codec import Part, draws
+from .frames import Array
+from .step_codec import SequencePart, draws
 
 PLACE = "InputBatch"
 """Name in the module of vLLM's runner under which it finds the type of its batch."""
@@ -158,7 +158,7 @@ def leaving(tensors: Mapping[str, Tensor], rows: int, index: Ints | None) -> Ten
     return rows_of(stream, index)
 
 
-def drawing(parts: Sequence[Part]) -> Ints | None:
+def drawing(parts: Sequence[SequencePart]) -> Ints | None:
     """Which rows of a stream in the order of `parts` lead to a token; None if all do, as mostly."""
     if all(map(_only_draws, parts)):
         return None
@@ -167,7 +167,7 @@ def drawing(parts: Sequence[Part]) -> Ints | None:
     return ends[chosen].astype(np.int64)
 
 
-def _only_draws(part: Part) -> bool:
+def _only_draws(part: SequencePart) -> bool:
     return part.scheduled == 1 and draws(part)
 
 
@@ -176,7 +176,7 @@ def rows_of(stream: Tensor, index: Ints | None) -> Tensor:
     return stream if index is None else stream.index_select(0, upload_array(index, stream.device))
 
 
-class Departure:
+class OutgoingStates:
     """States on their way to the host, not waited for yet."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Departure:
         return arrays(self._states), own
 
 
-class Arrivals:
+class StateBuffers:
     """Buffers for arriving states, as large as the largest step: captured graphs read more rows than came."""
 
     def __init__(self, runner: Any, width: int, dtype: torch.dtype) -> None:
@@ -210,9 +210,11 @@ class Arrivals:
         if RESIDUAL in names:
             self._tensors = {HIDDEN: torch.zeros_like(self._stream), RESIDUAL: self._stream}
 
-    def lay(self, stream: Tensor, wanted: Sequence[str], counts: Mapping[str, int]) -> "Arrival":
+    def lay(
+        self, stream: Tensor, wanted: Sequence[str], counts: Mapping[str, int]
+    ) -> "IncomingStates":
         """What the runner is given for a step whose `stream` is in the order `wanted`."""
-        return Arrival(self, stream, wanted, counts)
+        return IncomingStates(self, stream, wanted, counts)
 
     def fill(self, stream: Tensor, wanted: Sequence[str], counts: Mapping[str, int]) -> Any:
         """Lay `stream` in the runner's order, which it knows by now."""
@@ -221,11 +223,15 @@ class Arrivals:
         return self._tensors
 
 
-class Arrival:
+class IncomingStates:
     """Stands where the runner wants IntermediateTensors: read when its batch is in order."""
 
     def __init__(
-        self, arrivals: Arrivals, stream: Tensor, wanted: Sequence[str], counts: Mapping[str, int]
+        self,
+        arrivals: StateBuffers,
+        stream: Tensor,
+        wanted: Sequence[str],
+        counts: Mapping[str, int],
     ) -> None:
         self._arrivals = arrivals
         self._stream, self._wanted, self._counts = stream, wanted, counts

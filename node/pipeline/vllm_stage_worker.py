@@ -27,15 +27,32 @@ from ..inference.vllm_arguments import SAMPLING
 from ..inference.vllm_sampling import read_step
 from ..inference.vllm_worker import Staged, WorkerExtension, tensors_of
 from ..ops.errors import EngineError
-from . import activations, boundaries
-from .frame import Array, Frame, Kind
-from .frame_codec import FrameLimits
-from .place import Later, StagePlace
-from .socket_port import SocketOutlet
-from .step_codec import Drawn, Going, New, Sequences, Step, decode_step, draws, encode
-from .vllm_place import read_place
-from .vllm_recorders import Teller, Told, number_of
-from .vllm_runner import Arrivals, Departure, Ints, drawing, gather, leaving, order_of, rows_of
+from . import activations, trails
+from .frames import Array, Frame, FrameLimits, Kind
+from .place import StagePlace, read_place
+from .ports import SocketOutlet
+from .stage_loop import Later
+from .step_codec import (
+    ContinuedSequence,
+    DrawnTokens,
+    KnownSequences,
+    NewSequence,
+    StageStep,
+    decode_step,
+    draws,
+    encode,
+)
+from .vllm_recorders import LastStageRecorder, StepTokens, number_of
+from .vllm_runner import (
+    Ints,
+    OutgoingStates,
+    StateBuffers,
+    drawing,
+    gather,
+    leaving,
+    order_of,
+    rows_of,
+)
 
 
 class HeadExtension(WorkerExtension):
@@ -70,7 +87,7 @@ class HeadExtension(WorkerExtension):
     def primerl_compute(
         self, output: Any, frame: Frame | None = None, drawing: Ints | None = None
     ) -> None:
-        """Compute this rank's part of a step, of which `frame` tells the other stages; None: they are not told.
+        """Compute this rank's part of a step; `frame` goes to the other stages, None: nothing is sent.
 
         The rows `drawing` lead to tokens; None: all.
         """
@@ -83,7 +100,9 @@ class HeadExtension(WorkerExtension):
             index = gather(order_of(runner), list(counts), counts)
             stream = leaving(found.tensors, output.total_num_scheduled_tokens, index)
             shape = self._primerl_place.shape
-            departure = Departure(stream, drawing, shape.encoding, proven=bool(shape.fingerprint))
+            departure = OutgoingStates(
+                stream, drawing, shape.encoding, proven=bool(shape.fingerprint)
+            )
         self._primerl_outlet.put(frame, departure.wait, began)
 
 
@@ -98,11 +117,11 @@ _BROKEN = (RuntimeError, ValueError, KeyError, IndexError, AssertionError, TypeE
 class StageExtension(WorkerExtension):
     """As everywhere, but that weights are written when the ring says so."""
 
-    primerl_recorder_type = Teller
+    primerl_recorder_type = LastStageRecorder
     _primerl_prepared: list[tuple[int, Staged]]
     _primerl_version: int
     _primerl_place: StagePlace
-    _primerl_arrivals: Arrivals
+    _primerl_arrivals: StateBuffers
 
     def primerl_record(self, fingerprint: str, served: bool = False) -> str:
         """Draw as in a whole engine; keep nothing here."""
@@ -111,7 +130,7 @@ class StageExtension(WorkerExtension):
             return fault
         place = self._primerl_place = read_place(os.environ)
         dtype = self.vllm_config.model_config.dtype
-        self._primerl_arrivals = Arrivals(self.model_runner, place.shape.hidden_size, dtype)
+        self._primerl_arrivals = StateBuffers(self.model_runner, place.shape.hidden_size, dtype)
         return ""
 
     # -- steps, on every rank ----------------------------------------------------------------------
@@ -136,7 +155,7 @@ class StageExtension(WorkerExtension):
             self.primerl_step(output, self.primerl_unpack(tensors))
             self.model_runner.execute_model_state = None  # the first one draws
 
-    def primerl_draw(self) -> Told:
+    def primerl_draw(self) -> StepTokens:
         """What the step that was computed draws.
 
         Not by the runner's sample_tokens(): it waits for the tokens and keeps them, and they are not read here.
@@ -144,7 +163,7 @@ class StageExtension(WorkerExtension):
         runner: Any = self.model_runner
         state, runner.execute_model_state = runner.execute_model_state, None
         recorder = self._primerl_recorder
-        if state is None or state.logits is None or not isinstance(recorder, Teller):
+        if state is None or state.logits is None or not isinstance(recorder, LastStageRecorder):
             raise EngineError("vLLM computed nothing that could be drawn from")
         return recorder.tell(read_step(runner, state), state.logits.float())
 
@@ -160,7 +179,7 @@ class StageExtension(WorkerExtension):
         )
 
     def _primerl_leave(self, names: list[str]) -> None:
-        if isinstance(self._primerl_recorder, Teller):  # of the last stage
+        if isinstance(self._primerl_recorder, LastStageRecorder):  # of the last stage
             self._primerl_recorder.leave(names)
 
     # -- weights -----------------------------------------------------------------------------------
@@ -210,9 +229,9 @@ class StageSteps:
         self._place, self._ranks = place, ranks
         self._worker = ranks.worker
         self._runner = self._worker.model_runner
-        self._sequences = Sequences(place.shape)
+        self._sequences = KnownSequences(place.shape)
         self._over: list[str] = []
-        """Sequences that are over, of which vLLM was not told yet."""
+        """Ended sequences that vLLM has not been told of yet."""
         self._turn = threading.Lock()
         self._chained = False
         self._parameters = _Sampling(temperature=0.0, max_tokens=1, detokenize=False)
@@ -290,7 +309,7 @@ class StageSteps:
     def _arrived(self, frame: Frame) -> torch.Tensor:
         return self._worker.primerl_unpack(frame.tensors)
 
-    def _claimed(self, frame: Frame, step: Step, stream: torch.Tensor) -> bytes | None:
+    def _claimed(self, frame: Frame, step: StageStep, stream: torch.Tensor) -> bytes | None:
         """The fingerprints that the stage before stated; None where the plan has none.
 
         Raises EngineError for states that are not the step's.
@@ -301,12 +320,12 @@ class StageSteps:
             return None
         rank, count = self._place.rank, sum(map(draws, step.parts))
         try:
-            return boundaries.latest(frame.trail, count, rank)
-        except boundaries.BadTrail as error:
+            return trails.latest(frame.trail, count, rank)
+        except trails.BadTrail as error:
             raise EngineError(f"stage {rank - 1} sent no trail of this plan ({error})") from error
 
     def _checked(
-        self, claimed: bytes | None, step: Step, stream: torch.Tensor
+        self, claimed: bytes | None, step: StageStep, stream: torch.Tensor
     ) -> Callable[[], None]:
         """The returned function waits for the device, and raises EngineError if the fingerprints are of
         other states."""
@@ -323,29 +342,29 @@ class StageSteps:
 
         return check
 
-    def _sent(self, frame: Frame, step: Step, names: list[str], found: Any) -> Later:
+    def _sent(self, frame: Frame, step: StageStep, names: list[str], found: Any) -> Later:
         counts = {name: part.scheduled for name, part in zip(names, step.parts, strict=True)}
         index = gather(order_of(self._runner), names, counts)
         stream = leaving(found.tensors, sum(counts.values()), index)
         shape = self._place.shape
-        departure = Departure(
+        departure = OutgoingStates(
             stream, drawing(step.parts), shape.encoding, proven=bool(shape.fingerprint)
         )
 
         def later() -> Frame:
             packed, own = departure.wait()
-            trail = boundaries.append(frame.trail, own)
+            trail = trails.append(frame.trail, own)
             return Frame(Kind.STEP, frame.epoch, frame.number, frame.body, packed, trail)
 
         return later
 
-    def _drawn(self, frame: Frame, step: Step, names: list[str]) -> Later:
+    def _drawn(self, frame: Frame, step: StageStep, names: list[str]) -> Later:
         told = self._worker.primerl_draw()
         wanted = [name for name, part in zip(names, step.parts, strict=True) if draws(part)]
 
         def later() -> Frame:
             tokens, rows = told.wait(wanted)
-            body = encode(Drawn(tokens))
+            body = encode(DrawnTokens(tokens))
             return Frame(Kind.DRAWN, frame.epoch, frame.number, body, (rows,), frame.trail)
 
         return later
@@ -361,13 +380,16 @@ def _judged() -> Generator[None]:
 
 
 def _output(
-    parts: tuple[New | Going, ...], names: list[str], over: list[str], parameters: Any = None
+    parts: tuple[NewSequence | ContinuedSequence, ...],
+    names: list[str],
+    over: list[str],
+    parameters: Any = None,
 ) -> Any:
     """A step in vLLM's words. Of tokens only the number is true: no stage but the first reads them."""
     new: list[Any] = []
     cached = _Cached.make_empty()
     for name, part in zip(names, parts, strict=True):
-        if isinstance(part, New):
+        if isinstance(part, NewSequence):
             new.append(_new(name, part, parameters))
         else:
             cached.req_ids.append(name)
@@ -386,7 +408,7 @@ def _output(
     return output
 
 
-def _new(name: str, part: New, parameters: Any) -> Any:
+def _new(name: str, part: NewSequence, parameters: Any) -> Any:
     chosen = parameters.clone()
     extra = [number_of(name), part.seed, part.temperature, part.top_k, part.top_p]
     chosen.extra_args = {SAMPLING: extra}

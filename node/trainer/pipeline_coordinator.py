@@ -1,4 +1,4 @@
-"""The trainer's desk for pipelines: takes offers of memory, and seals plans of who holds which layers.
+"""Take offers of memory from nodes, and seal the plans that say which node holds which layers.
 
 A plan that does not work costs its group some time and nothing else: a spare takes a lost stage's place, or all
 that are left get a new plan, or they wait. Stage 0 stays where it can, as it has work in its hands: no single
@@ -25,15 +25,14 @@ from ..memory_plan.stages import CutModel
 from ..ops.control import GroupRow
 from ..ops.errors import EngineError
 from ..p2p.limits import TokenBuckets
-from ..p2p.peers import PeerTable
+from ..p2p.services import NodeServices
 from ..pipeline.planner import Offered, fits, is_measured, make_plan, replace, ring_ms
-from ..storage.ledger import Ledger
 
 MAX_OFFERS = 256
 POOL = 24
 """Offers that one plan is chosen from: those that wait the longest."""
 ALIVE_S = 20.0
-"""Who has offered nothing for so long is not there."""
+"""A node without an offer for this long counts as gone."""
 SETTLE_S = 3.0
 """After the last newcomer, for others that start at the same time."""
 MEASURE_S = 12.0
@@ -42,9 +41,9 @@ BENCH_S, MAX_BENCH_S = 30.0, 3600.0
 """Out of plans after a first failure; twice as long after each further one."""
 MANY_RESTARTS = 3
 FORGIVE_S = 3600.0
-"""A failure is forgotten after so long."""
+"""A failure is forgotten after this time."""
 
-Kind = tuple[str, str, str]
+PoolKind = tuple[str, str, str]
 
 
 @dataclass
@@ -81,7 +80,7 @@ class StageCandidates:
 
     def __init__(self, refused: Callable[[bytes], str], started: float) -> None:
         """`refused`: why a node is given no work, or ""; until ALIVE_S after `started` everybody counts as
-        alive, as a trainer that was away has heard nobody."""
+        alive, as a trainer that was away has heard no node."""
         self._refused = refused
         self._grace_until = started + ALIVE_S
         self._offers: dict[bytes, StageCandidate] = {}
@@ -125,7 +124,7 @@ class StageCandidates:
             return now < self._grace_until
         return now - known.seen <= ALIVE_S
 
-    def waiting(self, kind: Kind, now: float, taken: Callable[[bytes], bool]) -> list[Offered]:
+    def waiting(self, kind: PoolKind, now: float, taken: Callable[[bytes], bool]) -> list[Offered]:
         """Offers of this kind of nodes that are not `taken`, the oldest first; who failed lately has none."""
         found: list[Offered] = []
         for node, one in sorted(self._offers.items(), key=lambda item: item[1].since):
@@ -139,7 +138,7 @@ class StageCandidates:
         return found[:POOL]
 
     def settled(self, pool: list[Offered], now: float) -> bool:
-        """Whether nobody came lately, and all have measured the way to all others, or had time to.
+        """Whether there is no recent newcomer, and all have measured the way to all others, or had time to.
 
         Where operators said who is which stage there is nothing to wait for.
         """
@@ -190,7 +189,7 @@ class StageCandidates:
     def weigh(self, accusers: Collection[bytes], head: bytes, now: float) -> set[bytes]:
         """`accusers` say that stage 0 is lost, which talks to us: who of them all is benched.
 
-        A doubt is for stage 0, as it has work in its hands: one false word costs whoever says it.
+        A doubt is for stage 0, as it has work in its hands: one false accusation costs its author.
         """
         theirs = self._failures.setdefault(head, StageFailures())
         for _ in accusers:
@@ -227,7 +226,7 @@ class PipelineGroup:
     heard: float
     """Monotonic seconds of the last word of any stage."""
     missing: set[bytes] = field(default_factory=set[bytes])
-    """Stages that are lost and that nobody can replace; the others keep their places and wait."""
+    """Lost stages without a replacement; the others keep their places and wait."""
     missing_since: float = 0.0
     doubts: dict[bytes, float] = field(default_factory=dict[bytes, float])
     """Stages that call stage 0 lost, and the monotonic seconds at which each first did."""
@@ -285,11 +284,11 @@ logger = logging.getLogger(__name__)
 PEER_RATE, PEER_BURST, PEERS = 2.0, 10, 1024
 """Offers a second of one node."""
 MAKE_RATE, MAKE_BURST = 1.0, 10
-"""Plans that are tried in a second, whoever offers: a hard one takes up to a second."""
+"""Plans that are tried in a second, over all nodes: a hard one takes up to a second."""
 GONE_S = 120.0
-"""A group of which nobody was heard for so long is forgotten."""
+"""A group without a word of any stage for this long is forgotten."""
 WAIT_S = 120.0
-"""A group keeps the places of those that are lost for so long, if nobody can replace them."""
+"""A group keeps the places of lost stages for this long, if there is no replacement."""
 HEAD_S = 10.0
 """A stage 0 that others call lost may still speak for itself for so long: three offers of it."""
 WAIT_MS, PLANNED_MS = 1000, 3000
@@ -303,11 +302,8 @@ class PipelineCoordinator:
     def __init__(
         self,
         *,
-        key: SecretKey,
-        run_id: bytes,
+        services: NodeServices,
         model: CutModel | None,
-        ledger: Ledger,
-        peers: PeerTable,
         heard: Callable[[bytes], float],
         refused: Callable[[bytes], str] = lambda node: "",
         clock: Callable[[], float] = time.monotonic,
@@ -317,11 +313,9 @@ class PipelineCoordinator:
 
         `heard`: when a node asked us anything last, by `clock`; of one that did not yet, when we started.
         """
-        self._key = key
-        self._run_id = run_id
+        self._services = services
         self._model = model
-        self._ledger = ledger
-        self._peers = peers
+        self._ledger, self._peers = services.ledger, services.peers
         self._clock = clock
         self._wall = wall
         self._heard = heard
@@ -336,7 +330,7 @@ class PipelineCoordinator:
         """Stages 0 of plans that hold, or did: they may have leases."""
         self._load()
 
-    # -- what is asked -----------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def offered(self, peer: bytes, request: OfferStage) -> StageWait | StagePlanned:
         """Take an offer, or a complaint; the answer is the newest plan that `peer` is in, if there is one.
@@ -384,7 +378,7 @@ class PipelineCoordinator:
             self._book.forgive(node)
 
     def leads(self, node: bytes) -> bool:
-        """Whether it is stage 0 of a plan that holds: nobody else who offers can work on leases."""
+        """Whether it is stage 0 of a plan that holds: no other node that offers can work on leases."""
         return any(group.head == node and not group.void for group in self._groups.values())
 
     def orphans(self) -> list[bytes]:
@@ -449,7 +443,7 @@ class PipelineCoordinator:
 
     # -- making plans ------------------------------------------------------------------------------
 
-    def _form(self, kind: Kind, now: float) -> None:
+    def _form(self, kind: PoolKind, now: float) -> None:
         """Make a plan of those that wait: for groups that broke first."""
         pool = self._book.waiting(kind, now, self._taken)
         nodes = {one.node for one in pool}
@@ -605,20 +599,20 @@ class PipelineCoordinator:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _wait(self, peer: bytes, kind: Kind, now: float) -> StageWait:
+    def _wait(self, peer: bytes, kind: PoolKind, now: float) -> StageWait:
         """No plan: who else waits, for `peer` to measure the way to them."""
         pool = self._book.waiting(kind, now, self._taken)
         return StageWait(WAIT_MS, self._records(one.node for one in pool if one.node != peer))
 
     def _planned(self, peer: bytes, group: PipelineGroup) -> StagePlanned:
-        sealed = group.seal(self._key, self._run_id, self._wall())
+        sealed = group.seal(self._services.key, self._services.run_id, self._wall())
         return StagePlanned(sealed, self._records(n for n in group.nodes if n != peer), PLANNED_MS)
 
     def _records(self, nodes: Iterable[bytes]) -> tuple[bytes, ...]:
         found = (self._peers.get(node).sealed for node in nodes)
         return tuple(sealed for sealed in found if sealed)[:MAX_RECORDS]
 
-    # -- what is kept ------------------------------------------------------------------------------
+    # -- the ledger -------------------------------------------------------------------------------
 
     def _use(self, group: PipelineGroup, plan: PipelinePlan, what: str) -> None:
         """A new plan is in force: remember it."""

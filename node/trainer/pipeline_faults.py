@@ -1,7 +1,7 @@
 """What audits of a pipeline's rollouts tell of each of its stages, and when it is taken apart.
 
-Stage 0 signs for all, so it never gets off free: it could have made up what it states of the others. Whoever is
-named by one stage 0 alone is not put into pipelines any more, but is not banned for it.
+Stage 0 signs for all, so it never gets off free: it could have made up what it states of the others.
+A node named by one stage 0 alone is not put into pipelines any more, but is not banned for it.
 """
 
 import logging
@@ -41,7 +41,7 @@ class Tally:
     rooms: list[Room]
     """By stage."""
     unstated: int
-    """Rollouts that may yet come without boundaries: so many can have been under way when the plan began."""
+    """Rollouts that may yet come without boundaries: as many as can have been under way when the plan began."""
     parted: bool = False
 
 

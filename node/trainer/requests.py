@@ -29,7 +29,7 @@ from .submissions import SubmissionReceiver
 REQUEST_TIMEOUT_S = 15.0
 
 
-class RequestHandler:
+class ControlHandler:
     """Reads one control request from a stream and passes it to the part of the trainer that answers it."""
 
     def __init__(self, scheduler: LeaseScheduler, submissions: SubmissionReceiver) -> None:

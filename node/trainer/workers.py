@@ -112,11 +112,8 @@ class WorkerRegistry:
         self.clock = clock
         self._started = clock()
         self.pipelines = PipelineCoordinator(
-            key=services.key,
-            run_id=services.run_id,
+            services=services,
             model=model,
-            ledger=services.ledger,
-            peers=services.peers,
             heard=self._heard,
             refused=self.refusal,
             clock=clock,

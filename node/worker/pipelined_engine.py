@@ -55,7 +55,7 @@ class PipelinedEngine:
         order_of: Callable[[int], Order | None],
         plan: Callable[[], bytes],
     ) -> None:
-        """`order_of` a version that is being loaded: which term it is of; None if nobody knows it.
+        """`order_of` a version that is being loaded: which term it is of; None if it is not known.
 
         `plan` gives the sealed plan that holds just now.
         """
@@ -132,7 +132,7 @@ class PipelinedEngine:
                 self.joined = False
 
     def _under(self, plan: bytes, completion: Completion) -> Completion:
-        """`completion` with the plan that it was made by; of two plans nobody can say who computed what."""
+        """`completion` with the plan that it was made by; if it changed, without boundaries."""
         if self._plan() == plan:
             return replace(completion, plan=plan)
         return replace(completion, plan=self._plan(), boundaries=())
@@ -141,7 +141,7 @@ class PipelinedEngine:
         async with self._changing:
             order = self._order_of(version)
             if order is None:
-                raise EngineError(f"nobody signed version {version}: start this node again")
+                raise EngineError(f"no signed head names version {version}: start this node again")
             await self._chain.prepare(order)
             async with self._news:
                 self._wanted = order

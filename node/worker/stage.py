@@ -1,6 +1,6 @@
 """A later stage of a pipeline: its weights follow what stage 0 asks for; it takes no leases.
 
-What a version is, the trainer says: stage 0 only names one, and what is loaded is proved as everywhere.
+The trainer defines a version: stage 0 only names one, and loaded weights are proved as everywhere.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from ...protocol.pipelines import PipelinePlan
 from ..p2p.heads import HeadStore
 from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
-from ..pipeline.door import Door
+from ..pipeline.acceptor import LinkAcceptor
 from ..pipeline.hosted_stage import StageEngine
-from ..pipeline.ring import Fault, Ring
+from ..pipeline.ring import Ring, RingFault
 from .stage_offers import AssignedPlan
 from .weight_sync import WeightSync
 
@@ -121,7 +121,7 @@ class RingSupervisor:
         self,
         planned: AssignedPlan,
         make: Callable[[AssignedPlan], Ring],
-        door: Door,
+        door: LinkAcceptor,
         complain: Callable[[Iterable[bytes]], None],
         reachable: Callable[[bytes], Awaitable[bool]],
         newest: Callable[[], AssignedPlan | None],
@@ -181,7 +181,7 @@ class RingSupervisor:
                     self._door.detach(ring)
 
     def _end(self) -> None:
-        """The ring of now is over: whoever waits for it waits for the next one."""
+        """The ring of now is over: waiters go on to the next one."""
         if self._turn is not None:
             self._turn.over.set()
         self._turn = None
@@ -213,7 +213,7 @@ class RingSupervisor:
                 return answer
 
     async def watch(self) -> None:
-        """A later stage: report whoever keeps the ring from getting whole, until cancelled."""
+        """A later stage: report the stages that keep the ring from getting whole, until cancelled."""
         while True:
             turn = await self._current()
             if await self._is_whole(turn):
@@ -245,7 +245,7 @@ class RingSupervisor:
     async def _look(self, turn: _Turn, waited_s: float) -> None:
         """Report who keeps a ring from getting whole: who does not answer, else who is known to have failed.
 
-        Whoever answers may still come back by itself, or start.
+        A node that answers may still come back by itself, or start.
         """
         plan, rank = self.plan, self.planned.rank
         ring = {stage.node for stage in plan.stages}
@@ -284,7 +284,7 @@ class RingSupervisor:
             logger.warning("reported to the trainer: %s (%s)", names, words)
             self._complain(nodes)
 
-    def _node(self, fault: Fault) -> list[bytes]:
+    def _node(self, fault: RingFault) -> list[bytes]:
         """Whose fault it is, if it is known and not our own."""
         if fault.rank is None or fault.rank == self.planned.rank:
             return []

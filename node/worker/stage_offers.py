@@ -28,9 +28,8 @@ from ..memory_plan.stages import memory_to_offer
 from ..models.json_files import read_json
 from ..ops import gpus
 from ..ops.errors import NodeError, UsageError
-from ..p2p.connections import ConnectionPool
-from ..p2p.peers import PeerTable
 from ..p2p.rpc import Refused
+from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.waiting import LogBackoff
 from .weight_sync import learn_records
@@ -41,7 +40,7 @@ ASK_TIMEOUT_S = 15.0
 RETRY_S = 2.0
 """After a question that failed."""
 PROBES = 16
-"""Others that are measured; a plan of so many stages is the largest."""
+"""Others that are measured; the largest plan has as many stages."""
 MEASURED_S = 60.0
 """How long a measurement counts."""
 RECORD_S = 1200.0
@@ -118,25 +117,16 @@ class StageOffers:
     def __init__(
         self,
         *,
-        node: bytes,
-        run_id: bytes,
-        trainer: bytes,
-        links: ConnectionPool,
-        peers: PeerTable,
+        services: NodeServices,
         offer: StageOffer,
-        record: Callable[[], bytes],
         probe: Probe,
         allow: Callable[[Iterable[bytes]], None] = lambda nodes: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`node`: our id; `record` makes our sealed peer record; `allow` is told who may probe us."""
-        self._node = node
-        self._run_id = run_id
-        self._trainer = trainer
-        self._links = links
-        self._peers = peers
+        """`probe` measures the link to a node; `allow` is told the nodes that may probe us."""
+        self._services = services
+        self._node = services.key.node_id
         self._offer = offer
-        self._record = record
         self._probe = probe
         self._allow = allow
         self._clock = clock
@@ -160,7 +150,7 @@ class StageOffers:
                 async with asyncio.timeout(pause):
                     await self._poked.wait()
             except TimeoutError:
-                pass  # nobody is in a hurry
+                pass  # no newer plan was announced
             self._poked.clear()
 
     async def newer(self, than: AssignedPlan | None) -> AssignedPlan | None:
@@ -191,8 +181,8 @@ class StageOffers:
         message = OfferStage(self._measured(), group, generation, lost)
         try:
             await self._renew()
-            reply = await self._links.request(
-                self._trainer,
+            reply = await self._services.links.request(
+                self._services.trainer,
                 ALPN_CONTROL,
                 message,
                 StageWait | StagePlanned,  # type: ignore[arg-type]
@@ -219,9 +209,9 @@ class StageOffers:
         """Records run out, and the trainer shows ours to others."""
         if self._clock() - self._renewed < RECORD_S:
             return
-        message = SyncRecords((self._record(),))
-        await self._links.request(
-            self._trainer, ALPN_CONTROL, message, SyncRecords, deadline=ASK_TIMEOUT_S
+        message = SyncRecords((self._services.record(),))
+        await self._services.links.request(
+            self._services.trainer, ALPN_CONTROL, message, SyncRecords, deadline=ASK_TIMEOUT_S
         )
         self._renewed = self._clock()
 
@@ -246,14 +236,14 @@ class StageOffers:
         await self._measure(others[:PROBES])
 
     def _open(self, sealed: bytes) -> AssignedPlan:
-        """Raises RemoteProtocolError, with ROLLBACK for what was replaced."""
+        """Raises RemoteProtocolError, with ROLLBACK for a plan that was replaced."""
         opened = unseal(
             sealed,
             Purpose.PIPELINE,
             PipelinePlan,
             now=int(time.time()),
-            run=self._run_id,
-            signer=self._trainer,
+            run=self._services.run_id,
+            signer=self._services.trainer,
         )
         plan = opened.body
         check_plan(plan)
@@ -285,7 +275,7 @@ class StageOffers:
             self._changed.notify_all()
 
     def _learn(self, records: Sequence[bytes]) -> list[bytes]:
-        nodes = learn_records(self._peers, self._run_id, records)
+        nodes = learn_records(self._services.peers, self._services.run_id, records)
         return [node for node in nodes if node != self._node]
 
     async def _measure(self, others: Sequence[bytes]) -> None:

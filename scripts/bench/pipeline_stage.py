@@ -33,14 +33,12 @@ from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.models.model_files import read_state
 from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.pipeline.door import Door
-from primerl.node.pipeline.frame_codec import FrameLimits
+from primerl.node.pipeline.acceptor import LinkAcceptor
+from primerl.node.pipeline.frames import FrameLimits
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
-from primerl.node.pipeline.layers import share_of
-from primerl.node.pipeline.local_end import LocalEnd
-from primerl.node.pipeline.place import StagePlace
+from primerl.node.pipeline.links import LocalLink, Shaper
+from primerl.node.pipeline.place import StagePlace, share_of
 from primerl.node.pipeline.ring import Ring
-from primerl.node.pipeline.shaper import Shaper
 from primerl.node.process.threads import share_python
 from primerl.protocol.version import ALPN_PIPELINE
 
@@ -108,13 +106,13 @@ class Member:
         for node, addresses in command["peers"].items():
             self.peers.hint(bytes.fromhex(node), addresses)
         sealed, run = bytes.fromhex(command["plan"]), bytes.fromhex(command["run"])
-        door = Door(self.key.node_id, run, bytes.fromhex(command["trainer"]))
+        door = LinkAcceptor(self.key.node_id, run, bytes.fromhex(command["trainer"]))
         plan = door.admit(sealed)
         await self._serve_door(door)
         self._joins += 1
         path = self.home / f"{self._joins}.sock"
         limits = FrameLimits.of(plan.shape)
-        local = await self._joined.enter_async_context(LocalEnd(path, limits))
+        local = await self._joined.enter_async_context(LocalLink(path, limits))
 
         def ring_of(shaper: Shaper | None) -> Ring:
             ring = Ring(
@@ -155,7 +153,7 @@ class Member:
                 await self.engine.rejoin(ring.begin())  # pyright: ignore
         return {}
 
-    async def _serve_door(self, door: Door) -> None:
+    async def _serve_door(self, door: LinkAcceptor) -> None:
         router = Router(
             self.transport,
             self.peers,

@@ -16,9 +16,8 @@ from primerl.node.p2p.connections import Router, no_pipelines
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused, ask, receive_reply, send
 from primerl.node.p2p.transport import Connection, Stream, TransportError
-from primerl.node.pipeline import door as door_module
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.frame_codec import MAX_HEAD, FrameLimits, encode
+from primerl.node.pipeline import acceptor as door_module
+from primerl.node.pipeline.frames import MAX_HEAD, Frame, FrameLimits, Kind, encode
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import (

@@ -12,9 +12,8 @@ from pathlib import Path
 from support import memory_port
 from support.frame_cases import SHAPE
 
-from primerl.node.pipeline.frame_codec import FrameLimits
-from primerl.node.pipeline.port import Port
-from primerl.node.pipeline.socket_port import SocketOutlet, SocketPort, SplitPort
+from primerl.node.pipeline.frames import FrameLimits
+from primerl.node.pipeline.ports import Port, SocketOutlet, SocketPort, SplitPort
 
 Factory = Callable[[Path], AbstractContextManager[tuple[Port, Port]]]
 

@@ -10,8 +10,8 @@ import pytest
 from conformance.port_factories import FACTORIES
 from support.frame_cases import said, same, step
 
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.port import Port, PortClosed, PortTimeout
+from primerl.node.pipeline.frames import Frame, Kind
+from primerl.node.pipeline.ports import Port, PortClosed, PortTimeout
 
 WAIT_S = 60.0
 Ports = tuple[Port, Port]

@@ -27,15 +27,16 @@ from support.protocol_cases import (
 from support.protocol_cases import head as policy_head
 
 from primerl.node.inference.fingerprint import BadProof, Projection
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.frame_codec import (
+from primerl.node.pipeline.frames import (
     PREFIX_BYTES,
+    Frame,
     FrameLimits,
+    Kind,
     encode,
     head_size,
     read_head,
 )
-from primerl.node.pipeline.frame_codec import decode as decode_frame
+from primerl.node.pipeline.frames import decode as decode_frame
 from primerl.node.weights.codec import (
     apply_delta,
     decode_full,

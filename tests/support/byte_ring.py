@@ -5,10 +5,11 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.frame_codec import (
+from primerl.node.pipeline.frames import (
     PREFIX_BYTES,
+    Frame,
     FrameLimits,
+    Kind,
     encode,
     head_size,
     read_head,

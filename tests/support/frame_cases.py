@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from primerl.crypto.hashing import digest
-from primerl.node.pipeline.frame import Frame, Kind
+from primerl.node.pipeline.frames import Frame, Kind
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
 SHAPE = PipelineShape(

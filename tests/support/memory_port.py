@@ -4,8 +4,8 @@ import threading
 import time
 from collections import deque
 
-from primerl.node.pipeline.frame import Frame
-from primerl.node.pipeline.port import DEPTH, PortClosed, PortTimeout, waited
+from primerl.node.pipeline.frames import Frame
+from primerl.node.pipeline.ports import DEPTH, PortClosed, PortTimeout, waited
 
 
 class Pipe:

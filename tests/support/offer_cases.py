@@ -83,11 +83,8 @@ class World:
 
     def make(self) -> PipelineCoordinator:
         return PipelineCoordinator(
-            key=TRAINER,
-            run_id=RUN,
+            services=bare_services(TRAINER, run_id=RUN, ledger=self.ledger, peers=self.peers),
             model=self.model,
-            ledger=self.ledger,
-            peers=self.peers,
             heard=lambda node: self.heard.get(node, self.started),
             refused=lambda node: self.refused.get(node, ""),
             clock=lambda: self.now,

@@ -20,13 +20,11 @@ from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.transport import Transport
 from primerl.node.pipeline import stage_loop
-from primerl.node.pipeline.door import Door
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.frame_codec import FrameLimits
-from primerl.node.pipeline.local_end import LocalEnd
+from primerl.node.pipeline.acceptor import LinkAcceptor
+from primerl.node.pipeline.frames import Frame, FrameLimits, Kind
+from primerl.node.pipeline.links import LocalLink, Shaper
+from primerl.node.pipeline.ports import SocketPort
 from primerl.node.pipeline.ring import Ring
-from primerl.node.pipeline.shaper import Shaper
-from primerl.node.pipeline.socket_port import SocketPort
 from primerl.node.pipeline.trails import SignedTrails
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.pipelines import PipelinePlan
@@ -96,7 +94,7 @@ class Node:
     transport: Transport
     peers: PeerTable
     links: ConnectionPool
-    door: Door
+    door: LinkAcceptor
 
 
 class Chain:
@@ -110,7 +108,7 @@ class Chain:
         self.plan = plan([key.node_id for key in self.keys])
         self.nodes: list[Node] = []
         self.rings: list[Ring] = []
-        self.locals: list[LocalEnd] = []
+        self.locals: list[LocalLink] = []
         self.computes: dict[int, Adder] = {}
         self.ports: dict[int, SocketPort] = {}
         self.stall_s = STALL_S
@@ -126,7 +124,7 @@ class Chain:
         transport = await self._make(key)
         peers = PeerTable()
         links = ConnectionPool(transport, peers, connect_timeout_s=5.0)
-        door = Door(key.node_id, RUN, TRAINER.node_id)
+        door = LinkAcceptor(key.node_id, RUN, TRAINER.node_id)
         router = Router(
             transport, peers, {ALPN_PIPELINE: door.handle}, max_streams_per_peer=32, max_peers=32
         )
@@ -152,7 +150,7 @@ class Chain:
         self.nodes = [await self.node(key) for key in self.keys]
         self.acquaint()
         for rank, node in enumerate(self.nodes):
-            local = LocalEnd(self.directory / f"{rank}.sock", LIMITS)
+            local = LocalLink(self.directory / f"{rank}.sock", LIMITS)
             await self._stack.enter_async_context(local)
             self.locals.append(local)
             self.rings.append(await self.ring(rank, node))

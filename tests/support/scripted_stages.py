@@ -30,17 +30,13 @@ from primerl.node.inference.boundary_states import agrees, crossing, project
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.ops.errors import EngineError, EngineLost
-from primerl.node.pipeline import boundaries
+from primerl.node.pipeline import trails
 from primerl.node.pipeline.activations import pack, rounded, unpack
-from primerl.node.pipeline.chain import Chain
-from primerl.node.pipeline.frame import Array, Frame, Kind
-from primerl.node.pipeline.frame_codec import FrameLimits
+from primerl.node.pipeline.frames import Array, Frame, FrameLimits, Kind
 from primerl.node.pipeline.hosted_stage import HostedLanes
-from primerl.node.pipeline.layers import layer_of
-from primerl.node.pipeline.micro_batches import MicroBatches
-from primerl.node.pipeline.place import StagePlace
-from primerl.node.pipeline.port import Port, PortClosed
-from primerl.node.pipeline.socket_port import SocketPort
+from primerl.node.pipeline.micro_batches import MicroBatches, RingClient
+from primerl.node.pipeline.place import StagePlace, layer_of
+from primerl.node.pipeline.ports import Port, PortClosed, SocketPort
 from primerl.node.pipeline.stage_loop import LoopStats, serve
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.verification.replay import distances
@@ -210,7 +206,7 @@ class ScriptedStage:
             return self._drawn(frame, step, states)
         _, own = departing(states, self.place.shape)
         tensors, _ = departing(self._lie(states), self.place.shape)
-        return replace(frame, tensors=tensors, trail=boundaries.append(frame.trail, own))
+        return replace(frame, tensors=tensors, trail=trails.append(frame.trail, own))
 
     def _received(self, frame: Frame, rows: int) -> States:
         shape, rank = self.place.shape, self.place.rank
@@ -223,8 +219,8 @@ class ScriptedStage:
         if not shape.fingerprint:
             return found.numpy()
         try:
-            claimed = boundaries.latest(frame.trail, rows, rank)
-        except boundaries.BadTrail as error:
+            claimed = trails.latest(frame.trail, rows, rank)
+        except trails.BadTrail as error:
             raise EngineError(f"stage {rank - 1} sent no trail of this plan ({error})") from error
         if not agrees(claimed, project(found).numpy()):
             raise EngineError(f"stage {rank - 1} sent other states than it signed for")
@@ -293,7 +289,7 @@ class Drawing:
         """The tokens so far as a completion."""
         versions = self.versions
         changes = [i for i, one in enumerate(versions) if i == 0 or one != versions[i - 1]]
-        size, count = boundaries.ROW, len(self.crossed[0]) // boundaries.ROW
+        size, count = trails.ROW, len(self.crossed[0]) // trails.ROW
         return Completion(
             self.tokens,
             self.logprobs,
@@ -328,7 +324,7 @@ class ScriptedHead:
         self._port: Port | None = None
         shape = place.shape
         batches = MicroBatches(shape.micro_batches, stages=len(place.plan.stages))
-        self._chain = Chain(self._connect, batches)
+        self._chain = RingClient(self._connect, batches)
         self._begun = self._closing = False
         self._order = threading.Lock()
         """Held while something is sent: frames leave in the order in which they were numbered."""
@@ -450,7 +446,7 @@ class ScriptedHead:
         if frame is not None:
             try:
                 self._take(rows, version, frame)
-            except (EngineError, msgspec.DecodeError, boundaries.BadTrail, ValueError) as error:
+            except (EngineError, msgspec.DecodeError, trails.BadTrail, ValueError) as error:
                 self._chain.fail(f"the last stage sent no answer to the step: {error}")
         over = [one for one in rows if one.finish]
         with self._news:
@@ -470,8 +466,8 @@ class ScriptedHead:
         if not len(said.tokens) == len(said.logprobs) == len(rows):
             raise EngineError("it is for other sequences")
         count = last if shape.fingerprint else 0
-        boundaries.check(frame.trail, len(rows), count)
-        trail = np.frombuffer(frame.trail, np.uint8).reshape(count, len(rows), boundaries.ROW)
+        trails.check(frame.trail, len(rows), count)
+        trail = np.frombuffer(frame.trail, np.uint8).reshape(count, len(rows), trails.ROW)
         size = len(said.proofs) // len(rows)
         for at, one in enumerate(rows):
             one.tokens.append(said.tokens[at])

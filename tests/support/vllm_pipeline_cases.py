@@ -14,8 +14,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
-from primerl.node.pipeline.layers import names_of
-from primerl.node.pipeline.place import StagePlace
+from primerl.node.pipeline.place import StagePlace, names_of
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 

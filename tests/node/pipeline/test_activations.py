@@ -7,8 +7,7 @@ from support.pipeline_cases import shape_of
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline.activations import pack, rounded, unpack
-from primerl.node.pipeline.frame import Array, Frame, Kind
-from primerl.node.pipeline.frame_codec import FrameLimits, decode, encode, read_head
+from primerl.node.pipeline.frames import Array, Frame, FrameLimits, Kind, decode, encode, read_head
 from primerl.protocol.pipelines import Encoding
 
 WIDTH = 64

@@ -6,12 +6,9 @@ import pytest
 from support.frame_cases import step
 from support.ring_cases import LIMITS
 
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.frame_codec import Head
-from primerl.node.pipeline.handed import Handed
-from primerl.node.pipeline.outbox import Outbox
-from primerl.node.pipeline.packets import Packet, packet
-from primerl.node.pipeline.rounds import Rounds
+from primerl.node.pipeline.frames import Frame, Head, Kind, Packet, packet
+from primerl.node.pipeline.links import PacketQueue
+from primerl.node.pipeline.ring import ProcessMonitor, RingPings
 
 
 def head(kind: Kind, number: int, epoch: int = 1) -> Head:
@@ -23,7 +20,7 @@ def small(number: int) -> Packet:
 
 
 def test_an_engine_that_owes_nothing_is_not_silent() -> None:
-    handed = Handed()
+    handed = ProcessMonitor()
     assert handed.silent_s(100.0) == 0.0
     handed.given(head(Kind.STEP, 1), 100.0)
     assert handed.silent_s(103.0) == 3.0
@@ -35,7 +32,7 @@ def test_an_engine_that_owes_nothing_is_not_silent() -> None:
 
 
 def test_what_it_leaves_out_is_not_waited_for() -> None:
-    handed = Handed()
+    handed = ProcessMonitor()
     for number in range(3):
         handed.given(head(Kind.STEP, number), 0.0)
     handed.given(head(Kind.RESET, 0, epoch=2), 1.0)
@@ -44,14 +41,14 @@ def test_what_it_leaves_out_is_not_waited_for() -> None:
 
 
 def test_what_it_was_never_given_changes_nothing() -> None:
-    handed = Handed()
+    handed = ProcessMonitor()
     handed.given(head(Kind.STEP, 1), 0.0)
     handed.answered(head(Kind.DRAWN, 7), 1.0)
     assert handed.silent_s(3.0) == 2.0
 
 
 def test_time_without_work_within_a_chain_is_idle() -> None:
-    handed = Handed()
+    handed = ProcessMonitor()
     handed.given(head(Kind.RESET, 0), 0.0)
     handed.answered(head(Kind.RESET, 0), 0.5)
     handed.given(head(Kind.STEP, 1), 10.0)
@@ -68,7 +65,7 @@ def test_time_without_work_within_a_chain_is_idle() -> None:
 
 
 def test_a_ping_of_before_a_break_does_not_say_that_the_ring_is_whole() -> None:
-    rounds = Rounds()
+    rounds = RingPings()
     for number in (1, 2):
         assert rounds.next(number * 10.0, whole=False) == number
         rounds.sent(number, number * 10.0)
@@ -81,7 +78,7 @@ def test_a_ping_of_before_a_break_does_not_say_that_the_ring_is_whole() -> None:
 
 
 def test_a_ring_that_moves_is_not_silent_however_long_a_round_takes() -> None:
-    rounds = Rounds()
+    rounds = RingPings()
     rounds.sent(1, 0.0)
     assert rounds.silent_s(5.0) == 5.0
     rounds.heard(4.0)
@@ -91,7 +88,7 @@ def test_a_ring_that_moves_is_not_silent_however_long_a_round_takes() -> None:
 
 
 def test_however_many_pings_were_lost_the_next_one_may_get_through() -> None:
-    rounds = Rounds()
+    rounds = RingPings()
     for second in range(10_000):
         number = rounds.next(float(second), whole=False)
         assert number is not None
@@ -102,7 +99,7 @@ def test_however_many_pings_were_lost_the_next_one_may_get_through() -> None:
 
 
 async def test_a_full_box_waits_and_one_packet_always_fits() -> None:
-    box = Outbox(frames=2, size=10)
+    box = PacketQueue(frames=2, size=10)
     await box.put(packet(step(1, 1, tokens=32), LIMITS))
     putting = asyncio.create_task(box.put(small(2)))
     await asyncio.sleep(0)
@@ -113,7 +110,7 @@ async def test_a_full_box_waits_and_one_packet_always_fits() -> None:
 
 
 async def test_a_packet_may_jump_the_queue_and_some_may_be_dropped() -> None:
-    box = Outbox()
+    box = PacketQueue()
     for number in (1, 2, 3):
         await box.put(small(number))
     box.put_first(small(0))
@@ -123,7 +120,7 @@ async def test_a_packet_may_jump_the_queue_and_some_may_be_dropped() -> None:
 
 
 async def test_a_take_that_is_given_up_loses_nothing() -> None:
-    box = Outbox()
+    box = PacketQueue()
     taking = asyncio.create_task(box.take())
     await asyncio.sleep(0)
     await box.put(small(1))

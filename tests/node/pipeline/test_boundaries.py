@@ -2,7 +2,7 @@
 
 import pytest
 
-from primerl.node.pipeline.boundaries import ROW, BadTrail, append, check, latest
+from primerl.node.pipeline.trails import ROW, BadTrail, append, check, latest
 
 
 def own(stage: int, rows: int) -> bytes:

@@ -9,10 +9,9 @@ import pytest
 from support.memory_port import MemoryPort, pair
 
 from primerl.node.ops.errors import EngineError
-from primerl.node.pipeline.chain import Chain
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.micro_batches import MicroBatches
-from primerl.node.pipeline.port import Port, PortClosed
+from primerl.node.pipeline.frames import Frame, Kind
+from primerl.node.pipeline.micro_batches import MicroBatches, RingClient
+from primerl.node.pipeline.ports import Port, PortClosed
 
 WAIT_S = 60.0
 Change = Callable[[Frame], Frame | None]
@@ -59,13 +58,13 @@ def far() -> Far:
 
 
 @pytest.fixture
-def chain(far: Far) -> Generator[Chain]:
-    found = Chain(far.connect, MicroBatches(4), stall_s=0.5)
+def chain(far: Far) -> Generator[RingClient]:
+    found = RingClient(far.connect, MicroBatches(4), stall_s=0.5)
     yield found
     found.close()
 
 
-def send(chain: Chain, far: Far) -> Frame | None:
+def send(chain: RingClient, far: Far) -> Frame | None:
     frame, answer = chain.submit(b"step", 2)
     if frame is not None:
         far.near[-1].send(replace(frame, trail=b"trail"))
@@ -79,14 +78,16 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_before_the_first_chain_nothing_is_sent(chain: Chain, far: Far) -> None:
+def test_before_the_first_chain_nothing_is_sent(chain: RingClient, far: Far) -> None:
     chain.open()
     assert not chain.whole
     assert send(chain, far) is None
     assert far.seen == []
 
 
-def test_a_chain_begins_with_everybody_on_the_version_of_stage_0(chain: Chain, far: Far) -> None:
+def test_a_chain_begins_with_everybody_on_the_version_of_stage_0(
+    chain: RingClient, far: Far
+) -> None:
     chain.begin(3, 17, WAIT_S)
     assert [(one.kind, one.epoch, one.number) for one in far.seen] == [
         (Kind.RESET, 3, 0),
@@ -99,7 +100,7 @@ def test_a_chain_begins_with_everybody_on_the_version_of_stage_0(chain: Chain, f
     assert far.seen[-1].trail == b"trail"
 
 
-def test_numbers_begin_anew_with_every_chain(chain: Chain, far: Far) -> None:
+def test_numbers_begin_anew_with_every_chain(chain: RingClient, far: Far) -> None:
     for epoch in (1, 2):
         chain.begin(epoch, 0, WAIT_S)
         for number in range(2):
@@ -110,7 +111,7 @@ def test_numbers_begin_anew_with_every_chain(chain: Chain, far: Far) -> None:
         chain.begin(2, 0, WAIT_S)
 
 
-def test_a_fault_answers_everything_that_is_in_flight(chain: Chain, far: Far) -> None:
+def test_a_fault_answers_everything_that_is_in_flight(chain: RingClient, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: None
     futures = [chain.submit(b"", 1)[1] for _ in range(3)]
@@ -125,7 +126,7 @@ def test_a_fault_answers_everything_that_is_in_flight(chain: Chain, far: Far) ->
     assert send(chain, far) is not None
 
 
-def test_what_is_of_another_chain_is_dropped(chain: Chain, far: Far) -> None:
+def test_what_is_of_another_chain_is_dropped(chain: RingClient, far: Far) -> None:
     chain.begin(5, 0, WAIT_S)
     far.tell(Frame(Kind.FAULT, 4, 1, b"long ago"))
     far.tell(Frame(Kind.DRAWN, 4, 0))
@@ -136,7 +137,7 @@ def test_what_is_of_another_chain_is_dropped(chain: Chain, far: Far) -> None:
 
 @pytest.mark.parametrize("number", [1, 7])
 def test_an_answer_out_of_turn_breaks_the_chain_and_is_told(
-    chain: Chain, far: Far, number: int
+    chain: RingClient, far: Far, number: int
 ) -> None:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: replace(frame, number=number)
@@ -145,13 +146,13 @@ def test_an_answer_out_of_turn_breaks_the_chain_and_is_told(
     until(lambda: far.seen[-1].kind is Kind.FAULT)
 
 
-def test_an_answer_to_nothing_breaks_the_chain(chain: Chain, far: Far) -> None:
+def test_an_answer_to_nothing_breaks_the_chain(chain: RingClient, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.tell(Frame(Kind.DRAWN, 1, 0))
     until(lambda: not chain.whole)
 
 
-def test_a_ring_on_which_nothing_comes_round_is_no_chain(chain: Chain, far: Far) -> None:
+def test_a_ring_on_which_nothing_comes_round_is_no_chain(chain: RingClient, far: Far) -> None:
     far.change = lambda frame: None
     with pytest.raises(EngineError, match="did not come round"):
         chain.begin(1, 0, 0.1)
@@ -160,7 +161,7 @@ def test_a_ring_on_which_nothing_comes_round_is_no_chain(chain: Chain, far: Far)
     assert chain.whole
 
 
-def test_a_stage_without_the_version_says_so(chain: Chain, far: Far) -> None:
+def test_a_stage_without_the_version_says_so(chain: RingClient, far: Far) -> None:
     def fail(frame: Frame) -> Frame:
         if frame.kind is Kind.SWITCH:
             return Frame(Kind.FAULT, frame.epoch, 1, b"policy 9 is not here")
@@ -171,7 +172,7 @@ def test_a_stage_without_the_version_says_so(chain: Chain, far: Far) -> None:
         chain.begin(1, 9, WAIT_S)
 
 
-def test_a_switch_is_waited_for(chain: Chain, far: Far) -> None:
+def test_a_switch_is_waited_for(chain: RingClient, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     assert chain.switch(1)(WAIT_S)
     far.change = lambda frame: None
@@ -180,14 +181,14 @@ def test_a_switch_is_waited_for(chain: Chain, far: Far) -> None:
     assert not chain.switch(3)(WAIT_S)  # nobody is asked, nobody is waited for
 
 
-def test_a_micro_batch_that_never_comes_back_is_given_up(chain: Chain, far: Far) -> None:
+def test_a_micro_batch_that_never_comes_back_is_given_up(chain: RingClient, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: None
     assert send(chain, far) is None
     assert "not back" in chain.fault
 
 
-def test_a_node_that_goes_away_is_connected_to_again(chain: Chain, far: Far) -> None:
+def test_a_node_that_goes_away_is_connected_to_again(chain: RingClient, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.ports[-1].close()
     until(lambda: not chain.whole)
@@ -201,7 +202,7 @@ def test_a_node_that_goes_away_is_connected_to_again(chain: Chain, far: Far) -> 
     assert len(far.ports) == 2
 
 
-def test_closing_answers_everything(chain: Chain, far: Far) -> None:
+def test_closing_answers_everything(chain: RingClient, far: Far) -> None:
     chain.begin(1, 0, WAIT_S)
     far.change = lambda frame: None
     _, future = chain.submit(b"", 1)

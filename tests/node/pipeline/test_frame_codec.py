@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.frame_cases import SHAPE, said, step
 
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.frame_codec import (
+from primerl.node.pipeline.frames import (
     BEAT,
     MAX_HEAD,
     MAX_WORDS,
     PREFIX_BYTES,
+    Frame,
     FrameLimits,
+    Kind,
     decode,
     encode,
     head_size,

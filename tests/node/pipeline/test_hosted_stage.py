@@ -23,8 +23,7 @@ from primerl.node.inference.host_messages import (
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage, Laned
-from primerl.node.pipeline.place import StagePlace
-from primerl.node.pipeline.vllm_place import encode_place
+from primerl.node.pipeline.place import StagePlace, encode_place
 from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, Message, body_length
 from primerl.node.process.serve import Outbox
 

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from primerl.node.pipeline.lanes import Lanes, is_ready, rest
+from primerl.node.pipeline.micro_batches import LaneAssignment, is_ready, rest
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Scheduler:
 
     def __init__(self, lanes: int, requests: int, cap: int = 64) -> None:
         self.wanted = lanes
-        self.lanes = Lanes(lambda rows: min(self.wanted, rows))
+        self.lanes = LaneAssignment(lambda rows: min(self.wanted, rows))
         self.running: list[One] = []
         self.waiting = deque(One(f"r{index}", 5, 0) for index in range(requests))
         self.cap = cap
@@ -133,7 +133,7 @@ def test_no_more_run_than_may() -> None:
 
 
 def test_parts_of_a_prompt_do_not_wait_for_each_other() -> None:
-    lanes = Lanes(lambda _: 2)
+    lanes = LaneAssignment(lambda _: 2)
     prompt = One("long", 100, 0)
     assert lanes.pick([], 1, 8) == 0
     lanes.take(0, [], 1, 8)
@@ -147,7 +147,7 @@ def test_parts_of_a_prompt_do_not_wait_for_each_other() -> None:
 
 
 def test_what_is_over_is_forgotten() -> None:
-    lanes = Lanes(lambda _: 2)
+    lanes = LaneAssignment(lambda _: 2)
     lanes.settle(0, [One("a"), One("b")])
     assert len(lanes) == 2
     lanes.forget({"b"}.__contains__)

@@ -12,11 +12,9 @@ from support.ring_cases import LIMITS, soon
 
 from primerl.node.ops.errors import NodeError
 from primerl.node.p2p.waiting import Notifier
-from primerl.node.pipeline.frame_codec import PREFIX_BYTES, decode
-from primerl.node.pipeline.local_end import LocalEnd
-from primerl.node.pipeline.packets import Packet, packet
-from primerl.node.pipeline.port import PortClosed
-from primerl.node.pipeline.socket_port import SocketPort
+from primerl.node.pipeline.frames import PREFIX_BYTES, Packet, decode, packet
+from primerl.node.pipeline.links import LocalLink
+from primerl.node.pipeline.ports import PortClosed, SocketPort
 
 
 class Listener:
@@ -41,22 +39,22 @@ class Listener:
 
 
 @pytest.fixture
-async def end(tmp_path: Path) -> AsyncIterator[LocalEnd]:
-    async with LocalEnd(tmp_path / "run" / "stage.sock", LIMITS) as end:
+async def end(tmp_path: Path) -> AsyncIterator[LocalLink]:
+    async with LocalLink(tmp_path / "run" / "stage.sock", LIMITS) as end:
         end.listener = Listener()
         yield end
 
 
-def listener(end: LocalEnd) -> Listener:
+def listener(end: LocalLink) -> Listener:
     assert isinstance(end.listener, Listener)
     return end.listener
 
 
-async def connect(end: LocalEnd) -> SocketPort:
+async def connect(end: LocalLink) -> SocketPort:
     return await asyncio.to_thread(SocketPort, str(end.path), LIMITS)
 
 
-async def test_frames_go_both_ways(end: LocalEnd) -> None:
+async def test_frames_go_both_ways(end: LocalLink) -> None:
     port = await connect(end)
     await listener(end).changed(1)
     await end.box.put(packet(step(1, 5), LIMITS))
@@ -74,7 +72,7 @@ async def test_frames_go_both_ways(end: LocalEnd) -> None:
 
 async def test_the_socket_is_its_owners_alone_and_goes_with_the_end(tmp_path: Path) -> None:
     path = tmp_path / "stage.sock"
-    async with LocalEnd(path, LIMITS):
+    async with LocalLink(path, LIMITS):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not path.exists()
 
@@ -83,18 +81,18 @@ async def test_a_socket_that_a_dead_node_left_is_replaced(tmp_path: Path) -> Non
     path = tmp_path / "stage.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
         left.bind(str(path))
-    async with LocalEnd(path, LIMITS) as end:
+    async with LocalLink(path, LIMITS) as end:
         port = await connect(end)
         await asyncio.to_thread(port.close)
 
 
 async def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
     with pytest.raises(NodeError, match="shorter"):
-        async with LocalEnd(tmp_path / ("x" * 120), LIMITS):
+        async with LocalLink(tmp_path / ("x" * 120), LIMITS):
             pass
 
 
-async def test_another_process_takes_the_place_of_the_one_before(end: LocalEnd) -> None:
+async def test_another_process_takes_the_place_of_the_one_before(end: LocalLink) -> None:
     first = await connect(end)
     await listener(end).changed(1)
     second = await connect(end)
@@ -108,7 +106,7 @@ async def test_another_process_takes_the_place_of_the_one_before(end: LocalEnd) 
         await asyncio.to_thread(port.close)
 
 
-async def test_what_is_no_frame_ends_the_connection_and_another_may_come(end: LocalEnd) -> None:
+async def test_what_is_no_frame_ends_the_connection_and_another_may_come(end: LocalLink) -> None:
     reader, writer = await asyncio.open_unix_connection(end.path)
     writer.write(b"\x00\x00\x00\x05hello")
     assert await soon(reader.read()) == b""
@@ -122,7 +120,7 @@ async def test_what_is_no_frame_ends_the_connection_and_another_may_come(end: Lo
 
 
 async def test_closing_ends_whoever_is_connected(tmp_path: Path) -> None:
-    async with LocalEnd(tmp_path / "stage.sock", LIMITS) as end:
+    async with LocalLink(tmp_path / "stage.sock", LIMITS) as end:
         end.listener = Listener()
         port = await connect(end)
         await listener(end).changed(1)

@@ -11,7 +11,7 @@ from support.ring_cases import Chain, soon
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.iroh import IrohTransport
 from primerl.node.p2p.transport import Transport
-from primerl.node.pipeline.probe import probe
+from primerl.node.pipeline.acceptor import probe
 from primerl.protocol.version import ALPN_PIPELINE
 
 pytestmark = pytest.mark.net

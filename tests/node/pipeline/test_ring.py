@@ -10,10 +10,9 @@ from support.frame_cases import SHAPE, step
 from support.memory_transport import MemoryNetwork
 from support.ring_cases import Chain, chain, soon
 
-from primerl.node.pipeline.boundaries import ROW
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.frame_codec import words_of
-from primerl.node.pipeline.shaper import Shaper
+from primerl.node.pipeline.frames import Frame, Kind, words_of
+from primerl.node.pipeline.links import Shaper
+from primerl.node.pipeline.trails import ROW
 
 
 @pytest.mark.parametrize("stages", [2, 4])

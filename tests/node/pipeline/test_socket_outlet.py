@@ -10,10 +10,8 @@ import pytest
 from support.frame_cases import SHAPE, step
 
 from primerl.node.ops.errors import EngineError
-from primerl.node.pipeline.frame import Array, Frame, Kind
-from primerl.node.pipeline.frame_codec import FrameLimits
-from primerl.node.pipeline.port import DEPTH, PortClosed
-from primerl.node.pipeline.socket_port import SocketInlet, SocketOutlet
+from primerl.node.pipeline.frames import Array, Frame, FrameLimits, Kind
+from primerl.node.pipeline.ports import DEPTH, PortClosed, SocketInlet, SocketOutlet
 
 WAIT_S = 60.0
 LIMITS = FrameLimits.of(SHAPE)

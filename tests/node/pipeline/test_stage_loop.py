@@ -13,9 +13,9 @@ from support.memory_port import MemoryPort
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline import stage_loop
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.place import Later
-from primerl.node.pipeline.port import DEPTH, PortClosed, PortTimeout
+from primerl.node.pipeline.frames import Frame, Kind
+from primerl.node.pipeline.ports import DEPTH, PortClosed, PortTimeout
+from primerl.node.pipeline.stage_loop import Later
 
 WAIT_S = 60.0
 

@@ -11,11 +11,11 @@ from support.frame_cases import SHAPE
 from primerl.node.ops.errors import EngineError
 from primerl.node.pipeline.step_codec import (
     REMEMBERED,
-    Drawn,
-    Going,
-    New,
-    Sequences,
-    Step,
+    ContinuedSequence,
+    DrawnTokens,
+    KnownSequences,
+    NewSequence,
+    StageStep,
     check_drawn,
     decode_drawn,
     decode_step,
@@ -29,7 +29,7 @@ SMALL = msgspec.structs.replace(
 """Blocks 1 to 16."""
 
 
-def new(key: int = 1, **fields: Any) -> New:
+def new(key: int = 1, **fields: Any) -> NewSequence:
     given: dict[str, Any] = {
         "key": key,
         "tokens": 12,
@@ -41,24 +41,24 @@ def new(key: int = 1, **fields: Any) -> New:
         "top_k": 0,
         "top_p": 1.0,
     }
-    return New(**given | fields)
+    return NewSequence(**given | fields)
 
 
-def going(key: int = 1, **fields: Any) -> Going:
+def going(key: int = 1, **fields: Any) -> ContinuedSequence:
     given: dict[str, Any] = {"key": key, "tokens": 13, "computed": 12, "scheduled": 1, "blocks": ()}
-    return Going(**given | fields)
+    return ContinuedSequence(**given | fields)
 
 
-def begun(*parts: New) -> Sequences:
-    found = Sequences(SMALL)
-    found.take(Step(parts or (new(),)))
+def begun(*parts: NewSequence) -> KnownSequences:
+    found = KnownSequences(SMALL)
+    found.take(StageStep(parts or (new(),)))
     return found
 
 
 def test_what_is_encoded_is_read_again() -> None:
-    step = Step((new(), going(2)), (5, 6))
+    step = StageStep((new(), going(2)), (5, 6))
     assert decode_step(encode(step)) == step
-    assert decode_drawn(encode(Drawn((3, 4)))) == Drawn((3, 4))
+    assert decode_drawn(encode(DrawnTokens((3, 4)))) == DrawnTokens((3, 4))
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_what_is_encoded_is_read_again() -> None:
     [
         b"",
         b"no step",
-        encode(Step((new(seed=-1),))),
-        encode(Step((new(temperature=0.0),))),
-        encode(Step((new(temperature=float("nan")),))),
-        encode(Step((new(top_p=1.5),))),
-        encode(Step((new(blocks=(-1,)),))),
+        encode(StageStep((new(seed=-1),))),
+        encode(StageStep((new(temperature=0.0),))),
+        encode(StageStep((new(temperature=float("nan")),))),
+        encode(StageStep((new(top_p=1.5),))),
+        encode(StageStep((new(blocks=(-1,)),))),
     ],
 )
 def test_what_is_no_step_is_refused(body: bytes) -> None:
@@ -85,19 +85,19 @@ def test_a_sequence_draws_when_its_last_token_is_computed() -> None:
 
 
 def test_a_sequence_goes_on_under_its_name_until_it_ends() -> None:
-    found = Sequences(SMALL)
-    ((name,), over) = found.take(Step((new(),)))
+    found = KnownSequences(SMALL)
+    ((name,), over) = found.take(StageStep((new(),)))
     assert over == []
-    assert found.take(Step((going(),))) == ([name], [])
-    assert found.take(Step((new(2),), (1,)))[1] == [name]
+    assert found.take(StageStep((going(),))) == ([name], [])
+    assert found.take(StageStep((new(2),), (1,)))[1] == [name]
     with pytest.raises(EngineError, match="goes on where it did not stop"):
-        found.take(Step((going(tokens=14, computed=13),)))
+        found.take(StageStep((going(tokens=14, computed=13),)))
 
 
 def test_a_sequence_that_is_computed_anew_has_another_name() -> None:
-    found = Sequences(SMALL)
-    ((name,), _) = found.take(Step((new(),)))
-    names, over = found.take(Step((new(tokens=13, scheduled=13),)))
+    found = KnownSequences(SMALL)
+    ((name,), _) = found.take(StageStep((new(),)))
+    names, over = found.take(StageStep((new(tokens=13, scheduled=13),)))
     assert over == [name]
     assert names != [name]
     assert found.names() == names
@@ -107,9 +107,9 @@ def test_a_sequence_that_is_computed_anew_has_another_name() -> None:
 
 def test_parts_of_a_prompt_follow_each_other() -> None:
     found = begun(new(tokens=20, scheduled=8, blocks=(1,)))
-    found.take(Step((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
+    found.take(StageStep((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
     with pytest.raises(EngineError, match="did not stop"):
-        found.take(Step((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
+        found.take(StageStep((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_parts_of_a_prompt_follow_each_other() -> None:
 )
 def test_a_step_outside_the_plan_is_refused(parts: tuple[Any, ...], words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        Sequences(SMALL).take(Step(parts))
+        KnownSequences(SMALL).take(StageStep(parts))
 
 
 @pytest.mark.parametrize(
@@ -143,41 +143,44 @@ def test_a_step_outside_the_plan_is_refused(parts: tuple[Any, ...], words: str) 
         (going(scheduled=2), "cut wrongly"),
     ],
 )
-def test_a_sequence_that_does_not_follow_is_refused(part: Going, words: str) -> None:
+def test_a_sequence_that_does_not_follow_is_refused(part: ContinuedSequence, words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        begun().take(Step((part,)))
+        begun().take(StageStep((part,)))
 
 
 def test_the_last_block_is_the_plans() -> None:
     found = begun(new(blocks=(16, 15)))
     for at in range(12, 16):
-        found.take(Step((going(tokens=at + 1, computed=at),)))
+        found.take(StageStep((going(tokens=at + 1, computed=at),)))
     with pytest.raises(EngineError, match="wrong number of blocks"):
-        found.take(Step((going(tokens=17, computed=16),)))
+        found.take(StageStep((going(tokens=17, computed=16),)))
 
 
 def test_whoever_never_ends_a_sequence_is_stopped() -> None:
-    found = Sequences(SMALL)
+    found = KnownSequences(SMALL)
     most = REMEMBERED * SMALL.max_sequences
     for key in range(most):
-        found.take(Step((new(key),)))
+        found.take(StageStep((new(key),)))
     with pytest.raises(EngineError, match="never ends"):
-        found.take(Step((new(most),)))
+        found.take(StageStep((new(most),)))
 
 
 @pytest.mark.parametrize(
     ("tokens", "words"), [((1, 2), "other sequences"), ((), "other"), ((300,), "that there is not")]
 )
 def test_tokens_that_were_not_asked_for_are_refused(tokens: tuple[int, ...], words: str) -> None:
-    check_drawn(Drawn((299,)), 1, 300)
+    check_drawn(DrawnTokens((299,)), 1, 300)
     with pytest.raises(EngineError, match=words):
-        check_drawn(Drawn(tokens), 1, 300)
+        check_drawn(DrawnTokens(tokens), 1, 300)
 
 
 def test_bytes_of_whatever_kind_are_refused_in_one_way() -> None:
     """Truncated, changed and joined steps are steps within the plan, or an EngineError."""
     rng = random.Random(7)
-    bodies = [encode(Step((new(), new(2, tokens=20, scheduled=9)), (4,))), encode(Step((going(),)))]
+    bodies = [
+        encode(StageStep((new(), new(2, tokens=20, scheduled=9)), (4,))),
+        encode(StageStep((going(),))),
+    ]
     taken = 0
     for _ in range(3000):
         body = bytearray(rng.choice(bodies))

@@ -8,11 +8,8 @@ from support.protocol_cases import RUN
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.pipeline.boundaries import BadTrail, append
-from primerl.node.pipeline.frame import Frame, Kind
-from primerl.node.pipeline.frame_codec import FrameLimits, decode
-from primerl.node.pipeline.packets import Packet, packet
-from primerl.node.pipeline.trails import SignedTrails
+from primerl.node.pipeline.frames import Frame, FrameLimits, Kind, Packet, decode, packet
+from primerl.node.pipeline.trails import BadTrail, SignedTrails, append
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
 KEYS = [SecretKey.from_seed(bytes([number + 1]) * 32) for number in range(4)]

@@ -16,19 +16,19 @@ from support import follower_cases
 from support.follower_cases import Worker, follow
 
 from primerl.node.ops.errors import EngineError
-from primerl.node.pipeline.vllm_followers import Followers, Line, obey
+from primerl.node.pipeline.vllm_followers import Followers, RankPipes, obey
 
 WAIT_S = 60.0
 
 
-def line(count: int) -> tuple[Line, list[Connection]]:
+def line(count: int) -> tuple[RankPipes, list[Connection]]:
     """To so many workers, in threads of this process."""
     ours: list[Connection] = []
     for rank in range(1, count + 1):
         near, far = Pipe()
         ours.append(near)
         threading.Thread(target=obey, args=(far, Worker(rank).call), daemon=True).start()
-    return Line(ours), ours
+    return RankPipes(ours), ours
 
 
 def test_every_rank_is_told_the_same_in_the_same_order() -> None:
@@ -36,7 +36,7 @@ def test_every_rank_is_told_the_same_in_the_same_order() -> None:
     found.tell("note", 1)
     answers = found.begin("note", np.arange(3).sum())
     assert answers() == [[1, 1, 3], [2, 1, 3], [3, 1, 3]]
-    assert Line(()).ask("note", 1) == []
+    assert RankPipes(()).ask("note", 1) == []
 
 
 def test_what_is_for_the_first_rank_only_is_told_to_no_other() -> None:
@@ -57,7 +57,7 @@ def test_who_refuses_and_who_fails_is_heard_and_the_next_answer_is_the_next_ones
 
 def test_who_does_not_answer_in_time_is_named_and_not_waited_for() -> None:
     near, far = Pipe()
-    slow = Line([near], answer_s=0.01)
+    slow = RankPipes([near], answer_s=0.01)
     with pytest.raises(RuntimeError, match="did not answer note"):
         slow.ask("note", 1)
     far.send((1, "", False, "late"))

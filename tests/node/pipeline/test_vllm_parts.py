@@ -17,11 +17,9 @@ from primerl.node.inference.vllm import CompletionCollector
 from primerl.node.inference.vllm_arguments import SAMPLING
 from primerl.node.inference.vllm_sampling import SampledStep
 from primerl.node.ops.errors import EngineError, UsageError
-from primerl.node.pipeline.boundaries import ROW
-from primerl.node.pipeline.place import StagePlace
-from primerl.node.pipeline.step_codec import Encoder, Going, New
-from primerl.node.pipeline.vllm_place import (
+from primerl.node.pipeline.place import (
     VARIABLE,
+    StagePlace,
     check_passes,
     check_placed,
     decode_place,
@@ -30,12 +28,14 @@ from primerl.node.pipeline.vllm_place import (
     placed_arguments,
     read_place,
 )
-from primerl.node.pipeline.vllm_recorders import Keeper, Teller
+from primerl.node.pipeline.step_codec import ContinuedSequence, NewSequence, StepEncoder
+from primerl.node.pipeline.trails import ROW
+from primerl.node.pipeline.vllm_recorders import HeadRecorder, LastStageRecorder
 from primerl.node.pipeline.vllm_runner import (
     HIDDEN,
     RESIDUAL,
-    Arrivals,
-    Departure,
+    OutgoingStates,
+    StateBuffers,
     drawing,
     gather,
     leaving,
@@ -85,27 +85,27 @@ def output(new: list[Any], cached: dict[str, Any], scheduled: dict[str, int], **
 
 
 def test_a_step_tells_lengths_and_blocks_and_no_token() -> None:
-    encoder = Encoder()
+    encoder = StepEncoder()
     step = encoder.encode(output([asked("1", 10), asked("2", 4)], {}, {"2": 4, "1": 6}))
     assert step.parts == (
-        New(2, 4, 0, 4, (1, 2), 7, 1.5, 0, 1.0),
-        New(1, 10, 0, 6, (1, 2), 7, 1.5, 0, 1.0),
+        NewSequence(2, 4, 0, 4, (1, 2), 7, 1.5, 0, 1.0),
+        NewSequence(1, 10, 0, 6, (1, 2), 7, 1.5, 0, 1.0),
     )
     later = {"1": {"computed": 6, "drawn": 0}, "2": {"computed": 4, "drawn": 1, "blocks": ([9],)}}
     step = encoder.encode(output([], later, {"1": 4, "2": 1}))
-    assert step.parts == (Going(1, 10, 6, 4, ()), Going(2, 5, 4, 1, (9,)))
+    assert step.parts == (ContinuedSequence(1, 10, 6, 4, ()), ContinuedSequence(2, 5, 4, 1, (9,)))
 
 
 def test_what_vllm_resumes_is_new_to_the_others() -> None:
-    encoder = Encoder()
+    encoder = StepEncoder()
     encoder.encode(output([asked("1", 3)], {}, {"1": 3}))
     resumed = {"1": {"computed": 0, "drawn": 4, "blocks": ([8],), "resumed": True}}
     (part,) = encoder.encode(output([], resumed, {"1": 7})).parts
-    assert part == New(1, 7, 0, 7, (8,), 7, 1.5, 0, 1.0)
+    assert part == NewSequence(1, 7, 0, 7, (8,), 7, 1.5, 0, 1.0)
 
 
 def test_who_ended_is_told_with_the_next_step_of_the_same_chain() -> None:
-    encoder = Encoder()
+    encoder = StepEncoder()
     encoder.encode(output([asked("1", 3)], {}, {"1": 3}))
     encoder.skip(output([], {}, {}, finished_req_ids={"1", "of no chain"}))
     assert encoder.encode(output([asked("2", 3)], {}, {"2": 3})).ended == (1,)
@@ -116,9 +116,9 @@ def test_who_ended_is_told_with_the_next_step_of_the_same_chain() -> None:
 
 def test_caches_of_several_kinds_are_refused() -> None:
     with pytest.raises(EngineError, match="several kinds"):
-        Encoder().encode(output([asked("1", 3, block_ids=([1], [2]))], {}, {"1": 3}))
+        StepEncoder().encode(output([asked("1", 3, block_ids=([1], [2]))], {}, {"1": 3}))
     with pytest.raises(EngineError, match="block by block"):
-        Encoder().encode(output([asked("1", 3)], {}, {"1": 3}, kv_cache_block_copies=[(1, 2)]))
+        StepEncoder().encode(output([asked("1", 3)], {}, {"1": 3}, kv_cache_block_copies=[(1, 2)]))
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_one_stream_leaves_and_arrives_in_the_runners_order() -> None:
         input_batch=SimpleNamespace(req_ids=["a", "b", "left"], num_reqs=2),
         intermediate_tensors=SimpleNamespace(tensors={HIDDEN: 0, RESIDUAL: 0}),
     )
-    arrival = Arrivals(runner, 3, torch.float32).lay(stream, ["b", "a"], counts)
+    arrival = StateBuffers(runner, 3, torch.float32).lay(stream, ["b", "a"], counts)
     found = dict(arrival.items())
     assert torch.equal(found[RESIDUAL][:3], (hidden + 1)[:3])
     assert found[RESIDUAL].shape == (8, 3)  # a captured graph reads more rows than came
@@ -156,35 +156,37 @@ def test_one_stream_leaves_and_arrives_in_the_runners_order() -> None:
 
 def test_only_rows_that_lead_to_a_token_leave_fingerprints() -> None:
     parts = (
-        New(1, 5, 0, 3, (1,), 0, 1.0, 0, 1.0),  # not all of its prompt
-        Going(2, 9, 8, 1, ()),
-        New(3, 2, 0, 2, (1,), 0, 1.0, 0, 1.0),
+        NewSequence(1, 5, 0, 3, (1,), 0, 1.0, 0, 1.0),  # not all of its prompt
+        ContinuedSequence(2, 9, 8, 1, ()),
+        NewSequence(3, 2, 0, 2, (1,), 0, 1.0, 0, 1.0),
     )
     stream = torch.randn(6, 32)
     index = drawing(parts)
     assert torch.equal(rows_of(stream, index), stream[[3, 5]])
-    (sent,), trail = Departure(stream, index, "raw", proven=True).wait()
+    (sent,), trail = OutgoingStates(stream, index, "raw", proven=True).wait()
     assert np.array_equal(sent, stream.numpy())
     assert trail == crossing(stream[[3, 5]])
-    assert Departure(stream[:3], drawing(parts[:1]), "raw", proven=True).wait()[1] == b""
-    assert Departure(stream, index, "raw", proven=False).wait()[1] == b""
-    coded, _ = Departure(stream, index, "fp8", proven=True).wait()
+    assert OutgoingStates(stream[:3], drawing(parts[:1]), "raw", proven=True).wait()[1] == b""
+    assert OutgoingStates(stream, index, "raw", proven=False).wait()[1] == b""
+    coded, _ = OutgoingStates(stream, index, "fp8", proven=True).wait()
     assert coded[0].dtype == np.uint8
 
 
 def test_where_every_row_leads_to_a_token_all_leave_fingerprints() -> None:
-    parts = Going(1, 9, 8, 1, ()), New(2, 2, 1, 1, (1,), 0, 1.0, 0, 1.0)
+    parts = ContinuedSequence(1, 9, 8, 1, ()), NewSequence(2, 2, 1, 1, (1,), 0, 1.0, 0, 1.0)
     stream = torch.randn(2, 32)
     assert drawing(parts) is None
-    assert Departure(stream, drawing(parts), "raw", proven=True).wait()[1] == crossing(stream)
-    assert drawing([Going(1, 9, 6, 3, ())]) is not None  # of its three rows the last one
+    assert OutgoingStates(stream, drawing(parts), "raw", proven=True).wait()[1] == crossing(stream)
+    assert (
+        drawing([ContinuedSequence(1, 9, 6, 3, ())]) is not None
+    )  # of its three rows the last one
 
 
 # -- what stage 0 keeps ----------------------------------------------------------------------------
 
 
-def keeper(boundaries: int = 2, requests: int = 1) -> Keeper:
-    return Keeper(
+def keeper(boundaries: int = 2, requests: int = 1) -> HeadRecorder:
+    return HeadRecorder(
         boundaries=boundaries,
         width=32,
         dtype=torch.float32,
@@ -222,7 +224,7 @@ async def test_what_came_back_is_collected_with_versions_and_boundaries() -> Non
 
 
 def test_the_last_stage_tells_what_each_lane_drew_in_the_order_it_is_asked_for() -> None:
-    teller = Teller(
+    teller = LastStageRecorder(
         torch.device("cpu"),
         width=4,
         dtype=torch.float32,

@@ -9,7 +9,7 @@ from typing import Any
 from support.swarm import until
 
 from primerl.node.p2p.rpc import Refused
-from primerl.node.pipeline.ring import Fault
+from primerl.node.pipeline.ring import RingFault
 from primerl.node.worker.stage import AHEAD, RingSupervisor
 from primerl.node.worker.stage_offers import AssignedPlan
 from primerl.protocol.errors import Reason
@@ -43,7 +43,7 @@ class FakeRing:
     def __init__(self, planned: AssignedPlan) -> None:
         self.plan = planned.plan
         self.epoch = -1
-        self.fault: Fault | None = Fault(2, "cannot be reached")
+        self.fault: RingFault | None = RingFault(2, "cannot be reached")
         self.up = asyncio.Event()
         self.down = asyncio.Event()
         self.runs = False
@@ -67,12 +67,12 @@ class FakeRing:
         self.down.clear()
         return self.epoch
 
-    async def broken(self) -> Fault:
+    async def broken(self) -> RingFault:
         await self.down.wait()
         assert self.fault is not None
         return self.fault
 
-    def fall(self, fault: Fault) -> None:
+    def fall(self, fault: RingFault) -> None:
         self.fault = fault
         self.up.clear()
         self.down.set()
@@ -184,7 +184,7 @@ async def test_a_stage_that_falls_silent_after_a_good_start_is_reported_though_i
     async with Bench(stall_s=0.5).running() as bench:
         bench.rings[0].up.set()
         epoch = await bench.chain.whole()
-        bench.rings[0].fall(Fault(2, "stalls"))
+        bench.rings[0].fall(RingFault(2, "stalls"))
         await bench.chain.broken(epoch)
         assert bench.reported == []
         waiting = asyncio.create_task(bench.chain.whole())
@@ -199,14 +199,14 @@ async def test_a_stage_that_breaks_the_ring_again_and_again_is_reported() -> Non
             assert bench.reported == []
             bench.rings[0].up.set()
             epoch = await bench.chain.whole()
-            bench.rings[0].fall(Fault(1, "no such version"))
+            bench.rings[0].fall(RingFault(1, "no such version"))
             await bench.chain.broken(epoch)
         assert bench.reported == [NODES[1]]
 
 
 async def test_our_own_fault_is_nobody_elses() -> None:
     async with Bench().running() as bench:
-        bench.rings[0].fault = Fault(0, "the engine is not there")
+        bench.rings[0].fault = RingFault(0, "the engine is not there")
         waiting = asyncio.create_task(bench.chain.whole())
         await asyncio.sleep(0.15)
         assert bench.reported == []
@@ -246,7 +246,7 @@ async def test_after_a_break_a_fresh_seal_of_the_same_plan_is_a_new_ring() -> No
         bench.newest = replace(planned(), sealed=b"sealed anew")
         await asyncio.sleep(0.02)
         assert len(bench.rings) == 1  # it does not break a ring by itself
-        bench.rings[0].fall(Fault(1, "the line was lost"))
+        bench.rings[0].fall(RingFault(1, "the line was lost"))
         await bench.chain.broken(epoch)
         await until(lambda: len(bench.rings) == 2)
         assert bench.chain.planned.sealed == b"sealed anew"

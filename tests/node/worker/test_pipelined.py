@@ -228,5 +228,5 @@ async def test_a_completion_says_by_which_plan_it_was_made_unless_that_changed_o
 
 async def test_a_version_that_nobody_signed_is_refused() -> None:
     bench = Bench()
-    with pytest.raises(EngineError, match="nobody signed version 77"):
+    with pytest.raises(EngineError, match="no signed head names version 77"):
         await bench.engine.load(77, {})

@@ -77,12 +77,7 @@ class Net:
 
         fields: dict[str, Any] = {"offer": offer(), "probe": probe, **more}
         return StageOffers(
-            node=node(number),
-            run_id=RUN,
-            trainer=TRAINER.node_id,
-            links=links,
-            peers=peers,
-            record=lambda: record(key(number)),
+            services=bare_services(key(number), links=links, peers=peers),
             clock=lambda: self.now,
             **fields,
         )

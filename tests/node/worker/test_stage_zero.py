@@ -39,7 +39,7 @@ from primerl.node.trainer.pipeline_coordinator import (
     HEAD_S,
     MANY_RESTARTS,
 )
-from primerl.node.trainer.requests import RequestHandler
+from primerl.node.trainer.requests import ControlHandler
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.node.trainer.workers import WorkerRegistry
@@ -329,7 +329,7 @@ class Front:
             cast(Any, publisher),
             cast(Any, demand),
         )
-        self.requests = RequestHandler(self.desk, SubmissionReceiver(self.desk, unused, boot=0))
+        self.requests = ControlHandler(self.desk, SubmissionReceiver(self.desk, unused, boot=0))
 
     async def offer(
         self, number: int, of: PipelinePlan | None = None, lost: tuple[int, ...] = ()

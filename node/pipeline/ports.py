@@ -1,9 +1,7 @@
-"""The port of a process that computes: a Unix socket to the node's process, which relays to other nodes.
+"""The port seam: the process that computes a stage sends to the next stage and gets from the one before.
 
-One thread receives, and notes when; any thread may send. Stage 0 schedules in one process and computes in
-another: both hold the same socket, the first one reads it (SplitPort), the other one writes to it
-(SocketOutlet). So frames of the scheduling process go through the one that computes, in order with
-the micro-batches that it is told of. Bytes that are no frames, or too many of them, end the connection.
+Blocking, for threads that compute; the node's process serves the other end. Implementations: a socket to
+the node's process (ports.py), and for tests a pair in memory. Suite: tests/conformance/test_port.py.
 """
 
 import logging
@@ -20,18 +18,57 @@ from typing import Protocol
 from ...protocol.errors import LocalProtocolError, RemoteProtocolError
 from ..ops.errors import EngineError
 from ..process.unix_sockets import connected
-from .frame import Array, Frame
-from .frame_codec import (
+from .frames import (
     PREFIX_BYTES,
+    Array,
     Buffer,
+    Frame,
     FrameLimits,
+    Kind,
     decode,
     encode,
+    fault_frame,
     head_size,
     read_head,
 )
-from .port import DEPTH, PortClosed, PortTimeout, waited
-from .stage_loop import fault
+
+DEPTH = 80
+"""Frames on their way: more than MAX_MICRO_BATCHES, so that stage 0 can always take answers."""
+
+
+class PortClosed(Exception):
+    """The other end is gone, or close() was called."""
+
+
+class PortTimeout(Exception):
+    """Nothing came in time."""
+
+
+class Port(Protocol):
+    """Frames in order, each way; send() and receive() may be called by different threads."""
+
+    def send(self, frame: Frame) -> None:
+        """Hand `frame` on; returns before it has left. Waits while too much waits. Raises PortClosed.
+
+        Its tensors must not be written to afterwards.
+        """
+        ...
+
+    def receive(self, timeout_s: float | None = None) -> Frame:
+        """The next frame. Raises PortTimeout, PortClosed."""
+        ...
+
+    def close(self) -> None:
+        """Wake up all waiting threads with PortClosed. Never raises."""
+        ...
+
+
+def waited(frame: Frame, seconds: float) -> Frame:
+    """`frame` with the time added that it lay in a queue; only micro-batches are timed."""
+    if frame.kind not in (Kind.STEP, Kind.DRAWN):
+        return frame
+    return replace(frame, waited_us=frame.waited_us + max(0, int(seconds * 1e6)))
+
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +80,7 @@ MAX_BUFFERS = 64
 Ended = Callable[[str], None]
 
 
-class Inbox:
+class FrameQueue:
     """Frames that came and were not taken yet, from one thread to another.
 
     Without a lock of Python's: each frame changes threads once, and not twice.
@@ -99,7 +136,7 @@ class SocketInlet:
         self, source: socket.socket, limits: FrameLimits, ended: Ended, *, behind: int = DEPTH
     ) -> None:
         self._socket, self._limits, self._ended = source, limits, ended
-        self._frames = Inbox(behind)
+        self._frames = FrameQueue(behind)
         self.thread = threading.Thread(
             target=self._receive_all, name="primerl-port-receive", daemon=True
         )
@@ -268,7 +305,7 @@ class SocketOutlet:
         threading.Thread(target=self._send_all, name="primerl-outlet", daemon=True).start()
 
     def connect(self, target: socket.socket) -> None:
-        """Send frames from now on through `target`, of which a copy is kept."""
+        """Send frames from now on through a duplicate of `target`."""
         self.finish()
         self._target = target.dup()
 
@@ -310,7 +347,7 @@ class SocketOutlet:
         try:
             return encode(self._loaded(one, frame), self._limits)
         except (EngineError, LocalProtocolError) as error:
-            return encode(fault(frame.epoch, self._rank, str(error)), self._limits)
+            return encode(fault_frame(frame.epoch, self._rank, str(error)), self._limits)
 
     def _loaded(self, one: _Leaving, frame: Frame) -> Frame:
         """With its states, and how long they took."""

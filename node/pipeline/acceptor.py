@@ -1,7 +1,7 @@
-"""Who may talk to us on ALPN_PIPELINE, and about what: only whom a plan of the trainer names, in that role.
+"""Accept pipeline requests from the peers that a plan of the trainer names, each in its role.
 
-A plan is believed because the trainer signed it, whoever shows it. The newest generation of a group is the only
-one that counts; a stage opens a line to the one after it and to no other.
+A plan counts because the trainer signed it, not because of the peer that shows it, and only the newest
+generation of a group counts. A stage opens a link to the one after it and to no other.
 """
 
 import asyncio
@@ -24,11 +24,65 @@ from ...protocol.messages import (
     Probe,
 )
 from ...protocol.pipelines import PipelinePlan, check_plan
-from ...protocol.version import KIB
-from ..p2p.rpc import receive, send
+from ...protocol.version import ALPN_PIPELINE, KIB, MIB
+from ..p2p.connections import ConnectionPool
+from ..p2p.limits import TokenBuckets
+from ..p2p.rpc import ask, receive, send
 from ..p2p.transport import Stream
-from .probe import Answers
 from .ring import Ring
+
+SMALL = 4
+"""Empty probes; the quickest of them is the round trip."""
+LARGE = 3
+"""Full ones: the first open the congestion window, the quickest is the rate."""
+LEAST_S = 1e-4
+LANE = 1
+RATE = 1.0 * MIB
+BURST = 16.0 * MIB
+"""Bytes that one peer may have us send."""
+
+
+@dataclass(frozen=True)
+class PathQuality:
+    """From here to a node."""
+
+    rtt_ms: float
+    bytes_per_s: float
+    """The lower of both directions."""
+
+
+async def probe(links: ConnectionPool, peer: bytes, *, deadline: float) -> PathQuality:
+    """Measure the way to `peer`; each message has `deadline` seconds. Raises Refused, TransportError."""
+    connection = await links.get(peer, ALPN_PIPELINE, lane=LANE)
+
+    async def took(request: Probe) -> float:
+        begin = time.monotonic()
+        reply = await ask(connection, request, Probe, deadline=deadline)
+        if len(reply.payload) != request.answer:
+            raise RemoteProtocolError(Reason.MALFORMED, "a probe was answered by another length")
+        return max(LEAST_S, time.monotonic() - begin)
+
+    round_trip = min([await took(Probe()) for _ in range(SMALL)])
+    up = min([await took(Probe(bytes(MAX_PROBE))) for _ in range(LARGE)])
+    down = min([await took(Probe(answer=MAX_PROBE)) for _ in range(LARGE)])
+    slower = max(LEAST_S, max(up, down) - round_trip)
+    return PathQuality(round_trip * 1e3, MAX_PROBE / slower)
+
+
+class ProbeResponder:
+    """Answers probes, up to a rate of bytes for each peer."""
+
+    def __init__(self, *, limit: int = 1024) -> None:
+        self._buckets = TokenBuckets(RATE, BURST, limit)
+
+    async def answer(self, peer: bytes, stream: Stream, request: Probe) -> None:
+        """Send the requested number of bytes. Raises RemoteProtocolError(RATE_LIMITED)."""
+        size = len(request.payload) + request.answer
+        if self._buckets.debt(peer, time.monotonic(), size) > 0:
+            raise RemoteProtocolError(Reason.RATE_LIMITED, "too many probes: measure less often")
+        await send(stream, Probe(bytes(request.answer)))
+        await stream.finish()
+
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +101,7 @@ class _Known:
     """As it was signed."""
 
 
-class Door:
+class LinkAcceptor:
     """The handler of ALPN_PIPELINE of one node."""
 
     def __init__(
@@ -62,7 +116,7 @@ class Door:
         self._plans: OrderedDict[bytes, _Known] = OrderedDict()
         self._rings: dict[bytes, tuple[Ring, Prepare | None]] = {}
         self._others: frozenset[bytes] = frozenset()
-        self._answers = Answers()
+        self._answers = ProbeResponder()
 
     def admit(self, sealed: bytes) -> PipelinePlan:
         """The plan in `sealed`, if the trainer signed it and it is not older than what we know of its group.

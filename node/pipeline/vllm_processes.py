@@ -1,16 +1,20 @@
-"""A stage behind stage 0, in a process that a node has started for it (host.py): vLLM's worker alone.
+"""The two processes of a pipeline that a node starts: stage 0's engine, and the worker of a later stage.
 
-It schedules nothing: each micro-batch comes down the ring with its own schedule (stage_loop.py), in a
-thread of its own. Weights come by the node, and are written when the ring says so. With engine.tp this
-process is the first of the stage's ranks, and speaks for all of them.
+HeadCore is all of vLLM's engine, with some layers. StageCore is vLLM's worker alone. It schedules nothing:
+each micro-batch comes down the ring with its own schedule (stage_loop.py), in a thread of its own, and weights
+are written when the ring says so. With engine.tp this process is the first of the stage's ranks, and speaks for
+all of them. Run as `python -m ... head` or `stage`; inference/host.py is what they answer with.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,24 +28,97 @@ from ..inference.engine import (
     Written,
     find_fingerprint,
 )
-from ..inference.vllm import judge
+from ..inference.vllm import START_FAULTS, VllmCore, judge, prepare_library
 from ..inference.vllm_arguments import read_shape
 from ..memory_plan.memory import tensor_parallel
 from ..ops.errors import EngineError, EngineLost, named_line
-from .frame_codec import FrameLimits
-from .place import StagePlace
-from .port import Port, PortClosed
-from .socket_port import SocketPort
+from .frames import FrameLimits
+from .place import START_SHARE, StagePlace, check_placed, environment_of, placed_arguments
+from .ports import Port, PortClosed, SocketPort
 from .stage_loop import LoopStats, serve
 from .vllm_followers import FAILED
-from .vllm_place import START_SHARE, check_placed, environment_of, placed_arguments
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+"""Between two questions how the work is cut into lanes."""
 STAGING_POLL_S = 0.005
 AGAIN_S = 0.2
 """Before the node's process is connected to again."""
 NOT_HERE = "tokens are asked of stage 0 of a pipeline, and this is another one"
+
+
+@dataclass(frozen=True)
+class HeadStats(EngineStats):
+    """With how its work is cut, see Busy."""
+
+    lanes: int = 0
+    in_flight: int = 0
+    stall_share: float = 0.0
+
+
+class HeadCore(VllmCore):
+    """Implements EngineCore and RejoiningCore."""
+
+    def __init__(self, config: EngineConfig, place: StagePlace) -> None:
+        super().__init__(config)
+        self._place = place
+        self._cut: list[float] = [0, 0, 0.0]
+        self._looking: asyncio.Task[None] | None = None
+
+    async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
+        """See VllmCore."""
+        await super().start(model_dir, fingerprint=fingerprint)
+        self._looking = asyncio.create_task(self._look(), name="lanes")
+
+    def stats(self) -> EngineStats:
+        """How busy it is, and how its work is cut."""
+        lanes, in_flight, stall_share = self._cut
+        cut: dict[str, Any] = {
+            "lanes": int(lanes),
+            "in_flight": int(in_flight),
+            "stall_share": round(stall_share, 2),
+        }
+        return HeadStats(**vars(super().stats()) | cut)
+
+    async def close(self) -> None:
+        """End it."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
+        await super().close()
+
+    def stuck_s(self) -> float:
+        """Never: while the ring is broken nothing comes, and that is no fault of this process.
+
+        RingClient gives a chain up on which nothing comes back, and the ring has deadlines of its own.
+        """
+        return 0.0
+
+    async def rejoin(self, epoch: int) -> None:
+        """Begin a chain; sequences in flight are computed again from their tokens. Raises EngineError."""
+        self._require_alive()
+        async with self._paused():
+            (fault,) = await self._rpc("primerl_rejoin", epoch)
+        if fault:
+            raise EngineError(fault)
+
+    async def _look(self) -> None:
+        """The engine's process counts them; it is asked now and then."""
+        while not self._fault:
+            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(EngineError):
+                (self._cut,) = await self._rpc("primerl_lanes")
+
+    def _arguments(self, model_dir: Path, shape: dict[str, Any], *, proven: bool) -> dict[str, Any]:
+        check_placed(self._config, self._place, shape)
+        os.environ.update(environment_of(self._place))
+        from .vllm_head_executor import HeadExecutor
+
+        arguments = super()._arguments(model_dir, shape, proven=proven)
+        arguments.setdefault("gpu_memory_utilization", START_SHARE)
+        arguments |= placed_arguments(self._place, shape, tensor_parallel(self._config))
+        return arguments | {"distributed_executor_backend": HeadExecutor}
 
 
 class StageCore:
@@ -60,8 +137,6 @@ class StageCore:
 
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """Start vLLM's worker with dummy weights. Raises EngineError, UsageError."""
-        from ..inference.vllm import START_FAULTS
-
         fingerprint = fingerprint and find_fingerprint(fingerprint).name
         shape = read_shape(model_dir)
         try:
@@ -145,8 +220,6 @@ class StageCore:
     # -- the slow part of start() ------------------------------------------------------------------
 
     def _build(self, model_dir: Path, shape: dict[str, Any], fingerprint: str) -> None:
-        from ..inference.vllm import prepare_library
-
         check_placed(self._config, self._place, shape)
         os.environ.update(environment_of(self._place))
         arguments = prepare_library(self._config, model_dir, shape, proven=bool(fingerprint))
@@ -210,4 +283,4 @@ def _executor(arguments: dict[str, Any]) -> Any:
 if __name__ == "__main__":
     from ..inference.host import main
 
-    main(StageCore)
+    main({"head": HeadCore, "stage": StageCore}[sys.argv[1]])

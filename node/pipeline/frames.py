@@ -1,23 +1,71 @@
 """Frames as bytes, sans I/O: u32 length of the head, the head in MessagePack, body, trail, tensors.
 
-Whoever reads checks the head against the limits of the plan before it makes room for what follows. A relay
+A reader checks the head against the limits of the plan before it allocates the rest. A relay
 passes the bytes on and never looks into body, trail and tensors. A head of length 0 is a beat: still there.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ...protocol.errors import LocalProtocolError, Reason, RemoteProtocolError
 from ...protocol.manifests import Version
 from ...protocol.pipelines import MAX_STAGES, PipelineShape
 from ...protocol.session import decode as decode_struct
 from ...protocol.version import KIB, MIB
-from .frame import Array, Frame, Kind
+
+Array = NDArray[Any]
+
+
+class Kind(StrEnum):
+    """What a frame is for."""
+
+    RESET = "reset"
+    """A chain begins: forget all sequences. Comes back once the ring is whole."""
+    SWITCH = "switch"
+    """Write the weights that were prepared for the version in `number`; what follows is computed by them."""
+    STEP = "step"
+    """A micro-batch: what to compute, and what the stage before made of it."""
+    DRAWN = "drawn"
+    """From the last stage: the tokens drawn in the micro-batch of that number."""
+    FAULT = "fault"
+    """A stage cannot go on; `body` says why, in words. The chain is of no use any more."""
+    PING = "ping"
+    """Comes back unchanged."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message."""
+
+    kind: Kind
+    epoch: int
+    """Of the chain; frames of an older one are dropped."""
+    number: int
+    """Of the micro-batch, counted by stage 0; of a SWITCH the version; of a FAULT the stage whose fault it is,
+    as far as the sender knows."""
+    body: bytes = b""
+    """What the engine wants to say, encoded by it without pickle."""
+    tensors: tuple[Array, ...] = ()
+    """Hidden states [tokens, width] first; bfloat16 as uint16 bits (`BITS`)."""
+    trail: bytes = b""
+    """Fingerprints of the boundaries so far, as trails.py packs them."""
+    busy_us: int = 0
+    """Longest time that one stage needed for this micro-batch so far, microseconds."""
+    waited_us: int = 0
+    """Time that it lay in the queues of stages that were busy with others."""
+
+
+BITS = np.dtype(np.uint16)
+"""How bfloat16 is held where numpy has none."""
+
 
 PREFIX_BYTES = 4
 BEAT = bytes(PREFIX_BYTES)
@@ -108,7 +156,7 @@ class FrameLimits:
 def encode(frame: Frame, limits: FrameLimits) -> list[Buffer]:
     """The buffers that say `frame`, in order; those of tensors are views of them where these are contiguous.
 
-    Raises LocalProtocolError for a frame that nobody would take.
+    Raises LocalProtocolError for a frame that no stage would accept.
     """
     tensors = [np.ascontiguousarray(one) for one in frame.tensors]
     try:
@@ -175,8 +223,13 @@ def decode(head: Head, contents: bytes | bytearray | memoryview) -> Frame:
     )
 
 
+def fault_frame(epoch: int, rank: int, words: str) -> Frame:
+    """A FAULT of stage `rank` in that epoch."""
+    return Frame(Kind.FAULT, epoch, max(0, rank), words.encode()[:MAX_WORDS])
+
+
 def words_of(contents: Sequence[int] | bytes) -> str:
-    """What a FAULT says, whoever wrote it: one printable line."""
+    """The text of a FAULT as one printable line; it may come from a stranger."""
     text = bytes(contents)[:MAX_WORDS].decode(errors="replace")
     return "".join(char if char.isprintable() else " " for char in text)
 
@@ -189,3 +242,70 @@ def _name(array: Array) -> DType:
 
 
 DTYPES: tuple[DType, ...] = ("float32", "float16", "uint16", "uint8", "int8", "int32", "int64")
+
+
+PIECE = 256 * KIB
+"""Of a frame's contents: each has to come in time, so a large frame may take longer than a small one."""
+JOINED = 512 * KIB
+"""Contents up to this size leave together with their head."""
+
+Read = Callable[[int], Awaitable[bytes]]
+Write = Callable[[bytes], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Packet:
+    """One frame, as it is on the wire."""
+
+    head: Head
+    start: bytes
+    """Length of the head, and the head."""
+    contents: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire."""
+        return len(self.start) + len(self.contents)
+
+    @property
+    def kind(self) -> Kind:
+        """What it is for."""
+        return self.head.kind
+
+    async def write(self, write: Write) -> None:
+        """All of it."""
+        if len(self.contents) <= JOINED:
+            await write(self.start + self.contents)
+            return
+        await write(self.start)
+        await write(self.contents)
+
+
+def packet(frame: Frame, limits: FrameLimits) -> Packet:
+    """`frame`, said by a relay itself."""
+    start, *contents = encode(frame, limits)
+    start = bytes(start)
+    return Packet(read_head(start[PREFIX_BYTES:], limits), start, b"".join(contents))
+
+
+async def read_packet(
+    read: Read, limits: FrameLimits, *, patience_s: float | None
+) -> Packet | None:
+    """The next frame; None for a beat. Every piece has to come within `patience_s` seconds.
+
+    Raises RemoteProtocolError for bytes that are no frame or too large, TimeoutError, and what `read` raises.
+    """
+
+    async def timely(size: int) -> bytes:
+        async with asyncio.timeout(patience_s):
+            return await read(size)
+
+    prefix = await timely(PREFIX_BYTES)
+    size = head_size(prefix)
+    if not size:
+        return None
+    raw = await timely(size)
+    head = read_head(raw, limits)
+    pieces = [await timely(min(PIECE, head.size - start)) for start in range(0, head.size, PIECE)]
+    contents = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return Packet(head, prefix + raw, contents)

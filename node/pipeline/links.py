@@ -1,0 +1,440 @@
+"""Links: a stream of frames to the next stage, dialled again when it is lost, one from the stage before, and
+a Unix socket to the process that computes.
+
+Frames go one way. Against them go only single bytes that say "still reading", so that both ends notice within a
+known time when the other one is gone, however quiet the pipeline is.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from ...crypto.hashing import short
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.messages import Accepted, OpenLine
+from ...protocol.version import ALPN_PIPELINE, MIB
+from ..p2p.connections import ConnectionPool
+from ..p2p.rpc import Refused, receive_reply, send
+from ..p2p.transport import Connection, Stream, TransportError
+from ..p2p.waiting import Notifier
+from ..process.unix_sockets import short as short_path
+from .frames import BEAT, FrameLimits, Packet, read_packet
+
+MAX_FRAMES = 80
+"""More than MAX_MICRO_BATCHES: what comes back to stage 0 always finds room, so no ring locks itself up."""
+MAX_BYTES = 64 * MIB
+
+
+class PacketQueue:
+    """Packets in order. Full at `frames` of them, or at `size` bytes; one always fits."""
+
+    def __init__(self, frames: int = MAX_FRAMES, size: int = MAX_BYTES) -> None:
+        self._frames = frames
+        self._limit = size
+        self._packets: deque[Packet] = deque()
+        self._bytes = 0
+        self._changed = Notifier()
+
+    def __len__(self) -> int:
+        return len(self._packets)
+
+    async def put(self, packet: Packet) -> None:
+        """Append it, waiting for room."""
+        while len(self._packets) >= self._frames or (self._packets and self._bytes >= self._limit):
+            await self._changed.wait()
+        self._packets.append(packet)
+        self._bytes += packet.size
+        self._changed.fire()
+
+    def put_first(self, packet: Packet) -> None:
+        """Ahead of all others, whether there is room or not: for the few that say that all is over."""
+        self._packets.appendleft(packet)
+        self._bytes += packet.size
+        self._changed.fire()
+
+    def put_only(self, packet: Packet) -> None:
+        """As put_first(), in the place of all of its kind: a neighbour may send these without end."""
+        self.drop(lambda one: one.kind is packet.kind)
+        self.put_first(packet)
+
+    async def take(self) -> Packet:
+        """The next one."""
+        while not self._packets:
+            await self._changed.wait()
+        packet = self._packets.popleft()
+        self._bytes -= packet.size
+        self._changed.fire()
+        return packet
+
+    def drop(self, which: Callable[[Packet], bool]) -> None:
+        """Forget some."""
+        self._packets = deque(packet for packet in self._packets if not which(packet))
+        self._bytes = sum(packet.size for packet in self._packets)
+        self._changed.fire()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.drop(lambda packet: True)
+
+
+async def together(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends; end the others, and raise what that one raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+MAX_UNDER_WAY = 4096
+
+
+class Shaper:
+    """One direction of one line: `delay_s` one way, up to `jitter_s` more, `bytes_per_s` (0: no limit)."""
+
+    def __init__(
+        self,
+        delay_s: float = 0.0,
+        bytes_per_s: float = 0.0,
+        *,
+        jitter_s: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self._delay = delay_s
+        self._rate = bytes_per_s
+        self._jitter = jitter_s
+        self._random = random.Random(seed)
+        self._under_way: deque[tuple[float, Packet]] = deque()
+        self._changed = Notifier()
+        self._last_due = 0.0
+
+    async def carry(self, source: PacketQueue, target: PacketQueue) -> None:
+        """Move packets from one box to the other, in order, each when it is due. Runs until cancelled."""
+        self._under_way.clear()
+        await together(self._enter(source), self._leave(target))
+
+    async def _enter(self, source: PacketQueue) -> None:
+        clock = asyncio.get_running_loop().time
+        free = clock()
+        while True:
+            while len(self._under_way) >= MAX_UNDER_WAY:
+                await self._changed.wait()
+            packet = await source.take()
+            free = max(free, clock())
+            if self._rate:
+                free += packet.size / self._rate
+                await asyncio.sleep(free - clock())
+            due = free + self._delay + self._random.uniform(0.0, self._jitter)
+            self._last_due = max(self._last_due, due)  # a stream delivers in order
+            self._under_way.append((self._last_due, packet))
+            self._changed.fire()
+
+    async def _leave(self, target: PacketQueue) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            while not self._under_way:
+                await self._changed.wait()
+            due, packet = self._under_way[0]
+            await asyncio.sleep(due - clock())
+            self._under_way.popleft()
+            self._changed.fire()
+            await target.put(packet)
+
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+"""Silence after which something is said, or a quarter of what counts as being lost."""
+OPEN_S = 10.0
+PAUSE_FIRST_S = 0.1
+PAUSE_MAX_S = 2.0
+READING = b"."
+
+Deliver = Callable[[Packet], Awaitable[None]]
+Changed = Callable[[str], None]
+"""Called with "" when a line is up, with the reason when it is lost."""
+
+
+class OutboundLink:
+    """The link to `peer`: sends the packets in `box` once it is up."""
+
+    def __init__(
+        self,
+        links: ConnectionPool,
+        peer: bytes,
+        sealed: bytes,
+        *,
+        stall_s: float,
+        changed: Changed,
+        shaper: Shaper | None = None,
+    ) -> None:
+        self.box = PacketQueue()
+        self.up = False
+        self.why = "not dialled yet"
+        """Why it is not up."""
+        self.bytes = 0
+        self.frames = 0
+        self._links = links
+        self._peer = peer
+        self._sealed = sealed
+        self._stall_s = stall_s
+        self._changed = changed
+        self._shaper = shaper
+        self._connection: Connection | None = None
+        self._epoch = 0
+
+    @property
+    def rtt_ms(self) -> float | None:
+        """To the other end and back, as the transport measures it."""
+        live = self._connection is not None and not self._connection.closed
+        return self._connection.path().rtt_ms if self._connection and live else None
+
+    async def run(self) -> None:
+        """Dial, write until the line is lost, dial again. Ends only when cancelled."""
+        pause = PAUSE_FIRST_S
+        while True:
+            stream: Stream | None = None
+            try:
+                stream = await self._open()
+                pause = PAUSE_FIRST_S
+                self._set(True, "")
+                await self._serve(stream)
+            except (TransportError, TimeoutError, Refused, RemoteProtocolError) as error:
+                if isinstance(error, TimeoutError):  # the connection may look alive for a while
+                    await self._links.drop(self._peer, ALPN_PIPELINE)
+                self._set(False, str(error) or type(error).__name__)
+            finally:
+                if stream is not None:
+                    await stream.abort()
+            await asyncio.sleep(pause)
+            pause = min(PAUSE_MAX_S, 2 * pause)
+
+    async def _open(self) -> Stream:
+        connection = await self._links.get(self._peer, ALPN_PIPELINE)
+        self._epoch = max(self._epoch + 1, int(time.time() * 1000))
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(OPEN_S):
+                stream = await connection.open_stream()
+                await send(stream, OpenLine(self._sealed, self._epoch))
+                await receive_reply(stream, Accepted)
+        except BaseException as error:  # also when cancelled: else the half-open stream would leak
+            if stream is not None:
+                await stream.abort()
+            if isinstance(error, TransportError):
+                await self._links.drop(self._peer, ALPN_PIPELINE)
+            raise
+        self._connection = connection
+        return stream
+
+    async def _serve(self, stream: Stream) -> None:
+        box = self.box if self._shaper is None else PacketQueue()
+        works = [self._listen(stream), self._write(stream, box)]
+        if self._shaper is not None:
+            works.append(self._shaper.carry(self.box, box))
+        await together(*works)
+
+    async def _write(self, stream: Stream, box: PacketQueue) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(beat_s(self._stall_s)):
+                    packet = await box.take()
+            except TimeoutError:
+                await stream.write(BEAT)
+                continue
+            await packet.write(stream.write)
+            self.bytes += packet.size
+            self.frames += 1
+
+    async def _listen(self, stream: Stream) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await stream.read_exact(len(READING))
+            except TimeoutError as error:
+                raise TimeoutError(f"it took nothing for {self._stall_s:g} s") from error
+
+    def _set(self, up: bool, why: str) -> None:
+        was, self.up, self.why = self.up, up, why
+        if up or was:
+            logger.info("line to %s: %s", short(self._peer), why or "up")
+            self._changed(why)
+        else:
+            logger.debug("no line to %s: %s", short(self._peer), why)
+
+
+class InboundLink:
+    """The line from the stage before, as it was opened by that."""
+
+    def __init__(self, stream: Stream, limits: FrameLimits, *, stall_s: float) -> None:
+        self._stream = stream
+        self._limits = limits
+        self._stall_s = stall_s
+        self._heard = False
+        self._delivering = False
+        self.bytes = 0
+        self.frames = 0
+
+    async def serve(self, deliver: Deliver) -> None:
+        """Deliver every frame until the line is lost.
+
+        Raises TransportError, TimeoutError (it fell silent), RemoteProtocolError (what came was no frame).
+        """
+        telling = asyncio.create_task(self._tell())
+        try:
+            await self._read(deliver)
+        finally:
+            telling.cancel()
+            await asyncio.wait([telling])
+
+    async def close(self) -> None:
+        """End it; serve() raises."""
+        await self._stream.abort()
+
+    async def _read(self, deliver: Deliver) -> None:
+        while True:
+            try:
+                packet = await read_packet(self._receive, self._limits, patience_s=self._stall_s)
+            except TimeoutError as error:
+                raise TimeoutError(f"it said nothing for {self._stall_s:g} s") from error
+            if packet is not None:
+                self.bytes += packet.size
+                self.frames += 1
+                self._delivering = True
+                await deliver(packet)
+                self._delivering = False
+
+    async def _receive(self, size: int) -> bytes:
+        data = await self._stream.read_exact(size)
+        self._heard = True
+        return data
+
+    async def _tell(self) -> None:
+        """One byte every beat in which something came, or in which our own engine has no room for it."""
+        with suppress(TransportError):  # the reader sees it too
+            while True:
+                await asyncio.sleep(beat_s(self._stall_s))
+                if self._heard or self._delivering:
+                    self._heard = False
+                    await self._stream.write(READING)
+
+
+def beat_s(stall_s: float) -> float:
+    """Seconds between two beats where a line that is silent for `stall_s` is lost."""
+    return min(BEAT_S, stall_s / 4)
+
+
+BUFFER = 4 * MIB
+SETTLE_S = 2.0
+
+
+class LocalListener(Protocol):
+    """Who relays: a ring."""
+
+    async def from_local(self, packet: Packet) -> None:
+        """A frame of the process that computes; waiting here makes it wait."""
+        ...
+
+    def local_changed(self, words: str) -> None:
+        """It connected ("") or is gone (why)."""
+        ...
+
+
+class LocalLink:
+    """Listens at `path` between `async with` and its end."""
+
+    def __init__(self, path: Path, limits: FrameLimits) -> None:
+        self.path = path
+        self.limits = limits
+        self.box = PacketQueue()
+        """What waits for the process that computes."""
+        self.listener: LocalListener | None = None
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a process computes."""
+        return self._writer is not None
+
+    async def __aenter__(self) -> "LocalLink":
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.unlink(missing_ok=True)
+        with short_path(self.path) as name:
+            self._server = await asyncio.start_unix_server(self._accept, name, limit=BUFFER)
+        self.path.chmod(0o600)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._serving:
+            task.cancel()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=SETTLE_S)
+        self.path.unlink(missing_ok=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._gone("another process took its place")
+        self._writer = writer
+        self.box.clear()
+        words = "the engine's process ended the connection"
+        try:
+            self._tell("")
+            await together(self._read(reader), self._write(writer))
+        except (OSError, EOFError) as error:
+            logger.debug("the engine's connection ended: %s", error)
+        except RemoteProtocolError as error:
+            words = f"the engine's process says what is no frame: {error}"
+            logger.error("%s", words)
+        finally:
+            writer.transport.abort()
+            if self._writer is writer:
+                self._gone(words)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            packet = await read_packet(reader.readexactly, self.limits, patience_s=None)
+            if packet is not None and self.listener is not None:
+                await self.listener.from_local(packet)
+
+    async def _write(self, writer: asyncio.StreamWriter) -> None:
+        async def write(data: bytes) -> None:
+            writer.write(data)
+            await writer.drain()
+
+        while True:
+            await (await self.box.take()).write(write)
+
+    def _gone(self, words: str) -> None:
+        self._writer = None
+        self.box.clear()
+        self._tell(words)
+
+    def _tell(self, words: str) -> None:
+        if self.listener is not None:
+            self.listener.local_changed(words)
