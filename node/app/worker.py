@@ -23,11 +23,12 @@ from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.services import NodeServices
 from ..pipeline.acceptor import LinkAcceptor
+from ..pipeline.hosted_stage import StageEngine
 from ..storage import run_files
 from ..weights.payload import TensorShare, everything
 from ..worker.loop import InferenceRole, VerdictLog
 from ..worker.pipelined_engine import Order, PipelinedEngine
-from ..worker.weight_sync import stand
+from ..worker.weight_sync import WeightSync, stand
 from . import rundir
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
