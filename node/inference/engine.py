@@ -61,7 +61,7 @@ class Completion:
     """Fingerprint of the hidden states that led to the tokens; empty if none was asked for at start()."""
     boundaries: tuple[bytes, ...] = ()
     """Where stages of a pipeline computed it: of each one but the last, fingerprints of the states that it sent
-    on, 8 bytes a token (pipeline/boundaries.py). Empty is allowed: then stage 0 alone is accountable."""
+    on, 8 bytes a token (pipeline/trails.py). Empty is allowed: then stage 0 alone is accountable."""
     plan: bytes = b""
     """The sealed plan that these stages worked by; without boundaries only the last of several."""
 
