@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from support.drift_cases import LineTrainer
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 from support.swarm import Running, Swarm, until
 
 LONG = 1000

@@ -5,7 +5,7 @@ import random
 from itertools import pairwise
 from pathlib import Path
 
-from support.rogue import Rogue
+from support.hostile import Rogue
 from support.swarm import Swarm, until
 from support.witness import Fakes, WitnessEngine, trained_ages
 

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.hostile import HostileTrainer, policy
-from support.rogue import Rogue
+from support.hostile import HostileTrainer, Rogue, policy
 from support.swarm import Swarm, until
 
 from primerl.node.ops.errors import NetworkError, RunFailed

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from support.drift_cases import LineTrainer, drifted
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 from support.swarm import Swarm, until
 
 from primerl.crypto.hashing import digest

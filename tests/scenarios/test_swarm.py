@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support.memory_transport import MemoryNetwork
+from support.memory_network import MemoryNetwork
 from support.swarm import Running, Swarm, shaky, side_by_side, until
 from support.witness import Fakes, WitnessEngine, never_right, trained_ages
 
