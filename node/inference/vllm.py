@@ -41,12 +41,14 @@ from .engine import (
     WeightsFault,
     Written,
     find_fingerprint,
+    narrowing,
 )
 from .fingerprint import ProofFailed
 from .host_messages import ApiOptions
 from .vllm_api import ApiServer
 from .vllm_arguments import (
     NOT_INSTALLED,
+    SAMPLING,
     check_cpu,
     check_device,
     check_installed,
@@ -56,7 +58,6 @@ from .vllm_arguments import (
     head_size,
     keeps_elsewhere,
     read_shape,
-    sampling_arguments,
     set_environment,
 )
 
@@ -555,6 +556,21 @@ def _library() -> _Library:
         if error.name != "vllm":
             raise
         raise EngineError(NOT_INSTALLED) from error
+
+
+def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
+    """A request in vLLM's words: keyword arguments of SamplingParams. `key` names it to the worker.
+
+    For vLLM it is greedy, which is the least work: the worker's own sampler reads the extra arguments.
+    """
+    return {
+        "max_tokens": request.max_tokens,
+        "temperature": 0.0,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # the request names every stop token; the model's config adds none
+        "detokenize": False,
+        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
+    }
 
 
 def prepare_library(

@@ -15,14 +15,15 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config.run import EngineConfig
 from ..memory_plan.memory import rank_cache_bytes, tensor_parallel
 from ..ops.errors import EngineError, UsageError
 from ..ops.gpus import is_slice, visible
-from .engine import GenerateRequest, narrowing
-from .host_messages import ApiOptions
+
+if TYPE_CHECKING:
+    from .host_messages import ApiOptions
 
 OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
 """Releases: 0.25.1 was run on an H200, 0.32 on CPUs, the others are known by their source."""
@@ -482,7 +483,7 @@ def engine_arguments(
     shape: Mapping[str, Any],
     *,
     cpu: bool,
-    api: ApiOptions | None = None,
+    api: "ApiOptions | None" = None,
 ) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs, for one engine. `shape` is the model's config.json.
 
@@ -522,21 +523,6 @@ def engine_arguments(
             "allowed_media_domains": [NO_DOMAIN],
         }
     return arguments | config.vllm
-
-
-def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
-    """A request in vLLM's words: keyword arguments of SamplingParams. `key` names it to the worker.
-
-    For vLLM it is greedy, which is the least work: the worker's own sampler reads the extra arguments.
-    """
-    return {
-        "max_tokens": request.max_tokens,
-        "temperature": 0.0,
-        "stop_token_ids": list(request.stop_token_ids),
-        "ignore_eos": True,  # the request names every stop token; the model's config adds none
-        "detokenize": False,
-        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request)]},
-    }
 
 
 def _cache_bytes(config: EngineConfig, shape: Mapping[str, Any]) -> int:

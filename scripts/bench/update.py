@@ -33,8 +33,7 @@ from primerl.node.inference.handover import HostedPolicy
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import build_network
 from primerl.node.inference.qwen3 import shapes
-from primerl.node.inference.vllm import VllmCore
-from primerl.node.inference.vllm_arguments import sampling_arguments
+from primerl.node.inference.vllm import VllmCore, sampling_arguments
 from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State, Tensor
 

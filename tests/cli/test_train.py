@@ -52,7 +52,6 @@ def test_an_engine_that_breaks_proofs_is_refused_with_the_reason_also_by_a_dry_r
         ("rl @ demo --engine vllm --tp 3", "set it to one of 1, 2, 4"),
         ("join --tp 2", "set engine.type to vllm"),
         ("join --pp.rank 0 --pp.world-size 2", "need vLLM for their stages: set engine.type to vllm"),
-        ("join --engine scripted --pp.mode on", "need vLLM for their stages"),
         ("join --engine hf --pp.mode on", "need vLLM for their stages"),
     ],
 )  # fmt: skip

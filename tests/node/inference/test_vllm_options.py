@@ -10,7 +10,7 @@ import pytest
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import GenerateRequest
-from primerl.node.inference.vllm import VllmCore
+from primerl.node.inference.vllm import VllmCore, sampling_arguments
 from primerl.node.inference.vllm_arguments import (
     ENVIRONMENT,
     SAMPLING,
@@ -18,7 +18,6 @@ from primerl.node.inference.vllm_arguments import (
     engine_arguments,
     head_size,
     read_shape,
-    sampling_arguments,
     set_environment,
 )
 from primerl.node.ops.errors import EngineError, UsageError

@@ -70,7 +70,7 @@ def seen(placement: GpuPlacement) -> tuple[Any, ...]:
         ("-t 0 -i 2", "", ["0", "1"]),
         ("--training.device cpu -i 2", "", ["0", "1"]),
         ("--engine.device cpu", "0", ["", ""]),
-        ("--engine scripted -w 1", "0", [""]),
+        ("--engine hf --engine.device cpu -w 1", "0", [""]),
         ("-i 1 -w 2", "0", ["1", "1"]),
     ],
 )

@@ -1,6 +1,7 @@
 """A worker that offers to be a stage: what it asks, what it believes, and what it tells others."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from support.swarm import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.engine import EngineConfig, PipelineConfig
-from primerl.node.config.run import ModelCreateConfig
+from primerl.node.config.run import ModelCreateConfig, NodeConfig
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import NodeError, UsageError
 from primerl.node.p2p.connections import ConnectionPool, Router
@@ -24,8 +25,9 @@ from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.transport import Stream, Unreachable
 from primerl.node.worker.stage_offers import RECORD_S, AssignedPlan, StageOffers, make_offer
-from primerl.protocol.envelope import Purpose, seal
+from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.manifests import PeerRecord
 from primerl.protocol.messages import ControlRequest, OfferStage, StagePlanned, SyncRecords
 from primerl.protocol.pipelines import PipelinePlan
 from primerl.protocol.version import ALPN_CONTROL
@@ -35,6 +37,9 @@ from primerl.protocol.version import ALPN_CONTROL
 class Measured:
     rtt_ms: float = 7.0
     bytes_per_s: float = 1e6
+
+
+CONFIG = NodeConfig.model_validate({"network": {"advertise": ["10.0.0.1:1"]}})
 
 
 @dataclass
@@ -78,7 +83,15 @@ class Net:
 
         fields: dict[str, Any] = {"offer": offer(), "probe": probe, **more}
         return StageOffers(
-            services=bare_services(key(number), links=links, peers=peers),
+            services=bare_services(
+                key(number),
+                run_id=RUN,
+                trainer=TRAINER.node_id,
+                role="inference",
+                config=CONFIG,
+                links=links,
+                peers=peers,
+            ),
             clock=lambda: self.now,
             **fields,
         )
@@ -204,7 +217,11 @@ async def test_our_record_is_renewed_before_it_runs_out(tmp_path: Path) -> None:
             world.now += RECORD_S + 1
             one.hurry()
             await until(lambda: bool(world.renewed))
-            assert world.renewed == [record(key(1))]
+            (renewed,) = world.renewed
+            opened = unseal(
+                renewed, Purpose.PEER, PeerRecord, now=int(time.time()), run=RUN, signer=node(1)
+            )
+            assert opened.body.addresses == ("10.0.0.1:1",)
 
 
 # -- what is not believed --------------------------------------------------------------------------
