@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from support.chat_model import END_OF_TEXT, IM_END, make_chat_model
+from support.chat_model import IM_END, make_chat_model
 
 from primerl.node.api.completions import EngineRoutes
 from primerl.node.api.server import HttpServer, Served, serving
@@ -208,11 +208,3 @@ def tool_dir(directory: Path, template: str = TEMPLATE) -> Path:
     huggingface.create(directory, SHAPE, 3)
     (directory / "chat_template.jinja").write_text(template)
     return directory
-
-
-def ids_of(model_dir: Path, text: str) -> list[int]:
-    """Tokens that say `text`, marks as one token each, and the end of a reply."""
-    tokenizer: Any = huggingface.load_tokenizer(model_dir)
-    found = list(tokenizer.encode(text, add_special_tokens=False))
-    assert END_OF_TEXT not in found
-    return [*found, IM_END]
